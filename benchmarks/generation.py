@@ -1,6 +1,7 @@
 """Generation against `generate` of transformers: same model, prompts, tokens, precision.
 
     python -m benchmarks.generation [--precisions fp32 bf16] [--rounds 5] [--threads 2]
+    python -m benchmarks.generation --tiny      # the same course with answers of a few tokens
 
 A Llama of 15M parameters with random weights answers prompts of 64 tokens greedily. The first cases
 have answers of 128 tokens each; the last has 64 prompts whose answers are 8 to 128 tokens long, as
@@ -11,12 +12,15 @@ rounding, and the one before it the share of our decoding passes that came from 
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,13 +42,30 @@ from pipeline.config import FrozenModelConfig
 from pipeline.kernels.products.dispatch import suspended
 from pipeline.models.load import load_causal_lm
 
-PROMPT, ANSWER = 64, 128
-SHORTEST = 8
+PROMPT = 64
 BATCHES = (1, 8, 32)
-SPREAD = 64
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is asked of both sides."""
+
+    longest: int = 128
+    shortest: int = 8
+    batches: Sequence[int] = BATCHES
+    spread: int = 64
+    """Prompts of the case with answers of all lengths."""
+
+
+TINY = Course(longest=8, shortest=3, batches=(1,), spread=3)
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 """Processor time, with one thread, is what a machine that others use can still tell."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+HEAD = ("precision", "prompts", "answers", "transformers", "ours", "ratio", "spread")
+HEAD += ("replayed", "same")
 
 Answers = list[list[int]]
 
@@ -89,7 +110,12 @@ def answer_with_transformers(
 
 
 def answer_with_ours(
-    model: PreTrainedModel, prompts: Answers, lengths: Sequence[int], passes: PassCounts
+    model: PreTrainedModel,
+    prompts: Answers,
+    lengths: Sequence[int],
+    passes: PassCounts,
+    *,
+    slots: int,
 ) -> Answers:
     """Greedy answers of the engine, which gives a slot back when its answer ends."""
     finished = generate_each(
@@ -97,7 +123,7 @@ def answer_with_ours(
         prompts,
         Sampler(temperature=0.0, seed=0),
         max_new_tokens=max(lengths),
-        batch_size=SPREAD,
+        batch_size=slots,
         stop_when=lambda index, ids: len(ids) == lengths[index],
         passes=passes,
     )
@@ -126,52 +152,75 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--tiny", action="store_true", help="a few short answers")
+    parser.add_argument("--output", type=Path, help="where results.json is written")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
     print(f"{args.threads} threads, {device.type}, {args.clock} time; load before: {load()}")
-    print(
-        "| precision | prompts | answers | transformers | ours | ratio | spread | replayed | same |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", sep="\n")
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         save_llama(directory)
-        generator = torch.Generator().manual_seed(0)
-        for precision in args.precisions:
-            theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtypes[precision])
-            theirs.to(device)
-            config = FrozenModelConfig(path=str(Path(directory)), precision=precision)
-            ours = load_causal_lm(config, device=device)
-            for count in (*BATCHES, SPREAD):
-                spread = torch.linspace(SHORTEST, ANSWER, count).long()
-                mixed = spread[torch.randperm(count, generator=generator)].tolist()
-                lengths = mixed if count == SPREAD else [ANSWER] * count
-                size = (count, PROMPT)
-                prompts = torch.randint(3, VOCABULARY, size, generator=generator).tolist()
-                passes = PassCounts()
-                (slow, fast), (expected, got) = compare(
-                    [
-                        lambda: answer_with_transformers(theirs, prompts, lengths),  # noqa: B023
-                        lambda: answer_with_ours(ours, prompts, lengths, passes),  # noqa: B023
-                    ],
-                    rounds=args.rounds,
-                    clock=CLOCKS[args.clock],
-                )
-                tokens = sum(lengths)
-                ratios = [a / b for a, b in zip(slow, fast, strict=True)]
-                same = sum(a == b for a, b in zip(expected, got, strict=True))
-                print(
-                    f"| {precision} | {count} | {min(lengths)} to {max(lengths)} |"
-                    f" {tokens / statistics.median(slow):,.0f} tokens/s |"
-                    f" {tokens / statistics.median(fast):,.0f} tokens/s |"
-                    f" {statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |"
-                    f" {100 * passes.share_replayed:.0f} % | {same} of {count} |",
-                    flush=True,
-                )
+        for row in measured(Path(directory), device, args):
+            rows.append(row)
+            print(f"| {' | '.join(line_of(row))} |", flush=True)
     print(f"load after: {load()}")
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "results.json").write_text(json.dumps(rows))
+
+
+def measured(
+    directory: Path, device: torch.device, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Each case of each precision."""
+    course = TINY if args.tiny else Course()
+    generator = torch.Generator().manual_seed(0)
+    for precision in args.precisions:
+        theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[precision])
+        theirs.to(device)
+        config = FrozenModelConfig(path=str(directory), precision=precision)
+        ours = load_causal_lm(config, device=device)
+        for count in (*course.batches, course.spread):
+            spread = torch.linspace(course.shortest, course.longest, count).long()
+            mixed = spread[torch.randperm(count, generator=generator)].tolist()
+            lengths = mixed if count == course.spread else [course.longest] * count
+            prompts = torch.randint(3, VOCABULARY, (count, PROMPT), generator=generator).tolist()
+            passes = PassCounts()
+            sides = [
+                partial(answer_with_transformers, theirs, prompts, lengths),
+                partial(answer_with_ours, ours, prompts, lengths, passes, slots=course.spread),
+            ]
+            (slow, fast), (expected, got) = compare(
+                sides, rounds=args.rounds, clock=CLOCKS[args.clock]
+            )
+            yield {
+                "precision": precision,
+                "lengths": lengths,
+                "transformers": slow,
+                "ours": fast,
+                "replayed": passes.share_replayed,
+                "same": sum(a == b for a, b in zip(expected, got, strict=True)),
+            }
+
+
+def line_of(row: Mapping[str, Any]) -> list[str]:
+    """The cells of a case."""
+    lengths, slow, fast = row["lengths"], row["transformers"], row["ours"]
+    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    return [
+        row["precision"],
+        str(len(lengths)),
+        f"{min(lengths)} to {max(lengths)}",
+        *(f"{sum(lengths) / statistics.median(side):,.0f} tokens/s" for side in (slow, fast)),
+        f"{statistics.median(ratios):.2f}",
+        f"{min(ratios):.2f} to {max(ratios):.2f}",
+        f"{100 * row['replayed']:.0f} %",
+        f"{row['same']} of {len(lengths)}",
+    ]
 
 
 def load() -> str:

@@ -96,7 +96,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         device=local_device(),
         seed=config.seed,
         num_labels=labels.num_labels,
-        in_parts=config.parallel.is_cut,
+        defer=True,
     )
     base_model(model).config.update({"label_kind": labels.kind})  # not that of an earlier training
     cutpoints = objective.cutpoints()

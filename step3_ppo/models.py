@@ -212,10 +212,7 @@ def load_actor(
     device: torch.device,
 ) -> nn.Module:
     """The actor's Hugging Face model."""
-    in_parts = config.parallel.is_cut
-    actor = trained_causal_lm(
-        config.actor, tokenizer, device=device, seed=config.seed, in_parts=in_parts
-    )
+    actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed, defer=True)
     set_stop_tokens(actor, chat.stop_ids)
     return actor
 
@@ -251,9 +248,8 @@ def load_critic(
     """
     if not config.has_critic:
         return None
-    in_parts = config.parallel.is_cut
     critic = trained_classifier(
-        config.critic, tokenizer, device=device, seed=config.seed, in_parts=in_parts
+        config.critic, tokenizer, device=device, seed=config.seed, defer=True
     )
     if reads_whole(base_model(critic)):
         raise ModelError(

@@ -143,14 +143,16 @@ class _Step:
         return self.workload.generation is not None and self.workload.generation.keeps_replica
 
     def load(self) -> Iterator[Item]:
-        """Each model is read in main memory first, and laid out unit by unit in flat vectors."""
+        """Each model is read from its files to its place, and laid out unit by unit.
+
+        What is quantized when it has been read is whole in main memory before.
+        """
         for model in self.present:
             alone = frozenset({model.role})
             yield from self.held(model, kinds=("weights", "masters"))
-            if self.machine.has_gpu and not model.is_sharded:
-                yield Item("weights", model.role, model.read_bytes, "host", alone)
-            elif model.read_bytes > model.weight_bytes:
-                yield Item("weights", model.role, model.read_bytes, moments=alone)
+            if model.read_bytes > model.weight_bytes:
+                place = "host" if self.machine.has_gpu else "device"
+                yield Item("weights", model.role, model.read_bytes, place, alone)
             if model.engine is not None:
                 sizes = (sum(each.nbytes for each in u.params.values()) for u in model.units())
                 yield Item("gathered", model.role, max(sizes), moments=alone)

@@ -3,8 +3,7 @@
 import logging
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +18,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as transformers_logging
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, Kernels, Precision, TrainedModelConfig
 from pipeline.errors import ModelError, UserError, is_out_of_memory
@@ -32,6 +30,7 @@ from pipeline.models.deferred import (
     NotDeferrableError,
     defer_again,
     deferred_model,
+    read_stored,
     stored_parameters,
 )
 from pipeline.models.directory import (
@@ -45,6 +44,7 @@ from pipeline.models.directory import (
 from pipeline.models.draw_layers import draw_layers
 from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.models.finite import require_finite
+from pipeline.models.foreign_errors import errors_only, first_words
 from pipeline.models.packing import how_to_run
 from pipeline.models.quantized import quantized
 
@@ -168,7 +168,9 @@ def load_classifier(
         for name in OF_SCORES:
             settings.__dict__.pop(name, None)
     auto = AutoModelForSequenceClassification
-    model, missing = _build(auto, config, settings, device, defer=defer and not is_redrawn)
+    model, missing = _build(
+        auto, config, settings, device, defer=defer and not is_redrawn, whole=is_redrawn
+    )
     drawn = {name for name in missing if HEAD.match(name)}
     _require_weights(path, missing - drawn)
     draw_layers(model, drawn, seed=seed)
@@ -276,21 +278,33 @@ def _build(
     device: torch.device,
     *,
     defer: bool,
+    whole: bool = False,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model, and the names of its parameters that the files have nothing for."""
+    """The model, and the names of its parameters that the files have nothing for.
+
+    Its weights stay in their files with `defer`; else they come to a GPU some at a time, so that
+    main memory never has all of them. With `whole` transformers reads them, as it does for a CPU,
+    where it maps the files' pages, which all processes of a machine share, and does what it has to
+    convert.
+    """
     path, dtype = model_path(config), weight_dtype(config.precision, device)
     trusted = config.trust_remote_code
-    if defer:
-        try:
-            return _load(
-                path,
-                "model",
-                lambda: deferred_model(
-                    auto, path, settings, dtype=dtype, device=device, trust_remote_code=trusted
-                ),
+    # What is quantized next has no room on a GPU before.
+    place = device if defer or config.quantize == "none" else torch.device("cpu")
+    if defer or (place.type != "cpu" and not whole):
+
+        def from_files() -> tuple[PreTrainedModel, set[str]]:
+            model, missing = deferred_model(
+                auto, path, settings, dtype=dtype, device=place, trust_remote_code=trusted
             )
+            if not defer:
+                read_stored(model, place)
+            return model, missing
+
+        try:
+            return _load(path, "model", from_files)
         except NotDeferrableError as reason:
-            logger.info("every process loads %s whole before it is sharded: %s", path, reason)
+            logger.info("every process loads %s whole before it is laid out: %s", path, reason)
     model, info = _load(
         path,
         "model",
@@ -372,29 +386,6 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
         if local_directory(path) is None:
             raise ModelError(
                 f"no such model: {path} is neither a local model directory nor a Hub model that can"
-                f" be reached ({_first_words(error)})"
+                f" be reached ({first_words(error)})"
             ) from error
-        raise ModelError(f"the {what} of {path} can't be loaded: {_first_words(error)}") from error
-
-
-@contextmanager
-def errors_only() -> Iterator[None]:
-    """Without transformers' tables and advice; what matters of them we say ourselves."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
-
-
-LONGEST_REASON = 200
-"""Characters of somebody else's message that fit into a sentence of ours."""
-
-
-def _first_words(error: Exception) -> str:
-    """The first lines of the message, as one, behind the kind of error where it is a bare word."""
-    lines = " ".join(str(error).split("\n\n")[0].split())
-    if isinstance(error, KeyError) or not lines:
-        lines = f"{type(error).__name__} {lines}".strip()
-    return lines if len(lines) <= LONGEST_REASON else lines[:LONGEST_REASON].rstrip() + " ..."
+        raise ModelError(f"the {what} of {path} can't be loaded: {first_words(error)}") from error

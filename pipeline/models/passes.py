@@ -173,9 +173,7 @@ def learning_model(
         ConfigError: it can't be cut as the settings say.
         ModelError: it can't be used, or its family can't be cut.
     """
-    model = trained_causal_lm(
-        settings, tokenizer, device=local_device(), seed=seed, in_parts=mesh.parts.size > 1
-    )
+    model = trained_causal_lm(settings, tokenizer, device=local_device(), seed=seed, defer=True)
     passes = passes_of(
         model,
         settings,

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import init_empty_weights
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -92,12 +93,7 @@ def find_weights(model: PreTrainedModel, files: WeightFiles) -> StoredWeights:
         names |= {name: names.get(name, present[0]) for name in tied if present}
 
     if not needs_conversion:
-        for name, stored in names.items():
-            if files.shape(stored) != tuple(own[name].shape):
-                raise ModelError(
-                    f"{files.path} holds {stored} of shape {files.shape(stored)}, but the model of"
-                    f" its config.json has {name} of shape {tuple(own[name].shape)}"
-                )
+        _require_shapes({stored: own[name] for name, stored in names.items()}, files)
     spared = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]  # noqa: SLF001
     missing = sorted(
         name
@@ -105,6 +101,17 @@ def find_weights(model: PreTrainedModel, files: WeightFiles) -> StoredWeights:
         if not any(pattern.search(name) for pattern in spared)
     )
     return StoredWeights(names, tuple(missing), needs_conversion)
+
+
+def _require_shapes(own: Mapping[str, Tensor], files: WeightFiles) -> None:
+    wrong = sorted(name for name, param in own.items() if files.shape(name) != tuple(param.shape))
+    for name in wrong[:1]:
+        others = f", and {len(wrong) - 1} more that differ" if len(wrong) > 1 else ""
+        raise ModelError(
+            f"{files.path} holds {name} of shape {files.shape(name)}, but the model of its"
+            f" config.json has it of shape {tuple(own[name].shape)}{others}; config.json and"
+            " weights are not of one model"
+        )
 
 
 def _tied(model: PreTrainedModel) -> list[Sequence[str]]:

@@ -36,15 +36,14 @@ def trained_causal_lm(
     *,
     device: torch.device,
     seed: int,
-    in_parts: bool = False,
+    defer: bool = False,
 ) -> nn.Module:
     """The causal language model that a step trains, with adapters if the settings ask for them.
 
-    At ZeRO stage 3, where they are quantized, and where the model is to be cut into parts, its
-    weights stay in their files until the engine reads its pieces of them.
+    With `defer`, at ZeRO stage 3 and where they are quantized, its weights stay in their files
+    until an engine reads what it keeps of them: no process has a second copy meanwhile.
     """
-    defer = in_parts or _defers(config)
-    model = load_causal_lm(config, device=device, seed=seed, defer=defer)
+    model = load_causal_lm(config, device=device, seed=seed, defer=defer or _defers(config))
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return prepared(model, config)
@@ -59,14 +58,14 @@ def trained_classifier(
     device: torch.device,
     seed: int,
     num_labels: int = 1,
-    in_parts: bool = False,
+    defer: bool = False,
 ) -> nn.Module:
     """The reward model or critic that a step trains, with adapters if the settings ask for them.
 
-    At ZeRO stage 3, where they are quantized, and where the model is to be cut into parts, its
-    weights stay in their files until the engine reads its pieces of them.
+    With `defer`, at ZeRO stage 3 and where they are quantized, its weights stay in their files
+    until an engine reads what it keeps of them: no process has a second copy meanwhile.
     """
-    defer = in_parts or _defers(config)
+    defer = defer or _defers(config)
     model = load_classifier(config, device=device, seed=seed, defer=defer, num_labels=num_labels)
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:

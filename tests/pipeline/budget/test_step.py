@@ -272,10 +272,11 @@ def test_a_process_takes_something_for_itself(path: str) -> None:
     assert on_cpu.by_kind("device")["runtime"] == RUNTIME_CPU
 
 
-def test_models_are_loaded_whole_unless_they_are_sharded(path: str) -> None:
+def test_models_are_read_to_their_place_and_are_not_in_main_memory_before(path: str) -> None:
     config = sft(path, precision="fp32")
 
-    assert kinds(phase("load", config).items, "model", "host")["weights"] == 4 * PARAMETERS
+    assert not kinds(phase("load", config).items, "model", "host")
+    assert kinds(phase("load", config).items, "model")["weights"] >= 4 * PARAMETERS
     sharded = phase("load", sft(path, precision="fp32", zero_stage=3), FOUR)
     assert not kinds(sharded.items, "model", "host")
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32  # more than the two tables

@@ -20,6 +20,7 @@ from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine
 from pipeline.engine.stored import StoredParameter, stored_like
 from pipeline.errors import ModelError
+from pipeline.models.deferred import read_stored
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Policy, Scorer, base_model, score_head
 from pipeline.models.load import load_causal_lm, load_classifier
@@ -136,7 +137,8 @@ def test_models_read_in_pieces_are_those_loaded_whole(tmp_path: Path) -> None:
 
 def train(config: TrainedModelConfig, *, whole: bool) -> dict[str, Tensor]:
     build = replace(config, zero_stage=0) if whole else config
-    model = trained_causal_lm(build, TOKENIZER, device=CPU, seed=5)
+    model = trained_causal_lm(build, TOKENIZER, device=CPU, seed=5, defer=not whole)
+    assert whole is not any(isinstance(param, StoredParameter) for param in model.parameters())
     engine = Engine(Policy(model), config, total_steps=2)
     for _ in range(2):
         engine.backward(engine(collate(random_rows((9, 4, 7)))).logprobs.sum())
@@ -145,12 +147,12 @@ def train(config: TrainedModelConfig, *, whole: bool) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("stage", "checkpointing"), [(0, False), (3, False), (3, True)])
 def test_a_model_read_in_pieces_learns_like_one_loaded_whole(
-    checkpointing: bool, tmp_path: Path
+    stage: Any, checkpointing: bool, tmp_path: Path
 ) -> None:
     path = saved(tiny_causal_lm("llama", vocab_size=VOCAB), tmp_path)
-    config = settings(path, gradient_checkpointing=checkpointing)
+    config = replace(settings(path, gradient_checkpointing=checkpointing), zero_stage=stage)
 
     got, expected = train(config, whole=False), train(config, whole=True)
 
@@ -181,12 +183,13 @@ def status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def memory_to_build(path: str) -> tuple[int, int]:
+def memory_to_build(path: str, stage: Any) -> tuple[int, int]:
     """How much more memory this process takes at most to build a model, and the model's size."""
     Path("/proc/self/clear_refs").write_text("5")  # the most so far is what it is now
     before = status("VmRSS")
-    model = trained_causal_lm(settings(path), TOKENIZER, device=CPU, seed=0)
-    engine = Engine(Policy(model), settings(path), total_steps=1)
+    config = replace(settings(path), zero_stage=stage)
+    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0, defer=True)
+    engine = Engine(Policy(model), config, total_steps=1)
     most = status("VmHWM") - before
     filled = sum(master.count_nonzero().item() for master in engine.masters())
     assert filled > 0.2 * sum(param.numel() for param in model.parameters())
@@ -197,9 +200,25 @@ def memory_to_build(path: str) -> tuple[int, int]:
 def test_none_of_four_processes_holds_the_whole_model_while_it_is_built(tmp_path: Path) -> None:
     large_model(tmp_path)
 
-    for most, whole in run_ranks(memory_to_build, str(tmp_path), world_size=4):
+    for most, whole in run_ranks(memory_to_build, str(tmp_path), 3, world_size=4):
         assert whole > 3.5e8
         assert most < 0.5 * whole
+    # Below stage 3 each has it once, and none has it twice.
+    for most, whole in run_ranks(memory_to_build, str(tmp_path), 0, world_size=2):
+        assert whole < most < 1.2 * whole
+
+
+def test_what_is_read_in_is_what_transformers_loads(tmp_path: Path) -> None:
+    path = saved(tiny_causal_lm("llama", tie_word_embeddings=True), tmp_path)
+    expected = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+    model = load_causal_lm(FrozenModelConfig(path=path), device=CPU, defer=True)
+
+    read_stored(model, CPU)
+
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    for name, param in model.named_parameters():
+        assert type(param) is nn.Parameter
+        assert torch.equal(param, expected.get_parameter(name)), name
 
 
 def test_a_deferred_model_takes_no_memory_and_reads_as_nan(tmp_path: Path) -> None:
@@ -257,7 +276,7 @@ def test_a_mixture_whose_experts_must_be_merged_is_loaded_whole(
     path = saved(tiny_mixture("mixtral"), tmp_path)
 
     assert loaded_whole(path, caplog) == (
-        f"every process loads {path} whole before it is sharded: its files hold other tensors than"
+        f"every process loads {path} whole before it is laid out: its files hold other tensors than"
         " the model has"
     )
 
@@ -271,7 +290,7 @@ def test_a_model_without_safetensors_is_loaded_whole(
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
 
     assert loaded_whole(path, caplog) == (
-        f"every process loads {path} whole before it is sharded: it holds no safetensors files"
+        f"every process loads {path} whole before it is laid out: it holds no safetensors files"
     )
 
 
