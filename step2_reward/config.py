@@ -78,9 +78,14 @@ class RewardConfig(LabelSettings, StepConfig):
         require(self.max_new_tokens > 0, f"max_new_tokens must be above 0: {self.max_new_tokens}")
 
     @property
+    def learns_labels(self) -> bool:
+        """Unless plain pairs alone are learned from."""
+        return self.labels != "pairs"
+
+    @property
     def row_columns(self) -> RowColumns:
         """Labels and ties, unless plain pairs alone are learned from."""
-        return RowColumns(labels=self.labels != "pairs")
+        return RowColumns(labels=self.learns_labels)
 
     def choose_rows(
         self, train: Sequence[Example], held_out: Sequence[Example]

@@ -165,6 +165,11 @@ class StepConfig(ABC):
         }
 
     @property
+    def learns_labels(self) -> bool:
+        """Whether the column `label` of a row is what the step learns."""
+        return False
+
+    @property
     def row_columns(self) -> RowColumns:
         """Columns of the rows that the step reads beside the dialogue."""
         return RowColumns()

@@ -6,6 +6,9 @@ from torch import Tensor
 
 from pipeline.engine.side_stream import GradientCopies, Mark
 
+PIECE = 1 << 24
+"""Elements of a sum in main memory that are on the GPU at once to be added to: 64 MiB in fp32."""
+
 
 class RunningSum:
     """The sum so far, micro-batch after micro-batch: ((g1 + g2) + g3) + ...
@@ -66,8 +69,9 @@ class RunningSum:
 class OffloadedSum(RunningSum):
     """A running sum in main memory of gradients on a GPU; neither host nor backward pass waits.
 
-    The GPU adds: the sum so far comes to it and goes back, beside the computation. So the host has
-    nothing to do until the sum is asked for, and the bits are those of the sum on either side.
+    The GPU adds: the sum so far comes to it and goes back, a piece at a time, beside the
+    computation. So the host has nothing to do until the sum is asked for, and the bits are those of
+    the sum on either side.
     """
 
     def __init__(self, empty: Callable[[], Tensor], copies: GradientCopies) -> None:
@@ -86,9 +90,10 @@ class OffloadedSum(RunningSum):
         def copy() -> None:
             if is_first:
                 total.copy_(gradient, non_blocking=True)
-            else:
-                added = total.to(gradient.device, non_blocking=True, copy=True).add_(gradient)
-                total.copy_(added, non_blocking=True)
+                return
+            for own, found in zip(total.split(PIECE), gradient.split(PIECE), strict=True):
+                added = own.to(found.device, non_blocking=True, copy=True).add_(found)
+                own.copy_(added, non_blocking=True)
 
         self._read = self._copies.start(gradient, copy)
         self.empty = False

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.engine.disk_weights import BUFFERS
 from pipeline.engine.flat import ParamSettings, Placement
+from pipeline.engine.gradient_sums import PIECE
 from pipeline.engine.layout import lay_out, padded_size
 from pipeline.engine.masters import BYTES as MASTER_BYTES
 from pipeline.engine.masters import kind_of_masters
@@ -233,8 +234,9 @@ def _gradient_buffers(
     narrow = meets or (through_group and config.zero.reduce_dtype == "bf16")
     num_bytes = sum(each.used for each in _buffers_of_pass(trained, narrow=narrow, apart=apart))
     if placement.offloads_gradients and placement.device.type == "cuda" and micro_batches > 1:
-        # A sum in main memory comes to the GPU to be added to.
-        num_bytes += 4 * max(vector.numel // world for unit in trained for vector in unit)
+        # A sum in main memory comes to the GPU to be added to, a piece at a time.
+        sums = (vector.numel // world for unit in trained for vector in unit)
+        num_bytes += 4 * min(PIECE, max(sums, default=0))
     # gloo, and NCCL where the order of addition is fixed, receive pieces beside those they send.
     on_cpu = placement.device.type == "cpu"
     exchanges = through_group and (on_cpu or placement.deterministic)

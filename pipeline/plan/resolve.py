@@ -66,8 +66,7 @@ def step_configs(
     if wrong:
         _refuse(of_methods(wrong, stages))
     in_run = {*command_line.request.step, *command_line.made}
-    read = [configs[stage.name] for stage in stages if stage.number in in_run]
-    if not any(config.row_columns.labels for config in read):
+    if not any(configs[stage.name].learns_labels for stage in stages if stage.number in in_run):
         return configs
     return {name: _knowing_labels(config) for name, config in configs.items()}
 

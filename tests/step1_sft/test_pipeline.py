@@ -200,7 +200,7 @@ def test_what_the_model_can_not_be_cut_into_is_refused_by_the_plan(
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block again"),
+    "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block anew"),
     "dropout": ({}, {"lora": LoraConfig(dropout=0.1)}, "model.lora.dropout draws masks"),
     "variant": ({}, {"lora": LoraConfig(variant="pissa")}, "model.lora.variant of parallel.pp 2"),
     "nvme": (

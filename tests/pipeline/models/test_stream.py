@@ -210,7 +210,8 @@ def test_another_shape_than_the_configs_is_refused(tmp_path: Path) -> None:
 
     assert str(error.value) == (
         f"{path} holds model.layers.0.mlp.down_proj.weight of shape (32, 48), but the model of its"
-        " config.json has model.layers.0.mlp.down_proj.weight of shape (32, 40)"
+        " config.json has it of shape (32, 40), and 5 more that differ; config.json and weights are"
+        " not of one model"
     )
 
 
