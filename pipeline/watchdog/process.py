@@ -47,6 +47,10 @@ SPEAKING_SECONDS = 4.0
 GRACE_SECONDS = 5.0
 """For a process to end by itself once the job has failed; half of it where processes hang."""
 
+LEAVING_SECONDS = 15.0
+"""For which the end of the watch waits for its threads. A request to the store takes them up to 5 s,
+and the interpreter aborts the process if it ends while a thread is amid one."""
+
 POLL_SECONDS = (0.05, 0.5)
 """Between two looks for what another posts, at first and at last: all may be looking."""
 
@@ -122,7 +126,7 @@ class Watchdog:
         """End the watch; the others no longer miss this process."""
         self._over.set()
         for thread in self._threads:
-            thread.join(timeout=2 * TICK_SECONDS)
+            thread.join(timeout=LEAVING_SECONDS)
         self.lookout.beat(left=True)
         if self._publish is not None and self._publish in HERE.listeners:
             HERE.listeners.remove(self._publish)
