@@ -48,8 +48,8 @@ GRACE_SECONDS = 5.0
 """For a process to end by itself once the job has failed; half of it where processes hang."""
 
 LEAVING_SECONDS = 15.0
-"""For which the end of the watch waits for its threads. A request to the store takes them up to 5 s,
-and the interpreter aborts the process if it ends while a thread is amid one."""
+"""For which the end of the watch waits for its threads. A request to the store takes up to 5 s, and
+a process aborts if its interpreter ends while a thread is amid one."""
 
 POLL_SECONDS = (0.05, 0.5)
 """Between two looks for what another posts, at first and at last: all may be looking."""
