@@ -24,5 +24,5 @@ def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) 
         return False
     environment[OWN_SETTINGS[0]] = EXPANDABLE
     if torch.cuda.is_available():  # and has perhaps read the environment already
-        torch.cuda.memory._set_allocator_settings(EXPANDABLE)  # noqa: SLF001
+        torch._C._accelerator_setAllocatorSettings(EXPANDABLE)  # noqa: SLF001
     return True
