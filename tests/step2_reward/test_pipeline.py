@@ -2,15 +2,12 @@
 
 import hashlib
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.budget.machine import Machine
-from pipeline.budget.step import step_memory
 from pipeline.config import (
     DataConfig,
     FrozenModelConfig,
@@ -23,6 +20,7 @@ from pipeline.parallel.mesh import cut_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
+from tests.staged import lose_the_end, require_less_memory
 from tests.step2_reward.labelled import rows_of, save_base, write_jsonl
 
 
@@ -99,12 +97,7 @@ def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     run_ranks(run, staged)
 
     assert ended(staged.output_dir) == ended(alone.output_dir)
-    (staged.output_dir / "result.json").unlink()
-    shutil.rmtree(staged.output_dir / "checkpoints" / "step_00000003")
+    lose_the_end(staged.output_dir, last=3)
     run(replace(staged, parallel=alone.parallel, resume=True))
     assert ended(staged.output_dir) == ended(alone.output_dir)
-    memory = step_memory(staged, machine=Machine(2, 2, None, 2**34, "it"))
-    assert memory.stage is not None
-    assert memory.peak("device") < step_memory(
-        replace(staged, parallel=ParallelConfig()), machine=Machine(1, 1, None, 2**34, "it")
-    ).peak("device")
+    require_less_memory(staged, alone)

@@ -2,15 +2,12 @@
 
 import hashlib
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.budget.machine import Machine
-from pipeline.budget.step import step_memory
 from pipeline.config import DataConfig, LoraConfig, OptimConfig, ParallelConfig
 from pipeline.parallel.mesh import cut_mesh
 from rewards.config import RewardConfig
@@ -18,6 +15,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
 from step3_ppo.train import train
 from tests.distributed import run_ranks
+from tests.staged import lose_the_end, require_less_memory
 from tests.step3_ppo.toy import save_models, toy_config
 
 BOTH = ("actor", "critic")
@@ -128,15 +126,10 @@ def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     run_ranks(run, staged)
 
     assert ended(staged.output_dir) == ended(alone.output_dir)
-    (staged.output_dir / "result.json").unlink()
-    shutil.rmtree(staged.output_dir / "checkpoints" / "step_00000002")
+    lose_the_end(staged.output_dir, last=2)
     run(replace(staged, parallel=alone.parallel, inference_tp_size=1, resume=True))
     assert ended(staged.output_dir) == ended(alone.output_dir)
-    memory = step_memory(staged, machine=Machine(2, 2, None, 2**34, "it"))
-    assert memory.stage is not None
-    assert memory.peak("device") < step_memory(
-        alone, machine=Machine(1, 1, None, 2**34, "it")
-    ).peak("device")
+    require_less_memory(staged, alone)
 
 
 MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
