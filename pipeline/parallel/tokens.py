@@ -80,25 +80,23 @@ class _Share(torch.autograd.Function):
         return joined_tokens(gradients[0], ctx.tokens, ctx.group, "gradients of tokens"), None
 
 
-class _Whole(torch.autograd.Function):
+class _Joined(torch.autograd.Function):
+    """The tokens of all; what follows decides how their gradients become those of a share."""
+
     @staticmethod
     def forward(ctx: Any, share: Tensor, tokens: int, group: Group) -> Tensor:  # noqa: ANN401
         ctx.group = group
         ctx.uses_inputs_alone = True
         return joined_tokens(share, tokens, group, "tokens")
 
+
+class _Whole(_Joined):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         return _own(gradients[0], ctx.group), None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, tokens: int, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        ctx.uses_inputs_alone = True
-        return joined_tokens(share, tokens, group, "tokens")
-
+class _Gather(_Joined):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         return _summed(gradients[0], ctx.group, "gradients of tokens"), None, None
