@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -127,6 +126,18 @@ def test_a_long_option_is_followed_by_its_meaning_on_the_next_line() -> None:
     assert help_entry("--" + "a" * 30, "x") == ["  --" + "a" * 30, " " * 28 + "x"]
 
 
+def exit_code_after(ending: BaseException | None) -> object:
+    """That of a command whose function ends so."""
+
+    def main(_argv: object) -> None:
+        if ending is not None:
+            raise ending
+
+    with pytest.raises(SystemExit) as end:
+        run_main(main, [])
+    return end.value.code
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "printed"),
     [
@@ -142,14 +153,8 @@ def test_a_command_ends_with_its_code_and_at_most_one_line(
     printed: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def main(_argv: object) -> None:
-        if ending is not None:
-            raise ending
-
-    with pytest.raises(SystemExit) as end:
-        run_main(main, [])
-
-    assert (end.value.code, capsys.readouterr().err) == (code, printed)
+    assert exit_code_after(ending) == code
+    assert capsys.readouterr().err == printed
 
 
 def test_only_the_first_process_speaks(
@@ -157,13 +162,8 @@ def test_only_the_first_process_speaks(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
 
-    def main(_argv: object) -> None:
-        raise DataError("no rows")
-
-    with pytest.raises(SystemExit) as end:
-        run_main(main, [])
-
-    assert (end.value.code, capsys.readouterr().err) == (2, "")
+    assert exit_code_after(DataError("no rows")) == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_an_error_of_ours_keeps_its_traceback() -> None:
@@ -186,13 +186,7 @@ def test_an_error_of_ours_keeps_its_traceback() -> None:
 def test_where_memory_ran_out_the_exit_code_says_so(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def main(_argv: Sequence[str]) -> None:
-        raise error
-
-    with pytest.raises(SystemExit) as end:
-        run_main(main, [])
-
-    assert end.value.code == EXIT_OUT_OF_MEMORY
+    assert exit_code_after(error) == EXIT_OUT_OF_MEMORY
     assert capsys.readouterr().err.startswith("out of memory: ")
 
 
@@ -206,13 +200,7 @@ def test_where_memory_ran_out_the_exit_code_says_so(
 def test_a_full_disk_is_one_sentence_with_an_exit_code_of_its_own(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def main(_argv: Sequence[str]) -> None:
-        raise error
-
-    with pytest.raises(SystemExit) as end:
-        run_main(main, [])
-
-    assert end.value.code == EXIT_DISK_FULL
+    assert exit_code_after(error) == EXIT_DISK_FULL
     assert capsys.readouterr().err == f"error: the disk is full: {error}; free some space\n"
 
 

@@ -45,16 +45,7 @@ def plainly(dtype: torch.dtype, ranks: int, weight_decay: float) -> dict[str, Te
     }
     updates = dict.fromkeys(params, 0)
     for step in range(len(unused.STEPS)):
-        sums: dict[str, Tensor] = {}
-        for of_rank in range(ranks):
-            loss = unused.loss_of(model, step, of_rank)
-            if loss.requires_grad:
-                loss.backward()
-            for name, param in params.items():
-                if param.grad is not None:
-                    sums[name] = sums[name] + param.grad if name in sums else param.grad
-                param.grad = None
-        for name, gradient in sums.items():
+        for name, gradient in unused.sums_of(model, step, ranks).items():
             updates[name] += 1
             decay = weight_decay if params[name].ndim > 1 else 0.0
             numbers = AdamW(

@@ -100,6 +100,20 @@ def optimizer_of(optim: OptimConfig, masters: list[nn.Parameter]) -> torch.optim
     return optimizer_class(groups, lr=optim.lr, **arguments, **optim.params)
 
 
+def sums_of(model: nn.Module, step: int, ranks: int) -> dict[str, Tensor]:
+    """Of each parameter that has a gradient on some process, the sum over all."""
+    sums: dict[str, Tensor] = {}
+    for of_rank in range(ranks):
+        loss = loss_of(model, step, of_rank)
+        if loss.requires_grad:
+            loss.backward()
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                sums[name] = sums[name] + param.grad if name in sums else param.grad
+            param.grad = None
+    return sums
+
+
 def plain(optim: OptimConfig, dtype: str, ranks: int) -> dict[str, Tensor]:
     """A loop over torch.optim, on one process, that knows nothing of vectors."""
     model = build(dtype)
@@ -109,15 +123,7 @@ def plain(optim: OptimConfig, dtype: str, ranks: int) -> dict[str, Tensor]:
     for param in params.values():
         param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
     for step in range(len(STEPS)):
-        sums: dict[str, Tensor] = {}
-        for of_rank in range(ranks):
-            loss = loss_of(model, step, of_rank)
-            if loss.requires_grad:
-                loss.backward()
-            for name, param in params.items():
-                if param.grad is not None:
-                    sums[name] = sums[name] + param.grad if name in sums else param.grad
-                param.grad = None
+        sums = sums_of(model, step, ranks)
         for name, master in masters.items():
             master.grad = sums.get(name)
         optimizer.step()
