@@ -4,7 +4,7 @@
 
 The pairs are those of the embedded task about the prompts of steps 2 and 3, of which a share,
 drawn at random, have their sides exchanged; held-out pairs are as they are. Step 1 of the embedded
-default runs once for each seed, then both methods from its model. Robust DPO is told the share
+default runs once for each seed, then both methods from its model. Robust DPO is given the share
 (`label_smoothing`). What DIR already holds is kept, so that a command that was cut off goes on
 where it stopped. The table has the share of sampled responses to 256 held-out prompts that are
 correct and polite.

@@ -6,7 +6,7 @@ from collections.abc import MutableMapping
 import torch
 
 OWN_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of the environment by which a user tells the allocator what to do."""
+"""Variables of the environment by which a user configures the allocator."""
 
 EXPANDABLE = "expandable_segments:True"
 

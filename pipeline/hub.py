@@ -30,7 +30,7 @@ def cached_file(name: str, file: str) -> str | None:
 def why_unreachable() -> str | None:
     """Why the Hub can't be asked; None where it answers, or where only its client can tell.
 
-    That is so behind a proxy, and where the user has told the client to stay offline.
+    That is so behind a proxy, and where the user has set the client to stay offline.
     """
     if any(os.environ.get(name) for name in PROXIES) or os.environ.get("HF_HUB_OFFLINE"):
         return None

@@ -37,7 +37,7 @@ class PassCounts:
     """Recordings that repeated it up to rounding."""
 
     refused: int = 0
-    """Recordings that could not be made, or said something else than the modules."""
+    """Recordings that could not be made, or that gave other logits than the modules."""
 
     @property
     def share_replayed(self) -> float:

@@ -15,7 +15,7 @@ class Mark(Protocol):
     """A moment of a stream: all that was given to it before."""
 
     def hold_computation(self) -> None:
-        """Have the computation go on only after it; the host goes on at once."""
+        """Have the computation continue only after it, without blocking the host."""
 
     def synchronize(self) -> None:
         """Return when it has come."""
