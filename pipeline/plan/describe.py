@@ -16,6 +16,7 @@ from pipeline.plan.inputs import model_paths
 from pipeline.plan.memory import chosen_settings, crowded, memory_of, refusals
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview, rows_of_a_step
+from pipeline.plan.saving import saving
 from pipeline.plan.stage import Stage
 from pipeline.settings.plain import as_options
 
@@ -86,6 +87,8 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         f"{length}, batch {config.batch_size} in micro-batches of {config.micro_batch_size}, length"
         f" {_length(config)}, seed {config.seed}",
     )
+    for number, text in enumerate(saving(plan, stage)):
+        yield _line("" if number else "saving", text)
 
 
 def _mesh(config: StepConfig, world: int) -> Iterator[str]:

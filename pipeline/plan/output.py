@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from pipeline.config import StepConfig, affects_result
+from pipeline.engine.checkpoint.run_id import REPLACED_ID, may_hold_a_state, set_aside_run_id
 from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
@@ -121,7 +122,8 @@ def clear_step(out: Path, name: str) -> set[str]:
             known = [file for file in _files(directory) if _looks_made(file)]
         # Those of a run whose parent was killed were never recorded.
         known += [file for file in _files(directory) if file.startswith(f"{CHECKPOINTS}/")]
-        for file in known:
+        set_aside_run_id(directory / CHECKPOINTS)
+        for file in set(known) - {f"{CHECKPOINTS}/{REPLACED_ID}"}:
             (directory / file).unlink(missing_ok=True)
         _remove_empty_directories(directory)
     summary = _read_json(out / SUMMARY)
@@ -135,7 +137,7 @@ def can_go_on(out: Path, name: str) -> bool:
     """Whether the step was cut off and has left a checkpoint, whole or not."""
     directory = out / name
     ended = any((directory / name).exists() for name in (RESULT, DIVERGED))
-    return not ended and any((directory / CHECKPOINTS).glob("step_*"))
+    return not ended and may_hold_a_state(directory / CHECKPOINTS)
 
 
 def files_of_others(out: Path, name: str) -> set[str]:
