@@ -206,7 +206,7 @@ def passes_of(
         ConfigError, ModelError: as `own_part` and `cut_layers`.
     """
     stages = mesh.stages
-    cut_layers(model, mesh.tensor, sequence=parallel.sequence)
+    cut_layers(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
     part, stage = own_part(
         model, parallel, stages, whole, kernels=settings.kernels, follows=follows, passing=passing
     )
@@ -219,6 +219,7 @@ def passes_of(
         parts=mesh.parts,
         tensor=mesh.tensor,
         stages=stages,
+        exact_norm=parallel.parts is not None,
     )
     if stages.size == 1:
         return Passes(engine)
@@ -240,7 +241,7 @@ def frozen_passes(
     process. `whole` is that of `own_part`.
     """
     stages = mesh.stages
-    cut_where_possible(model, mesh.tensor, sequence=parallel.sequence)
+    cut_where_possible(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
     if stages.size == 1:
         return FrozenEngine(whole(model), like, name=name), Asking()
     try:
