@@ -78,13 +78,13 @@ def part_of_layers(model: CountedModel, workload: Workload) -> CountedModel:
     Raises:
         ConfigError: as `pipeline.models.tensor_cut.cut_for_plan`.
     """
-    size, use = workload.parallel.tp, workload.model(model.role)
+    parallel, use = workload.parallel, workload.model(model.role)
     if model.module is None or not (use.learns or use.divided):
         return model
-    if not use.learns and not can_shard(model.plain, size):
+    if not use.learns and not can_shard(model.plain, parallel.parts or parallel.tp):
         return model
     module = copy.deepcopy(model.module)
-    cut_for_plan(module, size, sequence=workload.parallel.sequence)
+    cut_for_plan(module, parallel.tp, sequence=parallel.sequence, parts=parallel.parts)
     return replace(model, module=module)
 
 

@@ -51,7 +51,7 @@ def workload_memory(
     """As `step_memory`, of what a step does rather than of its settings."""
     models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
     parameters = {model.role: model.parameters for model in models if model.module is not None}
-    if workload.parallel.tp > 1:
+    if workload.parallel.divides_layers:
         models = [part_of_layers(model, workload) for model in models]
     counted = tuple(model for model in models if model.module is not None)
     missing = tuple(

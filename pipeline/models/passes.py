@@ -232,7 +232,7 @@ def passes_of(
         ConfigError, ModelError: as `own_part` and `cut_layers`.
     """
     stages = mesh.stages
-    cut_layers(model, mesh.tensor, sequence=parallel.sequence)
+    cut_layers(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
     own = own_part(
         model, parallel, stages, whole, kernels=settings.kernels, follows=follows, passing=passing
     )
@@ -245,6 +245,7 @@ def passes_of(
         parts=mesh.parts,
         tensor=mesh.tensor,
         stages=stages,
+        exact_norm=parallel.parts is not None,
     )
     if stages.size == 1:
         return Passes(engine)
@@ -268,7 +269,7 @@ def frozen_passes(
     process. `whole` is that of `own_part`.
     """
     stages = mesh.stages
-    cut_where_possible(model, mesh.tensor, sequence=parallel.sequence)
+    cut_where_possible(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
     if stages.size == 1:
         return FrozenEngine(whole(model), like, name=name), Asking()
     try:
