@@ -120,7 +120,8 @@ def _expected(space: Space, candidate: Candidate) -> float:
     """What is known beforehand of the log seconds per token, up to a constant."""
     recomputes = space.named(candidate).get("gradient_checkpointing") is True
     workload = space.config(candidate).workload(space.world)
-    waits = bubble(workload.parallel.pp, workload.micro_batches)
+    parallel = workload.parallel
+    waits = bubble(parallel.schedule, parallel.pp, workload.micro_batches, parallel.chunks)
     return (RECOMPUTING if recomputes else 0.0) - math.log(1 - waits)
 
 

@@ -180,9 +180,9 @@ class _Count:
 
     def seconds(self) -> StepSeconds:
         """Of all passes and the update of an optimizer step."""
-        pp = self.workload.parallel.pp
+        parallel = self.workload.parallel
         computing = self.computing()
-        share = bubble(pp, self.workload.micro_batches)
+        share = bubble(parallel.schedule, parallel.pp, self.workload.micro_batches, parallel.chunks)
         return StepSeconds(
             computing=computing,
             waiting=computing * share / (1 - share),
@@ -248,12 +248,14 @@ class _Count:
         return received / self.links.within + exchanges * self.links.message
 
     def edges(self) -> float:
-        """A stage between two others hands on hidden states, and back their gradients."""
-        if self.workload.parallel.pp == 1:
+        """A chunk between two others hands on hidden states, and back their gradients."""
+        parallel = self.workload.parallel
+        if parallel.pp == 1:
             return 0.0
         leaves = self.workload.world > self.machine.processes
         speed = self.links.away if leaves else self.links.within
-        return 2 * (self.hidden_bytes / speed + self.passes * self.links.message)
+        each = self.hidden_bytes / speed + self.passes * self.links.message
+        return 2 * parallel.chunks * each
 
     def states(self) -> float:
         """What the engine sends by its own layout, each process its part of the model."""
