@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
@@ -298,7 +299,8 @@ def assert_same_end(out: Path, reference: Path, *, step: int, elastic: bool = Fa
     """Both runs ended alike: last checkpoint, metrics, exported models.
 
     With other numbers of processes (`elastic`) generators of random numbers are not compared, which
-    belong to a process, nor the score's mean and deviation, measured after the last step.
+    belong to a process, nor the score's mean and deviation, measured after the last step. The
+    laboratory's figures are too: each process scores other rows at once, which rounds otherwise.
     """
     assert metrics(out) == metrics(reference)
     ours, theirs = saved(out, step), saved(reference, step)
@@ -307,10 +309,27 @@ def assert_same_end(out: Path, reference: Path, *, step: int, elastic: bool = Fa
     if elastic:
         ours, theirs = (_without_generators(each) for each in (ours, theirs))
         assert settings(files.pop("config.json")) == settings(expected.pop("config.json"))
+        found, wanted = (
+            _figures(json.loads(each.pop("lab.json", b"{}"))) for each in (files, expected)
+        )
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            near = pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            assert found[name] == near, name
     assert_same_tensors(ours, theirs)
     assert files.keys() == expected.keys()
     different = [name for name, content in files.items() if content != expected[name]]
     assert not different, f"these differ: {different}"
+
+
+def _figures(value: Any, way: str = "") -> dict[str, Any]:
+    """The numbers and texts of a JSON file, by the keys and indices on the way to each."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {way: value}
+    parts = [_figures(each, f"{way}/{key}") for key, each in value.items()]
+    return {key: figure for part in parts for key, figure in part.items()}
 
 
 def _without_generators(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
