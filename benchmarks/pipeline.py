@@ -85,10 +85,19 @@ def work(args: argparse.Namespace) -> None:
                     if number > 0:
                         found[name][system]["seconds"].append(statistics.median(seconds))
                         found[name][system]["bubble"] += [statistics.median(waits or [0.0])]
+                if mesh.is_main and number > 0:
+                    args.result.write_text(json.dumps(found))
+                    print(f"round {number}: {figures_of(found[name])}", flush=True)
             dist.barrier()
-        if mesh.is_main:
-            args.result.write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def figures_of(systems: dict[str, dict[str, list[float]]]) -> str:
+    """Of the last round: milliseconds of a step, and the share of waiting."""
+    return ", ".join(
+        f"{system} {1e3 * each['seconds'][-1]:.0f} ms ({each['bubble'][-1]:.3f})"
+        for system, each in systems.items()
+    )
 
 
 def table(figures: dict[str, dict[str, list[float]]]) -> str:
