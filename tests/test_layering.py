@@ -28,7 +28,17 @@ MAY_IMPORT = {
 
 
 FLOORS = (
-    {"errors", "signals", "clock", "installation", "logs", "origin", "position", "scalars"},
+    {
+        "errors",
+        "signals",
+        "clock",
+        "installation",
+        "logs",
+        "main_memory",
+        "origin",
+        "position",
+        "scalars",
+    },
     {"settings", "files", "parallel", "hub"},
     {"help", "config", "faults"},
     {"cli", "gpu_memory", "gpu_numerics", "progress", "random_state", "watchdog"},
