@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import affects_result
+from pipeline.config import LENGTH, affects_result
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.going_back import Return, forget_return
 from pipeline.engine.checkpoint.healthy import healthy_up_to
 from pipeline.engine.checkpoint.layout import Fragment
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
+from pipeline.engine.lr import goes_on_alike
 from pipeline.engine.parts import KeepsWeights, KnowsHealth, Stateful
 from pipeline.engine.resume import load_random_state, newest_on_all, random_fragments
 from pipeline.engine.state import (
@@ -328,7 +329,7 @@ class Checkpoints:
         theirs = _deciding(with_defaults(state["settings"], self.config))
         for name in sorted(theirs.keys() | settings.keys()):
             there, here = theirs.get(name), settings.get(name)
-            if there != here:
+            if there != here and name not in LENGTH:
                 raise ConfigError(
                     f"{checkpoint.path} was made with {name} {there}, and this run has {here};"
                     " keep that setting, or pass --overwrite to start again"
@@ -338,6 +339,26 @@ class Checkpoints:
                 f"the training rows are not those of {checkpoint.path}: the data has changed;"
                 " restore it, or pass --overwrite to start again"
             )
+        self._check_length(checkpoint)
+
+    def _check_length(self, checkpoint: Checkpoint) -> None:
+        """Raise unless its steps are those with which a run as long as this one begins."""
+        there, here = int(checkpoint.state["total_steps"]), self.run.total_steps
+        if there == here:
+            return
+        ends = f"{checkpoint.path} is of a run of {there} steps, and this one has {here}"
+        hint = "keep max_steps and epochs, or pass --overwrite to start again"
+        if here < checkpoint.step:
+            raise ConfigError(f"{ends}, of which {checkpoint.step} are done already; {hint}")
+        for name, engine in self.engines.items():
+            # In step 3 an iteration has several optimizer steps.
+            before = max(1, engine.total_steps * there // here)
+            if not goes_on_alike(before, engine.total_steps, optim=engine.optim):
+                raise ConfigError(
+                    f"{ends}: the learning rates of {name}.optim.schedule {engine.optim.schedule},"
+                    f" or its warm-up, depend on that; {hint}. A run can be made longer whose"
+                    " schedule has no end, such as constant, with warmup_steps set"
+                )
 
     def _load(self, checkpoint: Checkpoint, note: Return | None = None) -> None:
         """Load the state, overridden by the note's; later checkpoints are removed in that case."""

@@ -48,9 +48,10 @@ DIVIDED: dict[str, Cut] = {
 def job(start: Path, out: Path, cut: Cut) -> SFTConfig:
     """Accumulation, warm-up, loss scale, evaluations and a save after each step."""
     _, stage, parallel = cut
-    config = small(start, "sft", output_dir=out, max_steps=STEPS, parallel=parallel)
+    config = small(start, "sft", output_dir=out, max_steps=STEPS)
     zero = ZeroConfig(reduction="deterministic")
-    return replace(config, model=replace(config.model, lora=None, zero=zero, zero_stage=stage))
+    model = replace(config.model, lora=None, zero=zero, zero_stage=stage)
+    return replace(config, model=model, parallel=parallel)
 
 
 def killed(config: SFTConfig, processes: int, victim: int, seconds: float) -> bool:
