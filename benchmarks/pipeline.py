@@ -109,8 +109,8 @@ def table(figures: dict[str, dict[str, list[float]]]) -> str:
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for system, each in figures.items():
         times = [1e3 * seconds for seconds in each["seconds"]]
-        peers = figures[TORCH]["seconds"]
-        ratio = statistics.median(a / b for a, b in zip(peers, each["seconds"], strict=True))
+        theirs = figures[TORCH]["seconds"]
+        ratio = statistics.median(a / b for a, b in zip(theirs, each["seconds"], strict=True))
         row = [system, f"{statistics.median(times):,.0f}"]
         row += [f"{min(times):,.0f} to {max(times):,.0f}", f"{ratio:.2f}"]
         if system in OURS:
