@@ -14,10 +14,11 @@ from pipeline.data.batches import TokenBatch
 from pipeline.models.forward import Policy
 from pipeline.models.stages import Stage
 from pipeline.models.stand_ins import Chunk
+from pipeline.parallel.channels import What
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.schedules import Instruction, turns
-from pipeline.parallel.transfer import Transfers, What
+from pipeline.parallel.transfer import Transfers
 from pipeline.scalars import read_scalars
 
 AHEAD = 4

@@ -1,6 +1,6 @@
 """Some processes of a job, and the numbers and objects that they tell each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from jaxtyping import Float64
 from torch import Tensor
 
+from pipeline.parallel.channels import Channel
 from pipeline.parallel.device import local_device
 from pipeline.parallel.gather import all_gather
 from pipeline.position import HERE, SAME_ORDER, DesyncError
@@ -207,6 +208,14 @@ class DataGroup(Group):
 
     copies: Group = field(kw_only=True)
     """Those that keep the same piece as this one, of each copy one."""
+
+
+@dataclass(frozen=True)
+class StageGroup(Group):
+    """The stages of a pipeline, and process groups of their own for what they send each other."""
+
+    channels: Mapping[Channel, dist.ProcessGroup] = field(kw_only=True)
+    """By what is sent and where to; empty where one group tells transfers apart by tags."""
 
 
 ALONE = Group()

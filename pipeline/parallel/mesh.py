@@ -16,7 +16,8 @@ from itertools import chain
 import torch.distributed as dist
 
 from pipeline.errors import require
-from pipeline.parallel.group import ALONE, DataGroup, Group
+from pipeline.parallel.channels import CHANNELS, Channel
+from pipeline.parallel.group import ALONE, DataGroup, Group, StageGroup
 
 SECOND_WORD_SECONDS = 30
 
@@ -163,13 +164,39 @@ def _in_parts(
     tensor = cut(chain(*rows)) if tp > 1 else ALONE
     if in_step:
         return Mesh(world=world, data=own, tensor=tensor, parts=tensor)
-    of_stages = replace(cut(zip(*stages, strict=True)), in_step=False)
+    of_stages = pipeline_of(
+        list(zip(*stages, strict=True)),
+        timeout_seconds=timeout_seconds,
+        apart=dist.get_backend() == "nccl",
+    )
     if tp == 1:
         return Mesh(world=world, data=own, stages=of_stages, parts=of_stages)
     # The first stage's processes, then the next one's: of each copy of the model.
     parts = [list(chain(*row)) for row in zip(*rows, strict=True)]
     all_parts = replace(cut(parts), in_step=False)
     return Mesh(world=world, data=own, stages=of_stages, tensor=tensor, parts=all_parts)
+
+
+def pipeline_of(
+    rows: Sequence[Sequence[int]], *, timeout_seconds: float, apart: bool
+) -> StageGroup:
+    """The stages of this process's pipeline, of a job that is cut into such rows; all call it.
+
+    Args:
+        rows: ranks of each pipeline, stage by stage.
+        timeout_seconds: for which one process may keep the others waiting.
+        apart: whether each kind of transfer has a process group of its own
+            (`pipeline.parallel.channels`).
+    """
+    group = subgroup(rows, timeout_seconds=timeout_seconds)
+    channels: dict[Channel, dist.ProcessGroup] = {}
+    for each in CHANNELS if apart else ():
+        own = subgroup(rows, timeout_seconds=timeout_seconds).process_group
+        assert own is not None
+        channels[each] = own
+    return StageGroup(
+        group.rank, group.ranks, group.process_group, in_step=False, channels=channels
+    )
 
 
 def _in_copies(

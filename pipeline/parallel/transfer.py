@@ -9,23 +9,22 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.parallel.group import Group
+from pipeline.parallel.channels import Channel, What
+from pipeline.parallel.group import Group, StageGroup
 from pipeline.position import HERE, DesyncError
 
-What = Literal["hidden states", "gradients", "tied gradients", "tied weights"]
 TAGS: dict[What, int] = {
     what: 2 * number
     for number, what in enumerate(
         ("hidden states", "gradients", "tied gradients", "tied weights"), start=1
     )
 }
-"""Of a tensor; its header has the next one."""
+"""Of a tensor; its header has the next one. They tell transfers apart where backends heed tags."""
 
 
 class Transfers:
@@ -43,7 +42,7 @@ class Transfers:
         `chunk` is that of the whole model that the tensor goes to.
         """
         header = torch.tensor([micro_batch, chunk, tensor.numel()], device=tensor.device)
-        group, rank = self._stages.process_group, self._stages.ranks[to]
+        group, rank = self._group(what, self._stages.rank, to), self._stages.ranks[to]
         for each, tag in ((header, TAGS[what] + 1), (tensor.detach().contiguous(), TAGS[what])):
             work = dist.isend(each, rank, group=group, tag=tag)
             assert work is not None
@@ -60,7 +59,8 @@ class Transfers:
             DesyncError: it is of another micro-batch, chunk or length.
         """
         header = torch.empty(3, dtype=torch.int64, device=out.device)
-        group, rank = self._stages.process_group, self._stages.ranks[from_stage]
+        group = self._group(what, from_stage, self._stages.rank)
+        rank = self._stages.ranks[from_stage]
         with self._waiting(rank, f"{what} of micro-batch {micro_batch}"):
             dist.recv(header, rank, group=group, tag=TAGS[what] + 1)
             found, place, numel = header.tolist()
@@ -81,6 +81,12 @@ class Transfers:
             work, _, rank = self._sent.popleft()
             with self._waiting(rank, "the arrival of what was sent to it"):
                 work.wait()
+
+    def _group(self, what: What, sender: int, receiver: int) -> dist.ProcessGroup | None:
+        stages = self._stages
+        if isinstance(stages, StageGroup) and stages.channels:
+            return stages.channels[Channel(what, sender < receiver)]
+        return stages.process_group
 
     @contextmanager
     def _waiting(self, rank: int, at: str) -> Iterator[None]:
