@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, get_args
 
 from benchmarks.ppo import ANSWER, BATCH, PROMPT
@@ -24,10 +24,17 @@ Times = dict[str, float]
 Precision = Literal["fp32", "bf16"]
 
 
-def run_ours(directory: Path, iterations: int, precision: Precision) -> list[Times]:
+def run_ours(
+    directory: Path,
+    iterations: int,
+    precision: Precision,
+    method: str = "ppo",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Times]:
     """Step 3 as users run it; every iteration's seconds from its line of metrics."""
     from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
     from step3_ppo.config import PPOConfig
+    from step3_ppo.methods import METHODS
     from step3_ppo.train import train
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -54,6 +61,7 @@ def run_ours(directory: Path, iterations: int, precision: Precision) -> list[Tim
                 path=str(directory / "reward"), precision=precision, optim=OptimConfig(lr=CRITIC_LR)
             ),
             reward=FrozenModelConfig(path=str(directory / "reward"), precision=precision),
+            **{**METHODS[method], "method": method, **settings},
         )
         metrics = train(config) / "metrics.jsonl"
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -65,6 +73,11 @@ def run_ours(directory: Path, iterations: int, precision: Precision) -> list[Tim
         }
         for before, line in itertools.pairwise(steps)
     ]
+
+
+def run_grpo(directory: Path, iterations: int, precision: Precision) -> list[Times]:
+    """Ours, as TRL's side: 4 prompts, 2 answers each, the same reward model, KL in the loss."""
+    return run_ours(directory, iterations, precision, "grpo", {"group_size": 2, "kl_coef": 0.05})
 
 
 def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Times]:
@@ -201,6 +214,7 @@ def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -
 
 SIDES: Mapping[str, Callable[[Path, int, Precision], list[Times]]] = {
     "ours": run_ours,
+    "ours, grpo": run_grpo,
     "trl": run_trl,
     "deepspeed-chat": run_deepspeed_chat,
 }

@@ -4,10 +4,10 @@
     python -m benchmarks.scale --ranks 1024 4096 --parts watch healthy --minutes 1000
 
 Runs the code of the control plane itself for pretended processes, all in this one: the watchdog in
-simulated time (`scale_watch.py`), the rendezvous store over sockets, the comparison of slow
-processes, the manifest and headers of a checkpoint of 70B parameters, and the plan of a step. It
-prints a table for each part, a row for each number of processes. Seconds are of this machine; all
-other figures are counts.
+simulated time (`scale_watch.py`, a healthy job by `scale_fleet.py`), the rendezvous store over
+sockets, the comparison of slow processes, the manifest and headers of a checkpoint of 70B
+parameters, and the plan of a step. It prints a table for each part, a row for each number of
+processes. Seconds are of this machine; all other figures are counts.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from benchmarks import scale_watch
+from benchmarks.scale_fleet import Fleet
 from pipeline.budget.scaling import ScalingConfig, scale
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.header import write_header
@@ -40,6 +41,9 @@ from pipeline.watchdog.stragglers import WINDOW, slow_ranks
 
 SLOW = 0.01
 """Share of the store's answers that come late."""
+
+TIMEOUT = 1800
+"""Seconds for which a process may keep the others waiting, by default."""
 
 BLOCKS = 80
 WIDTH, INNER, KEYS, VOCABULARY = 8192, 28672, 1024, 128256
@@ -69,8 +73,10 @@ def watch(size: int, args: argparse.Namespace) -> Row:
 def healthy(size: int, args: argparse.Namespace) -> Row:
     """A job in which nobody keeps the others waiting too long, with slow answers of the store."""
     began = time.perf_counter()
-    blamed = scale_watch.healthy(size, args.minutes, slow=SLOW, timeout_seconds=1800)
+    job = Fleet(size, timeout_seconds=TIMEOUT, slow=SLOW, seed=size)
+    blamed = scale_watch.healthy(job, size, args.minutes, timeout_seconds=TIMEOUT)
     return {
+        "turns to look": f"{len(job.store.turns):,}",
         "minutes": f"{args.minutes:g}",
         "ended by the watchdog": "no" if blamed is None else blamed.what,
         "s": f"{time.perf_counter() - began:.0f}",

@@ -10,7 +10,7 @@ import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store as TorchStore
@@ -31,6 +31,32 @@ NODE = 8
 LONGEST_DELAY = 20.0
 """Seconds of a slow answer."""
 
+BEATS, LOOKS = 0, 1
+"""Threads of a process, each with delays of its own."""
+
+COLLECTIVE = ("all_gather", "model.layers.0 (engine)", 2**20)
+"""To which all come, again and again."""
+
+MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def delay_of(seed: int, slow: float, rank: int, thread: int, number: int) -> float:
+    """Seconds that an answer takes: 0, or of so many one takes up to `LONGEST_DELAY`.
+
+    Drawn by a hash (splitmix64) of which answer it is, so that it doesn't hang on the order.
+    """
+    word = _mixed((((seed * 2 + thread) << 40) + (rank << 24)) * MIX[0] + number * MIX[1])
+    if not slow or (word >> 11) * 2.0**-53 >= slow:
+        return 0.0
+    return (_mixed(word + MIX[0]) >> 11) * 2.0**-53 * LONGEST_DELAY
+
+
+def _mixed(word: int) -> int:
+    word &= 2**64 - 1
+    word = (word ^ (word >> 30)) * MIX[1] & 2**64 - 1
+    word = (word ^ (word >> 27)) * MIX[2] & 2**64 - 1
+    return word ^ (word >> 31)
+
 
 @dataclass
 class Store:
@@ -42,6 +68,8 @@ class Store:
     """Read or written, of which one request may have many."""
 
     num_bytes: int = 0
+    turns: list[str] = field(default_factory=list[str])
+    """Whose turn it was to look, in the order in which it changed."""
 
     def count(self, *words: str | bytes, keys: int = 1) -> None:
         """Count a request with its answer."""
@@ -53,8 +81,13 @@ class Store:
 class Connection:
     """One process's side of the store, as far as the watchdog uses one."""
 
-    def __init__(self, store: Store, slow: float, choose: random.Random) -> None:
-        self.store, self.slow, self._choose = store, slow, choose
+    def __init__(self, store: Store, rank: int, seed: int) -> None:
+        self.store, self.slow = store, 0.0
+        self._rank, self._seed = rank, seed
+        self.thread = BEATS
+        """Which one calls."""
+        self.answers = [0, 0]
+        """That each thread has had."""
         self.delay = 0.0
         """Seconds that its calls took since this was set to zero."""
 
@@ -64,12 +97,15 @@ class Connection:
 
     def _answer(self) -> None:
         """Take time, now and then, and of that now and then too much."""
-        if self.slow and self._choose.random() < self.slow:
-            seconds = self._choose.uniform(0.0, LONGEST_DELAY)
-            patience = PATIENCE.total_seconds()
-            self.delay += min(seconds, patience)
-            if seconds > patience:
-                raise dist.DistStoreError("wait timeout")
+        if not self.slow:
+            return
+        number = self.answers[self.thread]
+        self.answers[self.thread] += 1
+        seconds = delay_of(self._seed, self.slow, self._rank, self.thread, number)
+        patience = PATIENCE.total_seconds()
+        self.delay += min(seconds, patience)
+        if seconds > patience:
+            raise dist.DistStoreError("wait timeout")
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -93,9 +129,13 @@ class Connection:
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Read values that are there."""
         values = [self.store.values[key] for key in keys]
-        self.store.count(*keys, *values, keys=len(keys))
-        self._answer()
+        self.count_keys(*keys, *values, keys=len(keys))
         return values
+
+    def count_keys(self, *words: str | bytes, keys: int) -> None:
+        """Count a request for that many keys, and wait for its answer."""
+        self.store.count(*words, keys=keys)
+        self._answer()
 
     def add(self, key: str, number: int) -> int:
         """Add to a counter; what it is then."""
@@ -111,6 +151,8 @@ class Connection:
         self.store.count(key, expected, desired)
         self._answer()
         if found == expected.encode() or (found is None and not expected):
+            if desired != expected and key.startswith("turn/"):
+                self.store.turns.append(desired)
             self.store.values[key] = desired.encode()
             return desired.encode()
         return expected.encode() if found is None else found
@@ -135,7 +177,7 @@ class Job:
     ) -> None:
         self.now = 0.0
         self.size, self.timeout = size, timeout_seconds
-        self.store, self.choose = Store(), random.Random(seed)
+        self.store, self.choose, self._seed = Store(), random.Random(seed), seed
         self._events: list[tuple[float, int, Callable[[], float]]] = []
         self._event = 0
         self.found: Failure | None = None
@@ -154,7 +196,7 @@ class Job:
     ) -> Process:
         world = Group(rank, ranks)
         mesh = Mesh(world=world, data=world)
-        connection, position = Connection(self.store, 0.0, self.choose), Position()
+        connection, position = Connection(self.store, rank, self._seed), Position()
         store = cast("TorchStore", connection)
         heartbeats = Heartbeats(store, "job", rank=rank, world_size=self.size)
         attribution = Attribution(heartbeats, known, position=position, mesh=lambda: mesh)
@@ -186,11 +228,15 @@ class Job:
         """All come to one, but for these."""
         for rank, process in enumerate(self.processes):
             if rank not in but:
-                process.position.enter_collective("all_gather", "model.layers.0 (engine)", 2**20)
+                process.position.enter_collective(*COLLECTIVE)
+
+    def come_late(self, rank: int) -> None:
+        """A process comes to the collective that the others are at."""
+        self.processes[rank].position.enter_collective(*COLLECTIVE)
 
     def _beats(self, process: Process) -> Callable[[], float]:
         def beat() -> float:
-            process.connection.delay = 0.0
+            process.connection.delay, process.connection.thread = 0.0, BEATS
             if not process.is_lost:
                 process.lookout.beat()
             return process.lookout.pace + process.connection.delay
@@ -204,7 +250,7 @@ class Job:
         def look() -> float:
             nonlocal has_looked_for_failures
             connection, lookout = process.connection, process.lookout
-            connection.delay = 0.0
+            connection.delay, connection.thread = 0.0, LOOKS
             if process.is_lost:
                 return lookout.pace
             if not has_looked_for_failures:
@@ -221,22 +267,39 @@ class Job:
         return look
 
 
-def healthy(size: int, minutes: float, *, slow: float, timeout_seconds: float) -> Failure | None:
+class Simulated(Protocol):
+    """A job in simulated time."""
+
+    now: float
+    found: Failure | None
+    choose: random.Random
+
+    def enter_collective(self, *, but: Sequence[int] = ()) -> None:
+        """All come to one, but for these."""
+        ...
+
+    def come_late(self, rank: int) -> None:
+        """A process comes to the collective that the others are at."""
+        ...
+
+    def run(self, until: float) -> None:
+        """Let time pass, until a process has found somebody at fault."""
+        ...
+
+
+def healthy(job: Simulated, size: int, minutes: float, *, timeout_seconds: float) -> Failure | None:
     """Who is blamed in a job in which nobody keeps the others waiting for too long.
 
     It steps every 5 to 20 seconds. Every half an hour a process comes last by up to nine tenths of
     the timeout, as where it writes an export.
     """
-    job = Job(size, timeout_seconds=timeout_seconds, slow=slow, seed=size)
     end, pause = 60 * minutes, 1800.0
     while job.now < end and job.found is None:
         if job.now >= pause:
             last = job.choose.randrange(size)
             job.enter_collective(but=[last])
             job.run(job.now + job.choose.uniform(0.5, 0.9) * timeout_seconds)
-            job.processes[last].position.enter_collective(
-                "all_gather", "model.layers.0 (engine)", 2**20
-            )
+            job.come_late(last)
             pause = job.now + 1800.0
         job.enter_collective()
         job.run(job.now + job.choose.uniform(5, 20))

@@ -7,9 +7,9 @@ from typing import TypeVar
 from evaluation.answers import Answer
 from evaluation.held_out import HeldOutPrompts
 from inference.generation import Response, free_bytes
-from pipeline.budget.machine import available_bytes
 from pipeline.config import FrozenModelConfig
 from pipeline.errors import ModelError
+from pipeline.main_memory import available_bytes
 from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.meta import model_on_meta
 from pipeline.parallel.device import local_device

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import affects_result
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.going_back import Return, forget_return
 from pipeline.engine.checkpoint.healthy import healthy_up_to
 from pipeline.engine.checkpoint.layout import Fragment
+from pipeline.engine.checkpoint.uploads import NONE
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
+from pipeline.engine.local_start import LocalStart
 from pipeline.engine.parts import KeepsWeights, KnowsHealth, Stateful
 from pipeline.engine.resume import load_random_state, newest_on_all, random_fragments
 from pipeline.engine.state import (
@@ -31,11 +32,11 @@ from pipeline.engine.state import (
     trained_fragments,
     weights_fragments,
 )
-from pipeline.errors import CheckpointError, ConfigError, JobFailed
+from pipeline.errors import CheckpointError, JobFailed
 from pipeline.faults import fault_point
 from pipeline.models.consolidate import TOKENIZER, describe_model
 from pipeline.run import CHECKPOINTS, Run
-from pipeline.settings.plain import plain, portable, with_defaults
+from pipeline.same_run import check_length, check_same_run, deciding_settings
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
 
 logger = logging.getLogger(__name__)
@@ -86,9 +87,12 @@ class Checkpoints:
         self._once: dict[str, Any] = {}
         self._base: str | None = None
         job, goes_on = world.gather_objects((uuid.uuid4().hex[:12], run.goes_on))[0]
-        if goes_on:
-            self._resume()
-        elif run.is_main:
+        place = config.local_checkpoints
+        self._local = (
+            None if place is None else LocalStart(place, self.root, world, job=job, goes_on=goes_on)
+        )
+        attempt = self._resume() if goes_on else None
+        if not goes_on and run.is_main:
             shutil.rmtree(self.root, ignore_errors=True)
         world.barrier()
         self._writer = CheckpointWriter(
@@ -98,7 +102,12 @@ class Checkpoints:
             world_size=world.size,
             keep_last=config.keep_last,
             margin=None if guards is None else guards.window,
+            local=self._local.directory if self._local else None,
         )
+        if self._local and self._writer.uploads is not None:
+            part = self._local.settle(attempt)
+            if part is not None:
+                self._writer.uploads.add(0, part)
         if run.is_main:
             tokenizer.save_pretrained(self.root / TOKENIZER)
         self._base = self._base or (f"base-{job}" if self._has_frozen() else None)
@@ -136,10 +145,12 @@ class Checkpoints:
                         self.done = step
                     self._save_or_leave(signals, due=self._is_due(self.done))
                 self._save_or_leave(signals, due=self.config.save_every is not None)
-                self._writer.wait()
+                self._finish_saving()
             # From here on a signal ends the process at once, and the state is there; one that came
             # since the last look is obeyed.
             self._look_together(signals)
+            if self._local and self._writer.failure is None:
+                self._local.directory.clear()
             patience = None
         finally:
             self._writer.close(patience)
@@ -151,7 +162,14 @@ class Checkpoints:
                 self._writer.forget_base(self._base)
             frozen = [frozen_fragments(each, name) for name, each in self.engines.items()]
             self._writer.save_base(self._base, chain(*frozen))
-        self._writer.save(step, self._fragments(), self._document(), base=self._base)
+        kept = NONE
+        if self._local:
+            self._local.note()
+            kept = self._newest_everywhere()
+        seconds = self._writer.save(
+            step, self._fragments(), self._document(), base=self._base, kept=kept
+        )
+        self.run.uploads.held_up(seconds)
         self._saved_at = time.monotonic()
 
     def newest_healthy(self, *, up_to: int) -> Checkpoint:
@@ -208,6 +226,7 @@ class Checkpoints:
     def _save_or_leave(self, signals: StopSignals, *, due: bool) -> None:
         """Save the state if that is due and not done; leave if any process received a signal."""
         received = signals.received
+        self._note_uploads()
         interrupted, ended, due_somewhere = self._world.sums(
             [received in INTERRUPTS, received is not None and received not in INTERRUPTS, due]
         )
@@ -232,8 +251,24 @@ class Checkpoints:
             interrupted = signals.received in INTERRUPTS
             raise JobFailed(EXIT_INTERRUPTED if interrupted else EXIT_REQUEUE) from None
 
-    def _leave(self, code: int) -> None:
+    def _newest_everywhere(self) -> int:
+        """The number of the newest save that is on the disks of all machines."""
+        return int(-self._world.max(-self._writer.newest_local))
+
+    def _finish_saving(self) -> None:
+        """Return when all is in its place; what could not be copied there is tried once more."""
         self._writer.wait()
+        if self._local and self._world.sum(self._writer.failure is not None):
+            self._writer.upload_again(self._newest_everywhere())
+            self._writer.wait()
+        self._note_uploads()
+
+    def _note_uploads(self) -> None:
+        for each in self._writer.take_uploads():
+            self.run.uploads.add(each)
+
+    def _leave(self, code: int) -> None:
+        self._finish_saving()
         saved = self._writer.failure is None
         logger.info(
             "%s was told to stop after step %d of %d and %s; --resume %s",
@@ -270,7 +305,7 @@ class Checkpoints:
             "name": self.run.name,
             "total_steps": self.run.total_steps,
             "data": self.data,
-            "settings": self._settings(),
+            "settings": deciding_settings(self.config),
             "engines": {name: describe(each) for name, each in self.engines.items()},
             "models": {name: self._model(each) for name, each in self.engines.items()},
             "parts": {
@@ -301,43 +336,29 @@ class Checkpoints:
     def _has_frozen(self) -> bool:
         return any(describe(each)["frozen"] for each in self.engines.values())
 
-    def _settings(self) -> dict[str, Any]:
-        """The settings that must not change, by dotted name."""
-        return _deciding(portable(plain(self.config)))
-
-    def _resume(self) -> None:
-        checkpoint = newest_on_all(self.root, self._world)
+    def _resume(self) -> str | None:
+        """Go on from the newest checkpoint, or begin; the attempt that wrote it."""
         note = self._world.gather_objects(Return.read(self.root))[0]
+        near = None
+        if self._local:
+            self._local.upload_newest(lambda state: note is None or not note.is_behind(state))
+            near = self._local.near
+        checkpoint = newest_on_all(self.root, self._world, near=near)
         if checkpoint is not None and note is not None and note.is_behind(checkpoint.state):
             checkpoint = newest_on_all(
                 self.root, self._world, among=lambda root: healthy_up_to(root, note.step)
             )
         if checkpoint is not None:
-            self._check(checkpoint)
+            check_same_run(checkpoint, self.config, self.data)
+            check_length(checkpoint, self.engines, self.run.total_steps)
             is_behind = note is not None and note.is_behind(checkpoint.state)
             self._load(checkpoint, note if is_behind else None)
-            return
+            return checkpoint.manifest.attempt
         if self.run.is_main:
             forget_return(self.root)
         logger.info("%s has no checkpoint to continue from in %s", self.run.name, self.root)
         self.run.begin()
-
-    def _check(self, checkpoint: Checkpoint) -> None:
-        """Raise if the run would not continue as if it had not been interrupted."""
-        state, settings = checkpoint.state, self._settings()
-        theirs = _deciding(with_defaults(state["settings"], self.config))
-        for name in sorted(theirs.keys() | settings.keys()):
-            there, here = theirs.get(name), settings.get(name)
-            if there != here:
-                raise ConfigError(
-                    f"{checkpoint.path} was made with {name} {there}, and this run has {here};"
-                    " keep that setting, or pass --overwrite to start again"
-                )
-        if state["data"] != self.data:
-            raise ConfigError(
-                f"the training rows are not those of {checkpoint.path}: the data has changed;"
-                " restore it, or pass --overwrite to start again"
-            )
+        return None
 
     def _load(self, checkpoint: Checkpoint, note: Return | None = None) -> None:
         """Load the state, overridden by the note's; later checkpoints are removed in that case."""
@@ -364,8 +385,3 @@ class Checkpoints:
         self.is_new = False
         self.done = self._kept = checkpoint.step
         logger.info("%s goes on after step %d", self.run.name, self.done)
-
-
-def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that affect a run's result, by dotted name."""
-    return {name: value for name, value in settings.items() if affects_result(name)}

@@ -28,14 +28,24 @@ MAY_IMPORT = {
 
 
 FLOORS = (
-    {"errors", "signals", "clock", "installation", "logs", "origin", "position", "scalars"},
+    {
+        "errors",
+        "signals",
+        "clock",
+        "installation",
+        "logs",
+        "main_memory",
+        "origin",
+        "position",
+        "scalars",
+    },
     {"settings", "files", "parallel", "hub"},
     {"help", "config", "faults"},
     {"cli", "gpu_memory", "gpu_numerics", "progress", "random_state", "watchdog"},
     {"kernels", "trackers", "command"},
     {"compute_threads", "data", "engine", "launch"},
-    {"models"},
-    {"run"},
+    {"models", "upload_times"},
+    {"run", "same_run"},
     {"checkpoints", "divergence", "evaluations", "budget"},
     {"guards", "plan", "report", "run_step", "utilization"},
     {"offline"},

@@ -40,11 +40,17 @@ class ParallelConfig:
 
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
-    of `pp` of them at most; gpipe goes forward with all first."""
+    of `pp` of them at most; gpipe goes forward with all first; interleaved is 1f1b with several
+    `chunks`."""
+
+    chunks: int = 1
+    """With `schedule` interleaved: parts of the model that each stage has (num_chunks, virtual
+    stages), which don't follow each other; stages wait 1/`chunks` of the time, and send `chunks`
+    times as much."""
 
     partition: tuple[int, ...] | None = None
-    """With `pp`: blocks of each stage in order, such as 12 12 14 10; null gives all about as much
-    to compute."""
+    """With `pp`: blocks of each stage, or of each chunk of a stage, in the model's order, such as
+    12 12 14 10; null gives all about as much to compute."""
 
     micro_batches: int | None = None
     """Micro-batches of an optimizer step on each process, or each pipeline, at least; null takes as
@@ -52,7 +58,7 @@ class ParallelConfig:
     `zero.reduction` is fast."""
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "pp", "tp", "micro_batches"):
+        for name in ("replicas", "pp", "tp", "chunks", "micro_batches"):
             value = getattr(self, name)
             require(
                 value is None or value > 0, f"parallel.{name} must be above 0 or null, got {value}"
@@ -62,11 +68,37 @@ class ParallelConfig:
             self.partition is None or self.pp > 1,
             "parallel.partition says which stage has which blocks, and needs parallel.pp above 1",
         )
+        self._check_chunks()
         require(
-            self.partition is None or len(self.partition) == self.pp,
-            f"parallel.partition has {len(self.partition or ())} numbers for the {self.pp} stages"
-            " of parallel.pp; give one for each",
+            self.partition is None or len(self.partition) == self.pp * self.chunks,
+            f"parallel.partition has {len(self.partition or ())} numbers for the {self._parts};"
+            " give one for each",
         )
+
+    def _check_chunks(self) -> None:
+        is_interleaved = self.schedule == "interleaved"
+        require(
+            self.chunks == 1 or is_interleaved,
+            f"parallel.chunks {self.chunks} needs parallel.schedule interleaved, not"
+            f" {self.schedule}",
+        )
+        require(
+            self.chunks > 1 or not is_interleaved,
+            "parallel.schedule interleaved needs parallel.chunks above 1; set it 2, or take 1f1b",
+        )
+        require(
+            self.pp > 1 or not is_interleaved,
+            "parallel.schedule interleaved orders the stages of a pipeline, and needs parallel.pp"
+            " above 1",
+        )
+
+    @property
+    def _parts(self) -> str:
+        """What the numbers of a partition are for, in words."""
+        of_stages = f"{self.pp} stages of parallel.pp"
+        if self.chunks == 1:
+            return of_stages
+        return f"{self.pp * self.chunks} chunks (parallel.chunks) of the {of_stages}"
 
     def _check_arithmetic(self) -> None:
         name, _, number = self.arithmetic.partition(":")

@@ -13,6 +13,7 @@ from pipeline.config.model import FrozenModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.workload import RowCounts, Workload
 from pipeline.errors import require
+from pipeline.files.own_disk import check_own_disk
 from pipeline.settings.plain import Option
 
 if TYPE_CHECKING:
@@ -106,11 +107,15 @@ class StepConfig(ABC):
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
     save_every: int | str | None = "15m"
-    """Time between checkpoints, such as 90s, 15m or 2h, or a number of steps (save_steps); null
-    saves only when Ctrl-C or a scheduler ends the run."""
+    """Time between checkpoints, such as 90s or 2h, or steps (save_steps); null saves only when a
+    signal ends the run."""
 
     keep_last: int = 2
-    """Checkpoints that are kept (save_total_limit); at least 2, so that one may be damaged."""
+    """Checkpoints kept (save_total_limit), at least 2."""
+
+    local_checkpoints: str | None = None
+    """A directory on each machine's own disk, such as $TMPDIR, for checkpoints, which are copied to
+    `output_dir` meanwhile."""
 
     resume: bool = False
     """Go on from the newest checkpoint that verifies; without one, begin."""
@@ -140,6 +145,8 @@ class StepConfig(ABC):
         )
         require(self.epochs > 0, f"epochs must be above 0, got {self.epochs}")
         require(self.keep_last >= 2, f"keep_last must be at least 2, got {self.keep_last}")
+        if self.local_checkpoints is not None:
+            check_own_disk(self.local_checkpoints, setting="local_checkpoints")
         if self.save_every is not None:
             SaveInterval.parse(self.save_every)
 
@@ -225,7 +232,8 @@ class StepConfig(ABC):
 
 
 FREE_SETTINGS = (
-    *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
+    *("output_dir", "resume", "save_every", "keep_last", "local_checkpoints"),
+    *("log_every", "trackers"),
     *("peak_tflops", "data.labels"),
     *("timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
     "parallel.*",
@@ -240,3 +248,8 @@ def affects_result(name: str) -> bool:
     """Whether the setting of this dotted name decides what a run results in."""
     free = any(fnmatch(name, pattern) for pattern in FREE_SETTINGS)
     return not free or name.endswith(".zero.reduce_dtype")
+
+
+LENGTH = ("max_steps", "epochs")
+"""Settings that say how many steps a run takes: it may take more when it goes on, under a learning
+rate that does not ask how many."""

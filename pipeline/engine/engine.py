@@ -132,13 +132,16 @@ class Engine:
         fault_point("engine.backward")
         self.zero.backward([loss * self.scaler.scale if loss.requires_grad else loss])
 
-    def backward_from(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def backward_from(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, blocks_alone: bool = False
+    ) -> None:
         """The same from what the model returned, where others know the gradients of a loss by it.
 
-        They have been found by an engine of the same loss scale, whose scale they have.
+        They have been found by an engine of the same loss scale, whose scale they have. With
+        `blocks_alone` nothing outside of the model's blocks has any.
         """
         fault_point("engine.backward")
-        self.zero.backward(outputs, gradients)
+        self.zero.backward(outputs, gradients, reaches_root=not blocks_alone)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,11 @@ class EngineCheckpoints:
 
 
 def newest_on_all(
-    root: Path, world: Group, *, among: Callable[[Path], Sequence[Path]] = candidates
+    root: Path,
+    world: Group,
+    *,
+    among: Callable[[Path], Sequence[Path]] = candidates,
+    near: Mapping[str, Mapping[str, Path]] | None = None,
 ) -> Checkpoint | None:
     """The newest checkpoint whose files are what was written; each process reads its share.
 
@@ -97,6 +101,7 @@ def newest_on_all(
         root: of the checkpoints.
         world: the processes, which all call it.
         among: what to try, in this order; what the first process finds counts.
+        near: copies of files on this process's machine, as `Checkpoint.open` takes them.
 
     Raises:
         CheckpointError: there are checkpoints, and none can be used.
@@ -104,7 +109,10 @@ def newest_on_all(
     passed_over: list[str] = []
     found = among(root) if world.rank == 0 else []
     for path in world.gather_objects(found)[0]:
-        checkpoint, problem = _opened(path, world)
+        checkpoint, problem = _opened(path, world, near)
+        if checkpoint is None and near:
+            logger.warning("%s; reading it in %s", problem, root)
+            checkpoint, problem = _opened(path, world, None)
         problems = [each for each in world.gather_objects(problem) if each]
         if checkpoint is not None and not problems:
             return checkpoint
@@ -133,9 +141,11 @@ def load_random_state(checkpoint: Checkpoint, world: Group) -> None:
         set_random_state(found)
 
 
-def _opened(path: Path, world: Group) -> tuple[Checkpoint | None, str]:
+def _opened(
+    path: Path, world: Group, near: Mapping[str, Mapping[str, Path]] | None
+) -> tuple[Checkpoint | None, str]:
     try:
-        checkpoint = Checkpoint.open(path, rank=world.rank)
+        checkpoint = Checkpoint.open(path, rank=world.rank, near=near)
         checkpoint.verify(share=world.rank, shares=world.size)
     except CheckpointError as error:
         return None, str(error)

@@ -14,6 +14,15 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """Put the content of a file on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_durably(path: Path, content: bytes) -> None:
     """Make a file whose content is on the disk; its name is not yet."""
     with path.open("wb") as file:

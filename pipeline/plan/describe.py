@@ -9,13 +9,14 @@ from pipeline.budget.text import table
 from pipeline.config import RowShare, StepConfig, TrainedModelConfig
 from pipeline.installation import ROOT
 from pipeline.launch.commands import launch_command, node_command, step_words
-from pipeline.parallel.schedules import bubble, drawn, instructions
+from pipeline.parallel.schedules import bubble, drawn, orders_of
 from pipeline.plan.checks import contexts
 from pipeline.plan.estimate import Estimate, estimate, in_words, speed_of
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.memory import chosen_settings, crowded, memory_of, refusals
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview, rows_of_a_step
+from pipeline.plan.saving import saving
 from pipeline.plan.stage import Stage
 from pipeline.settings.plain import as_options
 
@@ -86,6 +87,8 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         f"{length}, batch {config.batch_size} in micro-batches of {config.micro_batch_size}, length"
         f" {_length(config)}, seed {config.seed}",
     )
+    for number, text in enumerate(saving(plan, stage)):
+        yield _line("" if number else "saving", text)
 
 
 def _mesh(config: StepConfig, world: int) -> Iterator[str]:
@@ -113,17 +116,24 @@ def _stages(config: StepConfig, world: int) -> Iterator[str]:
     parallel, workload = config.parallel, config.workload(world)
     if parallel.pp == 1:
         return
-    count = workload.micro_batches
-    share = bubble(parallel.pp, count)
-    yield _line(
-        "pipeline",
-        f"{parallel.pp} stages, {parallel.schedule}, {count} micro-batches of a step on each of"
-        f" {workload.data_processes}: stages wait {share:.0%} of the time",
-    )
-    orders = [
-        instructions(parallel.schedule, stage=number, stages=parallel.pp, count=count)
-        for number in range(parallel.pp)
-    ]
+    count, chunks = workload.micro_batches, parallel.chunks
+    share = bubble(parallel.schedule, parallel.pp, count, chunks)
+    waits = f"stages wait {share:.0%} of the time"
+    cut = f"{parallel.pp} stages" if chunks == 1 else f"{parallel.pp} stages of {chunks} chunks"
+    of_steps = f"{count} micro-batches of a step on each of {workload.data_processes}"
+    if chunks == 1:
+        yield _line("pipeline", f"{cut}, {parallel.schedule}, {of_steps}: {waits}")
+    else:
+        yield _line("pipeline", f"{cut}, {parallel.schedule}, {of_steps}")
+        yield _line("", waits)
+    if chunks > 1 and count % parallel.pp:
+        rounded = -(-count // parallel.pp) * parallel.pp
+        fewer = bubble(parallel.schedule, parallel.pp, rounded, chunks)
+        yield _line(
+            "",
+            f"with parallel.micro_batches a multiple of {parallel.pp} they would wait {fewer:.0%}",
+        )
+    orders = orders_of(parallel.schedule, stages=parallel.pp, count=count, chunks=chunks)
     for number, row in enumerate(drawn(orders)[:MOST_STAGES]):
         yield _line("", f"stage {number} {row[:MOST_COLUMNS]}")
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -47,8 +47,7 @@ class Failure:
     """Whether every process shows the stacks of its threads."""
 
 
-@dataclass(frozen=True)
-class Sighting:
+class Sighting(NamedTuple):
     """Where a process was at its last heartbeat."""
 
     number: int

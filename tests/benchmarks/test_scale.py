@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from benchmarks import scale, scale_watch
+from benchmarks import scale, scale_fleet, scale_watch
 from pipeline.watchdog.lookout import HEARTBEATS_A_SECOND
 
 
@@ -27,7 +27,40 @@ def test_larger_jobs_beat_less_often() -> None:
 
 @pytest.mark.jobs
 def test_nobody_is_blamed_who_is_late_by_less_than_the_timeout_though_the_store_is_slow() -> None:
-    assert scale_watch.healthy(24, 40, slow=0.05, timeout_seconds=1800) is None
+    job = scale_fleet.Fleet(24, timeout_seconds=1800, slow=0.05, seed=24)
+
+    assert scale_watch.healthy(job, 24, 200, timeout_seconds=1800) is None
+    assert len(job.store.turns) > 7000
+
+
+@pytest.mark.parametrize(("size", "minutes", "slow"), [(24, 40, 0.05), (40, 35, 0.01)])
+def test_many_processes_at_a_time_take_the_turns_of_each_by_itself(
+    size: int, minutes: float, slow: float
+) -> None:
+    """Whose turn it is says when each looked, and for how long it had heard of whom."""
+    turns: list[list[str]] = []
+    for simulated in (scale_watch.Job, scale_fleet.Fleet):
+        job = simulated(size, timeout_seconds=1800, slow=slow, seed=size)
+        assert scale_watch.healthy(job, size, minutes, timeout_seconds=1800) is None
+        turns.append(job.store.turns)
+
+    assert turns[0] == turns[1]
+    assert len(turns[0]) > 1000
+
+
+def test_both_find_a_process_that_keeps_the_others_waiting_too_long() -> None:
+    found: list[tuple[int, float]] = []
+    for simulated in (scale_watch.Job, scale_fleet.Fleet):
+        job = simulated(24, timeout_seconds=120, slow=0.05, seed=1)
+        job.enter_collective()
+        job.run(10.0)
+        job.enter_collective(but=[5])
+        job.run(200.0)
+        assert job.found is not None
+        found.append((job.found.rank, job.now))
+
+    assert found[0] == found[1]
+    assert found[0][0] == 5
 
 
 def test_a_hanging_process_is_found_within_ten_seconds_of_its_deadline() -> None:

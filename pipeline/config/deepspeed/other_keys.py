@@ -91,12 +91,16 @@ MODEL_KEYS = {
         [
             "tag_validation",
             "load_universal",
-            "use_node_local_storage",
             "parallel_write.pipeline_stage",
             "checkpoint_serialization",
             "writer",
         ],
         "checkpoints have a format of their own",
+    ),
+    **no_effect(
+        "checkpoint.",
+        ["use_node_local_storage"],
+        "local_checkpoints of a step names the directory on each machine's disk",
     ),
     **refused(
         {

@@ -8,15 +8,24 @@ can't get between those of training, and one that failed can't hang it.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.engine.checkpoint.data_file import write_data_file
+from pipeline.engine.checkpoint.data_file import copy_data_file, write_data_file
 from pipeline.engine.checkpoint.host_copy import HostFragment
 from pipeline.engine.checkpoint.layout import WRITING, file_name, part_name
-from pipeline.engine.checkpoint.manifest import StoredFile, attempt_of
+from pipeline.engine.checkpoint.local import LocalPart
+from pipeline.engine.checkpoint.manifest import (
+    Manifest,
+    StoredFile,
+    attempt_of,
+    library_versions,
+    now,
+)
 from pipeline.errors import CheckpointError
+from pipeline.faults import fault_point
 from pipeline.files.durable import discard, publish
 
 VERDICT = "verdict.json"
@@ -30,6 +39,25 @@ LOOKS_A_SECOND = 1000
 
 class SaveError(Exception):
     """A checkpoint was not written; training knows nothing of it."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the manifest of a checkpoint shall say besides its files."""
+
+    step: int
+    base: str | None
+    state: Mapping[str, Any]
+
+
+def reason_of(error: Exception, rank: int, needed: int) -> str:
+    """Why that process could not save its part, of so many bytes, as the end of a sentence."""
+    if isinstance(error, SaveError | CheckpointError):
+        return str(error)
+    reason = getattr(error, "strerror", None) or repr(error)
+    place = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    amount = f" ({needed:,} bytes needed)" if needed else ""
+    return f"rank {rank}: {reason}{place}{amount}"
 
 
 class Attempt:
@@ -48,7 +76,7 @@ class Attempt:
         self.name = name
         self.target = root / target
         self.directory = root / f"{WRITING}{target}-{name}"
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
         self._timeout_seconds = timeout_seconds
 
@@ -58,14 +86,26 @@ class Attempt:
         Raises:
             OSError: the system can't.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        stored = write_data_file(self._file(self._rank), fragments)
-        self._publish(self._part(self._rank), {"file": stored.to_json()})
+        self.directory.mkdir(exist_ok=True)
+        stored = write_data_file(self._file(self.rank), fragments)
+        self._publish(self._part(self.rank), {"file": stored.to_json()})
+
+    def copy(self, part: LocalPart) -> None:
+        """Copy this process's file from its machine's disk, and write its part.
+
+        Raises:
+            OSError: the system can't.
+            CheckpointError: the file on that disk is damaged.
+        """
+        fault_point("upload.before_copy")
+        self.directory.mkdir(exist_ok=True)
+        copy_data_file(part.file, self._file(self.rank), part.stored)
+        self._publish(self._part(self.rank), {"file": part.stored.to_json()})
 
     def fail(self, sentence: str) -> None:
         """Let the others know, if the disk permits, and take no more of its space."""
-        discard(self._file(self._rank))
-        name = VERDICT if self._rank == 0 else part_name(self._rank)
+        discard(self._file(self.rank))
+        name = VERDICT if self.rank == 0 else part_name(self.rank)
         try:
             self._publish(self.directory / name, {"failed": sentence})
         except OSError:
@@ -73,7 +113,7 @@ class Attempt:
 
     def keep_target(self) -> None:
         """Let the others know that the directory was there already."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(exist_ok=True)
         self._publish(self.directory / VERDICT, {"kept": True})
         self.clear()
 
@@ -117,6 +157,22 @@ class Attempt:
             )
         return {file_name(rank, self._world_size): parts[rank] for rank in sorted(parts)}
 
+    def manifest(self, saved: Saved, *, by: str | None = None) -> Manifest:
+        """The manifest of what all processes wrote, once they have; `by` is another attempt's name.
+
+        Raises:
+            SaveError: one of them failed, or gave no answer in time.
+        """
+        return Manifest(
+            step=saved.step,
+            attempt=by or self.name,
+            created=now(),
+            versions=library_versions(),
+            files=self.collect(),
+            base=saved.base,
+            state=saved.state,
+        )
+
     def remove_parts(self) -> None:
         """Leave only what belongs to the checkpoint."""
         for rank in range(self._world_size):
@@ -133,8 +189,8 @@ class Attempt:
         verdict = self._read(self.directory / VERDICT) or {}
         if "kept" in verdict or self._is_committed():
             return
-        discard(self._file(self._rank))
-        discard(self._part(self._rank))
+        discard(self._file(self.rank))
+        discard(self._part(self.rank))
         raise SaveError(verdict.get("failed", "rank 0 gave it up"))
 
     def await_removal_of_target(self) -> bool:

@@ -49,11 +49,17 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, base: "Checkpoint | None", first: str | None
+        self,
+        path: Path,
+        manifest: Manifest,
+        base: "Checkpoint | None",
+        first: str | None,
+        near: Mapping[str, Path],
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.base = base
+        self._near = near
         self._of_file: dict[str, list[_Stored]] = {}
         self._fragments: dict[str, list[_Stored]] = {}
         """By the tensors' names, of the files whose headers have been read."""
@@ -63,12 +69,19 @@ class Checkpoint:
             self._index([first])
 
     @classmethod
-    def open(cls, path: Path, *, rank: int | None = None) -> "Checkpoint":
+    def open(
+        cls,
+        path: Path,
+        *,
+        rank: int | None = None,
+        near: Mapping[str, Mapping[str, Path]] | None = None,
+    ) -> "Checkpoint":
         """The checkpoint in that directory: its manifest, its headers, its files' sizes.
 
         With a `rank` only what that process wrote; the other files' headers are read where
         something is asked for that isn't there. So in a job of as many processes as have written it
-        nobody reads every header; `verify` by all shares reads each.
+        nobody reads every header; `verify` by all shares reads each. `near` has copies of files on
+        this machine, by the attempt that wrote them and their names, which are read in their place.
 
         Raises:
             CheckpointError: one of them is missing, damaged or not what the manifest says, or a
@@ -79,7 +92,8 @@ class Checkpoint:
         if manifest.base is not None:
             base = cls.open(path.parent / manifest.base, rank=rank)
         first = None if rank is None else file_name(rank, len(manifest.files))
-        checkpoint = cls(path, manifest, base, first)
+        copies = (near or {}).get(manifest.attempt, {})
+        checkpoint = cls(path, manifest, base, first, copies)
         if rank is None:
             checkpoint._whole()  # of this class
         return checkpoint
@@ -205,7 +219,8 @@ class Checkpoint:
     def _pieces_of(self, name: str) -> list[_Stored]:
         """Of one file, whose header is read once."""
         if name not in self._of_file:
-            self._of_file[name] = _open_file(self.path / name, self.manifest.files[name])
+            file = self._near.get(name, self.path / name)
+            self._of_file[name] = _open_file(file, self.manifest.files[name])
         return self._of_file[name]
 
     def _index(self, names: Iterable[str]) -> None:

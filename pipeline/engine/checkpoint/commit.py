@@ -8,17 +8,16 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.layout import (
     LATEST,
     MANIFEST,
-    REMOVING,
     WRITING,
     step_name,
     step_of,
     steps_in,
 )
 from pipeline.engine.checkpoint.manifest import Manifest, base_of
+from pipeline.engine.checkpoint.removal import remove
 from pipeline.errors import CheckpointError
 from pipeline.faults import fault_point
 from pipeline.files.durable import (
-    discard,
     rename_durably,
     replace_durably,
     sync_directory,
@@ -113,21 +112,3 @@ def prune(
     for path in root.glob("base-*"):
         if path.name not in named:
             remove(path, by)
-
-
-def remove(path: Path, by: str) -> None:
-    """Take a directory out of sight at once, then delete it; a failure leaves it there."""
-    hidden = path.with_name(f"{REMOVING}{path.name}-{by}")
-    try:
-        path.rename(hidden)
-        fault_point("checkpoint.during_prune")
-    except OSError:
-        return
-    discard(hidden)
-
-
-def clean(root: Path, *, but_job: str) -> None:
-    """Delete what other jobs left in the making, or on the way out."""
-    for path in root.iterdir():
-        if path.name.startswith((WRITING, REMOVING)) and f"-{but_job}." not in path.name:
-            discard(path)

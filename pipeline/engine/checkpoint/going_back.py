@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.engine.checkpoint.commit import name_latest, remove
+from pipeline.engine.checkpoint.commit import name_latest
 from pipeline.engine.checkpoint.layout import LATEST, WRITING, step_of, steps_in
+from pipeline.engine.checkpoint.removal import remove
 from pipeline.errors import CheckpointError
 from pipeline.faults import fault_point
 from pipeline.files.durable import replace_durably

@@ -29,6 +29,11 @@ class HostFragment:
         return sum(part.nbytes for part in self.parts)
 
 
+def total_bytes(fragments: Sequence[HostFragment]) -> int:
+    """The bytes that they take together."""
+    return sum(each.nbytes for each in fragments)
+
+
 class HostCopy:
     """Memory for one copy of what is saved.
 

@@ -6,26 +6,22 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.engine.checkpoint.attempt import Attempt, SaveError
+from pipeline.engine.checkpoint.attempt import Attempt, Saved, SaveError, reason_of
 from pipeline.engine.checkpoint.base import Traces, traces
-from pipeline.engine.checkpoint.commit import (
-    clean,
-    commit,
-    name_latest,
-    prune,
-    remove,
-    verifies,
-)
+from pipeline.engine.checkpoint.commit import commit, name_latest, prune, verifies
 from pipeline.engine.checkpoint.healthy import needed_to_go_back
-from pipeline.engine.checkpoint.host_copy import HostCopy, views
+from pipeline.engine.checkpoint.host_copy import HostCopy, HostFragment, total_bytes, views
 from pipeline.engine.checkpoint.layout import Fragment, is_base_name, step_name
-from pipeline.engine.checkpoint.manifest import Manifest, library_versions, now
-from pipeline.errors import CheckpointError, ConfigError, require
+from pipeline.engine.checkpoint.local import LocalDirectory, LocalPart
+from pipeline.engine.checkpoint.manifest import Manifest
+from pipeline.engine.checkpoint.removal import clean, remove
+from pipeline.engine.checkpoint.uploads import NONE, Upload, Uploads
+from pipeline.errors import ConfigError, require
 from pipeline.faults import fault_point
 from pipeline.files.durable import discard
 
@@ -44,6 +40,9 @@ class CheckpointWriter:
     one and in `failure`: training continues, the checkpoints before are untouched, and the next
     save tries again.
 
+    With a `local` directory each process writes to its machine's disk first, and what is there is
+    copied to `root` after that. A save waits while two are on their way.
+
     Raises:
         ConfigError: the directory can't be made or written to.
     """
@@ -59,6 +58,7 @@ class CheckpointWriter:
         timeout_seconds: int | float = 600,
         bases: Mapping[str, Traces] | None = None,
         margin: int | None = None,
+        local: LocalDirectory | None = None,
     ) -> None:
         require(keep_last >= 2, f"keep_last must be 2 or more, not {keep_last}")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", job):
@@ -75,6 +75,10 @@ class CheckpointWriter:
         self._timeout_seconds = timeout_seconds
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
+        self.uploads = None if local is None else Uploads(local)
+        """Of a process that writes to its machine's disk first."""
+
+        self._last = NONE  # step of the last call
         self._count = 0  # of calls: the same on all processes, whatever failed on one
         self._committed: list[int] = []
         self._bases = dict(bases or {})
@@ -92,7 +96,7 @@ class CheckpointWriter:
 
         `num_bytes` is what this process will save, about; `pinned` where it comes from a GPU.
         """
-        self.wait()
+        self._join()
 
         def work() -> None:
             with suppress(MemoryError, RuntimeError):  # the save itself will say so
@@ -108,54 +112,85 @@ class CheckpointWriter:
         document: Mapping[str, Any],
         *,
         base: str | None = None,
+        kept: int = NONE,
     ) -> float:
         """Copy the fragments and begin to write them; the seconds that the caller was held up.
 
         The file will hold what the tensors hold now. A save still under way is waited for first,
         and a step that this writer has saved is not saved again. `document` is the run's state, as
-        JSON; that of the first process is kept. `base` names what `save_base` wrote.
+        JSON; that of the first process is kept. `base` names what `save_base` wrote. `kept` is the
+        newest save that is on the disks of all machines, which stays there until the next one.
         """
         began = time.perf_counter()
         held_up = 0.0
         self._count += 1
-        self.wait()
+        if self.uploads is None or self._last == step:
+            self.wait()
+        self._join()
+        self._last = step
         if self._committed[-1:] == [step]:
             return time.perf_counter() - began
+        if self.uploads is not None:
+            self.uploads.make_room(kept)
         self.failure = None
-        state = json.loads(json.dumps(document))
+        saved = Saved(step, base, json.loads(json.dumps(document)))
         attempt = self._attempt(step_name(step))
-        try:
-            copies = self._copy.take(fragments)
-            problem, needed = None, sum(each.nbytes for each in copies)
-        except MemoryError as error:
-            copies, problem, needed = [], error, 0
+        copies, problem = self._copied(fragments)
 
         def work() -> None:
             fault_point("checkpoint.before_write")
             if problem is not None:
                 raise problem
-            attempt.write(copies)
-            if self._rank == 0:
-                self._finish(attempt, self._manifest(attempt, step=step, base=base, state=state))
-                logger.info(
-                    "the state after step %d is saved in %s; it held up training for %.2f s",
-                    step,
-                    attempt.target,
-                    held_up,
-                )
+            if self.uploads is not None:
+                part = self.uploads.write(self._count, attempt, saved, copies)
+                self._upload(self.uploads, attempt, saved, part)
+                where = self.uploads.directory.root
             else:
-                attempt.await_verdict()
-                self._committed.append(step)
+                attempt.write(copies)
+                self._complete(attempt, saved)
+                where = attempt.target
+            if self._rank == 0:
+                sentence = "the state after step %d is saved in %s; it held up training for %.2f s"
+                logger.info(sentence, step, where, held_up)
 
         self._thread = threading.Thread(
             target=self._try,
-            args=(work, attempt, f"step {step}", needed),
+            args=(work, attempt, f"step {step}", total_bytes(copies)),
             name="checkpoint",
             daemon=True,  # who forgets to close does not wait for a peer that is gone
         )
         held_up = time.perf_counter() - began
         self._thread.start()
         return held_up
+
+    def _copied(
+        self, fragments: Iterable[Fragment]
+    ) -> tuple[Sequence[HostFragment], MemoryError | None]:
+        """Copies of the fragments, or why there is no memory for them."""
+        try:
+            return self._copy.take(fragments), None
+        except MemoryError as error:
+            return [], error
+
+    @property
+    def newest_local(self) -> int:
+        """The last save that is on this machine's disk; what the first of them has, all have."""
+        self._join()
+        return NONE if self.uploads is None else self.uploads.newest
+
+    def take_uploads(self) -> list[Upload]:
+        """What has been copied to `root` since the last call; the first process knows."""
+        return [] if self.uploads is None else self.uploads.take_finished()
+
+    def upload_again(self, kept: int) -> None:
+        """Begin to copy what the disks of all machines have once more: the last time failed."""
+        self._count += 1
+        self.wait()
+        if self.uploads is None or kept == NONE:
+            return
+        part = self.uploads.part(kept)
+        saved = Saved(part.identity.step, part.base, part.state or {})
+        self._upload(self.uploads, self._attempt(step_name(saved.step)), saved, part)
 
     def lost_base(self, name: str) -> bool:
         """Whether frozen weights that were here have gone, or have been changed, since.
@@ -183,9 +218,9 @@ class CheckpointWriter:
         if not is_base_name(name):
             raise ValueError(f"{name!r} is not a name of frozen weights: base-<hash>")
         self._count += 1
-        self.wait()
         if name in self._bases:
             return
+        self.wait()
         self.failure = None
         attempt = self._attempt(name)
 
@@ -194,7 +229,9 @@ class CheckpointWriter:
                 return
             attempt.write(views(fragments))
             if self._rank == 0:
-                commit(attempt, self._manifest(attempt, step=0, base=None, state={}))
+                manifest = attempt.manifest(Saved(0, None, {}))
+                self._forget_earlier()
+                commit(attempt, manifest)
             else:
                 attempt.await_verdict()
 
@@ -206,9 +243,17 @@ class CheckpointWriter:
         """What was saved after `step` is to be saved anew."""
         self.wait()
         self._committed = [each for each in self._committed if each <= step]
+        if self.uploads is not None:
+            self.uploads.forget()
 
     def wait(self) -> None:
         """Return when nothing is under way."""
+        self._join()
+        if self.uploads is not None:
+            self.uploads.wait()
+
+    def _join(self) -> None:
+        """Return when no copy of the state is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -217,6 +262,8 @@ class CheckpointWriter:
         """Wait for what is under way, for so long at most, and give the memory back."""
         if self._thread is not None:
             self._thread.join(patience_seconds)
+        if self.uploads is not None:
+            self.uploads.wait(patience_seconds)
         self._thread = None
         self._copy = HostCopy()
 
@@ -230,25 +277,51 @@ class CheckpointWriter:
             timeout_seconds=self._timeout_seconds,
         )
 
-    def _manifest(
-        self, attempt: Attempt, *, step: int, base: str | None, state: Mapping[str, Any]
-    ) -> Manifest:
-        """The manifest of what all processes wrote; returns when they have."""
-        files = attempt.collect()
-        # All are here, so none is still looking for the verdict on an earlier attempt.
+    def _upload(
+        self, uploads: Uploads, attempt: Attempt, saved: Saved, part: LocalPart | None
+    ) -> None:
+        """Have a thread copy a part, unless it is in `root` already, and make the checkpoint."""
+
+        def work() -> None:
+            began = time.perf_counter()
+            if part is not None:
+                attempt.copy(part)
+            num_bytes = self._complete(attempt, saved)
+            self.failure = None
+            if self._rank == 0:
+                seconds = time.perf_counter() - began
+                uploads.record(Upload(saved.step, num_bytes, seconds))
+                logger.info(
+                    "the state after step %d is in %s; copying its %s bytes took %.1f s",
+                    saved.step,
+                    attempt.target,
+                    f"{num_bytes:,}",
+                    seconds,
+                )
+
+        what = f"step {saved.step}, which stays in {uploads.directory.root},"
+        uploads.put(self._count, lambda: self._try(work, attempt, what, 0))
+
+    def _complete(self, attempt: Attempt, saved: Saved) -> int:
+        """Make the checkpoint of what all processes wrote, once they have; the bytes of its files.
+
+        Only the first process knows their number.
+        """
+        if self._rank == 0:
+            manifest = attempt.manifest(saved)
+            self._finish(attempt, manifest)
+            return sum(file.nbytes for file in manifest.files.values())
+        attempt.await_verdict()
+        self._committed.append(saved.step)
+        return 0
+
+    def _forget_earlier(self) -> None:
+        """Remove the verdicts on earlier attempts: all processes are past them."""
         while self._left:
             discard(self._left.pop())
-        return Manifest(
-            step=step,
-            attempt=attempt.name,
-            created=now(),
-            versions=library_versions(),
-            files=files,
-            base=base,
-            state=state,
-        )
 
     def _finish(self, attempt: Attempt, manifest: Manifest) -> None:
+        self._forget_earlier()
         step = manifest.step
         commit(attempt, manifest)
         self._left.append(attempt.directory)  # where it was not needed
@@ -261,7 +334,7 @@ class CheckpointWriter:
             step,
             keep_last=self._keep_last,
             own=self._committed,
-            bases=self._bases,
+            bases=list(self._bases),
             by=attempt.name,
             spared=spared,
         )
@@ -281,7 +354,7 @@ class CheckpointWriter:
         try:
             work()
         except Exception as error:  # noqa: BLE001  # whatever it is, training goes on
-            reason = self._reason(error, needed)
+            reason = reason_of(error, self._rank, needed)
             self.failure = (
                 f"saving {what} to {self.root} failed: {reason}; training continues, and the next"
                 " save tries again"
@@ -295,11 +368,3 @@ class CheckpointWriter:
                 attempt.fail(reason)
                 with suppress(SaveError):
                     attempt.await_verdict()
-
-    def _reason(self, error: Exception, needed: int) -> str:
-        if isinstance(error, SaveError | CheckpointError):
-            return str(error)
-        reason = getattr(error, "strerror", None) or repr(error)
-        place = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
-        amount = f" ({needed:,} bytes needed)" if needed else ""
-        return f"rank {self._rank}: {reason}{place}{amount}"

@@ -10,15 +10,14 @@ from pipeline.budget.machine import (
     GIB,
     MIB,
     Machine,
-    available_bytes,
     free_gpu_bytes,
-    own_groups,
     parse_machine,
     this_machine,
 )
 from pipeline.budget.table import Item, Phase, StepMemory
 from pipeline.budget.text import there
 from pipeline.errors import ConfigError
+from pipeline.main_memory import available_bytes, own_groups
 
 
 @pytest.mark.parametrize(

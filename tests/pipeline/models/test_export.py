@@ -19,6 +19,7 @@ from pipeline.config.zero import ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine
 from pipeline.files.safetensors_header import SINGLE
+from pipeline.models import stream_export
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.export import export, named_weights
 from pipeline.models.forward import Policy, Scorer
@@ -219,6 +220,42 @@ def test_a_sharded_export_is_to_the_byte_that_of_one_process(tmp_path: Path) -> 
         found = contents(tmp_path / other)
         assert found.keys() == expected.keys()
         assert [name for name in found if found[name] != expected[name]] == []
+
+
+def export_in_small_shards(path: str, out: str, stage: int) -> list[str]:
+    """The shards that this process writes."""
+    stream_export.MAX_SHARD_BYTES = 20_000
+    written: list[str] = []
+    save = stream_export.save_file
+
+    def noted(tensors: dict[str, Tensor], file: Path, **settings: Any) -> None:
+        written.append(file.name)
+        save(tensors, file, **settings)
+
+    stream_export.save_file = noted
+    model, engine = engine_of(path, stage, "causal", {"precision": "bf16"})
+    export(model, build_tokenizer(), Path(out), weights=engine)
+    return written
+
+
+@pytest.mark.jobs
+def test_shards_are_written_by_all_processes_to_the_bytes_of_one(tmp_path: Path) -> None:
+    lm = tiny_causal_lm("llama", vocab_size=len(build_tokenizer()), tie_word_embeddings=True)
+    path = saved(lm, tmp_path / "lm")
+    out = {size: tmp_path / str(size) for size in (1, 2)}
+    shards: dict[int, list[list[str]]] = {}
+
+    for size, stage in ((1, 0), (2, 3)):
+        shards[size] = run_ranks(
+            export_in_small_shards, path, str(out[size]), stage, world_size=size
+        )
+
+    names = [f"{number}.safetensors" for number in range(len(shards[1][0]))]
+    assert len(names) >= 4
+    assert shards[2] == [names[::2], names[1::2]]
+    assert contents(out[2]) == contents(out[1])
+    again = AutoModelForCausalLM.from_pretrained(out[2])
+    assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
 def most_gathered(path: str) -> tuple[int, int, int]:

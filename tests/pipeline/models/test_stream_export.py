@@ -1,6 +1,7 @@
 """Exports written while the weights come in load in plain `transformers`, whole or not at all."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipeline import faults
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.files.weight_files import WeightFiles
 from pipeline.models.stream_export import as_saved, stream_export
+from pipeline.parallel.mesh import current_mesh
+from tests.distributed import run_ranks
 from tests.families import FAMILIES, PECULIAR, saved, tiny_causal_lm
 from tests.memory import live_bytes
 from tests.mixtures import MIXTURES, tiny_mixture
@@ -198,3 +202,69 @@ def values(directory: Path) -> float | None:
     pieces = [files.slice(name, 0, 10, dtype=torch.float32) for name in files.names()]
     (value,) = torch.stack(pieces).unique().tolist()
     return value
+
+
+def export_together(directory: Path, fault: str | None) -> str:
+    """How it ends on this process, of six tensors in six shards."""
+    faults._text = fault
+    os.environ["RANK"] = str(current_mesh().world.rank)
+    named, size = generation(2.0, shards=6)
+    try:
+        stream_export(named, directory, max_shard_bytes=size, group=current_mesh().world)
+    except OSError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("processes", [2, 4])
+def test_however_many_processes_write_the_files_are_the_same(
+    processes: int, tmp_path: Path
+) -> None:
+    named, size = generation(2.0, shards=6)
+    stream_export(named, tmp_path / "one", max_shard_bytes=size)
+
+    ends = run_ranks(export_together, tmp_path / "more", None, world_size=processes)
+
+    assert ends == ["done"] * processes
+    files = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("one", "more")
+    ]
+    assert files[0] == files[1]
+    assert len(files[0]) == 7
+
+
+@pytest.mark.jobs
+def test_a_process_that_can_not_write_its_shard_leaves_the_old_export_and_all_say_so(
+    tmp_path: Path,
+) -> None:
+    old, size = generation(1.0, shards=3)
+    stream_export(old, tmp_path, max_shard_bytes=size)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    first, second = run_ranks(export_together, tmp_path, "export.before_shard:1:2:enospc")
+
+    assert second == "[Errno 28] No space left on device"
+    assert first == f"rank 1 can't write to {tmp_path}: {second}"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.jobs
+def test_a_process_that_is_killed_while_it_writes_leaves_the_old_export(tmp_path: Path) -> None:
+    old, size = generation(1.0, shards=3)
+    stream_export(old, tmp_path, max_shard_bytes=size)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    fault = "export.before_shard:1:2:kill"
+
+    run_ranks(export_together_or_give_up, tmp_path, fault, may_die=(0, 1))
+
+    kept = [path for path in tmp_path.iterdir() if not path.name.startswith(".writing-")]
+    assert {path.name: path.read_bytes() for path in kept} == before
+
+
+def export_together_or_give_up(directory: Path, fault: str) -> str:
+    try:
+        return export_together(directory, fault)
+    except RuntimeError:  # of the collective that the other one did not come to
+        return "given up"

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from pipeline.plan.estimate import Estimate, estimate, in_words
 from pipeline.plan.make import make_plan
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
+from pipeline.plan.saving import saving
 from pipeline.run import changed_settings
 from pipeline.settings.plain import as_options
 from tests.pipeline.stages import THREE_STEPS
@@ -197,3 +199,22 @@ def test_a_plan_counts_what_dora_takes_in_each_pass(tmp_path: Path) -> None:
 )
 def test_times_are_said_in_the_unit_that_suits_them(seconds: float, words: str) -> None:
     assert in_words(seconds) == words
+
+
+def test_a_plan_says_what_checkpoints_take_on_the_disk_of_each_machine(tmp_path: Path) -> None:
+    words = ["--step", "1", "--save-every", "20", "--output-dir", str(tmp_path)]
+    words += ["--local-checkpoints", str(tmp_path / "disk")]
+    plan = make_plan(words, THREE_STEPS)
+    (stage,) = plan.stages
+    there, on_machines = saving(plan, stage)
+    four = replace(plan, machine=replace(plan.machine, processes=2, world=8))
+
+    _, on_four = saving(four, stage)
+
+    # Of 955,520 weights the masters, two moments and the best ones so far, in fp32.
+    assert there == "15.3 MB, every 20 steps"
+    assert on_machines == (
+        f"on each machine 15.3 MB to {tmp_path}/disk, at most 2 there, and from there to the"
+        " output directory: 0 s at 1 GB/s"
+    )
+    assert on_four.startswith("on each machine 3.82 MB to ")
