@@ -194,11 +194,11 @@ class ParallelConfig:
             self._check_stages(role, model)
         if self.divides_layers:
             self._check_tensor(role, model)
-        if self.parts is not None:
+        if self.parts is not None and model.lora is not None:
             require(
-                model.lora is None,
-                f"{role}.lora can't be computed by the parts of parallel.arithmetic"
-                f" {self.arithmetic}; take fast",
+                model.lora.variant in ("lora", "rslora") and model.lora.dropout == 0,
+                f"{role}.lora of parallel.arithmetic {self.arithmetic} is of variant lora or rslora"
+                " without dropout; take fast for others",
             )
 
     def _check_tensor(self, role: str, model: TrainedModelConfig) -> None:

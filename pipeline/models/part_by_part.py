@@ -10,9 +10,10 @@ Where a block has such layers beside its modules, as OPT has those of its MLP, t
 is not run by parts: it must be element by element, as activations are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,25 +37,87 @@ OwnHeads = Callable[[int, dict[str, Any]], dict[str, Any]]
 """Narrows a module's keyword arguments to the heads of a part."""
 
 
+Place = tuple[nn.Module, str]
+"""A module that has a parameter, and the parameter's name there."""
+
+
 @dataclass(frozen=True)
 class DividedLayer:
     """A layer of which each part has some outputs, or some inputs."""
 
+    module: nn.Module
+    """The layer, or the adapter that it is in."""
+
     layer: nn.Linear | Conv1D
 
-    pieces: Mapping[str, Sequence[ShardSpec]]
+    pieces: Mapping[Place, Sequence[ShardSpec]]
     """Of each parameter that is divided, where the elements of each part of this process lie."""
 
-    def parameters(self) -> dict[str, tuple[Tensor, ...]]:
-        """Those that are divided, of each part."""
-        return {
-            leaf: cut_weight(self.layer.get_parameter(leaf), each)
-            for leaf, each in self.pieces.items()
-        }
+    def compute_columns(self) -> None:
+        """Have what is divided by its inputs compute with those of a part, without its bias."""
+        for module, _ in self.pieces:
+            object.__setattr__(module, "forward", partial(_of_columns, module))
 
 
 class _PartEndError(Exception):
     """A part has found what it adds to the sum."""
+
+
+class _Parameters:
+    """The parameters of a module, in whose place those of a part can be.
+
+    Args:
+        module: that has them.
+        parts: which there are.
+        layers: those of its layers that are divided.
+        ending: the one whose bias is added to a sum, if there is one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: VirtualParts,
+        layers: Sequence[DividedLayer],
+        ending: nn.Module | None,
+    ) -> None:
+        self._module, self._parts, self._layers = module, parts, layers
+        self._aside = None if ending is None else (ending, "bias")
+        self._originals: dict[Place, nn.Parameter | None] = {}
+        """The module's own, while those of a part are in their place."""
+
+    def of_parts(self) -> list[dict[Place, Tensor]]:
+        """Those that a part's run uses, of each part."""
+        found = {
+            (module, leaf): cut_weight(module.get_parameter(leaf), pieces)
+            for each in self._layers
+            for (module, leaf), pieces in each.pieces.items()
+        }
+        whole = {
+            (module, leaf): param
+            for module in self._module.modules()
+            for leaf, param in module.named_parameters(recurse=False)
+            if param.requires_grad and (module, leaf) not in (*found, self._aside)
+        }
+        if whole:
+            by_part = share_weights(list(whole.values()), self._parts)
+            found |= dict(zip(whole, zip(*by_part, strict=True), strict=True))
+        return [
+            {place: parts[at] for place, parts in found.items()}
+            for at in range(len(self._parts.own))
+        ]
+
+    def use(self, own: Mapping[Place, Tensor]) -> None:
+        """Have the module's parameters be these, until `restore`."""
+        for (module, leaf), tensor in own.items():
+            params: dict[str, Any] = module._parameters  # noqa: SLF001  # as functional_call does
+            self._originals.setdefault((module, leaf), params[leaf])
+            params[leaf] = tensor
+
+    def restore(self) -> None:
+        """Put the module's own back."""
+        for (module, leaf), param in self._originals.items():
+            module._parameters[leaf] = param  # noqa: SLF001
+        self._originals.clear()
 
 
 class PartByPart:
@@ -74,27 +137,26 @@ class PartByPart:
         layers: Sequence[DividedLayer],
         own_heads: OwnHeads | None,
     ) -> None:
-        self._module, self._parts, self._layers = module, parts, layers
-        self._own_heads = own_heads
-        self._plain = module.forward
-        self._last = layers[-1].layer
-        self._is_turned = isinstance(self._last, Conv1D)
+        self._parts, self._own_heads = parts, own_heads
+        ending = layers[-1]
+        self._last = ending.layer
+        self._params = _Parameters(module, parts, layers, self._last)
         self._found: list[Tensor] = []
         """What the parts of this pass add to the sum."""
-        self._originals: dict[tuple[nn.Module, str], nn.Parameter | None] = {}
-        """The module's own parameters, while those of a part are in their place."""
+        ending.compute_columns()
+        self._plain, self._plain_end = module.forward, ending.module.forward
         object.__setattr__(module, "forward", self)
-        object.__setattr__(self._last, "forward", self._end)
+        object.__setattr__(ending.module, "forward", self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """What the module gives, from the sum of all parts."""
         hidden = args[0] if args else kwargs["hidden_states"]
-        given, weights = feed_parts(hidden, self._parts), self._weights()
+        given, weights = feed_parts(hidden, self._parts), self._params.of_parts()
         others = [_without_cache(each) for each in args[1:]]
         rest = {name: _without_cache(each) for name, each in kwargs.items()}
         try:
             for number, values, own in zip(self._parts.own, given, weights, strict=True):
-                self._use(own)
+                self._params.use(own)
                 named = rest if self._own_heads is None else self._own_heads(number, rest)
                 try:
                     if args:
@@ -104,46 +166,16 @@ class PartByPart:
                     continue
         finally:
             self._found.clear()
-            self._restore()
+            self._params.restore()
         raise AssertionError("the last part ends with the module")
 
     def _end(self, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
         """The forward pass of the last layer: a part's end, or the sum of all."""
-        self._found.append(ending_product(values, self._last.weight, is_turned=self._is_turned))
+        self._found.append(self._plain_end(values))
         if len(self._found) < len(self._parts.own):
             raise _PartEndError
-        self._restore()
-        return total(self._found, self._parts, self._last)
-
-    def _weights(self) -> list[dict[tuple[nn.Module, str], Tensor]]:
-        """Of each part the parameters that its run uses."""
-        found: dict[tuple[nn.Module, str], tuple[Tensor, ...]] = {}
-        for each in self._layers:
-            found |= {(each.layer, leaf): parts for leaf, parts in each.parameters().items()}
-        whole = {
-            place: param
-            for place, param in _parameters(self._module)
-            if place not in found and place != (self._last, "bias") and param.requires_grad
-        }
-        if whole:
-            by_part = share_weights(list(whole.values()), self._parts)
-            found |= dict(zip(whole, zip(*by_part, strict=True), strict=True))
-        return [
-            {place: parts[at] for place, parts in found.items()}
-            for at in range(len(self._parts.own))
-        ]
-
-    def _use(self, own: Mapping[tuple[nn.Module, str], Tensor]) -> None:
-        """Have the module's parameters be these."""
-        for (module, leaf), tensor in own.items():
-            params: dict[str, Any] = module._parameters  # noqa: SLF001  # as functional_call does
-            self._originals.setdefault((module, leaf), params[leaf])
-            params[leaf] = tensor
-
-    def _restore(self) -> None:
-        for (module, leaf), param in self._originals.items():
-            module._parameters[leaf] = param  # noqa: SLF001
-        self._originals.clear()
+        self._params.restore()
+        return _total(self._found, self._parts, self._last)
 
 
 class _Pair:
@@ -153,25 +185,36 @@ class _Pair:
     """
 
     def __init__(self, parts: VirtualParts, first: DividedLayer, second: DividedLayer) -> None:
-        self._parts, self._first, self._second = parts, first, second
-        object.__setattr__(first.layer, "forward", self._begin)
-        object.__setattr__(second.layer, "forward", self._end)
+        self._parts, self._last = parts, second.layer
+        self._of_first = _Parameters(first.module, parts, [first], None)
+        self._of_second = _Parameters(second.module, parts, [second], second.layer)
+        second.compute_columns()
+        self._first, self._second = first.module.forward, second.module.forward
+        object.__setattr__(first.module, "forward", self._begin)
+        object.__setattr__(second.module, "forward", self._end)
 
     def _begin(self, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
-        given, own = feed_parts(values, self._parts), self._first.parameters()
-        biases = own.get("bias", (None,) * len(given))
-        of_parts = zip(given, own["weight"], biases, strict=True)
-        return torch.cat(
-            [product(self._first.layer, each, weight, bias) for each, weight, bias in of_parts],
-            dim=-1,
-        )
+        given = feed_parts(values, self._parts)
+        return torch.cat(_each(self._first, given, self._of_first), dim=-1)
 
     def _end(self, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
-        layer, own = self._second.layer, self._second.parameters()
-        of_parts = zip(split_columns(values, self._parts), own["weight"], strict=True)
-        is_turned = isinstance(layer, Conv1D)
-        found = [ending_product(*each, is_turned=is_turned) for each in of_parts]
-        return total(found, self._parts, layer)
+        given = split_columns(values, self._parts)
+        found = _each(self._second, given, self._of_second)
+        return _total(found, self._parts, self._last)
+
+
+def _each(
+    forward: Callable[[Tensor], Tensor], given: Sequence[Tensor], params: _Parameters
+) -> list[Tensor]:
+    """What a layer gives with the parameters of each part."""
+    found: list[Tensor] = []
+    try:
+        for values, own in zip(given, params.of_parts(), strict=True):
+            params.use(own)
+            found.append(forward(values))
+    finally:
+        params.restore()
+    return found
 
 
 def compute_by_parts(
@@ -217,17 +260,17 @@ def sum_of_columns(
     return added if layer.bias is None else added + layer.bias
 
 
-def product(
-    layer: nn.Linear | Conv1D, values: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """What a layer computes with these weights."""
-    if not isinstance(layer, Conv1D):
-        return F.linear(values, weight, bias)
-    found = values @ weight
-    return found if bias is None else found + bias
+def product(layer: nn.Linear | Conv1D, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
+    """What a layer computes without its bias."""
+    return values @ layer.weight if isinstance(layer, Conv1D) else F.linear(values, layer.weight)
 
 
-def total(found: Sequence[Tensor], parts: VirtualParts, layer: nn.Linear | Conv1D) -> Tensor:
+def _of_columns(module: nn.Module, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
+    weight = cast("Tensor", module.weight)
+    return ending_product(values, weight, is_turned=isinstance(module, Conv1D))
+
+
+def _total(found: Sequence[Tensor], parts: VirtualParts, layer: nn.Linear | Conv1D) -> Tensor:
     """The sum of all parts, and the layer's bias once."""
     added = add_parts(found, parts)
     return added if layer.bias is None else added + layer.bias
@@ -236,10 +279,3 @@ def total(found: Sequence[Tensor], parts: VirtualParts, layer: nn.Linear | Conv1
 def _without_cache(argument: object) -> object:
     """What a part is given: keys of one part are none for the next to see."""
     return None if isinstance(argument, Cache) else argument
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
-    """Each parameter, with the module that has it and its name there."""
-    for each in module.modules():
-        for leaf, param in each.named_parameters(recurse=False):
-            yield (each, leaf), param

@@ -220,7 +220,7 @@ def _divide_by_parts(plain: PreTrainedModel, parts: VirtualParts) -> None:
 
     def cut(name: str) -> None:
         if is_cut:
-            _cut_layer(shards, name, plain.get_submodule(name))
+            _cut_layer(shards, name, plain.get_submodule(name), by_parts=True)
 
     virtual.apply(cut)
 
@@ -255,10 +255,13 @@ def _divide_tables(tables: list[nn.Module], parts: VirtualParts) -> None:
         divide_table(module, rows, parts)
 
 
-def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
+def _cut_layer(
+    shards: TensorShards, name: str, module: nn.Module, *, by_parts: bool = False
+) -> nn.Module | None:
     """Leave this process's part of a layer, and of its adapter; the layer with a bias to add.
 
-    It is one that is cut by its inputs and has a bias, which it doesn't add itself any more.
+    It is one that is cut by its inputs and has a bias, which it doesn't add itself any more. Where
+    it computes `by_parts`, all find the gradient of an adapter's whole half.
     """
     layer = cast("nn.Linear | Conv1D", layer_of(module))
     by_outputs = STYLES[shards.styles[name]].by_outputs
@@ -269,19 +272,24 @@ def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module 
     elif has_bias:
         object.__setattr__(layer, "forward", functools.partial(_product, layer))
     if isinstance(module, LoraLayer):
-        _cut_adapter(shards, module, specs, by_outputs=by_outputs)
+        whole = _cut_adapter(shards, module, specs, by_outputs=by_outputs)
+        if not by_parts:
+            mark_partial(whole)
     return layer if has_bias and not by_outputs else None
 
 
 def _cut_adapter(
     shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, by_outputs: bool
-) -> None:
-    """Leave this process's part of an adapter, whose layer has been cut as `specs` say."""
+) -> Tensor:
+    """Leave this process's part of an adapter, whose layer has been cut as `specs` say.
+
+    Returns:
+        Of its two matrices the one that is whole.
+    """
     down, up = module.lora_A["default"], module.lora_B["default"]
     cut, whole = (up, down) if by_outputs else (down, up)
     of_rows, of_columns = (tuple(replace(spec, dim=dim) for spec in specs) for dim in (0, 1))
     _replace(cut, "weight", of_rows if by_outputs else of_columns, shards.tp_group)
-    mark_partial(cast("Tensor", whole.weight))
     dropout, variant = module.lora_dropout["default"], variant_in(module)
     if isinstance(dropout, nn.Dropout) and not by_outputs:
         columns = max(shard.stop for spec in specs for shard in spec.shards)
@@ -294,6 +302,7 @@ def _cut_adapter(
         else:
             variant.columns = shards.tp_group.apart
             mark_partial(cast("Tensor", lengths.weight))
+    return cast("Tensor", whole.weight)
 
 
 def _cut(layer: nn.Module, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:
@@ -332,7 +341,7 @@ def _read(part: Part, whole: ReadElements, dtype: torch.dtype, start: int, stop:
 
 def _product(layer: nn.Linear | Conv1D, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
     """What a layer computes without its bias."""
-    return product(layer, values, layer.weight)
+    return product(layer, values)
 
 
 class _Branch:

@@ -4,16 +4,19 @@ They are what as many processes would have as there are parts (`tensor_shards.py
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from typing import cast
 
-from torch import nn
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.engine.tensor_parts import part_of, whole_shape
 from pipeline.errors import require
-from pipeline.models.part_by_part import DividedLayer, compute_by_parts, sum_of_columns
+from pipeline.models.part_by_part import DividedLayer, Place, compute_by_parts, sum_of_columns
 from pipeline.models.sharding import STYLES, layer_of, match
 from pipeline.models.tensor_shards import TensorShards
 from pipeline.parallel.group import Group
@@ -113,28 +116,41 @@ class VirtualShards(TensorShards):
             object.__setattr__(layer, "forward", partial(sum_of_columns, layer, self._parts))
 
     def _divided(self, name: str) -> DividedLayer:
-        layer = layer_of(self.model.get_submodule(name))
+        module = self.model.get_submodule(name)
+        layer = layer_of(module)
         assert isinstance(layer, nn.Linear | Conv1D)
-        leaves = ["weight"]
-        if STYLES[self.styles[name]].by_outputs and layer.bias is not None:
-            leaves.append("bias")
-        return DividedLayer(layer, {leaf: list(self._pieces(name, layer, leaf)) for leaf in leaves})
+        by_outputs = STYLES[self.styles[name]].by_outputs
+        pieces: dict[Place, list[ShardSpec]] = {(layer, "weight"): self._pieces(name, layer)}
+        if by_outputs and layer.bias is not None:
+            pieces[layer, "bias"] = self._pieces(name, layer, "bias")
+        if isinstance(module, LoraLayer):
+            cut = cast("nn.Module", (module.lora_B if by_outputs else module.lora_A)["default"])
+            of_weight = self._specs(name, layer, "weight")
+            specs = [replace(spec, dim=int(not by_outputs)) for spec in of_weight]
+            pieces[cut, "weight"] = [_inside(cut.get_parameter("weight"), spec) for spec in specs]
+        return DividedLayer(module, layer, pieces)
 
-    def _pieces(self, name: str, layer: nn.Module, leaf: str) -> Iterator[ShardSpec]:
+    def _pieces(self, name: str, layer: nn.Module, leaf: str = "weight") -> list[ShardSpec]:
+        """Where each part's elements lie in what this process has of a parameter."""
         param = layer.get_parameter(leaf)
-        own = part_of(param)
-        for number in self._parts.own:
-            spec = self.spec(name, leaf, whole_shape(param), rank=number)
-            assert spec is not None
-            yield spec if own is None else _inside(own.own, spec)
+        return [_inside(param, spec) for spec in self._specs(name, layer, leaf)]
+
+    def _specs(self, name: str, layer: nn.Module, leaf: str) -> list[ShardSpec]:
+        """What each part of this process has of the whole parameter."""
+        shape = whole_shape(layer.get_parameter(leaf))
+        specs = [self.spec(name, leaf, shape, rank=number) for number in self._parts.own]
+        return [spec for spec in specs if spec is not None]
 
 
-def _inside(own: ShardSpec, part: ShardSpec) -> ShardSpec:
+def _inside(param: Tensor, of_part: ShardSpec) -> ShardSpec:
     """Where the elements of a part lie in what this process has, which has all of them."""
+    own = part_of(param)
+    if own is None:
+        return of_part
     shards = [
         Shard(begin + each.start - have.start, begin + each.stop - have.start)
-        for each in part.shards
-        for have, begin in own.placed()
+        for each in of_part.shards
+        for have, begin in own.own.placed()
         if have.start <= each.start and each.stop <= have.stop
     ]
-    return ShardSpec(part.dim, tuple(shards))
+    return ShardSpec(of_part.dim, tuple(shards))
