@@ -95,7 +95,7 @@ def compare(
     model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
     model.set_attn_implementation(RAGGED)
     with cut_mesh(replicas=1, tp=parallel.tp, timeout_seconds=60.0) as mesh:
-        cut_layers(model, mesh.tensor, sequence=parallel.sequence)
+        cut_layers(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
         return {"predicted": predicted(config), "measured": measured(model.train(), settings)}
 
 

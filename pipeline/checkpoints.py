@@ -36,7 +36,7 @@ from pipeline.errors import CheckpointError, JobFailed
 from pipeline.faults import fault_point
 from pipeline.models.consolidate import TOKENIZER, describe_model
 from pipeline.run import CHECKPOINTS, Run
-from pipeline.same_run import check_same_run, deciding_settings
+from pipeline.same_run import check_length, check_same_run, deciding_settings
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
 
 logger = logging.getLogger(__name__)
@@ -350,6 +350,7 @@ class Checkpoints:
             )
         if checkpoint is not None:
             check_same_run(checkpoint, self.config, self.data)
+            check_length(checkpoint, self.engines, self.run.total_steps)
             is_behind = note is not None and note.is_behind(checkpoint.state)
             self._load(checkpoint, note if is_behind else None)
             return checkpoint.manifest.attempt

@@ -57,7 +57,7 @@ def run_plan(plan: Plan) -> None:
             say(f"{stage.title} is finished, skipped")
             add_to_summary(out, stage.name)
             continue
-        goes_on = plan.request.resume and can_go_on(out, stage.name)
+        goes_on = _goes_on(plan, stage)
         try:
             others = files_of_others(out, stage.name) if goes_on else clear_step(out, stage.name)
             write_config(plan.configs[stage.name], plan.config_file(stage))
@@ -81,6 +81,14 @@ def run_plan(plan: Plan) -> None:
     _end_with(failed)
 
 
+def _goes_on(plan: Plan, stage: Stage) -> bool:
+    """Whether a step starts from its checkpoint: not after one that makes it another model."""
+    steps = (each for each in plan.stages if each.name not in plan.finished)
+    if not plan.request.resume or any(each.number < stage.number for each in steps):
+        return False
+    return can_go_on(plan.request.output_dir, stage.name, plan.configs[stage.name])
+
+
 def follow_plan(plan: Plan) -> None:
     """Run the processes of one machine of several that are started by hand, but not the first one.
 
@@ -93,7 +101,7 @@ def follow_plan(plan: Plan) -> None:
     failed: dict[str, int] = {}
     for stage in plan.stages:
         if stage.name not in plan.finished:
-            goes_on = plan.request.resume and can_go_on(plan.request.output_dir, stage.name)
+            goes_on = _goes_on(plan, stage)
             say(f"step {stage.number}: {stage.name}")
             ending = _run_step(plan, stage, environment, goes_on=goes_on)
             if code := _failure(plan, stage, ending):

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.config import StepConfig, affects_result
+from pipeline.config import LENGTH, StepConfig, affects_result
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.engine import Engine
+from pipeline.engine.lr import goes_on_alike
 from pipeline.errors import ConfigError
 from pipeline.settings.plain import plain, portable, with_defaults
 
@@ -24,7 +26,7 @@ def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> Non
     theirs = _deciding(with_defaults(state["settings"], config))
     for name in sorted(theirs.keys() | settings.keys()):
         there, here = theirs.get(name), settings.get(name)
-        if there != here:
+        if there != here and name not in LENGTH:
             raise ConfigError(
                 f"{checkpoint.path} was made with {name} {there}, and this run has {here};"
                 " keep that setting, or pass --overwrite to start again"
@@ -34,6 +36,35 @@ def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> Non
             f"the training rows are not those of {checkpoint.path}: the data has changed;"
             " restore it, or pass --overwrite to start again"
         )
+
+
+def check_length(checkpoint: Checkpoint, engines: Mapping[str, Engine], total_steps: int) -> None:
+    """Raise unless its steps are those with which a run as long as this one begins.
+
+    Args:
+        checkpoint: to go on from.
+        engines: of the models that learn, by name.
+        total_steps: of this run.
+
+    Raises:
+        ConfigError: it has taken more steps already, or its learning rates were others.
+    """
+    there = int(checkpoint.state["total_steps"])
+    if there == total_steps:
+        return
+    ends = f"{checkpoint.path} is of a run of {there} steps, and this one has {total_steps}"
+    hint = "keep max_steps and epochs, or pass --overwrite to start again"
+    if total_steps < checkpoint.step:
+        raise ConfigError(f"{ends}, of which {checkpoint.step} are done already; {hint}")
+    for name, engine in engines.items():
+        # In step 3 an iteration has several optimizer steps.
+        before = max(1, engine.total_steps * there // total_steps)
+        if not goes_on_alike(before, engine.total_steps, optim=engine.optim):
+            raise ConfigError(
+                f"{ends}: the learning rates of {name}.optim.schedule {engine.optim.schedule},"
+                f" or its warm-up, depend on that; {hint}. A run can be made longer whose"
+                " schedule has no end, such as constant, with warmup_steps set"
+            )
 
 
 def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.budget.fallbacks import changed, trained_models
 from pipeline.budget.machine import Machine
+from pipeline.budget.mesh_sizes import MeshSizes
 from pipeline.config import StepConfig, affects_result
 from pipeline.errors import ConfigError, require
 from pipeline.settings.build import typed_settings
@@ -38,7 +39,11 @@ OF_THE_RUN = (
 )
 """Settings that change neither the result of a step nor its speed or memory."""
 
+MESH = ("parallel.pp", "parallel.tp", "parallel.replicas")
+"""How the processes share the models."""
+
 FALLBACK_ORDER = (
+    *MESH,
     *("zero_stage", OFFLOAD, "gradient_checkpointing", "checkpoint_every", "inference_tp_size"),
     "offload_in_generation",
     *GROWING,
@@ -85,6 +90,9 @@ class Space:
     candidates: tuple[Candidate, ...]
     """In the fallback order."""
 
+    world: int = 1
+    """Processes of the step."""
+
     @cached_property
     def start(self) -> Candidate | None:
         """The settings as they are; None where `given` values leave them out."""
@@ -124,6 +132,7 @@ def make_space(
     fixed: Sequence[str] = (),
     given: Mapping[str, str] | None = None,
     tp_sizes: Sequence[int] = (),
+    mesh: MeshSizes = MeshSizes(),  # noqa: B008  # it is frozen
 ) -> Space:
     """The candidates for a step, the settings as they are among them unless `given` says otherwise.
 
@@ -133,11 +142,12 @@ def make_space(
         fixed: dotted names of settings that the user gave, which stay as they are.
         given: values by the names of dimensions, or of settings, in place of the usual ones: 1,2,4.
         tp_sizes: values that `inference_tp_size` may have.
+        mesh: values that the settings of `parallel` may have.
 
     Raises:
         ConfigError: a value can't be used, or changes what a run results in.
     """
-    usual, given = dict(_usual(config, machine, tp_sizes)), given or {}
+    usual, given = dict(_usual(config, machine, tp_sizes, mesh)), given or {}
     owners: dict[str, str] = {}
     for name in given:
         for setting in _settings_of(config, name):
@@ -164,7 +174,8 @@ def make_space(
             if name not in given:
                 values = _with_present(dimension, values)
             dimensions.append(replace(dimension, values=tuple(dict.fromkeys(values))))
-    return Space(config, tuple(dimensions), tuple(_possible(config, dimensions, machine)))
+    candidates = tuple(_possible(config, dimensions, machine))
+    return Space(config, tuple(dimensions), candidates, machine.world)
 
 
 def known_dimensions(config: StepConfig) -> list[str]:
@@ -175,10 +186,15 @@ def known_dimensions(config: StepConfig) -> list[str]:
 
 
 def _usual(
-    config: StepConfig, machine: Machine, tp_sizes: Sequence[int]
+    config: StepConfig, machine: Machine, tp_sizes: Sequence[int], mesh: MeshSizes
 ) -> Iterator[tuple[str, tuple[Value, ...]]]:
     """The dimensions that are tuned by default."""
-    each = -(-config.batch_size // machine.world)
+    for name in MESH:
+        values = getattr(mesh, name.rpartition(".")[2])
+        if len(values) > 1:
+            yield name, values
+    parts = max((pp * tp for pp, tp, _ in mesh.combinations(machine.world)), default=1)
+    each = -(-config.batch_size * parts // machine.world)
     yield "micro_batch_size", _doubling(1, each, config.micro_batch_size)
     yield "gradient_checkpointing", (False, True)
     stages = (0, 1, 2, 3)
@@ -214,28 +230,41 @@ def _possible(
 ) -> Iterator[Candidate]:
     """The combinations that the settings allow and that are not the same as another one."""
     refused: ConfigError | None = None
-    found = False
+    same = dict[tuple[Value, ...], Candidate]()
     for candidate in itertools.product(*(each.values for each in dimensions)):
         try:
             made = _configured(config, dimensions, candidate)
+            made.parallel.check(machine.world)
         except ConfigError as error:
             refused = error
             continue
-        if machine.world == 1 and made != config and _shards_in_vain(made):
+        if made != config and _shards_in_vain(made, machine.world):
             continue
-        found = True
-        yield candidate
-    if not found:
+        # A step that has fewer rows makes the same micro-batches of any size above them.
+        sized = zip(dimensions, candidate, strict=True)
+        others = tuple(value for each, value in sized if each.name != "micro_batch_size")
+        key = (*others, made.workload(machine.world).rows)
+        if made == config or key not in same:
+            same[key] = candidate
+    if not same:
         raise refused or ConfigError(
             "--autotune-space leaves nothing to try: one process gains nothing by a zero_stage"
             " above 0 without offload=params; name 0 as well, or more processes"
         )
+    yield from same.values()
 
 
-def _shards_in_vain(config: StepConfig) -> bool:
-    """Whether one process is at a stage that gains nothing: its weights stay on the device."""
+def _shards_in_vain(config: StepConfig, world: int) -> bool:
+    """Whether processes are at a stage, or have replicas, that gain nothing.
+
+    A process that shares a model's states with no other needs stage 0 alone, unless its weights
+    are not on the device; replicas of such processes, and of stage 0, are what there is without.
+    """
     models = trained_models(config).values()
-    return any(model.zero_stage and model.zero.offload.params == "none" for model in models)
+    alone = config.workload(world).shards == 1
+    if config.parallel.replicas > 1 and (alone or all(not each.zero_stage for each in models)):
+        return True
+    return alone and any(m.zero_stage and m.zero.offload.params == "none" for m in models)
 
 
 def _configured(
@@ -257,7 +286,7 @@ def _saves_no_more(dimension: str, ours: Value, theirs: Value) -> bool:
         return ours == theirs
     if dimension == OFFLOAD:
         return set(str(ours).split("+")) - {"none"} <= set(str(theirs).split("+"))
-    if dimension in (*GROWING, "checkpoint_every"):
+    if dimension in (*GROWING, "checkpoint_every", "parallel.replicas"):
         return int(ours) >= int(theirs)
     if dimension in FALLBACK_ORDER:
         return int(ours) <= int(theirs)

@@ -4,8 +4,8 @@ The logarithm of the seconds per token is taken as a sum of one effect for each 
 smaller effect of all dimensions together (an additive kernel: Duvenaud et al. 2011). Sizes of
 batches act by their logarithm, smoothly; everything else by being the same or not. What is known
 beforehand is the mean: recomputing activations adds a forward pass to the three that a forward and
-a backward pass take. The next trial is the candidate of the highest expected improvement (Jones
-et al. 1998).
+a backward pass take, and stages of a pipeline wait for each other. The next trial is the candidate
+of the highest expected improvement (Jones et al. 1998).
 
 Dimension names: N candidates measured, M candidates left, D dimensions.
 """
@@ -20,6 +20,7 @@ from numpy import ndarray
 
 from pipeline.autotune.points import Point
 from pipeline.autotune.space import Candidate, Space, Value
+from pipeline.parallel.schedules import bubble
 
 OCTAVES = 1.5
 """Length scale of a size: after that many doublings its effect has become another one."""
@@ -118,7 +119,10 @@ def _alike(
 def _expected(space: Space, candidate: Candidate) -> float:
     """What is known beforehand of the log seconds per token, up to a constant."""
     recomputes = space.named(candidate).get("gradient_checkpointing") is True
-    return RECOMPUTING if recomputes else 0.0
+    workload = space.config(candidate).workload(space.world)
+    parallel = workload.parallel
+    waits = bubble(parallel.schedule, parallel.pp, workload.micro_batches, parallel.chunks)
+    return (RECOMPUTING if recomputes else 0.0) - math.log(1 - waits)
 
 
 def _error(point: Point) -> float:

@@ -92,21 +92,19 @@ class Tuning:
     @cached_property
     def space(self) -> Space:
         """The candidates."""
-        return make_space(
-            self.config,
-            self.plan.machine,
-            fixed=sorted(self.plan.given[self.stage.name]),
-            given=self.plan.request.autotune_space,
-            tp_sizes=self._tp_sizes,
-        )
-
-    @property
-    def _tp_sizes(self) -> Sequence[int]:
+        from pipeline.budget.mesh_sizes import mesh_sizes
         from pipeline.budget.tp_sizes import tp_sizes
         from pipeline.plan.memory import origins_of
 
-        origins = origins_of(self.plan.configs)
-        return tp_sizes(self.config, processes=self.plan.machine.processes, origins=origins)
+        machine, origins = self.plan.machine, origins_of(self.plan.configs)
+        return make_space(
+            self.config,
+            machine,
+            fixed=sorted(self.plan.given[self.stage.name]),
+            given=self.plan.request.autotune_space,
+            tp_sizes=tp_sizes(self.config, processes=machine.processes, origins=origins),
+            mesh=mesh_sizes(self.config, machine, origins=origins),
+        )
 
     @property
     def trials(self) -> int:

@@ -4,7 +4,7 @@ The order is DeepSpeed's: one sequence at a time, recomputation, stage 2, an off
 stage 3, offloaded weights; after them what changes the result or the bill: adapters, more GPUs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,21 +18,6 @@ Settings = Mapping[str, Any]
 CHECKPOINTING: Settings = {"gradient_checkpointing": True}
 OFFLOADED: Settings = {"zero.offload.optimizer": "cpu", "zero.offload.gradients": "cpu"}
 WEIGHTS_OFFLOADED: Settings = {"zero_stage": 3, **OFFLOADED, "zero.offload.params": "cpu"}
-
-
-def options(*, world: int, has_gpu: bool) -> Iterator[Settings]:
-    """Settings of a trained model, each taking less memory and more time than the one before."""
-    stage_2: Settings = {"zero_stage": 2} if world > 1 else {"zero_stage": 0}
-    stage_3: Settings = {"zero_stage": 3}
-    yield stage_2
-    yield {**stage_2, **CHECKPOINTING}
-    if has_gpu:
-        yield {**stage_2, **CHECKPOINTING, **OFFLOADED}
-    if world > 1:
-        yield {**stage_3, **CHECKPOINTING}
-    if has_gpu:
-        yield {**stage_3, **CHECKPOINTING, **OFFLOADED}
-        yield {**CHECKPOINTING, **WEIGHTS_OFFLOADED}
 
 
 def micro_batches(most: int) -> list[int]:

@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.models.sharding import can_shard
 from pipeline.models.stages import Stage, blocks_of, cut_stage
 from pipeline.models.tensor_cut import cut_for_plan
-from pipeline.parallel.schedules import instructions, simulate
+from pipeline.parallel.schedules import Instruction, most_kept, orders_of
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Part:
 
     stage: Stage
 
-    share: float
-    """Of the blocks."""
+    shares: tuple[float, ...]
+    """Of the blocks, of each of its chunks."""
 
-    kept: int
-    """Micro-batches that have gone forward and not yet back, at most."""
+    order: tuple[Instruction, ...]
+    """Its passes in an optimizer step."""
 
     def takes(self, taken: PassBytes, how: Pass) -> PassBytes:
         """Of what a pass of the whole model takes, what those of this stage do at once.
@@ -39,12 +39,19 @@ class Part:
         Activations go with blocks. Hidden states that have come in and gone out stay with each
         micro-batch.
         """
-        trains = how.does == "train"
-        edges = 2 - self.stage.is_first - self.stage.is_last
         tokens = how.rows.count * how.rows.length
-        each = edges * tokens * self.stage.width * self.stage.dtype.itemsize
-        each += round(taken.kept * (self.share if trains else 1))
-        others = (self.kept - 1) * each if trains else 0
+        edge = tokens * self.stage.width * self.stage.dtype.itemsize
+        edges = [2 - chunk.is_first - chunk.is_last for chunk in self.stage.chunks]
+        if how.does != "train":
+            each, others = max(edges) * edge + taken.kept, 0
+        else:
+            sizes = [
+                number * edge + round(taken.kept * share)
+                for number, share in zip(edges, self.shares, strict=True)
+            ]
+            kept = most_kept(self.order, sizes)
+            each = max(size for chunk, size in enumerate(sizes) if kept[chunk])
+            others = sum(number * sizes[chunk] for chunk, number in kept.items()) - each
         in_head = taken.head - taken.kept if self.stage.is_last else 0
         return PassBytes(
             kept=others + each,
@@ -71,13 +78,13 @@ def part_of_layers(model: CountedModel, workload: Workload) -> CountedModel:
     Raises:
         ConfigError: as `pipeline.models.tensor_cut.cut_for_plan`.
     """
-    size, use = workload.parallel.tp, workload.model(model.role)
+    parallel, use = workload.parallel, workload.model(model.role)
     if model.module is None or not (use.learns or use.divided):
         return model
-    if not use.learns and not can_shard(model.plain, size):
+    if not use.learns and not can_shard(model.plain, parallel.parts or parallel.tp):
         return model
     module = copy.deepcopy(model.module)
-    cut_for_plan(module, size, sequence=workload.parallel.sequence)
+    cut_for_plan(module, parallel.tp, sequence=parallel.sequence, parts=parallel.parts)
     return replace(model, module=module)
 
 
@@ -114,17 +121,20 @@ def parts_of(model: CountedModel, workload: Workload, *, follows: bool = False) 
         ConfigError, ModelError: as `pipeline.models.stages.cut_stage`.
     """
     parallel = workload.parallel
-    blocks = blocks_of(model.present, parallel.pp, parallel.partition, follows=follows)
-    orders = [
-        instructions(
-            parallel.schedule, stage=number, stages=parallel.pp, count=workload.micro_batches
-        )
-        for number in range(parallel.pp)
-    ]
+    blocks = blocks_of(
+        model.present, parallel.pp, parallel.partition, chunks=parallel.chunks, follows=follows
+    )
+    orders = orders_of(
+        parallel.schedule,
+        stages=parallel.pp,
+        count=workload.micro_batches,
+        chunks=parallel.chunks,
+    )
     parts: list[Part] = []
-    for number, kept in enumerate(simulate(orders).kept):
+    for number, order in enumerate(orders):
         module = copy.deepcopy(model.present)
-        stage = cut_stage(module, number=number, blocks=blocks)
+        stage = cut_stage(module, number=number, blocks=blocks, stages=parallel.pp)
         own = replace(model, module=module)
-        parts.append(Part(model, own, stage, blocks[number] / sum(blocks), kept))
+        shares = [count / sum(blocks) for count in blocks[number :: parallel.pp]]
+        parts.append(Part(model, own, stage, tuple(shares), tuple(order)))
     return parts

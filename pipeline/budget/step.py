@@ -22,6 +22,7 @@ from pipeline.budget.moments import moments_of, names, trained_root, whole_root
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
 from pipeline.budget.stages import Part, part_of_layers, stages_of
 from pipeline.budget.states import engine_bytes, held, places_of, sums_directly
+from pipeline.budget.step_passes import StepPasses
 from pipeline.budget.table import Item, Phase, PhaseName, StepMemory
 from pipeline.config import Generation, StepConfig, Workload
 
@@ -49,9 +50,17 @@ def workload_memory(
     workload: Workload, *, machine: Machine, origins: Mapping[str, str] | None = None
 ) -> StepMemory:
     """As `step_memory`, of what a step does rather than of its settings."""
+    found = memory_by_stage(workload, machine=machine, origins=origins)
+    return max(found, key=lambda memory: memory.peak("device"))
+
+
+def memory_by_stage(
+    workload: Workload, *, machine: Machine, origins: Mapping[str, str] | None = None
+) -> list[StepMemory]:
+    """As `workload_memory`, of each stage of a pipeline; of one process without stages."""
     models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
     parameters = {model.role: model.parameters for model in models if model.module is not None}
-    if workload.parallel.tp > 1:
+    if workload.parallel.divides_layers:
         models = [part_of_layers(model, workload) for model in models]
     counted = tuple(model for model in models if model.module is not None)
     missing = tuple(
@@ -61,8 +70,9 @@ def workload_memory(
         if model.module is None
     )
     found = [_memory(workload, machine, counted, parts) for parts in stages_of(counted, workload)]
-    most = max(found, key=lambda memory: memory.peak("device"))
-    return replace(most, unknown=(*missing, *most.unknown), parameters=parameters)
+    return [
+        replace(each, unknown=(*missing, *each.unknown), parameters=parameters) for each in found
+    ]
 
 
 def _memory(
@@ -94,6 +104,11 @@ class _Step:
 
     parts: Mapping[str, Part] = field(default_factory=dict[str, Part])
     """The stage that is counted, of the models that are cut into some, by role."""
+
+    @property
+    def how(self) -> StepPasses:
+        """How its models are run."""
+        return StepPasses(self.workload, self.machine, self.models)
 
     def all_phases(self) -> tuple[Phase, ...]:
         """With what a process takes for itself."""
@@ -182,14 +197,16 @@ class _Step:
         has found its gradients. The first one's entropy is computed on the way, before there is any
         of the second.
         """
-        scored, kept = (self.measured(first, how(first)) for how in (self.scoring, self.training))
+        scored, kept = (
+            self.measured(first, how(first)) for how in (self.how.scoring, self.how.training)
+        )
         if scored is not None and kept is not None:
             alone = frozenset({"forward"})
             yield Item("activations", first.role, kept.kept, moments=alone)
             yield Item("logits", first.role, scored.head - scored.kept, moments=alone)
         both = frozenset({"both"})
         for model, moments in ((first, both), (second, both | moments_of(first.role))):
-            taken = self.measured(model, self.training(model))
+            taken = self.measured(model, self.how.training(model))
             if taken is not None:
                 yield Item("activations", model.role, taken.kept, moments=moments)
                 yield Item("logits", model.role, taken.waits - taken.kept, moments=moments)
@@ -222,11 +239,11 @@ class _Step:
             buffers = later | backward | on_the_way - head
             yield Item("gradient_buffers", model.role, root, moments=head)
         yield Item("gradient_buffers", model.role, sizes["gradient_buffers"], moments=buffers)
-        yield from self.passing(model, self.training(model), backward=not accumulates)
+        yield from self.passing(model, self.how.training(model), backward=not accumulates)
         if not accumulates:  # sums grow as activations go: the highest moment is at either end
             yield Item("gradients", model.role, root // self.workload.shards, place, on_the_way)
         if self.learns_from_texts(model):
-            yield from self.passing(model, self.reading_texts(model), during="texts")
+            yield from self.passing(model, self.how.reading_texts(model), during="texts")
 
     def passing(
         self, model: CountedModel, how: Pass, *, backward: bool = False, during: str | None = None
@@ -250,7 +267,7 @@ class _Step:
         """Passes without gradients: evaluation, and the scoring of responses."""
         for model in self.present:
             yield from self.held(model)
-            yield from self.passing(model, self.scoring(model))
+            yield from self.passing(model, self.how.scoring(model))
         if self.keeps_replica:
             yield from self.replica()
 
@@ -348,50 +365,3 @@ class _Step:
                 f" followed without numbers ({reason})"
             )
             return None
-
-    def micro_batch(self) -> Rows:
-        """The largest that the step makes."""
-        return Rows(self.workload.sequences, self.workload.length, self.workload.targets)
-
-    def training(self, model: CountedModel) -> Pass:
-        """How a model that learns is run."""
-        engine = model.trained
-        assert engine is not None
-        shared = not self.machine.has_gpu and engine.zero.shared_memory
-        return Pass(
-            self.micro_batch(),
-            "train",
-            scores=model.scores,
-            gpu=self.machine.has_gpu,
-            kernels=engine.kernels,
-            uniform=self.workload.uniform,
-            entropy=self.workload.learns_entropy,
-            temperature=self.workload.temperature,
-            checkpoint_every=engine.checkpoint_every if engine.gradient_checkpointing else None,
-            narrow=self.workload.shards > 1 and shared,
-        )
-
-    def reading_texts(self, model: CountedModel) -> Pass:
-        """How a model is run for the language-model loss beside the step's own."""
-        length = self.workload.model(model.role).text_length
-        assert length is not None
-        return replace(
-            self.training(model),
-            rows=Rows(self.workload.rows, length, length - 1),
-            uniform=True,
-            entropy=False,
-            temperature=1.0,
-        )
-
-    def scoring(self, model: CountedModel) -> Pass:
-        """How a model is asked without gradients."""
-        like = next((each.trained for each in self.models if each.trained is not None), None)
-        return Pass(
-            self.micro_batch(),
-            "ask",
-            scores=model.scores,
-            gpu=self.machine.has_gpu,
-            kernels="auto" if like is None else like.kernels,
-            entropy=self.workload.model(model.role).scores_entropy,
-            temperature=self.workload.temperature,
-        )

@@ -15,6 +15,7 @@ from pipeline.budget.fallbacks import (
 )
 from pipeline.budget.fit import Shortage, shortage
 from pipeline.budget.machine import Machine
+from pipeline.budget.mesh_sizes import MeshSizes
 from pipeline.budget.table import StepMemory
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
@@ -37,25 +38,31 @@ class Fix:
 
 
 def suggest_fix(
-    config: StepConfig, machine: Machine, count: Count, *, tp_sizes: Sequence[int] = ()
+    config: StepConfig,
+    machine: Machine,
+    count: Count,
+    *,
+    tp_sizes: Sequence[int] = (),
+    mesh: MeshSizes = MeshSizes(),  # noqa: B008  # it is frozen
 ) -> Fix | None:
     """The cheapest change found, None where nothing helps.
 
-    One option is tried, then all up to one; then the options without what takes main
-    memory; adapters, which change the result, and in the end 4 bits for the weights under them;
-    more GPUs.
+    One option is tried, then all up to one; then the options without what takes main memory, with
+    models that are cut; adapters, which change the result, and in the end 4 bits for the weights
+    under them; more GPUs.
 
     Args:
         config: the step's settings.
         machine: has too little for them.
         count: what the step takes.
         tp_sizes: values that `inference_tp_size` may have.
+        mesh: values that `parallel.tp` and `parallel.pp` may have.
     """
     search = _Search(config, machine, count)
     fallbacks = list(_fallback_order(config, machine, tp_sizes))
     spare = [*_back(config), *(each for each in fallbacks if not _takes_main_memory(each))]
     adapters = of_models(config, {"lora.rank": 16})
-    for options in (fallbacks, spare, [adapters]):
+    for options in (fallbacks, spare, *_cuts(config, spare, mesh), [adapters]):
         found = search.first(options)
         if found is not None:
             return Fix(found)
@@ -117,10 +124,12 @@ class _Search:
         if key not in self.known:
             try:
                 other = changed(self.config, settings)
+                other.parallel.check(self.machine.world)
+                memory = self.count(other, self.machine)
             except ConfigError:
                 self.known[key] = False
             else:
-                self.known[key] = shortage(self.count(other, self.machine), self.machine) is None
+                self.known[key] = shortage(memory, self.machine) is None
         return self.known[key]
 
 
@@ -191,6 +200,20 @@ def _shared_further(config: StepConfig, machine: Machine) -> Iterator[Settings]:
         yield of_models(config, {"zero_stage": 3})
 
 
+def _cuts(
+    config: StepConfig, spare: Sequence[Settings], mesh: MeshSizes
+) -> Iterator[Sequence[Settings]]:
+    """Layers that processes compute together, at any stage; and stages of a pipeline, below 3."""
+    layers = [{"parallel.tp": size} for size in mesh.tp if size > config.parallel.tp]
+    below_3 = of_models(config, {"zero_stage": 2})
+    stages = [{"parallel.pp": n, **below_3} for n in mesh.pp if n > config.parallel.pp]
+    if layers:
+        yield [*spare, *layers]
+    if stages:
+        yield [*spare, *stages]
+        yield [*spare, *layers, *stages]
+
+
 def _takes_main_memory(settings: Settings) -> bool:
     return "offload_in_generation" in settings or "cpu" in settings.values()
 
@@ -214,7 +237,8 @@ def _is_change(config: StepConfig, settings: Settings) -> bool:
     """Whether it asks for more than there is already."""
     for role, model in trained_models(config).items():
         stage = settings.get(f"{role}.zero_stage")
-        if stage is not None and stage < model.zero_stage:
+        lower = stage is not None and stage < model.zero_stage
+        if lower and "parallel.pp" not in settings:
             return False
         if f"{role}.lora.rank" in settings and model.lora is not None:
             return False

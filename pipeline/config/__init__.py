@@ -17,6 +17,7 @@ from pipeline.config.model import (
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.step import (
+    LENGTH,
     SaveInterval,
     StepConfig,
     Tracker,
@@ -29,6 +30,7 @@ from pipeline.config.zero import OffloadConfig, ZeroConfig
 __all__ = [
     "DEFAULT_OPTIM",
     "EMBEDDED",
+    "LENGTH",
     "LORA_RATE",
     "AdapterVariant",
     "DataConfig",

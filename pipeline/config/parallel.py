@@ -33,13 +33,24 @@ class ParallelConfig:
     """With `tp`: each process keeps hidden states of tokens of its own between these parts
     (sequence_parallel), and norms them; false keeps all on each."""
 
+    arithmetic: str = "fast"
+    """How sums over `tp` are rounded: fast adds what each process finds; invariant:N computes each
+    layer as N parts, a power of two that `tp` divides, whoever has them, so that a run ends in the
+    same bits for any `tp` up to N."""
+
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
-    of `pp` of them at most; gpipe goes forward with all first."""
+    of `pp` of them at most; gpipe goes forward with all first; interleaved is 1f1b with several
+    `chunks`."""
+
+    chunks: int = 1
+    """With `schedule` interleaved: parts of the model that each stage has (num_chunks, virtual
+    stages), which don't follow each other; stages wait 1/`chunks` of the time, and send `chunks`
+    times as much."""
 
     partition: tuple[int, ...] | None = None
-    """With `pp`: blocks of each stage in order, such as 12 12 14 10; null gives all about as much
-    to compute."""
+    """With `pp`: blocks of each stage, or of each chunk of a stage, in the model's order, such as
+    12 12 14 10; null gives all about as much to compute."""
 
     micro_batches: int | None = None
     """Micro-batches of an optimizer step on each process, or each pipeline, at least; null takes as
@@ -47,20 +58,84 @@ class ParallelConfig:
     `zero.reduction` is fast."""
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "pp", "tp", "micro_batches"):
+        for name in ("replicas", "pp", "tp", "chunks", "micro_batches"):
             value = getattr(self, name)
             require(
                 value is None or value > 0, f"parallel.{name} must be above 0 or null, got {value}"
             )
+        self._check_arithmetic()
         require(
             self.partition is None or self.pp > 1,
             "parallel.partition says which stage has which blocks, and needs parallel.pp above 1",
         )
+        self._check_chunks()
         require(
-            self.partition is None or len(self.partition) == self.pp,
-            f"parallel.partition has {len(self.partition or ())} numbers for the {self.pp} stages"
-            " of parallel.pp; give one for each",
+            self.partition is None or len(self.partition) == self.pp * self.chunks,
+            f"parallel.partition has {len(self.partition or ())} numbers for the {self._parts};"
+            " give one for each",
         )
+
+    def _check_chunks(self) -> None:
+        is_interleaved = self.schedule == "interleaved"
+        require(
+            self.chunks == 1 or is_interleaved,
+            f"parallel.chunks {self.chunks} needs parallel.schedule interleaved, not"
+            f" {self.schedule}",
+        )
+        require(
+            self.chunks > 1 or not is_interleaved,
+            "parallel.schedule interleaved needs parallel.chunks above 1; set it 2, or take 1f1b",
+        )
+        require(
+            self.pp > 1 or not is_interleaved,
+            "parallel.schedule interleaved orders the stages of a pipeline, and needs parallel.pp"
+            " above 1",
+        )
+
+    @property
+    def _parts(self) -> str:
+        """What the numbers of a partition are for, in words."""
+        of_stages = f"{self.pp} stages of parallel.pp"
+        if self.chunks == 1:
+            return of_stages
+        return f"{self.pp * self.chunks} chunks (parallel.chunks) of the {of_stages}"
+
+    def _check_arithmetic(self) -> None:
+        name, _, number = self.arithmetic.partition(":")
+        known = self.arithmetic == "fast" or (name == "invariant" and number.isdecimal())
+        require(
+            known,
+            f"parallel.arithmetic is fast or invariant:N, such as invariant:4, got"
+            f" {self.arithmetic}",
+        )
+        parts = self.parts
+        if parts is None:
+            return
+        require(
+            parts > 1 and parts & (parts - 1) == 0,
+            f"parallel.arithmetic invariant:{parts} must have a power of two above 1, since the"
+            f" parts are added in pairs; take invariant:{2 ** max(1, parts.bit_length())}",
+        )
+        fix = (
+            f"take invariant:{self.tp}"
+            if self.tp & (self.tp - 1) == 0
+            else f"take a tp that is a power of two up to {parts}"
+        )
+        require(
+            parts % self.tp == 0,
+            f"parallel.arithmetic invariant:{parts} has {parts} parts of each layer, which"
+            f" parallel.tp {self.tp} doesn't divide; {fix}",
+        )
+
+    @property
+    def parts(self) -> int | None:
+        """Virtual parts that each layer is computed as; None where arithmetic is fast."""
+        return None if self.arithmetic == "fast" else int(self.arithmetic.partition(":")[2])
+
+    @property
+    def divides_layers(self) -> bool:
+        """Whether layers are computed in parts, by several processes or one after the other."""
+        return self.tp > 1 or self.parts is not None
 
     @property
     def least_micro_batches(self) -> int | None:
@@ -113,15 +188,23 @@ class ParallelConfig:
         """Raise where processes with parts of a model can't train it with these settings.
 
         Raises:
-            ConfigError: one sentence that names the setting and the mend.
+            ConfigError: one sentence that names the setting and the fix.
         """
         if self.pp > 1:
             self._check_stages(role, model)
-        if self.tp > 1:
+        if self.divides_layers:
             self._check_tensor(role, model)
+        if self.parts is not None:
+            require(
+                model.lora is None,
+                f"{role}.lora can't be computed by the parts of parallel.arithmetic"
+                f" {self.arithmetic}; take fast",
+            )
 
     def _check_tensor(self, role: str, model: TrainedModelConfig) -> None:
         tp = f"parallel.tp {self.tp}"
+        if self.parts is not None:
+            tp = f"parallel.arithmetic {self.arithmetic}"
         require(
             model.quantize == "none",
             f"{role}.quantize {model.quantize} stores weights in blocks that {tp} would cut; set it"

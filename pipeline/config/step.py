@@ -248,3 +248,8 @@ def affects_result(name: str) -> bool:
     """Whether the setting of this dotted name decides what a run results in."""
     free = any(fnmatch(name, pattern) for pattern in FREE_SETTINGS)
     return not free or name.endswith(".zero.reduce_dtype")
+
+
+LENGTH = ("max_steps", "epochs")
+"""Settings that say how many steps a run takes: it may take more when it goes on, under a learning
+rate that does not ask how many."""

@@ -36,3 +36,22 @@ def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
     if optim.warmup_steps is not None:
         return optim.warmup_steps
     return math.ceil(optim.warmup_ratio * total_steps)
+
+
+def goes_on_alike(total_steps: int, longer: int, *, optim: OptimConfig) -> bool:
+    """Whether the rates of a run of `total_steps` are those with which one of more steps begins.
+
+    They are under a schedule that asks for no end, where the warm-up is none or has its own steps.
+    """
+    if optim.warmup_steps is None and optim.warmup_ratio and SCHEDULES[optim.schedule].has_warmup:
+        return False
+    return all(
+        lr_factor(step, total_steps=total_steps, optim=optim)
+        == lr_factor(step, total_steps=longer, optim=optim)
+        for step in range(total_steps)
+    )
+
+
+def has_no_end(optim: OptimConfig) -> bool:
+    """Whether a run under this schedule can be made longer at any time."""
+    return goes_on_alike(1000, 3001, optim=optim)

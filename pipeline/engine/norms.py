@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pipeline.engine.comm import Collectives
+from pipeline.engine.layout import num_chunks
 from pipeline.parallel.group import Group
 
 BLOCK = 262144
@@ -33,6 +35,18 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
     # On a CPU a reduction that casts as it goes is twenty times slower than these two passes.
     block = torch.empty(BLOCK, dtype=torch.float64)
     return torch.tensor([_sum_of_squares(row, block) for row in stretches], dtype=torch.float64)
+
+
+def squares_of_pieces(piece: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor, " rows"]:
+    """Sums of squares of a reduced gradient by stretches, of which a process has a piece.
+
+    Float64, of `num_chunks` values; the other processes' stretches are zero.
+    """
+    rows = num_chunks(comm.size)
+    values = torch.zeros(rows, dtype=torch.float64, device=piece.device)
+    if comm.copy == 0:  # all copies have the same sum, which counts once
+        comm.piece(values).copy_(squared_norms(piece, rows // comm.size))
+    return values
 
 
 def added_up(packed: Float[Tensor, " n"], *, vectors: int) -> Float[Tensor, " m"]:

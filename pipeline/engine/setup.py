@@ -10,13 +10,13 @@ from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Collectives
 from pipeline.engine.disk_weights import WeightDisk
 from pipeline.engine.flat import FlatParams, ParamSettings, Placement
+from pipeline.engine.held_unit import Unit
 from pipeline.engine.optim import MOMENTS, block_of_moments, steps_in_parts
 from pipeline.engine.store import TensorStore
 from pipeline.engine.swap import StreamedState
 from pipeline.engine.tensor_parts import role_of
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.units import ROOT, UnitParams, find_units
-from pipeline.engine.zero import Unit
 from pipeline.kernels.adamw.definition import new_moments
 from pipeline.parallel.group import ALONE, Group
 

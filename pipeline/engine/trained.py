@@ -13,9 +13,7 @@ from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Work
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.gradients import FlatGradients
-from pipeline.engine.layout import num_chunks
 from pipeline.engine.masters import Kind, Masters, kind_of_masters
-from pipeline.engine.norms import squared_norms
 from pipeline.engine.optim import MOMENTS, build_optimizer, steps_in_one_pass
 from pipeline.engine.set_aside import Numbers, SetAside, filled_up, same, step_by_itself
 from pipeline.engine.tensor_parts import Stretch, completed, counted
@@ -165,17 +163,9 @@ class TrainedParams:
             for name, start, stop in flat.stretches(first, first + flat.shard_numel)
         ]
 
-    def squared_norms(self) -> Tensor:
-        """Sums of squares of the reduced gradient by stretches, of all processes' pieces.
-
-        Float64, of `num_chunks` values; the other processes' stretches are zero.
-        """
-        rows, total = num_chunks(self.comm.size), self._gradient()
-        total = counted(total, self.flat.settings.role, self.tensor, self._stretches())
-        values = torch.zeros(rows, dtype=torch.float64, device=total.device)
-        if self.comm.copy == 0:  # all copies have the same sum, which counts once
-            self.comm.piece(values).copy_(squared_norms(total, rows // self.comm.size))
-        return values
+    def counted_gradient(self) -> Float[Tensor, " n"]:
+        """The own piece of the reduced gradient, with zeros for what counts on another process."""
+        return counted(self._gradient(), self.flat.settings.role, self.tensor, self._stretches())
 
     def step(
         self,

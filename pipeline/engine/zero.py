@@ -14,51 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.engine.comm import Collectives
-from pipeline.engine.flat import FlatParams
 from pipeline.engine.graph import parameter_uses
+from pipeline.engine.held_unit import Unit
 from pipeline.engine.outputs import check_open, tensors_in, without_views
-from pipeline.engine.trained import TrainedParams
 from pipeline.errors import ConfigError
-
-
-class Unit:
-    """A transformer block, or the root, as the engine holds it."""
-
-    def __init__(
-        self, name: str, module: nn.Module, flats: list[FlatParams], trained: list[TrainedParams]
-    ) -> None:
-        self.name, self.module = name, module
-        self.flats, self.trained = flats, trained
-        self.in_backward = False
-        """From the arrival of its output's gradient until its reduction has started."""
-        self.expects_backward = False
-        """Whether a forward pass has left a graph for autograd."""
-
-    @property
-    def gathered(self) -> bool:
-        """Whether all its weights are here."""
-        return all(flat.gathered for flat in self.flats)
-
-    def start_read(self) -> None:
-        """Start reading its own shards from the disk, if they are there."""
-        for flat in self.flats:
-            flat.start_read()
-
-    def start_gather(self) -> None:
-        """Start gathering its weights."""
-        for flat in self.flats:
-            flat.start_gather()
-
-    def gather(self) -> None:
-        """Gather its weights, and wait for them."""
-        self.start_gather()
-        for flat in self.flats:
-            flat.gather()
-
-    def free(self) -> None:
-        """Release the memory of the other processes' shards."""
-        for flat in self.flats:
-            flat.free()
 
 
 class ZeroModel:
@@ -88,13 +47,22 @@ class ZeroModel:
         object.__setattr__(model, "_engine", self)
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_load_state_dict)
-        model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
-        model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True)
+        self._reaches_root = True
+        """Whether the backward pass at hand goes through what lies outside of the blocks."""
+        self.enter_by(model)
         for unit in self.blocks:
             unit.module.register_forward_pre_hook(
                 self._hook(self._before_unit, unit), prepend=True, with_kwargs=True
             )
             unit.module.register_forward_hook(self._hook(self._after_unit, unit), with_kwargs=True)
+
+    def enter_by(self, module: nn.Module) -> None:
+        """Have calls of a module, which runs units of the model, be forward passes of the engine's.
+
+        The model itself is one.
+        """
+        module.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after_model, with_kwargs=True, always_call=True)
 
     @staticmethod
     def _hook(method: Callable[..., object], unit: Unit) -> Callable[..., object]:
@@ -162,12 +130,20 @@ class ZeroModel:
 
     # Backward
 
-    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        gradients: Sequence[Tensor] | None = None,
+        *,
+        reaches_root: bool = True,
+    ) -> None:
         """Run autograd from `roots` (a loss, or outputs with `gradients`); reduce the gradients.
 
-        A process whose roots have no graph takes part in the collectives with zeros.
+        A process whose roots have no graph takes part in the collectives with zeros. Without
+        `reaches_root` nothing outside of the blocks has a part in the graph, on any process.
         """
         self.check_ready()
+        self._reaches_root = reaches_root
         if len(roots) == 1:
             self._expect_gradients(roots[0])
         self._begin_root()
@@ -181,6 +157,8 @@ class ZeroModel:
         except BaseException:
             self.broken = True
             raise
+        finally:
+            self._reaches_root = True
         self.flush()
 
     def flush(self) -> None:
@@ -234,6 +212,8 @@ class ZeroModel:
 
     def _begin_root(self, updates: int | None = None) -> None:
         self._check_current(updates)
+        if not self._reaches_root:
+            return
         self.root.gather()
         self.root.in_backward = True
         for each in self.root.trained:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from pipeline.data.batches import TokenBatch
 from pipeline.models.forward import Policy
 from pipeline.models.stages import Stage
+from pipeline.models.stand_ins import Chunk
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
-from pipeline.parallel.schedules import Instruction
-from pipeline.parallel.transfer import Transfers
+from pipeline.parallel.schedules import Instruction, turns
+from pipeline.parallel.transfer import Transfers, What
 from pipeline.scalars import read_scalars
 
 AHEAD = 4
@@ -98,22 +99,33 @@ class StagedAsking(Asking):
 
     A weight that the last stage shares with the first has one home, the first stage. The last one
     has a copy of it, which follows.
+
+    Args:
+        engine: of the stage.
+        stage: what the process has of the model.
+        stages: the processes that have the stages.
+        passage: what hands hidden states on where the engine's own model ends with the head; the
+            engine without it.
     """
 
-    def __init__(self, engine: Runs, stage: Stage, stages: Group) -> None:
+    def __init__(
+        self, engine: Runs, stage: Stage, stages: Group, passage: nn.Module | None = None
+    ) -> None:
         self._run = engine
+        self._pass_on: Callable[[TokenBatch], Tensor] = engine if passage is None else passage
         self._stage, self._stages = stage, stages
         self._transfers = Transfers(stages)
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[tuple[int, int], Waiting] = {}
+        """By micro-batch and chunk."""
         self._followed = -1
         """How often the weights had changed when the last stage's copy was brought up to date."""
 
     def ask(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
         """As one process does; only the last stage has what is found."""
         self._follow()
-        outputs: list[Tensor] = []
-        for number, batch in enumerate(batches):
-            at = Instruction("forward", number)
+        batches, outputs = list(batches), list[Tensor]()
+        for number, chunk in turns(self._stage.count, len(batches), len(self._stage.chunks)):
+            batch, at = batches[number], Instruction("forward", number, chunk)
             outputs += self._forward(at, batch.tokens, lambda batch=batch: found(batch))
             self._waiting.clear()
             self._transfers.settle(but=AHEAD)
@@ -144,9 +156,10 @@ class StagedAsking(Asking):
     def everywhere(self, batch: TokenBatch, found: Callable[[], Tensor], out: Tensor) -> Tensor:
         """What `found` computes on the last stage from a batch, on every stage; in `out`."""
         self._follow()
-        for output in self._forward(Instruction("forward", 0), batch, found):
-            out.copy_(output)
-        self._waiting.clear()
+        for chunk in range(len(self._stage.chunks)):
+            for output in self._forward(Instruction("forward", 0, chunk), batch, found):
+                out.copy_(output)
+            self._waiting.clear()
         self._transfers.settle()
         return self.shared(out)
 
@@ -159,25 +172,35 @@ class StagedAsking(Asking):
         self, at: Instruction, batch: TokenBatch, found: Callable[[], Tensor]
     ) -> list[Tensor]:
         """Take a micro-batch on; on the last stage, where it ends, what is found there."""
-        stage, number = self._stage, at.micro_batch
+        stage, number, chunk = self._stage, at.micro_batch, self._stage.chunks[at.chunk]
         received: Tensor | None = None
         if isinstance(self._run.model, Policy):  # before it has what came for this micro-batch
             self._run.model.settle(batch)
-        if stage.inlet is not None:
+        if chunk.inlet is not None:
             received = torch.empty(
                 1, batch.num_tokens, stage.width, dtype=stage.dtype, device=batch.input_ids.device
             )
-            self._transfers.receive(received, stage.number - 1, "hidden states", number)
-            stage.inlet.received = received.requires_grad_(torch.is_grad_enabled())
-        if stage.is_last:
-            loss = found()
-            self._waiting[number] = Waiting(loss, received, None)
-            return [loss.detach()]
-        hidden: Tensor = self._run(batch)
-        tied = None if stage.tied is None else stage.tied.view_as(stage.tied)
-        self._waiting[number] = Waiting(hidden, received, tied)
-        self._transfers.send(hidden, stage.number + 1, "hidden states", number)
+            self._receive(received, "hidden states", number, chunk, from_chunk=chunk.number - 1)
+            chunk.inlet.received = received.requires_grad_(torch.is_grad_enabled())
+        with chunk.at_work():
+            output = found() if chunk.is_last else self._pass_on(batch)
+        tied = stage.tied if chunk.is_first else None
+        tied = None if tied is None else tied.view_as(tied)
+        self._waiting[number, at.chunk] = Waiting(output, received, tied)
+        if chunk.is_last:
+            return [output.detach()]
+        self._send(output, "hidden states", number, chunk.number + 1)
         return []
+
+    def _send(self, tensor: Tensor, what: What, number: int, to_chunk: int) -> None:
+        """Send a micro-batch's tensor to the stage that has this chunk of the whole model."""
+        self._transfers.send(tensor, to_chunk % self._stage.count, what, number, to_chunk)
+
+    def _receive(
+        self, out: Tensor, what: What, number: int, chunk: Chunk, *, from_chunk: int
+    ) -> None:
+        """Have in `out` what comes for one of this stage's chunks from another chunk."""
+        self._transfers.receive(out, from_chunk % self._stage.count, what, number, chunk.number)
 
     def _follow(self) -> None:
         """Have the last stage's copy of a shared weight be what the first stage has now."""

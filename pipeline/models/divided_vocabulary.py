@@ -6,17 +6,19 @@ words. `Policy` makes log-probabilities of these without joining them; whoever c
 itself gets the joined logits.
 """
 
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline.kernels.logprobs.divided import Words
-from pipeline.parallel.group import Group
+from pipeline.kernels.logprobs.divided import Words, rows_of_parts
 from pipeline.parallel.shards import Shard, ShardSpec
-from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_group
+from pipeline.parallel.tensor import sum_over_group
+from pipeline.parallel.virtual_parts import VirtualParts, cut_weight, feed_parts, join_parts
 
 LARGE = 8192
 """Below that many words a table takes less than what a block has."""
@@ -57,19 +59,29 @@ def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
     return ShardSpec(0, (Shard(rank * share, (rank + 1) * share),))
 
 
-def divide_table(module: nn.Module, rows: int, group: Group) -> None:
-    """Have an embedding or output matrix, of that many rows in all, compute with this process's."""
-    words = Words(group.rank * (rows // group.size), group)
-    if isinstance(module, nn.Embedding):
-        _divide_embedding(module, words)
-        return
-    setattr(module, _WORDS, words)
+def divide_table(module: nn.Module, rows: int, parts: VirtualParts) -> None:
+    """Have an embedding or output matrix, of that many rows in all, compute with this process's.
 
-    def join(_module: nn.Module, _args: object, logits: Tensor) -> Tensor:
-        return join_over_group(logits, group)
+    The logits of each part's words are computed by themselves.
+    """
+    group = parts.group
+    words = Words(group.rank * (rows // group.size), parts)
+    if isinstance(module, nn.Linear):
+        setattr(module, _WORDS, words)
+        object.__setattr__(module, "forward", partial(_logits, module, parts))
+    elif group.size > 1:
+        _divide_embedding(cast("nn.Embedding", module), words)
 
-    module.register_forward_pre_hook(lambda _module, args: (copy_to_group(args[0], group),))
-    module.register_forward_hook(join)
+
+def _logits(
+    head: nn.Linear, parts: VirtualParts, hidden: Float[Tensor, "*B d"]
+) -> Float[Tensor, "*B V"]:
+    """Those of all words."""
+    rows = rows_of_parts(len(head.weight), parts)
+    weights = cut_weight(head.weight, rows)
+    biases = (None,) * len(rows) if head.bias is None else cut_weight(head.bias, rows)
+    own = zip(feed_parts(hidden, parts), weights, biases, strict=True)
+    return join_parts([F.linear(*each) for each in own], parts)
 
 
 def _divide_embedding(module: nn.Embedding, words: Words) -> None:
@@ -81,6 +93,7 @@ def _divide_embedding(module: nn.Embedding, words: Words) -> None:
         found = F.embedding(torch.where(here, ids - words.first, 0), module.weight)
         learns = here if padding is None else here & (ids != padding)
         found = torch.where(learns[..., None], found, found.detach())
-        return sum_over_group(torch.where(here[..., None], found, 0.0), words.group)
+        # Of which zeros every number is the sum with itself, the negative zero as well.
+        return sum_over_group(torch.where(here[..., None], found, -0.0), words.parts.group)
 
     object.__setattr__(module, "forward", look_up)

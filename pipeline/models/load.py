@@ -25,6 +25,7 @@ from pipeline.hub import cached_file, require_reachable
 from pipeline.installation import TRAIN
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.products.dispatch import take_over_for
+from pipeline.models.aligned import align_weights
 from pipeline.models.attention import RAGGED
 from pipeline.models.deferred import (
     NotDeferrableError,
@@ -338,6 +339,7 @@ def _prepared(
         require_finite(model, model_path(config))
         quantized(model.requires_grad_(False), config, device=device, lazy=defer)
     nn.Module.to(model, device=device)
+    align_weights(model)
     require_finite(model, model_path(config))
     take_over_for(model, device, kernels_of(config))
     return model.eval()

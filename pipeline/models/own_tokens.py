@@ -105,18 +105,23 @@ class OwnTokens:
         if block is self._present()[0]:
             self._tokens = hidden.shape[-2]
             return _replaced(args, kwargs, share_tokens(hidden, self._group))
-        # A block may also be run again in the backward pass, among those of other rows.
         is_row = isinstance(layout, Ragged)
         self._tokens = sum(layout.lengths) if is_row else hidden.shape[-2] * self._group.size
         return None
 
     def _end(self, block: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
         self._row = None
+        hidden = output[0] if isinstance(output, tuple) else output
+        if self._runs_again and hidden.requires_grad:
+            hidden.register_hook(partial(self._begin_again, self._tokens))
         if block is not self._present()[-1]:
             return output
-        hidden = output[0] if isinstance(output, tuple) else output
         whole = whole_tokens(hidden, self._tokens, self._group)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    def _begin_again(self, tokens: int, _gradient: Tensor) -> None:
+        """A block is about to be recomputed, without its own hooks, perhaps among other rows."""
+        self._tokens, self._runs_again = tokens, True
 
     def _gather(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -7,6 +7,7 @@ stage.
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.schedules import Schedule, instructions
+from pipeline.parallel.schedules import Instruction, Schedule, instructions
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,16 @@ class StagedPasses(StagedAsking, Passes):
     the first, where autograd adds it to the embedding's, as it does in one process.
     """
 
-    def __init__(self, engine: Engine, stage: Stage, stages: Group, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        stage: Stage,
+        stages: Group,
+        schedule: Schedule,
+        passage: nn.Module | None = None,
+    ) -> None:
         Passes.__init__(self, engine)
-        StagedAsking.__init__(self, engine, stage, stages)
+        StagedAsking.__init__(self, engine, stage, stages, passage)
         self._schedule: Schedule = schedule
         self._took = 0.0
         """Seconds of the passes of the last optimizer step."""
@@ -74,6 +82,7 @@ class StagedPasses(StagedAsking, Passes):
             stage=self._stage.number,
             stages=self._stage.count,
             count=len(batches),
+            chunks=len(self._stage.chunks),
         )
         losses: list[Tensor] = []
         for each in order:
@@ -81,7 +90,7 @@ class StagedPasses(StagedAsking, Passes):
                 batch = batches[each.micro_batch]
                 losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
             else:
-                self._back(each.micro_batch, divisor)
+                self._back(each, divisor)
         self._transfers.settle()
         self._took = time.perf_counter() - began
         return losses
@@ -91,25 +100,28 @@ class StagedPasses(StagedAsking, Passes):
         waited, took = self._stages.sums([self._transfers.waited, self._took])
         return {"bubble": waited / max(took, 1e-9)}
 
-    def _back(self, number: int, divisor: float) -> None:
+    def _back(self, at: Instruction, divisor: float) -> None:
         """Go back through a micro-batch, and hand on the gradient of what was received."""
-        stage, waiting = self._stage, self._waiting.pop(number)
-        if stage.is_last:
-            self.engine.backward(waiting.output / divisor)
+        stage, number, chunk = self._stage, at.micro_batch, self._stage.chunks[at.chunk]
+        waiting = self._waiting.pop((number, at.chunk))
+        if chunk.is_last:
+            with chunk.at_work():  # of blocks that are run again
+                self.engine.backward(waiting.output / divisor)
             self._send_tied(number)
         else:
-            roots = [waiting.output]
-            gradients = [torch.empty_like(waiting.output)]
-            self._transfers.receive(gradients[0], stage.number + 1, "gradients", number)
+            roots, gradients = [waiting.output], [torch.empty_like(waiting.output)]
+            self._receive(gradients[0], "gradients", number, chunk, from_chunk=chunk.number + 1)
             if waiting.tied is not None and waiting.tied.requires_grad:
                 roots.append(waiting.tied)
                 gradients.append(torch.empty_like(waiting.tied))
                 self._transfers.receive(gradients[1], stage.count - 1, "tied gradients", number)
-            self.engine.backward_from(roots, gradients)
+            if any(root.requires_grad for root in roots):
+                with chunk.at_work():
+                    self.engine.backward_from(roots, gradients, blocks_alone=not chunk.is_first)
         if waiting.received is not None:
             gradient = waiting.received.grad
             gradient = torch.zeros_like(waiting.received) if gradient is None else gradient
-            self._transfers.send(gradient, stage.number - 1, "gradients", number)
+            self._send(gradient, "gradients", number, chunk.number - 1)
 
     def _send_tied(self, number: int) -> None:
         """Send the first stage what this micro-batch found for the weight it has."""
@@ -121,6 +133,18 @@ class StagedPasses(StagedAsking, Passes):
         self._transfers.send(gradient, 0, "tied gradients", number)
 
 
+class Own(NamedTuple):
+    """What a process runs of a model."""
+
+    part: nn.Module
+    """What its engine has."""
+
+    stage: Stage
+
+    passage: nn.Module | None = None
+    """What runs chunks without the head, on a process that has the head too."""
+
+
 def own_part(
     model: nn.Module,
     parallel: ParallelConfig,
@@ -130,7 +154,7 @@ def own_part(
     kernels: Kernels,
     follows: bool = False,
     passing: Callable[[Passage], nn.Module] | None = None,
-) -> tuple[nn.Module, Stage]:
+) -> Own:
     """This process's stage of a model, which is left without what others have.
 
     Args:
@@ -148,13 +172,15 @@ def own_part(
         ModelError: models of its family can't be cut.
     """
     if stages.size == 1:
-        return whole(model), Stage()
-    blocks = blocks_of(model, stages.size, parallel.partition, follows=follows)
-    stage = cut_stage(model, number=stages.rank, blocks=blocks)
-    if stage.is_last:
-        return whole(model), stage
+        return Own(whole(model), Stage())
+    blocks = blocks_of(
+        model, stages.size, parallel.partition, chunks=parallel.chunks, follows=follows
+    )
+    stage = cut_stage(model, number=stages.rank, blocks=blocks, stages=stages.size)
     passage = Passage(model, kernels=kernels)
-    return passage if passing is None else passing(passage), stage
+    if stage.is_last:
+        return Own(whole(model), stage, passage if parallel.chunks > 1 else None)
+    return Own(passage if passing is None else passing(passage), stage)
 
 
 def learning_model(
@@ -206,12 +232,12 @@ def passes_of(
         ConfigError, ModelError: as `own_part` and `cut_layers`.
     """
     stages = mesh.stages
-    cut_layers(model, mesh.tensor, sequence=parallel.sequence)
-    part, stage = own_part(
+    cut_layers(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
+    own = own_part(
         model, parallel, stages, whole, kernels=settings.kernels, follows=follows, passing=passing
     )
     engine = Engine(
-        part,
+        own.part,
         settings,
         total_steps=total_steps,
         name=name,
@@ -219,10 +245,13 @@ def passes_of(
         parts=mesh.parts,
         tensor=mesh.tensor,
         stages=stages,
+        exact_norm=parallel.parts is not None,
     )
     if stages.size == 1:
         return Passes(engine)
-    return StagedPasses(engine, stage, stages, parallel.schedule)
+    if own.passage is not None:
+        engine.zero.enter_by(own.passage)
+    return StagedPasses(engine, own.stage, stages, parallel.schedule, own.passage)
 
 
 def frozen_passes(
@@ -240,14 +269,16 @@ def frozen_passes(
     process. `whole` is that of `own_part`.
     """
     stages = mesh.stages
-    cut_where_possible(model, mesh.tensor, sequence=parallel.sequence)
+    cut_where_possible(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
     if stages.size == 1:
         return FrozenEngine(whole(model), like, name=name), Asking()
     try:
-        part, stage = own_part(model, parallel, stages, whole, kernels=like.kernels, follows=True)
+        own = own_part(model, parallel, stages, whole, kernels=like.kernels, follows=True)
     except (ConfigError, ModelError) as error:
         logger.info("each process has the %s whole: %s", name, error)
-        part, stage = whole(model), Stage()
+        own = Own(whole(model), Stage())
     read_stored(model, local_device())
-    engine = FrozenEngine(part, like, name=name)
-    return engine, Asking() if stage.count == 1 else StagedAsking(engine, stage, stages)
+    engine = FrozenEngine(own.part, like, name=name)
+    if own.stage.count == 1:
+        return engine, Asking()
+    return engine, StagedAsking(engine, own.stage, stages, own.passage)

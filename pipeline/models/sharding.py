@@ -65,7 +65,8 @@ class ShardedLayers:
     Args:
         model: on any device.
         size: processes that compute each layer together.
-        setting: that the user gave, as messages name it.
+        setting: that the user gave, as messages name it before the number.
+        fix: what to do if they can't be divided.
         divides_head: whether the matrix that makes the logits may be divided.
 
     Raises:
@@ -78,9 +79,12 @@ class ShardedLayers:
         size: int,
         *,
         setting: str = "inference_tp_size",
+        fix: str = "set it to 1",
         divides_head: bool = True,
     ) -> None:
-        self.model, self.size, self.setting = model, size, setting
+        self.model, self.size, self.fix = model, size, fix
+        self.label = f"{setting}{size}" if setting.endswith(":") else f"{setting} {size}"
+        """The setting with its number."""
         self.divides_head = divides_head
         self.styles: dict[str, str] = {}
         """Style of each module that is divided, by name."""
@@ -88,7 +92,7 @@ class ShardedLayers:
             return
         settings = model.config.get_text_config()
         self.family = str(model.config.model_type)
-        self.plan = plan_of(model, setting=setting)
+        self.plan = plan_of(model, setting=setting.partition(" ")[0], fix=fix)
         self.num_heads = int(settings.num_attention_heads)
         key_heads = self.plan.key_heads or getattr(settings, "num_key_value_heads", None)
         self.kv_heads = int(key_heads or self.num_heads)
@@ -104,7 +108,7 @@ class ShardedLayers:
         for name, _ in self.model.named_parameters():
             style = match(self.plan.styles, name)
             if style is not None and not style.startswith(REPLICATED):
-                raise ConfigError(self._sentence(f"{name} would be divided as {style}"))
+                raise self.refused(f"{name} would be divided as {style}")
         for name, each in self.model.named_modules():
             style = match(self.plan.styles, name)
             if style is None or style.startswith(REPLICATED):
@@ -113,7 +117,7 @@ class ShardedLayers:
                 continue
             module = layer_of(each)
             if not isinstance(module, nn.Linear | Conv1D) or style not in STYLES:
-                raise ConfigError(self._sentence(f"{name} would be divided as {style}"))
+                raise self.refused(f"{name} would be divided as {style}")
             if style == "colwise_gather_output":
                 # Whole where it is the table of the embeddings, which every process has.
                 is_table = module is head and module.weight is table.weight
@@ -131,25 +135,27 @@ class ShardedLayers:
 
     def _check_heads(self) -> None:
         size = self.size
-        require(bool(self.styles), self._sentence("none of its layers is divided"))
+        if not self.styles:
+            raise self.refused("none of its layers is divided")
         if not self.divides_keys:
             return
         require(
             self.num_heads % size == 0,
-            f"{self.setting} {size} doesn't divide the {self.num_heads} attention heads of"
+            f"{self.label} doesn't divide the {self.num_heads} attention heads of"
             f" {self.family}; choose one that does",
         )
         packed = any(name.endswith(PACKED) for name in self.styles)
         require(
             self.kv_heads % size == 0 or (size % self.kv_heads == 0 and not packed),
-            f"{self.setting} {size} doesn't go with the {self.kv_heads} key heads of"
+            f"{self.label} doesn't go with the {self.kv_heads} key heads of"
             f" {self.family}; choose one that divides them",
         )
 
-    def _sentence(self, reason: str) -> str:
-        return (
-            f"{self.setting} {self.size}: the layers of {self.family} can't be divided, since"
-            f" {reason}; set it to 1"
+    def refused(self, reason: str) -> ConfigError:
+        """The error for a model whose layers can't be divided."""
+        return ConfigError(
+            f"{self.label}: the layers of {self.family} can't be divided, since {reason};"
+            f" {self.fix}"
         )
 
 
@@ -172,7 +178,9 @@ def can_shard(model: PreTrainedModel, size: int) -> bool:
     )
 
 
-def plan_of(model: PreTrainedModel, *, setting: str = "inference_tp_size") -> FamilyPlan:
+def plan_of(
+    model: PreTrainedModel, *, setting: str = "inference_tp_size", fix: str = "set it to 1"
+) -> FamilyPlan:
     """The plan for a model's family, by full names of its modules.
 
     Raises:
@@ -182,7 +190,7 @@ def plan_of(model: PreTrainedModel, *, setting: str = "inference_tp_size") -> Fa
     plan = own_plan(model.config) or theirs
     require(
         bool(plan.styles),
-        f"{setting}: there is no plan to divide {model.config.model_type}; set it to 1",
+        f"{setting}: there is no plan to divide {model.config.model_type}; {fix}",
     )
 
     def named(keys: Mapping[str, Any]) -> dict[str, Any]:

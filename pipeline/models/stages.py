@@ -6,12 +6,16 @@ Embeddings of later stages are zeros of the right shape, norm and head of earlie
 parameter has the name that it has in the whole model. Which modules come before the blocks and
 which after shows a small copy of the model, as does whether its blocks hand on more than hidden
 states: a model that does can't be cut.
+
+A stage may have several chunks of blocks that don't follow each other: chunk n of a model is on
+stage n modulo their number. All of a stage's are in its model, except during a pass, which is
+through one of them (`Chunk.at_work`).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import cast
 
 import torch
@@ -34,67 +38,12 @@ from pipeline.models.forward import (
 )
 from pipeline.models.packing import how_to_run
 from pipeline.models.small_copy import VOCABULARY, small_copy, small_settings
+from pipeline.models.stand_ins import Absent, Chunk, Inlet, Passed, Place
 from pipeline.models.stream_export import can_stream
 from pipeline.parallel.partition import balanced
 
 LENGTHS = (7, 5)
 """Sequences of the comparison."""
-
-
-class Passed(nn.Module):
-    """In the place of a block of another stage: hands on the hidden states it is given."""
-
-    def __init__(self, block: nn.Module, *, as_tuple: bool) -> None:
-        super().__init__()
-        self.as_tuple = as_tuple
-        for name, value in vars(block).items():  # which some models ask their blocks for
-            if isinstance(value, str | int | float) and name not in vars(self):
-                setattr(self, name, value)
-
-    def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor]:
-        """What a block returns: hidden states."""
-        hidden = self.hidden(cast("Tensor", args[0] if args else kwargs["hidden_states"]))
-        return (hidden,) if self.as_tuple else hidden
-
-    def hidden(self, given: Tensor) -> Tensor:
-        """The hidden states to hand on."""
-        return given
-
-
-class Inlet(Passed):
-    """In the place of the first block, on a later stage: where hidden states come in."""
-
-    received: Float[Tensor, "1 N d"] | None = None
-    """Of the next pass, from the stage before."""
-
-    def hidden(self, given: Tensor) -> Tensor:
-        """Those that were received; noise where the model is but tried, with whatever states."""
-        received, self.received = self.received, None
-        if received is not None:
-            return received
-        if given.is_meta:
-            return torch.empty_like(given, requires_grad=torch.is_grad_enabled())
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(given.shape, generator=generator).to(given)
-
-
-class Absent(nn.Module):
-    """In the place of an embedding or a projection of the first stage: zeros."""
-
-    def __init__(self, module: nn.Module, *, of_tokens: bool) -> None:
-        super().__init__()
-        is_table = isinstance(module, nn.Embedding)
-        self.width = module.embedding_dim if is_table else cast("int", module.out_features)
-        self.whole = of_tokens or not is_table
-        """Whether it is as long as its input, and not to be broadcast."""
-        self.dtype = cast("Tensor", module.weight).dtype
-
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Zeros in the shape of its output."""
-        given = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-        like = given if given.dtype.is_floating_point is False else given[..., 0]
-        shape = like.shape if self.whole else (1,) * like.ndim
-        return torch.zeros(*shape, self.width, dtype=self.dtype, device=given.device)
 
 
 class Passage(nn.Module):
@@ -121,8 +70,8 @@ class Stage:
 
     count: int = 1
 
-    inlet: Inlet | None = None
-    """Where hidden states come in; None on the first stage."""
+    chunks: tuple[Chunk, ...] = (Chunk(),)
+    """In the model's order; most stages have one."""
 
     tied: Tensor | None = None
     """On the first stage: the embedding that is the last one's output matrix too."""
@@ -147,8 +96,12 @@ class Stage:
         return self.number == self.count - 1
 
 
-def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
-    """Leave in a model what stage `number` has, of stages with that many blocks each.
+def cut_stage(
+    model: nn.Module, *, number: int, blocks: Sequence[int], stages: int | None = None
+) -> Stage:
+    """Leave in a model what stage `number` has of its chunks, of that many blocks each.
+
+    There are as many `stages` as chunks, unless a divisor of that is given.
 
     Raises:
         ModelError: models of its family can't be cut.
@@ -167,20 +120,26 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
     settings = small_settings(plain.config)
     settings.name_or_path = ""
     family = Family(type(plain), settings.to_json_string(use_diff=False), settings)
-    require_exact(family, tuple(blocks))
-    return _cut(plain, order_of(family), number=number, blocks=blocks)
+    stages = stages or len(blocks)
+    require_exact(family, tuple(blocks), stages)
+    return _cut(plain, order_of(family), number=number, blocks=blocks, stages=stages)
 
 
 def blocks_of(
-    model: nn.Module, stages: int, given: Sequence[int] | None = None, *, follows: bool = False
+    model: nn.Module,
+    stages: int,
+    given: Sequence[int] | None = None,
+    *,
+    chunks: int = 1,
+    follows: bool = False,
 ) -> list[int]:
-    """Blocks of each stage: as given, or so that all take about as long.
+    """Blocks of each chunk of each stage: as given, or so that all take about as long.
 
     A block's time goes with its weights in matrices, as does that of the output matrix. With
     `follows` those given are of another model, which has perhaps more or fewer.
 
     Raises:
-        ConfigError: there are fewer blocks than stages, or those given don't add up.
+        ConfigError: there are fewer blocks than chunks, or those given don't add up.
     """
     plain = base_model(model)
     _, every = block_list(plain)
@@ -189,18 +148,31 @@ def blocks_of(
             f"parallel.pp {stages} is more than the {len(every)} blocks of the model; take"
             f" {len(every)} at most"
         )
+    count = stages * chunks
+    if len(every) < count:
+        raise ConfigError(
+            f"{stages} stages of {chunks} chunks (parallel.chunks) are more than the {len(every)}"
+            f" blocks of the model; take {_chunks_at_most(len(every), stages)}"
+        )
     if given is not None and not (follows and sum(given) != len(every)):
-        if len(given) != stages or sum(given) != len(every) or min(given) < 1:
+        if len(given) != count or sum(given) != len(every) or min(given) < 1:
+            into = f"{stages} stages" if chunks == 1 else f"{count} chunks"
             raise ConfigError(
                 f"parallel.partition {' '.join(map(str, given))} doesn't cut the model's"
-                f" {len(every)} blocks into {stages} stages; give {stages} numbers from 1 on that"
+                f" {len(every)} blocks into {into}; give {count} numbers from 1 on that"
                 f" add up to {len(every)}"
             )
         return list(given)
     head = plain.get_output_embeddings()
     costs = [sum(p.numel() for p in each.parameters() if p.ndim > 1) for each in every]
     last = 0 if head is None else sum(param.numel() for param in head.parameters())
-    return balanced(costs, stages, last=last)
+    return balanced(costs, count, last=last)
+
+
+def _chunks_at_most(blocks: int, stages: int) -> str:
+    """What to set where there are too many chunks."""
+    most = blocks // stages
+    return f"{most} at most" if most > 1 else "schedule 1f1b, with chunks 1"
 
 
 def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -276,10 +248,13 @@ def order_of(family: Family) -> Order:
     return Order(frozenset(before), frozenset(after), as_tuple=any(tuples))
 
 
-def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[int]) -> Stage:
+def _cut(
+    plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[int], stages: int
+) -> Stage:
     list_name, every = block_list(plain)
-    low, high = list(pairwise(accumulate(blocks, initial=0)))[number]
-    is_first, is_last = number == 0, number == len(blocks) - 1
+    ranges = [range(*each) for each in pairwise(accumulate(blocks, initial=0))]
+    own = ranges[number::stages]
+    is_first, is_last = number == 0, number == stages - 1
     embedding = plain.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):  # as one with an adapter
         raise ModelError(_unlike(plain, f"their embedding is a {type(embedding).__name__}"))
@@ -287,28 +262,46 @@ def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[
     tied = head is not None and head.weight is embedding.weight
     width, dtype = plain.config.get_text_config().hidden_size, embedding.weight.dtype
     outside = _outside(plain, order, list_name)  # before anything has gone
-    inlet: Inlet | None = None
-    for index, block in enumerate(every):
-        if not low <= index < high:
-            stand_in = Inlet if index == 0 else Passed
-            every[index] = stand_in(block, as_tuple=order.as_tuple)
-    if not is_first:
-        inlet = cast("Inlet", every[0])
+    inlet = Inlet(every[0], as_tuple=order.as_tuple)
+    others = [
+        inlet if index == 0 else Passed(block, as_tuple=order.as_tuple)
+        for index, block in enumerate(every)
+    ]
+    places = [
+        [Place(every, str(index), every[index], others[index]) for index in each] for each in own
+    ]
+    for index, other in enumerate(others):
+        if not any(index in each for each in own):
+            every[index] = other
     borrowed = _borrow(cast("nn.Linear", head)) if tied and is_last and not is_first else None
     for name, module, early in outside:
-        if early and not is_first:
-            plain.set_submodule(name, _stand_in(module, of_tokens=module is embedding))
-        elif not early and not is_last:
-            plain.set_submodule(name, nn.Identity())
+        other = _stand_in(module, of_tokens=module is embedding) if early else nn.Identity()
+        if is_first if early else is_last:
+            parent, _, leaf = name.rpartition(".")
+            places[0 if early else -1].append(
+                Place(plain.get_submodule(parent), leaf, module, other)
+            )
+        else:
+            plain.set_submodule(name, other)
     return Stage(
         number,
-        len(blocks),
-        inlet,
+        stages,
+        tuple(_chunks(places, inlet, number=number, stages=stages)),
         tied=embedding.weight if tied and is_first and not is_last else None,
         borrowed=borrowed,
         width=width,
         dtype=dtype,
     )
+
+
+def _chunks(
+    places: Sequence[list[Place]], inlet: Inlet, *, number: int, stages: int
+) -> Iterator[Chunk]:
+    """The chunks of a stage, of whose modules these are the places."""
+    for at in range(len(places)):
+        others = chain(*places[:at], *places[at + 1 :])
+        received = None if number == at == 0 else inlet
+        yield Chunk(at * stages + number, len(places) * stages, received, tuple(others))
 
 
 def _outside(
@@ -350,20 +343,25 @@ def _borrow(head: nn.Linear) -> Tensor:
 
 @functools.cache
 @torch.no_grad()
-def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
+def require_exact(family: Family, blocks: tuple[int, ...], stages: int) -> None:
     """Return if a small copy, cut, gives the hidden states of the whole one, bit for bit.
 
     Raises:
         ModelError: it doesn't.
     """
     expected = _run(family.copy())
+    parts = [family.copy() for _ in range(stages)]
+    cut = [
+        _cut(part, order_of(family), number=number, blocks=blocks, stages=stages)
+        for number, part in enumerate(parts)
+    ]
     hidden: Tensor | None = None
-    for number in range(len(blocks)):
-        part = family.copy()
-        stage = _cut(part, order_of(family), number=number, blocks=blocks)
-        if stage.inlet is not None:
-            stage.inlet.received = hidden
-        hidden = _run(part)
+    for at in range(len(blocks)):
+        chunk = cut[at % stages].chunks[at // stages]
+        if chunk.inlet is not None:
+            chunk.inlet.received = hidden
+        with chunk.at_work():
+            hidden = _run(parts[at % stages])
     if hidden is None or not torch.equal(hidden, expected):
         raise ModelError(_unlike(family.copy(), "its blocks read more than hidden states"))
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -25,16 +24,20 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.engine.part_elements import read_part
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.tensor_parts import Part, mark_part, mark_partial
+from pipeline.errors import ModelError
 from pipeline.models.divided_dropout import DividedDropout
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.models.dora import Dora
 from pipeline.models.forward import base_model
 from pipeline.models.layer_variant import variant_in
 from pipeline.models.own_tokens import OwnTokens, why_not
+from pipeline.models.part_by_part import product
 from pipeline.models.sharding import STYLES, can_shard, layer_of, match
 from pipeline.models.stages import block_list
 from pipeline.models.tensor_roles import partial_parameters, why_not_run
 from pipeline.models.tensor_shards import TensorShards
+from pipeline.models.virtual_shards import SETTING as PARTS_SETTING
+from pipeline.models.virtual_shards import VirtualShards
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import ShardSpec
 from pipeline.parallel.tensor import (
@@ -43,6 +46,7 @@ from pipeline.parallel.tensor import (
     split_over_group,
     sum_over_group,
 )
+from pipeline.parallel.virtual_parts import VirtualParts
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +56,21 @@ PARTIAL = "replicated_with_grad_allreduce"
 """What plans of `transformers` say of whole weights that are used with a process's heads alone."""
 
 
-def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
+def cut_layers(model: nn.Module, group: Group, *, sequence: bool, parts: int | None = None) -> None:
     """Leave in a model what this process of the group has of each layer; all of them call it.
 
     Parameters keep their names. Weights that are still in their files are read in parts. With
     `sequence` hidden states between layers are shared out by tokens, where the family allows it.
+    With `parts` layers are computed as so many, also on one process (`virtual_shards.py`), and each
+    has all tokens.
 
     Raises:
         ConfigError: the layers of the model can't be divided so.
         ModelError: those of its family can't be trained this way.
     """
+    if parts is not None:
+        _cut_by_parts(base_model(model), VirtualParts(parts, group))
+        return
     if group.size == 1:
         return
     plain = base_model(model)
@@ -77,42 +86,80 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
         sequence=by_tokens,
     )
     _divide(plain, shards, partial, sequence=by_tokens)
-    _divide_tables(tables, shards)
+    _divide_tables(tables, VirtualParts(group.size, group))
 
 
-def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
+def _cut_by_parts(plain: PreTrainedModel, parts: VirtualParts) -> None:
+    """`cut_layers` of a model whose layers are computed as virtual parts."""
+    if parts.group.size > 1:
+        _shards_of(plain, parts.group)  # whose errors are of parallel.tp
+    VirtualShards(plain, parts)
+    tables = divisible_tables(plain, parts.count)
+    trial = functools.partial(divide, words=len(tables) > 0, parts=parts.count)
+    partial = partial_parameters(plain, parts.group, trial, sequence=False, parts=parts.count)
+    if partial:
+        raise ModelError(
+            f"{plain.config.model_type} models use {min(partial)} outside of the parts of"
+            f" {PARTS_SETTING}{parts.count}, where its gradient is none of one process; take fast"
+        )
+    _divide_by_parts(plain, parts)
+    _divide_tables(tables, parts)
+
+
+def cut_where_possible(
+    model: PreTrainedModel, group: Group, *, sequence: bool, parts: int | None = None
+) -> None:
     """`cut_layers` of a model that only answers; one that can't be divided stays whole.
 
     It may be of another family than what learns, such as an encoder without a plan.
     """
-    if can_shard(model, group.size):
-        cut_layers(model, group, sequence=sequence)
+    count = parts or group.size
+    if can_shard(model, count):
+        cut_layers(model, group, sequence=sequence, parts=parts)
     else:
         logger.info(
             "%s models have no layers to divide among %d processes: each has this one whole",
             model.config.model_type,
-            group.size,
+            count,
         )
 
 
-def divide(model: PreTrainedModel, group: Group, *, sequence: bool, words: bool = False) -> None:
+def divide(
+    model: PreTrainedModel,
+    group: Group,
+    *,
+    sequence: bool,
+    words: bool = False,
+    parts: int | None = None,
+) -> None:
     """`cut_layers` without a look at the gradients of its family; with `words` small tables too."""
+    virtual = VirtualParts(parts or group.size, group)
+    tables = divisible_tables(model, virtual.count, least=0) if words else []
+    if parts is not None:
+        _divide_by_parts(model, virtual)
+        _divide_tables(tables, virtual)
+        return
     shards = _shards_of(model, group)
     _divide(model, shards, frozenset(), sequence=sequence)
-    if words:
-        _divide_tables(divisible_tables(model, group.size, least=0), shards)
+    _divide_tables(tables, virtual)
 
 
-def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
+def cut_for_plan(model: nn.Module, size: int, *, sequence: bool, parts: int | None = None) -> None:
     """Leave in a model on the meta device what one of so many processes has of each layer.
 
-    Of hidden states too, with `sequence`, as `cut_layers` does.
+    Of hidden states too, with `sequence`, and with virtual `parts`, as `cut_layers` does.
 
     Raises:
         ConfigError: the layers of the model can't be divided so.
     """
-    plain = base_model(model)
-    shards = _shards_of(plain, Group(0, tuple(range(size))))
+    plain, group = base_model(model), Group(0, tuple(range(size)))
+    if parts is not None:
+        virtual = VirtualParts(parts, group)
+        tables = divisible_tables(plain, parts)
+        _divide_by_parts(plain, virtual)
+        _divide_tables(tables, virtual)
+        return
+    shards = _shards_of(plain, group)
     partial = {
         name.replace(".base_layer.", ".")
         for name, _ in plain.named_parameters()
@@ -125,7 +172,7 @@ def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
         names = (name for name, _ in plain.named_parameters() if name.startswith(f"{blocks}."))
         partial |= {name.replace(".base_layer.", ".") for name in names}
     _divide(plain, shards, frozenset(partial), sequence=by_tokens)
-    _divide_tables(tables, shards)
+    _divide_tables(tables, VirtualParts(size, group))
 
 
 def _shards_of(plain: PreTrainedModel, group: Group) -> TensorShards:
@@ -166,6 +213,18 @@ def _divide(
     shards.narrow()
 
 
+def _divide_by_parts(plain: PreTrainedModel, parts: VirtualParts) -> None:
+    virtual = VirtualShards(plain, parts)
+    shards = _shards_of(plain, parts.group)
+    is_cut = parts.group.size > 1
+
+    def cut(name: str) -> None:
+        if is_cut:
+            _cut_layer(shards, name, plain.get_submodule(name))
+
+    virtual.apply(cut)
+
+
 def _mark_partial(plain: PreTrainedModel, partial: frozenset[str]) -> None:
     """Say of whole weights, and of their adapters, that each process finds a part of a gradient."""
     for name, param in plain.named_parameters():
@@ -177,21 +236,23 @@ def _mark_partial(plain: PreTrainedModel, partial: frozenset[str]) -> None:
                 mark_partial(cast("Tensor", adapter["default"].weight))
 
 
-def _divide_tables(tables: list[nn.Module], shards: TensorShards) -> None:
+def _divide_tables(tables: list[nn.Module], parts: VirtualParts) -> None:
     """Leave this process's rows of embedding and output matrix, once of one that is both."""
-    group, made = shards.tp_group, dict[int, nn.Parameter]()
+    group, made = parts.group, dict[int, nn.Parameter]()
     for module in tables:
         weight = cast("nn.Parameter", module.weight)
         rows, known = weight.shape[0], id(weight)
         specs = tuple(rows_of(module, rank, group.size) for rank in range(group.size))
-        if known in made:
+        if group.size == 1:
+            pass  # they are all there
+        elif known in made:
             setattr(module, "weight", made[known])  # noqa: B010  # which pyright takes for a Tensor
         else:
-            _replace(module, "weight", specs, shards)
+            _replace(module, "weight", specs, group)
             made[known] = module.get_parameter("weight")
-        if getattr(module, "bias", None) is not None:
-            _replace(module, "bias", specs, shards)
-        divide_table(module, rows, group)
+        if group.size > 1 and getattr(module, "bias", None) is not None:
+            _replace(module, "bias", specs, group)
+        divide_table(module, rows, parts)
 
 
 def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
@@ -219,7 +280,7 @@ def _cut_adapter(
     down, up = module.lora_A["default"], module.lora_B["default"]
     cut, whole = (up, down) if by_outputs else (down, up)
     of_rows, of_columns = (tuple(replace(spec, dim=dim) for spec in specs) for dim in (0, 1))
-    _replace(cut, "weight", of_rows if by_outputs else of_columns, shards)
+    _replace(cut, "weight", of_rows if by_outputs else of_columns, shards.tp_group)
     mark_partial(cast("Tensor", whole.weight))
     dropout, variant = module.lora_dropout["default"], variant_in(module)
     if isinstance(dropout, nn.Dropout) and not by_outputs:
@@ -229,7 +290,7 @@ def _cut_adapter(
     if isinstance(variant, Dora):
         lengths = module.lora_magnitude_vector["default"]
         if by_outputs:
-            _replace(lengths, "weight", of_rows, shards)
+            _replace(lengths, "weight", of_rows, shards.tp_group)
         else:
             variant.columns = shards.tp_group.apart
             mark_partial(cast("Tensor", lengths.weight))
@@ -239,16 +300,14 @@ def _cut(layer: nn.Module, leaf: str, shards: TensorShards, name: str) -> tuple[
     shape = layer.get_parameter(leaf).shape
     specs = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
     known = tuple(spec for spec in specs if spec is not None)
-    _replace(layer, leaf, known, shards)
+    _replace(layer, leaf, known, shards.tp_group)
     return known
 
 
-def _replace(
-    layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], shards: TensorShards
-) -> None:
+def _replace(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group: Group) -> None:
     """Have a layer's parameter be this process's part of it."""
     param = layer.get_parameter(leaf)
-    part = Part(param.shape, specs, shards.tp_group.rank)
+    part = Part(param.shape, specs, group.rank)
     if isinstance(param, StoredParameter):
         like = torch.empty(part.own.shape(param.shape), dtype=param.dtype, device="meta")
         read = functools.partial(_read, part, param.read, param.dtype)
@@ -273,9 +332,7 @@ def _read(part: Part, whole: ReadElements, dtype: torch.dtype, start: int, stop:
 
 def _product(layer: nn.Linear | Conv1D, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
     """What a layer computes without its bias."""
-    if isinstance(layer, Conv1D):
-        return values @ layer.weight
-    return F.linear(values, layer.weight)
+    return product(layer, values, layer.weight)
 
 
 class _Branch:

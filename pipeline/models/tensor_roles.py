@@ -47,7 +47,12 @@ class Divide(Protocol):
 
 
 def partial_parameters(
-    model: PreTrainedModel, group: Group, divide: Divide, *, sequence: bool
+    model: PreTrainedModel,
+    group: Group,
+    divide: Divide,
+    *,
+    sequence: bool,
+    parts: int | None = None,
 ) -> frozenset[str]:
     """The names of these parameters; all processes of the group call it.
 
@@ -56,18 +61,20 @@ def partial_parameters(
         group: the processes that will compute each layer together.
         divide: what is tried.
         sequence: whether hidden states are shared out too.
+        parts: that `divide` computes layers as, where it does.
 
     Raises:
         ModelError: divided, the code of the family can't run, or computes something else.
     """
+    fix = "set parallel.sequence false" if sequence else "set parallel.tp 1"
     refused = (
         f"{model.config.model_type} models can't be divided among processes that train each layer"
-        " together: {reason}; set " + ("parallel.sequence false" if sequence else "parallel.tp 1")
+        " together: {reason}; " + (fix if parts is None else "set parallel.arithmetic fast")
     )
-    error = why_not_run(model, group.size, divide, sequence=sequence)
+    error = why_not_run(model, group.size, divide, sequence=sequence, parts=parts)
     if error is not None:
         raise ModelError(refused.format(reason=f"their code can't run ({error})"))
-    trial = _trial(model, group.size, divide, sequence=sequence)
+    trial = _trial(model, group.size, divide, sequence=sequence, parts=parts)
     whole, divided = trial.copy(), trial.copy()
     for each in (whole, divided):
         nn.Module.to(each, device=local_device())
@@ -87,12 +94,19 @@ def partial_parameters(
     return names
 
 
-def why_not_run(model: PreTrainedModel, size: int, divide: Divide, *, sequence: bool) -> str | None:
+def why_not_run(
+    model: PreTrainedModel,
+    size: int,
+    divide: Divide,
+    *,
+    sequence: bool,
+    parts: int | None = None,
+) -> str | None:
     """The error in which the code of a small copy ends, divided among so many; None if it doesn't.
 
     It is tried on this process alone, for its shapes: what it computes is another question.
     """
-    return _tried(_trial(model, size, divide, sequence=sequence))
+    return _tried(_trial(model, size, divide, sequence=sequence, parts=parts))
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,7 @@ class _Trial:
     packed: bool
     size: int
     sequence: bool
+    parts: int | None
     settings: PreTrainedConfig = field(compare=False)
     divide: Divide = field(compare=False)
 
@@ -115,12 +130,14 @@ class _Trial:
         return copy
 
 
-def _trial(model: PreTrainedModel, size: int, divide: Divide, *, sequence: bool) -> _Trial:
-    settings = small_settings(model.config, heads=2 * size)
+def _trial(
+    model: PreTrainedModel, size: int, divide: Divide, *, sequence: bool, parts: int | None
+) -> _Trial:
+    settings = small_settings(model.config, heads=2 * (parts or size))
     settings.name_or_path = ""
     text = settings.to_json_string(use_diff=False)
     packed = how_to_run(model).packed
-    return _Trial(type(model), text, packed, size, sequence, settings, divide)
+    return _Trial(type(model), text, packed, size, sequence, parts, settings, divide)
 
 
 @functools.cache

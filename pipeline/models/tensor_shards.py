@@ -25,7 +25,8 @@ class TensorShards(ShardedLayers):
     Args:
         model: on any device; nothing is changed before `narrow`.
         tp_group: the processes that share it out; with one nothing is divided.
-        setting: that the user gave, as messages name it.
+        setting: that the user gave, as messages name it before the number.
+        fix: what to do if they can't be divided.
         divides_head: whether the matrix that makes the logits may be divided.
 
     Raises:
@@ -38,9 +39,10 @@ class TensorShards(ShardedLayers):
         tp_group: Group,
         *,
         setting: str = "inference_tp_size",
+        fix: str = "set it to 1",
         divides_head: bool = True,
     ) -> None:
-        super().__init__(model, tp_group.size, setting=setting, divides_head=divides_head)
+        super().__init__(model, tp_group.size, setting=setting, fix=fix, divides_head=divides_head)
         self.tp_group = tp_group
 
     @property
@@ -90,15 +92,17 @@ class TensorShards(ShardedLayers):
         """A process's equal share of `total` elements from `first` on."""
         require(
             total % self.size == 0,
-            f"{self.setting} {self.size} doesn't divide the width {total} of {owner}; choose one"
-            " that does",
+            f"{self.label} doesn't divide the width {total} of {owner}; choose one that does",
         )
         share = total // self.size
         start = first + rank * share
         return Shard(start, start + share)
 
-    def narrow(self) -> None:
-        """Have the modules know the widths and heads of their parts."""
+    def narrow(self, *, hooks: bool = True) -> None:
+        """Have the modules know the widths and heads of their parts.
+
+        Without `hooks` they are to be given the arguments that `heads_of` makes.
+        """
         for name in self.styles:
             self._narrow(name, layer_of(self.model.get_submodule(name)))
         for name, module in self.model.named_modules():
@@ -107,7 +111,7 @@ class TensorShards(ShardedLayers):
             if hasattr(module, "num_key_value_groups") and self.divides_keys:
                 share = self.num_heads // self.size
                 object.__setattr__(module, "num_key_value_groups", share // self.kv_heads_here)
-            if match(dict.fromkeys(self.plan.biased, True), name):
+            if hooks and match(dict.fromkeys(self.plan.biased, True), name):
                 module.register_forward_pre_hook(self._own_heads, with_kwargs=True)
 
     def _narrow(self, name: str, module: nn.Module) -> None:
@@ -129,14 +133,20 @@ class TensorShards(ShardedLayers):
     def _own_heads(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The rows of this process's heads, of a bias (B * H, 1, K) or (B, H, Q, K) and a mask."""
+        return args, self.heads_of(self.tp_group.rank, kwargs)
+
+    def heads_of(self, rank: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of attention with ALiBi for the process of that rank.
+
+        Of a bias (B * H, 1, K) or (B, H, Q, K) and a mask the rows of its heads.
+        """
         share = self.num_heads // self.size
-        own = partial(torch.narrow, dim=1, start=self.tp_group.rank * share, length=share)
-        bias, mask = kwargs["alibi"], kwargs["attention_mask"]
+        own = partial(torch.narrow, dim=1, start=rank * share, length=share)
+        bias, mask, changed = kwargs["alibi"], kwargs["attention_mask"], dict(kwargs)
         if bias.ndim == 3:
-            kwargs["alibi"] = own(bias.unflatten(0, (-1, self.num_heads))).flatten(0, 1)
+            changed["alibi"] = own(bias.unflatten(0, (-1, self.num_heads))).flatten(0, 1)
         else:
-            kwargs["alibi"] = own(bias)
+            changed["alibi"] = own(bias)
         if mask is not None and mask.shape[1] == self.num_heads > 1:
-            kwargs["attention_mask"] = own(mask)
-        return args, kwargs
+            changed["attention_mask"] = own(mask)
+        return changed

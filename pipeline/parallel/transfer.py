@@ -1,8 +1,8 @@
 """Tensors that stages of a pipeline send each other.
 
-Before each goes a header of two numbers, the micro-batch and the elements: so a stage that is at
-another micro-batch than its neighbour, or has cut the rows otherwise, is found before its numbers
-are used. Tensors may be of any length, each of its own.
+Before each goes a header of three numbers, the micro-batch, the chunk of the model and the
+elements: so a stage that is at another micro-batch than its neighbour, or has cut the rows
+otherwise, is found before its numbers are used. Tensors may be of any length, each of its own.
 """
 
 import time
@@ -37,9 +37,12 @@ class Transfers:
         self.waited = 0.0
         """Seconds, for other stages."""
 
-    def send(self, tensor: Tensor, to: int, what: What, micro_batch: int) -> None:
-        """Begin to send to a stage; `tensor` must not change until `settle`."""
-        header = torch.tensor([micro_batch, tensor.numel()], device=tensor.device)
+    def send(self, tensor: Tensor, to: int, what: What, micro_batch: int, chunk: int = 0) -> None:
+        """Begin to send to a stage; `tensor` must not change until `settle`.
+
+        `chunk` is that of the whole model that the tensor goes to.
+        """
+        header = torch.tensor([micro_batch, chunk, tensor.numel()], device=tensor.device)
         group, rank = self._stages.process_group, self._stages.ranks[to]
         for each, tag in ((header, TAGS[what] + 1), (tensor.detach().contiguous(), TAGS[what])):
             work = dist.isend(each, rank, group=group, tag=tag)
@@ -48,22 +51,25 @@ class Transfers:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
-    def receive(self, out: Tensor, from_stage: int, what: What, micro_batch: int) -> Tensor:
+    def receive(
+        self, out: Tensor, from_stage: int, what: What, micro_batch: int, chunk: int = 0
+    ) -> Tensor:
         """Wait for what a stage sends, and have it in `out`, which is returned.
 
         Raises:
-            DesyncError: it is of another micro-batch or length.
+            DesyncError: it is of another micro-batch, chunk or length.
         """
-        header = torch.empty(2, dtype=torch.int64, device=out.device)
+        header = torch.empty(3, dtype=torch.int64, device=out.device)
         group, rank = self._stages.process_group, self._stages.ranks[from_stage]
         with self._waiting(rank, f"{what} of micro-batch {micro_batch}"):
             dist.recv(header, rank, group=group, tag=TAGS[what] + 1)
-            found, numel = header.tolist()
-            if (found, numel) != (micro_batch, out.numel()):
+            found, place, numel = header.tolist()
+            if (found, place, numel) != (micro_batch, chunk, out.numel()):
                 raise DesyncError(
                     f"rank {self._stages.global_rank} waited for {what} of micro-batch"
-                    f" {micro_batch}, {out.numel()} numbers, and rank {rank} sent those of"
-                    f" micro-batch {found}, {numel} numbers; all stages must read the same rows"
+                    f" {micro_batch}, {out.numel()} numbers for chunk {chunk}, and rank {rank} sent"
+                    f" those of micro-batch {found}, {numel} numbers for chunk {place}; all stages"
+                    " must read the same rows"
                 )
             dist.recv(out, rank, group=group, tag=TAGS[what])
         HERE.transfers += 1

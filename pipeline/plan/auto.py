@@ -1,35 +1,30 @@
-"""`--plan auto`: settings that fit, the fastest first.
+"""`--plan auto`: settings that fit, the fastest by arithmetic first.
 
-It goes through the options of `pipeline.budget.fallbacks` to the first that has room for a pass of
-enough tokens to keep a device at work, and takes the largest micro-batch there. What the user set
-stays as it is.
+Each way to divide the processes, with each ZeRO stage, recomputing or not, each offload and each
+micro-batch, takes seconds by `pipeline.budget.step_seconds`; the first in their order that fits is
+taken. What the user set stays as it is.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-from pipeline.budget.fallbacks import Settings, micro_batches, nested, of_models, options
+from pipeline.budget.fallbacks import Settings, changed
 from pipeline.budget.fit import shortage
 from pipeline.budget.machine import Machine
+from pipeline.budget.mesh_sizes import mesh_sizes
 from pipeline.budget.step import step_memory
 from pipeline.budget.table import StepMemory
 from pipeline.budget.text import there
 from pipeline.budget.tp_sizes import tp_sizes
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError, ModelError, require
+from pipeline.launch.local import gpu_names
 from pipeline.plan.memory import origins_of
+from pipeline.plan.mixtures import Mixture, mixtures, ranked
 from pipeline.plan.request import CommandLine
-from pipeline.plan.resolve import step_config, step_configs
+from pipeline.plan.resolve import step_config, step_configs, user_settings
 from pipeline.plan.stage import Stage
-from pipeline.settings.build import Layer
-
-ENOUGH = 2048
-"""Tokens of a pass, above which larger ones are hardly faster."""
-
-MOST = 16384
-"""Tokens of a pass, above which they are not."""
 
 MARGIN = 0.9
 """Share of the memory that is planned with: allocators leave holes."""
@@ -68,74 +63,52 @@ class _Choice:
     origins: Mapping[str, str]
 
     def settings(self) -> Settings:
-        """The first option with room enough, else the one with room for most."""
-        config, memory = self.with_settings({})
+        """Of what fits the fastest; nothing where nothing does."""
+        _, memory = self.with_settings({})
         if memory.unknown:
             raise ModelError(
                 f"--plan auto can't choose for {self.stage.title}: {memory.unknown[0]}"
             )
-        length = config.workload(self.machine.world).length
-        most = max(1, min(-(-config.batch_size // self.machine.world), MOST // length))
-        best: Settings = {}
-        best_size = 0
-        for option in options(world=self.machine.world, has_gpu=self.machine.has_gpu):
-            found = self.largest(of_models(config, option), micro_batches(most))
-            if found is None:
-                continue
-            settings, size = found
-            if size > best_size:
-                best, best_size = settings, size
-            if size == most or size * length >= ENOUGH:
-                break
-        return best
+        sizes = mesh_sizes(self.base, self.machine, origins=self.origins)
+        every = mixtures(self.base, self.machine, sizes, fixed=self.given)
+        fits: dict[Mixture, bool] = {}
+        for each in ranked(every, self.base, self.machine, self.card, self.origins):
+            # The smallest micro-batch says whether any of them fits.
+            if each.mixture not in fits:
+                fits[each.mixture] = self.fitting(each.mixture.least) is not None
+            found = self.fitting(each.settings) if fits[each.mixture] else None
+            if found is not None:
+                return found
+        return {}
 
-    def largest(self, option: Settings, sizes: Sequence[int]) -> tuple[Settings, int] | None:
-        """The option with the largest micro-batch that fits, and its size."""
-        most, *smaller = sizes
-        found = self.fitting(option, most)
-        if found is not None or not smaller:
-            return found
-        *between, least = smaller
-        smallest = self.fitting(option, least)
-        if smallest is None:
-            return None
-        return next(filter(None, (self.fitting(option, size) for size in between)), smallest)
-
-    def fitting(self, option: Settings, size: int) -> tuple[Settings, int] | None:
-        """The option with this micro-batch, if it fits."""
-        for settings in self.variants({**option, "micro_batch_size": size}):
+    def fitting(self, given: Settings) -> Settings | None:
+        """The settings, with a way to generate, if they fit."""
+        for settings in self.variants(given):
             try:
                 config, memory = self.with_settings(settings)
-            except ConfigError:  # it contradicts what the user set
+            except (ConfigError, ModelError):  # it contradicts what the user set, or the family
                 continue
             short = shortage(memory, self.tight)
             if short is None:
-                chosen = {**settings, **self.answers(config, memory)}
-                config, _ = self.with_settings(chosen)
-                return _heeded(chosen, config), config.micro_batch_size
+                return {**settings, **self.answers(config, memory)}
             if short.phase.name != "generate":  # other ways to generate won't help
                 return None
         return None
 
     def variants(self, settings: Settings) -> Iterator[Settings]:
         """Ways to generate, the fastest first: by as few processes together as fit."""
-        config, _ = self.with_settings({})
-        if not config.workload(self.machine.world).generates_first:
+        if not self.base.workload(self.machine.world).generates_first:
             yield settings
             return
         for offloads in (False, True) if self.machine.has_gpu else (False,):
             for processes in self.tp_sizes:
-                yield {
-                    **settings,
-                    "inference_tp_size": processes,
-                    "offload_in_generation": offloads,
-                }
+                how = {"inference_tp_size": processes, "offload_in_generation": offloads}
+                yield {**settings, **self.free(how)}
 
     @cached_property
     def tp_sizes(self) -> tuple[int, ...]:
         """Numbers of processes that can generate together."""
-        config, _ = self.with_settings({})
-        return tp_sizes(config, processes=self.machine.processes, origins=self.origins)
+        return tp_sizes(self.base, processes=self.machine.processes, origins=self.origins)
 
     def answers(self, config: StepConfig, memory: StepMemory) -> Settings:
         """The responses at once that the keys and values have room for."""
@@ -147,19 +120,34 @@ class _Choice:
         taken = generate.least().peak("device") - sum(item.least or 0 for item in least)
         room = self.tight.gpu_bytes or (self.tight.host_bytes or 0) // self.machine.processes
         count = (room - taken) // sum(item.least or 0 for item in least)
-        return {"generation_batch_size": max(1, min(count, generation.most_at_once))}
+        return self.free({"generation_batch_size": max(1, min(count, generation.most_at_once))})
 
     def with_settings(self, settings: Settings) -> tuple[StepConfig, StepMemory]:
-        """The step's settings with these below the user's, and what it takes then."""
-        config = step_config(
-            self.stage,
-            self.command_line,
-            self.stages,
-            world=self.machine.world,
-            chosen=Layer(nested(settings), "--plan auto"),
-        )
-        memory = step_memory(config, machine=self.machine, origins=self.origins)
-        return config, memory
+        """The step's settings with these, and what it takes then."""
+        config = changed(self.base, settings)
+        config.parallel.check(self.machine.world, section=self.stage.prefix)
+        return config, step_memory(config, machine=self.machine, origins=self.origins)
+
+    def free(self, settings: Settings) -> Settings:
+        """Those that the user has not given."""
+        return {name: value for name, value in settings.items() if name not in self.given}
+
+    @cached_property
+    def base(self) -> StepConfig:
+        """The step's settings as they are."""
+        world = self.machine.world
+        return step_config(self.stage, self.command_line, self.stages, world=world)
+
+    @cached_property
+    def given(self) -> frozenset[str]:
+        """Dotted names of the settings that the user has given."""
+        world = self.machine.world
+        return user_settings(self.stage, self.command_line, self.stages, world=world)
+
+    @cached_property
+    def card(self) -> str:
+        """What the GPUs are called."""
+        return self.command_line.request.plan_for or " ".join(gpu_names())
 
     @property
     def tight(self) -> Machine:
@@ -170,15 +158,3 @@ class _Choice:
             gpu_bytes=None if gpu is None else int(MARGIN * gpu),
             host_bytes=None if host is None else int(MARGIN * host),
         )
-
-
-def _heeded(settings: Settings, config: StepConfig) -> Settings:
-    """Without those for which the user's own value stands."""
-
-    def value(name: str) -> object:
-        section: Any = config
-        for part in name.split("."):
-            section = getattr(section, part)
-        return section
-
-    return {name: each for name, each in settings.items() if value(name) == each}

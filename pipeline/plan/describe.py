@@ -9,7 +9,7 @@ from pipeline.budget.text import table
 from pipeline.config import RowShare, StepConfig, TrainedModelConfig
 from pipeline.installation import ROOT
 from pipeline.launch.commands import launch_command, node_command, step_words
-from pipeline.parallel.schedules import bubble, drawn, instructions
+from pipeline.parallel.schedules import bubble, drawn, orders_of
 from pipeline.plan.checks import contexts
 from pipeline.plan.estimate import Estimate, estimate, in_words, speed_of
 from pipeline.plan.inputs import model_paths
@@ -98,9 +98,14 @@ def _mesh(config: StepConfig, world: int) -> Iterator[str]:
     if config.parallel.tp > 1:
         groups = world // config.parallel.tp
         where = f", in {groups} groups" if groups > 1 else ""
-        own = ", hidden states shared out by tokens" if config.parallel.sequence else ""
+        by_tokens = config.parallel.sequence and config.parallel.parts is None
+        own = ", hidden states shared out by tokens" if by_tokens else ""
         together = f"{config.parallel.tp} processes compute each layer together"
         yield _line("tensor", f"{together}{where}{own}")
+    if config.parallel.parts is not None:
+        parts = f"each layer as {config.parallel.parts} parts, whoever computes them"
+        same = "the same bits for any parallel.tp, with as many threads in each process"
+        yield _line("arithmetic", f"{parts}: {same}")
     if replicas > 1:
         each = "one process" if shards == 1 else f"{shards} processes, which share its states"
         yield _line("parallel", f"{replicas} replicas of each model that learns, each of {each}")
@@ -111,17 +116,24 @@ def _stages(config: StepConfig, world: int) -> Iterator[str]:
     parallel, workload = config.parallel, config.workload(world)
     if parallel.pp == 1:
         return
-    count = workload.micro_batches
-    share = bubble(parallel.pp, count)
-    yield _line(
-        "pipeline",
-        f"{parallel.pp} stages, {parallel.schedule}, {count} micro-batches of a step on each of"
-        f" {workload.data_processes}: stages wait {share:.0%} of the time",
-    )
-    orders = [
-        instructions(parallel.schedule, stage=number, stages=parallel.pp, count=count)
-        for number in range(parallel.pp)
-    ]
+    count, chunks = workload.micro_batches, parallel.chunks
+    share = bubble(parallel.schedule, parallel.pp, count, chunks)
+    waits = f"stages wait {share:.0%} of the time"
+    cut = f"{parallel.pp} stages" if chunks == 1 else f"{parallel.pp} stages of {chunks} chunks"
+    of_steps = f"{count} micro-batches of a step on each of {workload.data_processes}"
+    if chunks == 1:
+        yield _line("pipeline", f"{cut}, {parallel.schedule}, {of_steps}: {waits}")
+    else:
+        yield _line("pipeline", f"{cut}, {parallel.schedule}, {of_steps}")
+        yield _line("", waits)
+    if chunks > 1 and count % parallel.pp:
+        rounded = -(-count // parallel.pp) * parallel.pp
+        fewer = bubble(parallel.schedule, parallel.pp, rounded, chunks)
+        yield _line(
+            "",
+            f"with parallel.micro_batches a multiple of {parallel.pp} they would wait {fewer:.0%}",
+        )
+    orders = orders_of(parallel.schedule, stages=parallel.pp, count=count, chunks=chunks)
     for number, row in enumerate(drawn(orders)[:MOST_STAGES]):
         yield _line("", f"stage {number} {row[:MOST_COLUMNS]}")
 

@@ -131,7 +131,8 @@ class _Count:
     @property
     def _bubble(self) -> float:
         """Share of their time in which the stages of a pipeline wait for each other."""
-        return bubble(self.workload.parallel.pp, self.workload.micro_batches)
+        parallel, count = self.workload.parallel, self.workload.micro_batches
+        return bubble(parallel.schedule, parallel.pp, count, parallel.chunks)
 
     def _scoring(self, rows: int) -> float:
         """Passes without gradients over an iteration's responses."""

@@ -8,14 +8,17 @@ import yaml
 from pipeline.budget.fallbacks import nested
 from pipeline.budget.fit import Shortage, shortage
 from pipeline.budget.machine import Machine
+from pipeline.budget.mesh_sizes import mesh_sizes
+from pipeline.budget.models import models_of
 from pipeline.budget.step import step_memory
+from pipeline.budget.step_seconds import links_of, step_seconds
 from pipeline.budget.suggest_fix import Count, refusal, suggest_fix
 from pipeline.budget.table import StepMemory
 from pipeline.budget.text import line, there
 from pipeline.budget.tp_sizes import tp_sizes
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
-from pipeline.launch.local import share_of_cores
+from pipeline.launch.local import gpu_names, share_of_cores
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
@@ -47,8 +50,10 @@ def refusals(plan: Plan) -> Iterator[str]:
         elif short is not None:
             config = plan.configs[stage.name]
             count, processes = _count(plan), plan.machine.processes
-            sizes = tp_sizes(config, processes=processes, origins=origins_of(plan.configs))
-            fix = suggest_fix(config, plan.machine, count, tp_sizes=sizes)
+            origins = origins_of(plan.configs)
+            sizes = tp_sizes(config, processes=processes, origins=origins)
+            mesh = mesh_sizes(config, plan.machine, origins=origins)
+            fix = suggest_fix(config, plan.machine, count, tp_sizes=sizes, mesh=mesh)
             yield refusal(stage.title, stage.prefix, short, fix)
 
 
@@ -102,6 +107,12 @@ def chosen_settings(plan: Plan) -> Iterator[str]:
     dotted = {f"{at}.{name}": v for at, each in plan.chosen.items() for name, v in each.items()}
     settings = nested(dotted)
     yield from (f"  {each}" for each in yaml.safe_dump(settings, sort_keys=False).splitlines())
+    links = links_of(plan.machine, plan.request.plan_for or " ".join(gpu_names()))
+    for stage in plan.stages:
+        workload = plan.configs[stage.name].workload(plan.machine.world)
+        models = models_of(workload, origins_of(plan.configs), has_gpu=plan.machine.has_gpu)
+        seconds = step_seconds(models, workload, plan.machine, links)
+        yield f"  # {stage.title}, a step of full length, by arithmetic: {seconds}"
 
 
 def origins_of(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:

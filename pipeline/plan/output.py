@@ -14,15 +14,17 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import StepConfig, affects_result
+from pipeline.budget.fallbacks import trained_models
+from pipeline.config import LENGTH, StepConfig, affects_result
 from pipeline.engine.checkpoint.run_id import REPLACED_ID, may_hold_a_state, set_aside_run_id
+from pipeline.engine.lr import has_no_end
 from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.plan.methods import directories
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage
-from pipeline.settings.plain import plain, portable, with_defaults
+from pipeline.settings.plain import flatten, plain, portable, with_defaults
 
 MARK = "config.yaml"
 RESULT = "result.json"
@@ -77,7 +79,7 @@ def finished_steps(
             `--resume` nor `--overwrite` says what to do; or it can't be used even then.
     """
     if request.node_rank:  # it is the first machine's, which may be at work in it already
-        return _skipped(request, stages)
+        return _skipped(request, stages, configs)
     out = request.output_dir
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--output-dir {out} is a file, not a directory")
@@ -97,7 +99,7 @@ def finished_steps(
         for stage in stages:
             if _holds_files(out / stage.name):
                 _check_step(request, stage, configs[stage.name])
-    return _skipped(request, stages)
+    return _skipped(request, stages, configs)
 
 
 def recorded_methods(out: Path, stages: Sequence[Stage]) -> dict[str, str]:
@@ -133,11 +135,23 @@ def clear_step(out: Path, name: str) -> set[str]:
     return set(_files(directory))
 
 
-def can_go_on(out: Path, name: str) -> bool:
-    """Whether the step was cut off and has left a checkpoint, whole or not."""
+def can_go_on(out: Path, name: str, config: StepConfig) -> bool:
+    """Whether the step was cut off, or is to be longer, and has left a checkpoint, whole or not."""
     directory = out / name
-    ended = any((directory / name).exists() for name in (RESULT, DIVERGED))
+    ended = (directory / DIVERGED).exists() or (
+        (directory / RESULT).exists() and not _is_longer(directory, config)
+    )
     return not ended and may_hold_a_state(directory / CHECKPOINTS)
+
+
+def _is_longer(directory: Path, config: StepConfig) -> bool:
+    """Whether a recorded step is to take more steps, and its learning rates allow for it."""
+    recorded, wanted = _recorded(directory), flatten(plain(config))
+    steps, epochs = ((recorded.get(name), wanted[name]) for name in LENGTH)
+    more = epochs if steps == (None, None) else steps
+    if None in more or more[0] >= more[1]:
+        return False
+    return all(has_no_end(model.optim) for model in trained_models(config).values())
 
 
 def files_of_others(out: Path, name: str) -> set[str]:
@@ -235,7 +249,7 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
     finished = (directory / RESULT).is_file()
     chosen = stage.number in request.step
     if chosen and request.resume:
-        started = finished or can_go_on(request.output_dir, stage.name)
+        started = finished or can_go_on(request.output_dir, stage.name, config)
         if started and difference:
             raise ConfigError(
                 f"step {stage.number} in {directory} was {'finished' if finished else 'started'}"
@@ -248,7 +262,7 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
             " setting, choose another directory, or pass --overwrite"
         )
     elif chosen:
-        goes_on = can_go_on(request.output_dir, stage.name)
+        goes_on = can_go_on(request.output_dir, stage.name, config)
         cut_off = "continues from its checkpoint" if goes_on else "starts it again"
         raise ConfigError(
             f"step {stage.number} in {directory} is {'' if finished else 'not '}finished;"
@@ -256,13 +270,17 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
         )
 
 
-def _skipped(request: Request, stages: Sequence[Stage]) -> set[str]:
+def _skipped(
+    request: Request, stages: Sequence[Stage], configs: Mapping[str, StepConfig]
+) -> set[str]:
     """The finished steps that `--resume` skips: those that follow none that must run."""
     chosen = [stage for stage in stages if stage.number in request.step]
     finished = {
         stage.name
         for stage in chosen
-        if request.resume and (request.output_dir / stage.name / RESULT).is_file()
+        if request.resume
+        and (request.output_dir / stage.name / RESULT).is_file()
+        and not _is_longer(request.output_dir / stage.name, configs[stage.name])
     }
     # Methods side by side have one number: none of them follows another.
     last = min((stage.number for stage in chosen if stage.name not in finished), default=None)
@@ -280,6 +298,7 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
     """
     recorded = with_defaults(_recorded(directory), config)
     wanted = portable(plain(config))
+    longer = request.resume and _is_longer(directory, config)
     # A method decides many other settings: it is what the user would have to change.
     for name in sorted(recorded.keys() | wanted.keys(), key=lambda name: (name != "method", name)):
         role, _, field = name.rpartition(".")
@@ -289,7 +308,7 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
         if stage.number not in request.step and not shared:
             continue
         there, here = recorded.get(name), wanted.get(name)
-        if there != here and affects_result(name):
+        if there != here and affects_result(name) and not (longer and name in LENGTH):
             return f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}"
     return ""
 

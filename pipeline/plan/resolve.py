@@ -117,6 +117,20 @@ def step_config(
     return config if origins == stage.models else handed(origins)
 
 
+def user_settings(
+    stage: Stage, command_line: CommandLine, stages: Sequence[Stage], *, world: int
+) -> frozenset[str]:
+    """Dotted names of the settings of a step that the user has given, in whatever way.
+
+    Raises:
+        ConfigError: as `step_configs`.
+    """
+    below = _handed_over(stage, command_line, stages, stage.models)
+    _, given = _layers(stage, command_line, stages, below, world=world, chosen=None)
+    names = {name for layer in given for name in flatten(layer.settings)}
+    return frozenset(names | {name for name, _ in _overrides(stage, command_line)})
+
+
 def with_needed_steps(
     command_line: CommandLine, stages: Sequence[Stage], known: Sequence[Stage] | None = None
 ) -> CommandLine:
@@ -162,6 +176,21 @@ def _built(
     chosen: Layer | None,
 ) -> StepConfig:
     """The settings of a step that takes its models from earlier ones as `handed_over` has it."""
+    usual, given = _layers(stage, command_line, stages, handed_over, world=world, chosen=chosen)
+    overrides = _overrides(stage, command_line)
+    return build_config(stage.config_class, usual + given, overrides, section=f"{stage.section}.")
+
+
+def _layers(
+    stage: Stage,
+    command_line: CommandLine,
+    stages: Sequence[Stage],
+    handed_over: Layer,
+    *,
+    world: int,
+    chosen: Layer | None,
+) -> tuple[list[Layer], list[Layer]]:
+    """The usual settings of a step, and above them those that the user gave."""
     own_corpus = not stage.config_class.reads_dialogues
     if _before(command_line, stages[0]) == EMBEDDED:
         base = _section(read_layers([str(EMBEDDED_PRESET)])[0], stage)
@@ -169,40 +198,40 @@ def _built(
         base = NOTHING if own_corpus else Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py")
     out = command_line.request.output_dir / stage.name
     overrides = _overrides(stage, command_line)
-    below = [handed_over, base, chosen or NOTHING, *_from_files(stage, command_line)]
+    usual = [handed_over, base, chosen or NOTHING]
+    given = _from_files(stage, command_line)
     require(
         stage.method is None or all(name != "method" for name, _ in overrides),
         f"{stage.section}.method names one method, and --method several; leave it out",
     )
     require(
-        not any("output_dir" in layer.settings for layer in below)
+        not any("output_dir" in layer.settings for layer in usual + given)
         and not any(name == "output_dir" for name, _ in overrides),
         f"{stage.section}.output_dir can't be set here: train.py puts this step in {out};"
         " --output-dir moves it",
     )
     options = _options(stage, command_line.request, stages)
-    row = method_layer(stage.config_class, [*below, options], overrides)
-    below.insert(2, row)
+    row = method_layer(stage.config_class, [*usual, *given, options], overrides)
+    usual.insert(2, row)
     above = [
         options,
-        _short_forms(stage, command_line, below),
+        _short_forms(stage, command_line, usual + given),
         Layer({"output_dir": str(out)}, "--output-dir"),
     ]
-    prefix = f"{stage.section}."
     zero_config = command_line.request.zero_config
     # Steps that don't run are resolved for what they hand over: the file need not suit them.
     if zero_config is not None and stage.number in command_line.request.step:
-        below.append(
+        given.append(
             deepspeed_layer(
                 stage.config_class,
                 zero_config,
                 world=world,
-                layers=below + above,
+                layers=usual + given + above,
                 overrides=overrides,
-                section=prefix,
+                section=f"{stage.section}.",
             )
         )
-    return build_config(stage.config_class, below + above, overrides, section=prefix)
+    return usual, given + above
 
 
 def _before(command_line: CommandLine, first: Stage) -> str:

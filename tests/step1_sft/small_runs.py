@@ -18,13 +18,14 @@ from step1_sft.config import SFTConfig
 from step1_sft.train import train
 from tests.families import tiny_causal_lm
 
-BLOCKS = {"gpt2": {"n_layer": 3}}
+BLOCKS = {"gpt2": "n_layer"}
+"""Families with a name of their own for the number of blocks."""
 
 
-def make(directory: Path, family: str, **changes: Any) -> Path:
+def make(directory: Path, family: str, *, blocks: int = 3, **changes: Any) -> Path:
     """A tiny random model of three blocks, and forty sums of all lengths."""
     tokenizer = build_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), **BLOCKS.get(family, {"num_hidden_layers": 3})}
+    sizes = {"vocab_size": len(tokenizer), BLOCKS.get(family, "num_hidden_layers"): blocks}
     model = tiny_causal_lm(family, **{**sizes, **changes})
     model.save_pretrained(directory / "base")
     tokenizer.save_pretrained(directory / "base")

@@ -101,18 +101,92 @@ def test_mixtures_end_as_data_parallelism(name: str, tmp_path: Path) -> None:
     assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
 
 
+INTERLEAVED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # Family, its settings, division, model.
+    "untied": ("llama", {}, {}, {"precision": "fp32"}),
+    "tied, bf16, checkpointing, deterministic": (
+        "gpt2",
+        {"blocks": 6},
+        {"chunks": 3},
+        {
+            "precision": "bf16",
+            "gradient_checkpointing": True,
+            "zero_stage": 1,
+            "zero": ZeroConfig(reduction="deterministic"),
+        },
+    ),
+    "tied, fp16": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"micro_batches": 5},
+        {"precision": "fp16"},
+    ),
+    "adapters, a partition": (
+        "opt",
+        {"blocks": 5},
+        {"partition": (1, 2, 1, 1), "micro_batches": 1},
+        {"lora": LoraConfig(rank=2), "precision": "bf16"},
+    ),
+    "three stages": ("qwen3", {"blocks": 6}, {"pp": 3, "micro_batches": 7}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(n, marks=() if n.startswith(("tied, bf16", "adap")) else pytest.mark.grid)
+        for n in INTERLEAVED
+    ],
+)
+def test_stages_of_several_chunks_end_as_one_process(case: str, tmp_path: Path) -> None:
+    family, changes, division, model = INTERLEAVED[case]
+    start = make(tmp_path, family, **{"blocks": 4, **changes})
+    parallel = {"pp": 2, "chunks": 2, "micro_batches": 4, **division}
+    plain = ParallelConfig(micro_batches=parallel["micro_batches"])
+    run(settings(start, tmp_path / "alone", model=model, parallel=plain))
+
+    staged = ParallelConfig(schedule="interleaved", **parallel)
+    config = settings(start, tmp_path / "staged", model=model, parallel=staged)
+    run_ranks(run, config, world_size=staged.pp)
+
+    assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
+
+
+@pytest.mark.grid
+def test_pipelines_of_stages_of_several_chunks_end_as_data_parallelism(tmp_path: Path) -> None:
+    start = make(tmp_path, "llama", blocks=4, tie_word_embeddings=True)
+    plain, model = ParallelConfig(micro_batches=3), {"zero_stage": 1, "precision": "bf16"}
+    alone = settings(start, tmp_path / "alone", model=model, parallel=plain)
+    run_ranks(run, alone)
+
+    staged = replace(plain, pp=2, replicas=2, schedule="interleaved", chunks=2)
+    run_ranks(run, settings(start, tmp_path / "staged", model=model, parallel=staged), world_size=4)
+
+    assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
+
+
 @pytest.mark.jobs
 def test_a_run_of_any_stages_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> None:
-    start = make(tmp_path, "gpt2")
+    start = make(tmp_path, "gpt2", blocks=4)
     often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
     run(settings(start, tmp_path / "alone", pp=1, **often))
     run_ranks(run, settings(start, tmp_path / "staged", pp=2, **often))
+    chunks = ParallelConfig(pp=2, schedule="interleaved", chunks=2, micro_batches=3)
+    run_ranks(run, settings(start, tmp_path / "chunks", parallel=chunks, **often))
     expected = ended(tmp_path / "alone")
 
-    # One to two, two to one, and two to three.
-    for source, pp in (("alone", 2), ("staged", 1), ("staged", 3)):
-        out = cut_off(tmp_path / source, tmp_path / f"{source} to {pp}")
-        run_ranks(run, settings(start, out, pp=pp, resume=True, **often), world_size=pp)
+    # Of one, two and three stages, and of two with two chunks each.
+    one, two, three = (ParallelConfig(pp=pp, micro_batches=3) for pp in (1, 2, 3))
+    for source, parallel in (
+        ("alone", two),
+        ("staged", one),
+        ("staged", three),
+        ("staged", chunks),
+        ("chunks", two),
+    ):
+        out = cut_off(tmp_path / source, tmp_path / f"{source} to {parallel.pp}, {parallel.chunks}")
+        config = settings(start, out, parallel=parallel, resume=True, **often)
+        run_ranks(run, config, world_size=parallel.pp)
 
         assert ended(out) == expected
         last = saved(out, 3)
@@ -167,8 +241,13 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
     return held, {kind: sizes[kind] for kind in held}
 
 
-def test_each_stage_holds_what_the_plan_says(tmp_path: Path) -> None:
-    config = settings(make(tmp_path, "gpt2"), tmp_path / "out", pp=2)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_each_stage_holds_what_the_plan_says(chunks: int, tmp_path: Path) -> None:
+    start = make(tmp_path, "gpt2", blocks=5)
+    parallel = ParallelConfig(
+        pp=2, micro_batches=3, schedule="1f1b" if chunks == 1 else "interleaved", chunks=chunks
+    )
+    config = settings(start, tmp_path / "out", parallel=parallel)
 
     stages = run_ranks(held_and_predicted, config)
 
@@ -184,6 +263,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a partition that doesn't add up": (
         {"parallel": ParallelConfig(pp=2, partition=(1, 1))},
         "parallel.partition 1 1 doesn't cut the model's 3 blocks into 2 stages; give 2 numbers",
+    ),
+    "more chunks than blocks": (
+        {"parallel": ParallelConfig(pp=2, schedule="interleaved", chunks=2)},
+        "2 stages of 2 chunks (parallel.chunks) are more than the 3 blocks of the model; take"
+        " schedule 1f1b, with chunks 1",
     ),
 }
 
@@ -222,6 +306,14 @@ def test_settings_that_contradict_stages_are_refused(name: str, tmp_path: Path) 
 def test_divisions_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ConfigError, match="says which stage has which blocks"):
         ParallelConfig(partition=(1, 1))
+    with pytest.raises(ConfigError, match=r"chunks 2 needs parallel\.schedule interleaved"):
+        ParallelConfig(pp=2, chunks=2)
+    with pytest.raises(ConfigError, match=r"interleaved needs parallel\.chunks above 1; set it 2"):
+        ParallelConfig(pp=2, schedule="interleaved")
+    with pytest.raises(ConfigError, match=r"needs parallel\.pp above 1"):
+        ParallelConfig(schedule="interleaved", chunks=2)
+    with pytest.raises(ConfigError, match=r"2 numbers for the 4 chunks \(parallel\.chunks\) of"):
+        ParallelConfig(pp=2, schedule="interleaved", chunks=2, partition=(1, 1))
     with pytest.raises(ConfigError, match="pp 3 doesn't divide the 4 processes; take 2"):
         ParallelConfig(pp=3).check(4)
     with pytest.raises(

@@ -102,7 +102,16 @@ def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
 TREE = {"zero": ZeroConfig(reduction="deterministic"), "precision": "bf16"}
 MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # Processes, division, and settings of the model, beside two processes to a layer.
-    "stages": (4, {"pp": 2}, {"precision": "bf16", "zero_stage": 1}),
+    "stages": (
+        4,
+        {"pp": 2},
+        {"precision": "bf16", "zero_stage": 1, "gradient_checkpointing": True},
+    ),
+    "stages of two chunks, recomputed": (
+        4,
+        {"pp": 2, "schedule": "interleaved", "chunks": 2},
+        {"gradient_checkpointing": True},
+    ),
     "shards": (4, {"micro_batches": 2}, {**TREE, "zero_stage": 3}),
     "replicas": (4, {"micro_batches": 2, "replicas": 2}, {**TREE, "zero_stage": 2}),
 }
@@ -114,7 +123,8 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 )
 def test_mixtures_end_in_the_bits_of_two_processes(name: str, tmp_path: Path) -> None:
     world, division, model = MIXTURES[name]
-    start = make(tmp_path, "qwen3", tie_word_embeddings=True, vocab_size=LARGE)
+    blocks = 4 if "chunks" in division else 3
+    start = make(tmp_path, "qwen3", blocks=blocks, tie_word_embeddings=True, vocab_size=LARGE)
     parallel = ParallelConfig(tp=2, micro_batches=4)
     plain = settings(start, tmp_path / "plain", parallel=parallel, model=model)
     run_ranks(run, plain)

@@ -30,13 +30,13 @@ ALL = range(len(PROMPTS))
 """The rows of a rollout."""
 
 
-def save_models(directory: Path) -> None:
+def save_models(directory: Path, *, blocks: int = 2) -> None:
     """Random models where `toy_config` looks for them."""
     tokenizer = build_tokenizer()
-    vocabulary = len(tokenizer)
-    reward = tiny_classifier("llama", seed=2, vocab_size=vocabulary, bos_token_id=1)
+    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": blocks}
+    reward = tiny_classifier("llama", seed=2, bos_token_id=1, **sizes)
     reward.config.update({"score_mean": 0.5, "score_std": 2.0})
-    models = {"actor": tiny_causal_lm("llama", seed=1, vocab_size=vocabulary), "reward": reward}
+    models = {"actor": tiny_causal_lm("llama", seed=1, **sizes), "reward": reward}
     for name, model in models.items():
         model.save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)

@@ -15,7 +15,7 @@ from step3_preference.config import PreferenceConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
 from tests.staged import lose_the_end, require_less_memory
-from tests.step3_preference.toy import metrics, toy_config
+from tests.step3_preference.toy import metrics, save_toy, toy_config
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {}),
@@ -77,6 +77,28 @@ def test_two_stages_end_as_one_process(case: str, toy: Path, tmp_path: Path) -> 
     run(replace(staged, parallel=alone.parallel, resume=True))
     assert ended(staged.output_dir) == ended(alone.output_dir)
     require_less_memory(staged, alone)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [
+        ("dpo", {}),
+        pytest.param("kto", {"lora": LoraConfig(rank=2)}, marks=pytest.mark.grid),
+    ],
+)
+def test_stages_of_two_chunks_end_as_one_process(
+    method: str, model: dict[str, Any], tmp_path: Path
+) -> None:
+    save_toy(tmp_path, blocks=4)
+    division = {"schedule": "interleaved", "chunks": 2}
+    alone = settings(tmp_path, tmp_path / "alone", method, pp=1, model=model)
+    staged = settings(tmp_path, tmp_path / "staged", method, pp=2, model=model, parallel=division)
+    run(alone)
+
+    run_ranks(run, staged)
+
+    assert ended(staged.output_dir) == ended(alone.output_dir)
 
 
 MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {

@@ -26,10 +26,11 @@ LABELLED = [
 ]
 
 
-def save_toy(directory: Path) -> None:
+def save_toy(directory: Path, *, blocks: int = 2) -> None:
     """A random actor and rows where `toy_config` looks for them."""
     tokenizer = build_tokenizer()
-    actor = tiny_causal_lm("llama", seed=1, vocab_size=len(tokenizer))
+    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": blocks}
+    actor = tiny_causal_lm("llama", seed=1, **sizes)
     actor.save_pretrained(directory / "actor")
     tokenizer.save_pretrained(directory / "actor")
     write_rows(directory / "pairs.jsonl", PAIRS)

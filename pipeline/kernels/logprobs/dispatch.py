@@ -82,9 +82,7 @@ def linear_logprobs(
     if torch.is_grad_enabled() and not entropy and (uniform or not matrix_learns):
         tile = tile or TILE.get(weight.device.type, TILE["cpu"])
         return FusedGradLogprobs.apply(hidden, weight, bias, targets, temperature, tile), None
-    return RecomputeLogprobs.apply(
-        hidden, weight, bias, targets, temperature, of_words, entropy, None
-    )
+    return RecomputeLogprobs.apply(hidden, weight, bias, targets, temperature, of_words, entropy)
 
 
 def row_logprobs(

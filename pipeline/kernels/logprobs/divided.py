@@ -1,22 +1,24 @@
-"""Log-probabilities where each of several processes has some words of the output matrix.
+"""Log-probabilities where parts of the output matrix have the rows of some words each.
 
-Each goes through its own words in tiles, and what it found - the logit of the target, the largest,
-the sum of exponentials - is put together as that of one more tile would be. So the logits of all
-words never are in one place. Sums over the processes are trees in rank order.
+Several processes may have them, or one that adds as several would (`virtual_parts.py`). Each part's
+words are gone through in tiles, and what was found - the logit of the target, the largest, the sum
+of exponentials - is put together as that of one more tile would be. So the logits of all words
+never are in one place. Sums over the parts are trees in their order.
 
 Dimension names: K targets, d hidden size, W words of this process.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pipeline.kernels.logprobs.tiles import RecomputeLogprobs
-from pipeline.parallel.group import Group
+from pipeline.kernels.logprobs.tiles import tile_gradients, tile_sums
+from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.sums import tree_sum
-from pipeline.parallel.tensor import copy_to_group
+from pipeline.parallel.virtual_parts import VirtualParts
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,14 @@ class Words:
     first: int
     """Token id of the first; the others follow."""
 
-    group: Group
-    """The processes that have the rows of all words."""
+    parts: VirtualParts
+    """Those that the rows of all words are divided into, equally."""
+
+
+def rows_of_parts(rows: int, parts: VirtualParts) -> list[ShardSpec]:
+    """Where the rows of each of this process's parts lie in its own."""
+    share = rows // len(parts.own)
+    return [ShardSpec(0, (Shard(at, at + share),)) for at in range(0, rows, share)]
 
 
 def divided_logprobs(
@@ -53,24 +61,83 @@ def divided_logprobs(
         entropy: whether the entropy of each distribution is asked for; it has a graph.
         tile: logits of a tile.
     """
-    copied = copy_to_group(hidden, words.group)
-    local = targets - words.first
-    return RecomputeLogprobs.apply(
-        copied,
-        weight,
-        bias,
-        local,
-        temperature,
-        tile,
-        entropy,
-        lambda own: _of_all_words(own, words.group),
-    )
+    return _Divided.apply(hidden, weight, bias, targets, words, temperature, tile, entropy)
 
 
-def _of_all_words(own: Float[Tensor, "4 K 1"], group: Group) -> Float[Tensor, "4 K 1"]:
-    """The figures of all words, from those of each process's."""
-    parts = torch.stack(group.gather(own, what="figures of logits"))
-    chosen, largest, total, weighted = parts.unbind(dim=1)
+class _Divided(torch.autograd.Function):
+    """Tiles of each part's words, computed again on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        words: Words,
+        temperature: float,
+        tile: int,
+        entropy: bool,  # noqa: FBT001  # torch passes by position
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no other parameter
+        ctx.words, ctx.temperature, ctx.tile = words, temperature, tile
+        own = torch.stack(
+            [
+                tile_sums(hidden, rows, shift, local, temperature, tile, entropy=entropy)
+                for rows, shift, local in _of_parts(weight, bias, targets, words)
+            ]
+        )
+        chosen, largest, total, weighted = _of_all_words(own, words.parts)
+        entropies = total.log() - weighted / total if entropy else None
+        ctx.save_for_backward(hidden, weight, bias, targets, largest, total, entropies)
+        logprobs = (chosen - largest - total.log()).squeeze(1)
+        return logprobs, None if entropies is None else entropies.squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        of_logprobs, of_entropy = (None if grad is None else grad[:, None] for grad in grads)
+        hidden, weight, bias, targets, largest, total, entropies = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        found = [
+            tile_gradients(
+                (hidden, rows, shift),
+                local,
+                (largest, total),
+                of_logprobs,
+                None if of_entropy is None else (of_entropy, entropies),
+                wanted=wanted,
+                temperature=ctx.temperature,
+                tile=ctx.tile,
+            )
+            for rows, shift, local in _of_parts(weight, bias, targets, ctx.words)
+        ]
+        of_hidden, of_weight, of_bias = zip(*found, strict=True)
+        parts: VirtualParts = ctx.words.parts
+        return (
+            parts.total(of_hidden, "gradients of hidden states") if wanted[0] else None,
+            torch.cat(of_weight) if wanted[1] else None,
+            torch.cat(of_bias) if wanted[2] else None,
+            *[None] * 5,
+        )
+
+
+def _of_parts(
+    weight: Tensor, bias: Tensor | None, targets: Tensor, words: Words
+) -> list[tuple[Tensor, Tensor | None, Tensor]]:
+    """The matrix, the bias and the targets of each of this process's parts."""
+    found: list[tuple[Tensor, Tensor | None, Tensor]] = []
+    for rows in rows_of_parts(len(weight), words.parts):
+        (shard,) = rows.shards
+        own = rows.of(weight), None if bias is None else rows.of(bias)
+        found.append((*own, targets - words.first - shard.start))
+    return found
+
+
+def _of_all_words(own: Float[Tensor, "parts 4 K 1"], parts: VirtualParts) -> Float[Tensor, "4 K 1"]:
+    """The figures of all words, from those of each of this process's parts."""
+    of_all = torch.cat(parts.group.gather(own, what="figures of logits"))
+    chosen, largest, total, weighted = of_all.unbind(dim=1)
     has_target = ~chosen.isnan()
     one = torch.where(has_target, chosen, 0.0).sum(dim=0)
     most = largest.amax(dim=0)

@@ -15,7 +15,6 @@ ways back:
 Dimension names: K targets, d hidden size, V vocabulary; C targets or W words of a tile.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,18 +36,14 @@ class RecomputeLogprobs(torch.autograd.Function):
         temperature: float,
         tile: int,
         entropy: bool,  # noqa: FBT001  # torch passes by position
-        combined: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities, and entropies if they are asked for.
-
-        `combined` makes of the figures of the matrix's rows, as `tile_sums` gives them, those of
-        all words; None where the matrix has all.
-        """
+        """Log-probabilities, and entropies if they are asked for."""
         ctx.set_materialize_grads(False)
         ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no other parameter
         ctx.temperature, ctx.tile = temperature, tile
-        sums = tile_sums(hidden, weight, bias, targets, temperature, tile, entropy=entropy)
-        chosen, largest, total, weighted = sums if combined is None else combined(sums)
+        chosen, largest, total, weighted = tile_sums(
+            hidden, weight, bias, targets, temperature, tile, entropy=entropy
+        )
         entropies = total.log() - weighted / total if entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, largest, total, entropies)
         logprobs = (chosen - largest - total.log()).squeeze(1)
@@ -68,7 +63,7 @@ class RecomputeLogprobs(torch.autograd.Function):
             wanted=ctx.needs_input_grad[:3],
             temperature=ctx.temperature,
             tile=ctx.tile,
-        ), *[None] * 5
+        ), *[None] * 4
 
 
 def tile_sums(

@@ -5,6 +5,7 @@ import pytest
 
 from pipeline.autotune.space import AS_IT_IS, known_dimensions, make_space
 from pipeline.budget.machine import GIB, Machine
+from pipeline.budget.mesh_sizes import MeshSizes
 from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.errors import ConfigError
@@ -258,3 +259,59 @@ def test_a_setting_without_a_place_on_the_ladder_is_compared_with_none() -> None
 
     assert space.needs_as_much((False, 1, 2), (False, 1, 1))
     assert not space.needs_as_much((False, 0, 2), (False, 1, 1))
+
+
+MESH = MeshSizes(pp=(1, 2), tp=(1, 2), replicas=(1, 2))
+FOUR_CPUS = Machine(4, 4, None, None)
+
+
+def test_the_ways_to_divide_the_processes_are_candidates() -> None:
+    config = SFTConfig(model=TrainedModelConfig(path="m"), batch_size=16, micro_batch_size=4)
+
+    space = make_space(config, FOUR_CPUS, given={"gradient_checkpointing": "false"}, mesh=MESH)
+
+    found = [space.named(each) for each in space.candidates]
+    meshes = {
+        tuple(each[f"parallel.{name}"] for name in ("pp", "tp", "replicas")) for each in found
+    }
+    assert meshes == {(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 1)}
+    cut = [each["zero_stage"] for each in found if each["parallel.pp"] == each["parallel.tp"] == 2]
+    assert set(cut) == {0}  # no two processes have the same part
+    copies = [each["zero_stage"] for each in found if each["parallel.replicas"] == 2]
+    assert set(copies) == {1, 2, 3}
+    staged = [each["zero_stage"] for each in found if each["parallel.pp"] == 2]
+    assert 3 not in staged  # which a pipeline refuses
+    assert space.start == space.candidate(
+        {
+            "parallel.pp": 1,
+            "parallel.tp": 1,
+            "parallel.replicas": 1,
+            "zero_stage": 0,
+            "gradient_checkpointing": False,
+            "micro_batch_size": 4,
+        }
+    )
+
+
+def test_sizes_of_which_a_pipeline_makes_the_same_micro_batches_are_one_candidate() -> None:
+    config = SFTConfig(model=TrainedModelConfig(path="m"), batch_size=16, micro_batch_size=8)
+    given = {"gradient_checkpointing": "false", "zero_stage": "0", "parallel.pp": "2"}
+
+    space = make_space(config, TWO_CPUS, given=given, mesh=MESH)
+
+    # Of 16 rows of a pipeline 8 micro-batches are made at least, 4 for each stage.
+    sizes = {each["micro_batch_size"] for each in map(space.named, space.candidates)}
+    assert sorted(sizes) == [1, 2]
+
+
+def test_a_mesh_with_larger_parts_needs_as_much() -> None:
+    config = SFTConfig(model=TrainedModelConfig(path="m"), batch_size=16, micro_batch_size=4)
+    space = make_space(config, FOUR_CPUS, given={"gradient_checkpointing": "false"}, mesh=MESH)
+
+    def candidate(pp: int, tp: int, replicas: int, stage: int) -> Any:
+        return (pp, tp, replicas, stage, False, 2)
+
+    assert space.needs_as_much(candidate(1, 1, 1, 0), candidate(1, 2, 1, 0))
+    assert space.needs_as_much(candidate(1, 1, 2, 1), candidate(1, 1, 1, 1))
+    assert not space.needs_as_much(candidate(2, 1, 1, 0), candidate(1, 1, 1, 0))
+    assert not space.needs_as_much(candidate(1, 1, 1, 3), candidate(1, 1, 2, 3))

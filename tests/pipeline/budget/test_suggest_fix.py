@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.budget.fallbacks import changed, micro_batches, nested, options
+from pipeline.budget.fallbacks import changed, micro_batches, nested
 from pipeline.budget.fit import Shortage, shortage
 from pipeline.budget.machine import GIB, Machine
+from pipeline.budget.mesh_sizes import MeshSizes
 from pipeline.budget.step import step_memory
 from pipeline.budget.suggest_fix import Fix, refusal, suggest_fix
 from pipeline.budget.table import Item, Phase, StepMemory
@@ -250,20 +251,32 @@ def test_sizes_go_down_by_powers_of_two() -> None:
     assert micro_batches(1) == [1]
 
 
-def test_each_rung_takes_less_memory_than_the_one_before() -> None:
-    start = config(micro_batch_size=8, model={"precision": "bf16"})
-    machine = gpus(4, 80 * GIB)
+def in_parts(config: StepConfig, _machine: Machine) -> StepMemory:
+    """40 for each process that has the model whole, in no more parts than those of tp and pp."""
+    parts = config.parallel.tp * config.parallel.pp
+    model: TrainedModelConfig = config.model  # pyright: ignore[reportAttributeAccessIssue]
+    own = 40 // parts if model.lora is None else 1
+    return StepMemory((Phase("train", (Item("weights", "model", own),)),))
 
-    sizes = [
-        step_memory(
-            changed(start, {f"model.{name}": value for name, value in option.items()}),
-            machine=machine,
-        ).peak("device")
-        for option in options(world=4, has_gpu=True)
-    ]
 
-    assert sizes[0] > sizes[1] > sizes[2]
-    assert min(sizes) == sizes[-1]
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (20, {"parallel.tp": 2}),
+        (10, {"parallel.pp": 4, "model.zero_stage": 2}),
+        (5, {"parallel.tp": 2, "parallel.pp": 4}),
+        (4, {"model.lora.rank": 16}),
+    ],
+)
+def test_models_are_cut_before_the_result_is_another(size: int, settings: Any) -> None:
+    mesh = MeshSizes(pp=(1, 2, 4), tp=(1, 2))
+
+    found = suggest_fix(config(micro_batch_size=1), gpus(8, size), in_parts, mesh=mesh)
+
+    assert found is not None
+    given = {name: value for name, value in found.settings.items() if value != 2 or "tp" in name}
+    assert given == {name: value for name, value in settings.items() if "zero" not in name}
+    assert found.gpus is None
 
 
 def test_what_is_not_known_is_never_refused() -> None:

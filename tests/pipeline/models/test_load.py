@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.config import EMBEDDED, FrozenModelConfig
 from pipeline.data.batches import collate
@@ -47,6 +48,19 @@ def test_a_new_head_is_drawn_with_the_standard_deviation_of_the_literature(tmp_p
     assert abs(heads[0].mean().item()) < 3 * 513**-0.5 / 512**0.5
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
+
+
+def test_weights_begin_as_the_allocator_lays_tensors_whatever_the_files_header(
+    tmp_path: Path,
+) -> None:
+    path = Path(saved(tiny_causal_lm("llama"), tmp_path)) / "model.safetensors"
+    weights = load_file(path)
+    for length in (1, 9, 17):  # of which at most one ends at a multiple of 64
+        save_file(weights, path, metadata={"format": "pt", "filler": "-" * length})
+
+        model = load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU)
+
+        assert {param.data_ptr() % 64 for param in model.parameters()} == {0}
 
 
 def test_a_saved_head_is_kept(tmp_path: Path) -> None:

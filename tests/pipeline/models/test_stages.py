@@ -16,11 +16,10 @@ from pipeline.models.stages import Passage, blocks_of, cut_stage, order_of, requ
 from pipeline.parallel.partition import balanced
 from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
 
-THREE = {"gpt2": {"n_layer": 3}}
 
-
-def model_of(family: str) -> nn.Module:
-    model = tiny_causal_lm(family, **THREE.get(family, {"num_hidden_layers": 3}))
+def model_of(family: str, blocks: int = 3) -> nn.Module:
+    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    model = tiny_causal_lm(family, **{name: blocks})
     if how_to_run(model).packed:
         model.set_attn_implementation(RAGGED)
     return model.eval()
@@ -44,9 +43,9 @@ def test_stages_of_every_packed_family_say_what_the_whole_model_says(family: str
         part = copy.deepcopy(whole)
         stage = cut_stage(part, number=number, blocks=[1, 1, 1])
         seen += [name for name, _ in part.named_parameters()]
-        assert stage.is_first == (stage.inlet is None)
-        if stage.inlet is not None:
-            stage.inlet.received = hidden
+        assert stage.is_first == (stage.chunks[0].inlet is None)
+        if stage.chunks[0].inlet is not None:
+            stage.chunks[0].inlet.received = hidden
         with torch.no_grad():
             if stage.is_last:
                 found = Policy(part, kernels="off")(batch()).logprobs
@@ -55,6 +54,37 @@ def test_stages_of_every_packed_family_say_what_the_whole_model_says(family: str
 
     assert torch.equal(found, expected)
     assert sorted(seen) == sorted(names)  # each parameter once, under its own name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_stages_of_two_chunks_say_what_the_whole_model_says(family: str) -> None:
+    whole = model_of(family, blocks=5)
+    with torch.no_grad():
+        expected = Policy(whole, kernels="off")(batch()).logprobs
+    parts = [copy.deepcopy(whole) for _ in range(2)]
+    stages = [
+        cut_stage(part, number=number, blocks=[1, 2, 1, 1], stages=2)
+        for number, part in enumerate(parts)
+    ]
+    own = [dict(part.named_parameters()) for part in parts]
+
+    hidden: Tensor | None = None
+    for place in range(4):
+        part, chunk = parts[place % 2], stages[place % 2].chunks[place // 2]
+        assert (chunk.number, chunk.count) == (place, 4)
+        assert chunk.is_first == (chunk.inlet is None)
+        if chunk.inlet is not None:
+            chunk.inlet.received = hidden
+        with torch.no_grad(), chunk.at_work():
+            if chunk.is_last:
+                found = Policy(part, kernels="off")(batch()).logprobs
+            else:
+                hidden = Passage(part, kernels="off")(batch())
+
+    assert torch.equal(found, expected)
+    # After the passes each has its own parameters again, and each of the model's is on one.
+    assert [dict(part.named_parameters()).keys() for part in parts] == [each.keys() for each in own]
+    assert sorted([*own[0], *own[1]]) == sorted(name for name, _ in whole.named_parameters())
 
 
 def test_a_family_that_runs_padded_is_refused_by_name() -> None:
@@ -92,6 +122,7 @@ def test_blocks_are_those_asked_for_or_as_many_as_take_about_as_long() -> None:
     assert blocks_of(model, 3) == [1, 1, 1]
     assert blocks_of(model, 2, (1, 2)) == [1, 2]
     assert blocks_of(model, 2) == [2, 1]  # the last stage has the head
+    assert blocks_of(model_of("llama", 6), 2, chunks=2) == [2, 2, 1, 1]
     with pytest.raises(ConfigError, match="take 3 at most"):
         blocks_of(model, 4)
 

@@ -1,37 +1,20 @@
 """Two processes that compute each layer together find the gradients of one, parameter by name."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, StableLmConfig
 
-from pipeline.config import TrainedModelConfig
-from pipeline.data.batches import TokenBatch, collate
-from pipeline.engine.engine import Engine
-from pipeline.engine.tensor_parts import part_of, role_of
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.divided_vocabulary import LARGE
-from pipeline.models.forward import Policy
-from pipeline.models.packing import how_to_run
 from pipeline.models.tensor_cut import cut_layers, divide
 from pipeline.models.tensor_roles import partial_parameters
 from pipeline.parallel.group import Group
-from pipeline.parallel.mesh import Mesh, current_mesh, cut_mesh
+from pipeline.parallel.mesh import cut_mesh
 from tests.distributed import run_ranks
-from tests.families import FAMILIES, VOCAB, random_rows, tiny_causal_lm
+from tests.families import tiny_causal_lm
+from tests.pipeline.models.divided_models import VARIANTS, learned
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES},
-    "falcon, ALiBi": ("falcon", {"alibi": True}),
-    "falcon, a key head for each": ("falcon", {"multi_query": False, "bias": True}),
-    "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "llama, many words": ("llama", {"vocab_size": LARGE}),
-    "gpt2, many words, tied": ("gpt2", {"vocab_size": LARGE}),
-    "gemma2, many words, capped": ("gemma2", {"vocab_size": LARGE, "tie_word_embeddings": False}),
-}
 PARTIAL = {"qwen3": {"q_norm", "k_norm"}}
 """Modules with whole weights of whose gradient each process finds a part."""
 
@@ -49,48 +32,6 @@ SMALL: dict[str, Any] = {
     "vocab_size": 101,
     "num_local_experts": 2,
 }
-
-
-def batch(words: int) -> TokenBatch:
-    """A few tokens, an odd number, of all words."""
-    rows = random_rows((9, 14, 6))
-    spread = [[each * (words // VOCAB) for each in row.input_ids] for row in rows]
-    return collate([replace(row, input_ids=ids) for row, ids in zip(rows, spread, strict=True)])
-
-
-def learned(
-    family: str, changes: dict[str, Any], mesh: Mesh | None = None, *, sequence: bool = True
-) -> dict[str, Any]:
-    """The gradients of a loss, whole, by name; the norm; which parameters have which role."""
-    model = tiny_causal_lm(family, **changes)
-    if how_to_run(model).packed:
-        model.set_attn_implementation("ragged")
-    mesh = mesh or current_mesh()
-    cut_layers(model, mesh.tensor, sequence=sequence)
-    engine = Engine(
-        Policy(model),
-        TrainedModelConfig(),
-        total_steps=1,
-        group=mesh.data,
-        parts=mesh.parts,
-        tensor=mesh.tensor,
-    )
-    rows = batch(model.config.vocab_size)
-    outputs = engine(rows, temperature=0.7, entropy=True)
-    loss = -outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()
-    engine.backward(loss)
-    params = dict(engine.model.named_parameters())
-    found: dict[str, Tensor] = {}
-    for name, gradient in engine.gradients().items():
-        part = part_of(params[name])
-        parts = engine.tensor.gather(gradient, what="a test")
-        found[name] = gradient if part is None else part.joined(parts)
-    roles: dict[str, set[str]] = {}
-    for name, param in params.items():
-        roles.setdefault(role_of(param), set()).add(name.split(".")[-2])
-    logits = Policy(model).logits(rows).sum().item()
-    norm = engine.step().grad_norm
-    return {"gradients": found, "norm": norm, "roles": roles, "loss": loss.item(), "logits": logits}
 
 
 def learned_together(names: tuple[str, ...], sequence: bool) -> dict[str, dict[str, Any]]:

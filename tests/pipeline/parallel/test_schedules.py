@@ -1,11 +1,13 @@
 """Schedules: the orders that PyTorch's pipelines run, without a deadlock, in the time of theory."""
 
+from collections import Counter
 from itertools import product
 
 import pytest
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     _ComputationType,
 )
 
@@ -14,7 +16,9 @@ from pipeline.parallel.schedules import (
     Instruction,
     Schedule,
     bubble,
-    instructions,
+    drawn,
+    most_kept,
+    orders_of,
     simulate,
 )
 
@@ -22,27 +26,25 @@ OF_PYTORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 KINDS = {_ComputationType.FORWARD: "forward", _ComputationType.FULL_BACKWARD: "backward"}
 
 
-def of_all(schedule: Schedule, stages: int, count: int) -> list[list[Instruction]]:
-    return [
-        instructions(schedule, stage=stage, stages=stages, count=count) for stage in range(stages)
-    ]
+def of_all(schedule: Schedule, stages: int, count: int, chunks: int = 1) -> list[list[Instruction]]:
+    return orders_of(schedule, stages=stages, count=count, chunks=chunks)
 
 
-def of_pytorch(schedule: str, stages: int, count: int) -> list[list[tuple[str, int]]]:
+def of_pytorch(schedule: str, stages: int, count: int) -> list[list[tuple[str, int, int]]]:
     made = OF_PYTORCH[schedule].__new__(OF_PYTORCH[schedule])
     made._num_stages, made._n_microbatches = stages, count
     order = made._get_pipeline_order()
     assert order is not None
     found = [
         [
-            (KINDS[action.computation_type], action.microbatch_index)
+            (KINDS[action.computation_type], action.microbatch_index, 0)
             for action in order[stage]
             if action is not None and action.computation_type in KINDS
         ]
         for stage in range(stages)
     ]
     if schedule == "1f1b":  # whose list of the last stage counts forward passes from 1 on
-        found[-1] = [(kind, each - (kind == "forward")) for kind, each in found[-1]]
+        found[-1] = [(kind, each - (kind == "forward"), 0) for kind, each, _ in found[-1]]
     return found
 
 
@@ -53,6 +55,39 @@ def test_the_orders_are_those_of_pytorch(schedule: Schedule) -> None:
             assert of_all(schedule, stages, count) == of_pytorch(schedule, stages, count)
 
 
+def interleaved_of_pytorch(
+    stages: int, count: int, chunks: int
+) -> list[list[tuple[str, int, int]]] | None:
+    """None where PyTorch's has no order for so many micro-batches."""
+    made = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    made.pp_group_size, made.n_local_stages = stages, chunks
+    made._n_microbatches = count
+    made.number_of_rounds = max(1, count // stages)
+    made.microbatches_per_round = count // made.number_of_rounds
+    if count % made.number_of_rounds:
+        return None
+    orders = [made._calculate_single_rank_operations(stage) for stage in range(stages)]
+    return [
+        [
+            (KINDS[action.computation_type], action.microbatch_index, action.stage_index // stages)
+            for action in order
+            if action is not None
+        ]
+        for order in orders
+    ]
+
+
+def test_the_interleaved_orders_are_those_of_pytorch_where_it_has_one() -> None:
+    known = 0
+    for stages, chunks, count in product(range(1, 9), range(2, 5), range(1, 33)):
+        expected = interleaved_of_pytorch(stages, count, chunks)
+        if expected is not None:
+            assert of_all("interleaved", stages, count, chunks) == expected
+            known += 1
+
+    assert known > 300
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_they_end_in_the_time_and_memory_of_theory_with_any_number_of_micro_batches(
     schedule: Schedule,
@@ -61,9 +96,31 @@ def test_they_end_in_the_time_and_memory_of_theory_with_any_number_of_micro_batc
         found = simulate(of_all(schedule, stages, count))
 
         assert found.seconds == 3 * (count + stages - 1)
-        assert found.bubble == pytest.approx(bubble(stages, count), abs=1e-12)
+        assert found.bubble == pytest.approx(bubble(schedule, stages, count), abs=1e-12)
         kept = [count if schedule == "gpipe" else min(stages - n, count) for n in range(stages)]
         assert found.kept == kept
+
+
+def test_interleaved_orders_wait_a_share_of_the_time_and_end_with_any_number_of_micro_batches() -> (
+    None
+):
+    for stages, chunks, count in product((2, 3, 4, 8), (2, 3, 4), range(1, 18)):
+        orders = of_all("interleaved", stages, count, chunks)
+        found = simulate(orders)
+
+        assert all(len(set(order)) == 2 * chunks * count for order in orders)
+        for order in orders:  # gradients of each chunk are added in the order of the micro-batches
+            for chunk in range(chunks):
+                back = [e.micro_batch for e in order if e[::2] == ("backward", chunk)]
+                assert back == [*range(count)]
+        assert found.bubble == pytest.approx(bubble("interleaved", stages, count, chunks))
+        if count % stages == 0:
+            waits = (stages - 1) / (chunks * count + stages - 1)
+            assert found.bubble == pytest.approx(waits)
+            ahead = [(chunks - 1) * stages + 2 * (stages - 1 - n) + 1 for n in range(stages)]
+            assert found.kept == [min(each, chunks * count) for each in ahead]
+        elif count > stages:
+            assert found.bubble < bubble("1f1b", stages, count)
 
 
 def test_a_timetable_by_hand() -> None:
@@ -71,17 +128,29 @@ def test_a_timetable_by_hand() -> None:
     first, second = simulate(of_all("1f1b", 2, 2)).starts
 
     assert [*first.items()] == [
-        (("forward", 0), 0.0),
-        (("forward", 1), 1.0),
-        (("backward", 0), 4.0),
-        (("backward", 1), 7.0),
+        (Instruction("forward", 0), 0.0),
+        (Instruction("forward", 1), 1.0),
+        (Instruction("backward", 0), 4.0),
+        (Instruction("backward", 1), 7.0),
     ]
     assert [*second.items()] == [
-        (("forward", 0), 1.0),
-        (("backward", 0), 2.0),
-        (("forward", 1), 4.0),
-        (("backward", 1), 5.0),
+        (Instruction("forward", 0), 1.0),
+        (Instruction("backward", 0), 2.0),
+        (Instruction("forward", 1), 4.0),
+        (Instruction("backward", 1), 5.0),
     ]
+
+
+def test_an_interleaved_timetable_by_hand() -> None:
+    # Two stages of two chunks, two micro-batches; the second chunk's are a and b.
+    assert drawn(of_all("interleaved", 2, 2, 2)) == ["01ab..aa.bb0011", ".01aaabbb0011.."]
+
+
+def test_what_a_stage_keeps_goes_by_what_its_chunks_take() -> None:
+    order = of_all("interleaved", 2, 4, 2)[0]
+
+    assert most_kept(order, [1.0, 1.0]) == Counter({0: 3, 1: 2})
+    assert most_kept(order, [3.0, 1.0]) == Counter({0: 4, 1: 1})
 
 
 def test_lists_that_wait_for_each_other_are_found() -> None:

@@ -14,7 +14,13 @@ from pipeline.launch.environment import PLANNED
 from pipeline.orchestrator import main
 from pipeline.plan.describe import describe_plan
 from pipeline.plan.make import make_plan
-from pipeline.plan.memory import insist_on_memory, memory_lines, memory_of, refusals
+from pipeline.plan.memory import (
+    chosen_settings,
+    insist_on_memory,
+    memory_lines,
+    memory_of,
+    refusals,
+)
 from pipeline.plan.plan import Plan
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
@@ -105,7 +111,7 @@ def test_auto_takes_the_fastest_rung_with_room(tmp_path: Path) -> None:
     many, _ = chosen("8xT4-16GB+512GB")
 
     assert (large.gradient_checkpointing, large.zero.offload.optimizer, rows) == (False, "none", 32)
-    assert (small.zero.offload.optimizer, small.gradient_checkpointing) == ("cpu", True)
+    assert small.zero.offload.optimizer == "cpu"
     assert fewer >= 1
     assert (many.zero_stage, many.zero.offload.optimizer) == (2, "none")
 
@@ -155,6 +161,25 @@ def test_auto_gives_the_keys_and_values_the_room_there_is(tmp_path: Path) -> Non
         return config.generation_batch_size
 
     assert 1 <= answers("1xA100-40GB+512GB") < answers("1xH200-141GB+512GB") < 4096
+
+
+@pytest.mark.jobs
+def test_auto_divides_a_model_rather_than_offload_it(tmp_path: Path) -> None:
+    large = "--step 1 --actor-model meta-llama/Llama-3.1-70B --plan auto --plan-for"
+    small = "--step 1 --actor-model facebook/opt-125m --plan auto --plan-for"
+
+    cut = plan(tmp_path, f"{large} 2x8xH100-80GB")
+    own = plan(tmp_path, f"{small} 4xT4-16GB --pipeline-parallel 4")
+
+    config = cut.configs["step1_sft"]
+    assert isinstance(config, SFTConfig)
+    assert config.parallel.pp * config.parallel.tp > 1
+    assert config.model.zero.offload.optimizer == "none"
+    assert own.configs["step1_sft"].parallel.pp == 4
+    assert "parallel.pp" not in own.chosen["sft"]
+    for each in (cut, own):
+        assert shortage(memory_of(each, each.stages[0]), each.machine) is None
+        assert any("# step 1, a step of full length" in line for line in chosen_settings(each))
 
 
 def test_auto_needs_to_know_the_models(tmp_path: Path) -> None:

@@ -152,6 +152,21 @@ def test_resume_names_the_first_setting_that_differs(tmp_path: Path) -> None:
     )
 
 
+def test_a_finished_step_goes_on_where_its_learning_rates_have_no_end(tmp_path: Path) -> None:
+    endless = ("--sft.model.optim.schedule", "constant", "--sft.model.optim.warmup_steps", "3")
+    run_step(tmp_path / "endless", 1, "--sft.max_steps", "20", *endless)
+    run_step(tmp_path / "cosine", 1, "--sft.max_steps", "20")
+    longer = ("--step", "1", "--resume", "--sft.max_steps", "30")
+
+    assert finished(tmp_path / "endless", *longer, *endless) == set()
+    assert finished(tmp_path / "endless", *longer[:-1], "20", *endless) == {"step1_sft"}
+    for out, words in (
+        ("endless", (*longer[:-1], "10", *endless)),
+        ("cosine", longer),
+    ):
+        assert "was finished with sft.max_steps 20" in complaint(tmp_path / out, *words)
+
+
 def test_another_run_is_refused_by_its_shared_settings(tmp_path: Path) -> None:
     run_step(tmp_path, 1, "--seed", "1")
 

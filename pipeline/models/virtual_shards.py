@@ -1,0 +1,140 @@
+"""Which virtual parts a model's layers are computed as, and where they lie in a process's weights.
+
+They are what as many processes would have as there are parts (`tensor_shards.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.engine.tensor_parts import part_of, whole_shape
+from pipeline.errors import require
+from pipeline.models.part_by_part import DividedLayer, compute_by_parts, sum_of_columns
+from pipeline.models.sharding import STYLES, layer_of, match
+from pipeline.models.tensor_shards import TensorShards
+from pipeline.parallel.group import Group
+from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.parallel.virtual_parts import VirtualParts
+
+SETTING = "parallel.arithmetic invariant:"
+
+
+_COUNT = "virtual_parts"
+"""Attribute of a model."""
+
+
+def virtual_parts_of(model: nn.Module) -> int | None:
+    """How many virtual parts a model's layers are computed as; None of any other model."""
+    return getattr(model, _COUNT, None)
+
+
+class VirtualShards(TensorShards):
+    """What each virtual part has of a model's layers.
+
+    Args:
+        model: on any device; nothing is changed before `apply`.
+        parts: which there are.
+
+    Raises:
+        ConfigError: the family has no plan, or its heads or widths can't be cut into so many.
+    """
+
+    def __init__(self, model: PreTrainedModel, parts: VirtualParts) -> None:
+        count = parts.count
+        everyone = Group(0, tuple(range(count)))
+        super().__init__(model, everyone, setting=SETTING, fix="take fast", divides_head=False)
+        self._parts = parts
+        if self.divides_keys:
+            self._check_key_heads()
+        for kind in self.styles.values():
+            style = STYLES[kind]
+            if style.joins or style.splits:
+                raise self.refused(f"layers are divided as {kind}")
+        self._by_owner = dict(self._owners())
+
+    def _check_key_heads(self) -> None:
+        """Each part has key heads of its own: gradients of one that several use would be theirs."""
+        keys = 1 if "colwise_one_key_head" in self.styles.values() else self.kv_heads
+        most = keys & -keys  # the largest power of two that divides them
+        heads = "key head" if keys == 1 else "key heads"
+        require(
+            keys % self.size == 0,
+            f"{self.label} doesn't divide the {keys} {heads} of {self.family}; take"
+            f" {'fast' if most == 1 else f'invariant:{most}'}",
+        )
+
+    def _owners(self) -> Iterator[tuple[str, list[str]]]:
+        """Modules, each with its divided layers, of which the last alone is divided by inputs."""
+        found: dict[str, list[str]] = {}
+        for name in self.styles:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+        for owner, names in found.items():
+            ordered = sorted(names, key=lambda name: not STYLES[self.styles[name]].by_outputs)
+            by_inputs = [name for name in names if not STYLES[self.styles[name]].by_outputs]
+            is_pair = len(names) == 2 or not self._is_block(owner)
+            if len(by_inputs) != 1 or len(names) == 1 or not is_pair:
+                raise self.refused(f"{owner} has no one layer that ends it")
+            yield owner, ordered
+
+    def _is_block(self, owner: str) -> bool:
+        return isinstance(self.model.get_submodule(owner), GradientCheckpointingLayer)
+
+    def apply(self, cut: Callable[[str], object]) -> None:
+        """Have the modules compute their parts; `cut` leaves this process's of a named layer."""
+        for owner, names in self._by_owner.items():
+            for name in names:
+                cut(name)
+            layers = [self._divided(name) for name in names]
+            module = self.model.get_submodule(owner)
+            is_biased = match(dict.fromkeys(self.plan.biased, True), owner)
+            compute_by_parts(
+                module,
+                self._parts,
+                layers,
+                is_block=self._is_block(owner),
+                own_heads=self.heads_of if is_biased else None,
+            )
+        self.narrow(hooks=False)
+        setattr(self.model, _COUNT, self.size)
+
+    def add_up(self) -> None:
+        """Have the layers that are divided by inputs add up the parts, to generate with.
+
+        All else is computed at once: of a product the columns, and of attention the heads, come out
+        as by themselves.
+        """
+        for names in self._by_owner.values():
+            layer = layer_of(self.model.get_submodule(names[-1]))
+            assert isinstance(layer, nn.Linear | Conv1D)
+            object.__setattr__(layer, "forward", partial(sum_of_columns, layer, self._parts))
+
+    def _divided(self, name: str) -> DividedLayer:
+        layer = layer_of(self.model.get_submodule(name))
+        assert isinstance(layer, nn.Linear | Conv1D)
+        leaves = ["weight"]
+        if STYLES[self.styles[name]].by_outputs and layer.bias is not None:
+            leaves.append("bias")
+        return DividedLayer(layer, {leaf: list(self._pieces(name, layer, leaf)) for leaf in leaves})
+
+    def _pieces(self, name: str, layer: nn.Module, leaf: str) -> Iterator[ShardSpec]:
+        param = layer.get_parameter(leaf)
+        own = part_of(param)
+        for number in self._parts.own:
+            spec = self.spec(name, leaf, whole_shape(param), rank=number)
+            assert spec is not None
+            yield spec if own is None else _inside(own.own, spec)
+
+
+def _inside(own: ShardSpec, part: ShardSpec) -> ShardSpec:
+    """Where the elements of a part lie in what this process has, which has all of them."""
+    shards = [
+        Shard(begin + each.start - have.start, begin + each.stop - have.start)
+        for each in part.shards
+        for have, begin in own.placed()
+        if have.start <= each.start and each.stop <= have.stop
+    ]
+    return ShardSpec(part.dim, tuple(shards))

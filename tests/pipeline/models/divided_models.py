@@ -1,0 +1,78 @@
+"""Tiny models with divided layers, and what they find of a few tokens."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import TrainedModelConfig
+from pipeline.data.batches import TokenBatch, collate
+from pipeline.engine.engine import Engine
+from pipeline.engine.tensor_parts import part_of, role_of
+from pipeline.models.divided_vocabulary import LARGE
+from pipeline.models.forward import Policy
+from pipeline.models.packing import how_to_run
+from pipeline.models.tensor_cut import cut_layers
+from pipeline.parallel.mesh import Mesh, current_mesh
+from tests.families import FAMILIES, VOCAB, random_rows, tiny_causal_lm
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "falcon, ALiBi": ("falcon", {"alibi": True}),
+    "falcon, a key head for each": ("falcon", {"multi_query": False, "bias": True}),
+    "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama, many words": ("llama", {"vocab_size": LARGE}),
+    "gpt2, many words, tied": ("gpt2", {"vocab_size": LARGE}),
+    "gemma2, many words, capped": ("gemma2", {"vocab_size": LARGE, "tie_word_embeddings": False}),
+}
+
+
+def batch(words: int) -> TokenBatch:
+    """A few tokens, an odd number, of all words."""
+    rows = random_rows((9, 14, 6))
+    spread = [[each * (words // VOCAB) for each in row.input_ids] for row in rows]
+    return collate([replace(row, input_ids=ids) for row, ids in zip(rows, spread, strict=True)])
+
+
+def learned(
+    family: str,
+    changes: dict[str, Any],
+    mesh: Mesh | None = None,
+    *,
+    sequence: bool = True,
+    parts: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """The gradients of a loss, whole, by name; the norm; which parameters have which role."""
+    model = tiny_causal_lm(family, **changes)
+    nn.Module.to(model, dtype=dtype)
+    if how_to_run(model).packed:
+        model.set_attn_implementation("ragged")
+    mesh = mesh or current_mesh()
+    cut_layers(model, mesh.tensor, sequence=sequence, parts=parts)
+    engine = Engine(
+        Policy(model),
+        TrainedModelConfig(),
+        total_steps=1,
+        group=mesh.data,
+        parts=mesh.parts,
+        tensor=mesh.tensor,
+        exact_norm=parts is not None,
+    )
+    rows = batch(model.config.vocab_size)
+    outputs = engine(rows, temperature=0.7, entropy=True)
+    loss = -outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()
+    engine.backward(loss)
+    params = dict(engine.model.named_parameters())
+    found: dict[str, Tensor] = {}
+    for name, gradient in engine.gradients().items():
+        part = part_of(params[name])
+        shares = engine.tensor.gather(gradient, what="a test")
+        found[name] = gradient if part is None else part.joined(shares)
+    roles: dict[str, set[str]] = {}
+    for name, param in params.items():
+        roles.setdefault(role_of(param), set()).add(name.split(".")[-2])
+    logits = Policy(model).logits(rows).sum().item()
+    norm = engine.step().grad_norm
+    return {"gradients": found, "norm": norm, "roles": roles, "loss": loss.item(), "logits": logits}

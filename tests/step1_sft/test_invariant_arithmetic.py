@@ -1,0 +1,138 @@
+"""Step 1 with `parallel.arithmetic invariant:4` ends in the same bits for tp 1, 2 and 4."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config import LoraConfig, ParallelConfig, TrainedModelConfig
+from pipeline.config.zero import ZeroConfig
+from pipeline.errors import ConfigError
+from pipeline.models.divided_vocabulary import LARGE
+from tests.distributed import run_ranks
+from tests.step1_sft.small_runs import cut_off, ended, make, run, saved, settings
+
+FOUR_KEYS = {"num_key_value_heads": 4}
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # Family, its changes, and settings of the model.
+    "tied, bf16, checkpointing, stage 3": (
+        "llama",
+        {**FOUR_KEYS, "tie_word_embeddings": True, "vocab_size": LARGE},
+        {"precision": "bf16", "gradient_checkpointing": True, "zero_stage": 3},
+    ),
+    "norms of heads, biases": (
+        "qwen3",
+        {**FOUR_KEYS, "attention_bias": True, "vocab_size": LARGE},
+        {"precision": "fp32"},
+    ),
+    "layers of a block itself, fp16": ("opt", {}, {"precision": "fp16", "zero_stage": 1}),
+    "packed queries, keys and values": (
+        "gpt2",
+        {"vocab_size": LARGE},
+        {"precision": "bf16", "zero_stage": 2},
+    ),
+    "attention beside the MLP": ("gpt_neox", {}, {"precision": "fp32", "zero_stage": 2}),
+    "residuals in modules, padded": ("bloom", {"n_layer": 3}, {"precision": "fp32"}),
+}
+SOME = ("tied, bf16, checkpointing, stage 3", "norms of heads, biases")
+"""That CI goes through; the others are the grid."""
+
+
+def by_parts(start: Path, out: Path, tp: int, model: dict[str, Any], **changes: Any) -> None:
+    """Train on `tp` processes, as 4 parts of each layer."""
+    parallel = ParallelConfig(tp=tp, micro_batches=3, arithmetic="invariant:4")
+    run_ranks(run, settings(start, out, parallel=parallel, model=model, **changes), world_size=tp)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
+)
+def test_one_two_and_four_processes_end_in_the_same_bits(case: str, tmp_path: Path) -> None:
+    family, changes, model = CASES[case]
+    start = make(tmp_path, family, **changes)
+
+    for tp in (1, 2, 4):
+        by_parts(start, tmp_path / str(tp), tp, model)
+
+    alone = ended(tmp_path / "1")
+    assert len(alone["metrics"]) >= 4
+    assert ended(tmp_path / "2") == alone
+    assert ended(tmp_path / "4") == alone
+    run(settings(start, tmp_path / "fast", model=model))
+    assert ended(tmp_path / "fast")["weights"] != alone["weights"]
+
+
+TREE = {"zero": ZeroConfig(reduction="deterministic"), "precision": "bf16"}
+MIXTURES: dict[str, tuple[ParallelConfig, int]] = {
+    # The division of four processes, and the ZeRO stage.
+    "two stages of two": (ParallelConfig(pp=2, tp=2, micro_batches=4), 1),
+    "two groups of two": (ParallelConfig(tp=2, micro_batches=2), 3),
+    "two replicas of two": (ParallelConfig(tp=2, micro_batches=2, replicas=2), 2),
+    "four with whole layers": (ParallelConfig(micro_batches=1), 2),
+}
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n.startswith("two stages") else pytest.mark.grid)
+        for n in MIXTURES
+    ],
+)
+def test_four_processes_end_in_the_bits_of_one_however_they_are_divided(
+    name: str, tmp_path: Path
+) -> None:
+    (parallel, stage), shape = MIXTURES[name], {**FOUR_KEYS, "tie_word_embeddings": True}
+    start = make(tmp_path, "qwen3", vocab_size=LARGE, **shape)
+    alone = ParallelConfig(micro_batches=4, arithmetic="invariant:4")
+    run(settings(start, tmp_path / "alone", parallel=alone, model=TREE))
+
+    divided = replace(parallel, arithmetic="invariant:4")
+    config = settings(
+        start, tmp_path / "four", parallel=divided, model={**TREE, "zero_stage": stage}
+    )
+    run_ranks(run, config, world_size=4)
+
+    assert ended(tmp_path / "four") == ended(tmp_path / "alone")
+
+
+@pytest.mark.jobs
+def test_a_state_of_any_tp_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> None:
+    start = make(tmp_path, "gpt2", vocab_size=LARGE)
+    model, often = {"precision": "bf16"}, {"save_every": 1, "keep_last": 9}
+    by_parts(start, tmp_path / "two", 2, model, **often)
+
+    for tp in (1, 4):
+        out = cut_off(tmp_path / "two", tmp_path / f"two to {tp}")
+        by_parts(start, out, tp, model, resume=True, **often)
+        assert ended(out) == ended(tmp_path / "two")
+        found, expected = saved(out, 3), saved(tmp_path / "two", 3)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_wrong_arithmetic_is_refused_in_a_sentence() -> None:
+    for wrong, sentence in {
+        "invariant": r"is fast or invariant:N, such as invariant:4, got invariant$",
+        "invariant:0": r"invariant:0 must have a power of two above 1, .* take invariant:2$",
+        "invariant:6": r"invariant:6 must have a power of two above 1, .* take invariant:8$",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"parallel\.arithmetic {sentence}"):
+            ParallelConfig(arithmetic=wrong)
+    with pytest.raises(ConfigError, match=r"which parallel\.tp 4 doesn't divide; take invariant:4"):
+        ParallelConfig(tp=4, arithmetic="invariant:2")
+    with pytest.raises(
+        ConfigError, match=r"which parallel\.tp 3 doesn't divide; take a tp that is"
+    ):
+        ParallelConfig(tp=3, arithmetic="invariant:4")
+    with pytest.raises(
+        ConfigError, match=r"model\.lora can't be computed by the parts of parallel"
+    ):
+        ParallelConfig(arithmetic="invariant:4").check_model(
+            "model", TrainedModelConfig(path="m", lora=LoraConfig())
+        )
