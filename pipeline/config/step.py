@@ -64,7 +64,7 @@ class StepConfig(ABC):
     data: DataConfig = field(default_factory=DataConfig)
 
     seed: int = 1234
-    """Seed of the data order, of sampling and of new weights."""
+    """Seed of the data order, sampling and new weights."""
 
     max_steps: int | None = None
     """Optimizer steps (iterations in step 3); null runs `epochs`."""
