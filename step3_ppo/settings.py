@@ -110,7 +110,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     et al. 2025, VAPO: 0.1)."""
 
     generation_batch_size: int = 64
-    """Concurrent responses of a process; does not affect results."""
+    """Concurrent responses of a process; changes no result."""
 
     inference_tp_size: int = 1
     """Processes that generate together by tensor parallelism; must divide their number and the
