@@ -110,7 +110,11 @@ class LocalStart:
         return found
 
     def settle(self, attempt: str | None) -> LocalPart | None:
-        """Remove all but this process's part of the checkpoint that the run goes on from."""
+        """Remove all but this process's part of the checkpoint that the run goes on from.
+
+        All processes call it, when they have read that checkpoint: one may read another's part.
+        """
+        self._world.barrier()
         rank, size = self._world.rank, self._world.size
         own = [
             part

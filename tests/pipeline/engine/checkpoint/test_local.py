@@ -4,6 +4,7 @@ import ctypes
 import logging
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -374,6 +375,8 @@ def resume_as_two_machines(root: Path, disks: Sequence[Path]) -> tuple[list[str]
     begun.upload_newest(lambda _state: True)
     checkpoint = newest_on_all(root, world, near=begun.near)
     assert checkpoint is not None
+    if world.rank == 0:  # it may read the other's part, which stays until both have read
+        time.sleep(0.3)
     assert_holds(checkpoint, 5)
     begun.settle(checkpoint.manifest.attempt)
     world.barrier()
