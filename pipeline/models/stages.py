@@ -88,12 +88,12 @@ class Stage:
     @property
     def is_first(self) -> bool:
         """Whether it reads tokens."""
-        return self.number == 0
+        return self.chunks[0].is_first
 
     @property
     def is_last(self) -> bool:
         """Whether it has the head."""
-        return self.number == self.count - 1
+        return self.chunks[-1].is_last
 
 
 def cut_stage(

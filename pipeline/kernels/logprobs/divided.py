@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pipeline.kernels.logprobs.tiles import tile_gradients, tile_sums
+from pipeline.kernels.logprobs.tiles import of_sums, tile_gradients, tile_sums
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.sums import tree_sum
 from pipeline.parallel.virtual_parts import VirtualParts
@@ -88,11 +88,8 @@ class _Divided(torch.autograd.Function):
                 for rows, shift, local in _of_parts(weight, bias, targets, words)
             ]
         )
-        chosen, largest, total, weighted = _of_all_words(own, words.parts)
-        entropies = total.log() - weighted / total if entropy else None
-        ctx.save_for_backward(hidden, weight, bias, targets, largest, total, entropies)
-        logprobs = (chosen - largest - total.log()).squeeze(1)
-        return logprobs, None if entropies is None else entropies.squeeze(1)
+        sums = _of_all_words(own, words.parts)
+        return of_sums(ctx, sums, (hidden, weight, bias, targets), entropy=entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401

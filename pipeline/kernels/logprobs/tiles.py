@@ -41,13 +41,8 @@ class RecomputeLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no other parameter
         ctx.temperature, ctx.tile = temperature, tile
-        chosen, largest, total, weighted = tile_sums(
-            hidden, weight, bias, targets, temperature, tile, entropy=entropy
-        )
-        entropies = total.log() - weighted / total if entropy else None
-        ctx.save_for_backward(hidden, weight, bias, targets, largest, total, entropies)
-        logprobs = (chosen - largest - total.log()).squeeze(1)
-        return logprobs, None if entropies is None else entropies.squeeze(1)
+        sums = tile_sums(hidden, weight, bias, targets, temperature, tile, entropy=entropy)
+        return of_sums(ctx, sums, (hidden, weight, bias, targets), entropy=entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
@@ -101,6 +96,24 @@ def tile_sums(
             weighted = weighted + exponentials.mul_(logits).sum(dim=1, keepdim=True)
         del logits, exponentials  # before the next tile is made
     return torch.stack([chosen, largest, total, weighted])
+
+
+def of_sums(
+    ctx: Any,  # noqa: ANN401
+    sums: Float[Tensor, "4 T 1"],
+    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    *,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities, and entropies if they are asked for, from `tile_sums` over all words.
+
+    In `ctx` is kept what the gradients need: the inputs, and what the distributions follow from.
+    """
+    chosen, largest, total, weighted = sums
+    entropies = total.log() - weighted / total if entropy else None
+    ctx.save_for_backward(*inputs, largest, total, entropies)
+    logprobs = (chosen - largest - total.log()).squeeze(1)
+    return logprobs, None if entropies is None else entropies.squeeze(1)
 
 
 class FusedGradLogprobs(torch.autograd.Function):
