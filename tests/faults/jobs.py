@@ -147,7 +147,7 @@ class Forked:
         end = time.monotonic() + seconds
         told = False
         while any(process.exitcode is None for process in self.processes):
-            assert time.monotonic() < end, f"it did not end within {seconds:g} s:\n{self.said()}"
+            assert time.monotonic() < end, f"it did not end within {seconds:g} s:\n{self.output()}"
             if not told and any(process.exitcode not in fine for process in self.processes):
                 told = True
                 for process in self.processes:
@@ -161,7 +161,7 @@ class Forked:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
 
-    def said(self) -> str:
+    def output(self) -> str:
         """All that the processes wrote."""
         return "\n".join(log.read_text() for log in self.logs if log.exists())
 
@@ -226,9 +226,9 @@ class Command:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end within {seconds:g} s:\n{self.said()}") from None
+            raise AssertionError(f"it did not end within {seconds:g} s:\n{self.output()}") from None
 
-    def said(self) -> str:
+    def output(self) -> str:
         """All that it wrote."""
         return Path(self._log.name).read_text()
 

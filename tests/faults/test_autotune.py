@@ -39,10 +39,10 @@ def test_a_tuning_survives_a_trial_that_is_killed_and_its_settings_run(tmp_path:
         *WORDS, "--output-dir", str(out), "--autotune", "tune", "--autotune-space", *SPACE
     ) as job:
         while not log.exists() or not workers(job.process.pid):
-            assert job.process.poll() is None, job.said()
+            assert job.process.poll() is None, job.output()
             time.sleep(0.05)
         workers(job.process.pid)[0].kill()
-        assert job.wait(300) == 0, job.said()
+        assert job.wait(300) == 0, job.output()
 
     trials = [
         json.loads(line) for line in (out / "autotune" / "trials.jsonl").read_text().splitlines()
@@ -55,5 +55,5 @@ def test_a_tuning_survives_a_trial_that_is_killed_and_its_settings_run(tmp_path:
     chosen = yaml.safe_load(best.read_text())["sft"]
     assert chosen["micro_batch_size"] in (1, 4)
     with Command("train.py", "--config", str(best), "--sft.max_steps", "2") as job:
-        assert job.wait(120) == 0, job.said()
+        assert job.wait(120) == 0, job.output()
     assert (out / "step1_sft" / "result.json").is_file()

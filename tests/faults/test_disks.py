@@ -45,8 +45,8 @@ def test_a_save_that_one_rank_can_not_make_costs_a_sentence(
 
     # The first file is that of the frozen weights, the second that of step 1.
     with Forked(config, fault=f"checkpoint.mid_file:1:4:{action}") as job:
-        assert job.wait() == [0, 0], job.said()
-        said = job.said()
+        assert job.wait() == [0, 0], job.output()
+        said = job.output()
 
     (sentence,) = [line for line in said.splitlines() if "failed" in line]
     assert f"saving step 3 to {tmp_path}/checkpoints failed: rank 1: {reason}" in sentence
@@ -81,8 +81,8 @@ def test_a_job_outlives_a_disk_that_is_full(start: Path, reference: Path, small_
     config = small(start, "sft", output_dir=small_disk, max_steps=STEPS)
 
     with Forked(config) as job:
-        assert job.wait() == [0, 0], job.said()
-        said = job.said()
+        assert job.wait() == [0, 0], job.output()
+        said = job.output()
 
     failed = [line for line in said.splitlines() if "No space left on device" in line]
     saved = steps_saved(small_disk)
@@ -113,11 +113,11 @@ def test_a_job_outlives_a_disk_that_is_read_only_for_a_while(
         while len(steps_saved(small_disk)) < 2:
             time.sleep(0.01)
         remount(small_disk, "ro")
-        while "Read-only file system" not in job.said():
+        while "Read-only file system" not in job.output():
             time.sleep(0.01)
         remount(small_disk, "rw")
-        assert job.wait() == [0, 0], job.said()
-        said = job.said()
+        assert job.wait() == [0, 0], job.output()
+        said = job.output()
 
     assert said.count("Read-only file system") < steps - 2
     assert "Traceback" not in said
@@ -140,7 +140,7 @@ def test_an_offload_directory_that_vanishes_takes_nothing_along(
         while not steps_saved(out):
             time.sleep(0.01)
         shutil.rmtree(scratch)
-        assert job.wait() == [0, 0], job.said()
+        assert job.wait() == [0, 0], job.output()
 
     assert_same_end(out, reference, step=STEPS)
 
@@ -156,7 +156,7 @@ def test_an_offload_disk_that_fails_on_one_rank_ends_the_job_in_a_sentence(
     with Forked(config, fault=f"offload.{verb}:1:40:eio") as job:
         job.processes[1].join(60)
         codes = job.wait(PEER_SECONDS)
-        said = job.said()
+        said = job.output()
 
     assert codes[1] == 2
     assert codes[0] != 0

@@ -108,8 +108,8 @@ def test_a_run_goes_on_when_a_node_is_lost_and_when_it_comes_back(
     def wait_for(sizes: list[int], job: Command) -> None:
         end = time.monotonic() + 120
         while worlds(out)[: len(sizes)] != sizes:
-            assert time.monotonic() < end, job.said()
-            assert job.process.poll() is None, job.said()
+            assert time.monotonic() < end, job.output()
+            assert job.process.poll() is None, job.output()
             time.sleep(0.1)
 
     with agent(words, port, first=True) as one:
@@ -118,8 +118,8 @@ def test_a_run_goes_on_when_a_node_is_lost_and_when_it_comes_back(
             other.kill()
         wait_for([4, 2], one)
         with agent(words, port, first=False) as other:
-            assert one.wait(240) == 0, one.said()
-            assert other.wait(60) == 0, other.said()
+            assert one.wait(240) == 0, one.output()
+            assert other.wait(60) == 0, other.output()
 
     assert worlds(out) == [4, 2, 4]
     assert_same_end(out, tmp_path / "whole", step=steps, elastic=True)

@@ -82,7 +82,7 @@ def signalled(
 def finish(config: StepConfig, processes: int) -> None:
     """Run it to its end."""
     with Forked(config, world_size=processes) as job:
-        assert job.wait(PATIENCE_SECONDS) == [0] * processes, job.said()
+        assert job.wait(PATIENCE_SECONDS) == [0] * processes, job.output()
 
 
 def assert_kept(row: Row, steps: int) -> None:

@@ -64,12 +64,12 @@ def test_the_real_command_ends_in_time_and_goes_on(
 
     with Command(*words, fault=f"{fault}:kill") as job:
         code = job.wait()
-        said = job.said()
+        said = job.output()
 
     assert code == 128 + 9, said
     assert "rank 1 ended without a word" in said
     assert 0 < assert_prefix(config.output_dir, whole.output_dir) < 8
 
     with Command(*words, "--resume") as job:
-        assert job.wait() == 0, job.said()
+        assert job.wait() == 0, job.output()
     assert_same_end(config.output_dir, whole.output_dir, step=8)

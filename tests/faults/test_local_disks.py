@@ -43,7 +43,7 @@ def job(start: Path, tmp_path: Path, step: str = "sft", **changes: Any) -> StepC
 
 def step_after(job: Forked) -> int:
     """After which step a resumed job went on."""
-    (line,) = [line for line in job.said().splitlines() if "goes on after step" in line]
+    (line,) = [line for line in job.output().splitlines() if "goes on after step" in line]
     return int(line.rpartition(" ")[2])
 
 
@@ -64,14 +64,14 @@ def test_a_job_with_disks_of_its_machines_ends_as_one_without(
     config, disks = job(start, tmp_path), disks_of(tmp_path)
 
     with Forked(config, disks=disks) as running:
-        assert running.wait() == [0, 0], running.said()
-        said = running.said()
+        assert running.wait() == [0, 0], running.output()
+        output = running.output()
 
     assert_same_end(config.output_dir, reference, step=8)
     machine = Machine(processes=2, world=2, gpu_bytes=None, host_bytes=None)
     assert trained_bytes(config.output_dir, 8) == checkpoint_bytes(config, machine, {})
     assert [list(disk.glob("checkpoints/*")) for disk in disks] == [[], []]  # all is copied
-    assert f"is saved in {disks[0]}/checkpoints/out-" in said
+    assert f"is saved in {disks[0]}/checkpoints/out-" in output
     result = (config.output_dir / "result.json").read_text()
     assert '"uploads": {' in result
     assert '"count": 8' in result
@@ -88,7 +88,7 @@ def test_a_job_killed_between_its_disks_and_the_runs_directory_loses_nothing_who
     assert assert_prefix(config.output_dir, reference) in (2, 3, 4)
 
     with Forked(replace(config, resume=True), disks=disks) as running:
-        assert running.wait() == [0, 0], running.said()
+        assert running.wait() == [0, 0], running.output()
         assert whole <= step_after(running) <= 6
 
     assert_same_end(config.output_dir, reference, step=8)
@@ -105,7 +105,7 @@ def test_a_machine_that_is_lost_with_its_disk_costs_what_the_directory_lacks(
     disks[1].mkdir()
 
     with Forked(replace(config, resume=True), disks=disks) as running:
-        assert running.wait() == [0, 0], running.said()
+        assert running.wait() == [0, 0], running.output()
         assert step_after(running) == 3
 
     assert_same_end(config.output_dir, reference, step=8)
@@ -124,7 +124,7 @@ def test_another_number_of_processes_goes_on_from_what_was_only_on_the_disks(
 
     again = replace(config, resume=True, max_steps=8)
     with Forked(again, world_size=world_size, disks=disks * world_size) as running:
-        assert running.wait() == [0] * world_size, running.said()
+        assert running.wait() == [0] * world_size, running.output()
         assert step_after(running) >= 4
 
     assert len(metrics(config.output_dir)) == len(metrics(reference))
@@ -140,7 +140,7 @@ def test_every_step_goes_on_from_its_machines_disks(step: str, start: Path, tmp_
         running.wait()
 
     with Forked(replace(config, resume=True), disks=disks) as running:
-        assert running.wait() == [0, 0], running.said()
+        assert running.wait() == [0, 0], running.output()
         assert step_after(running) >= 5
 
     assert_same_end(config.output_dir, whole.output_dir, step=8)
@@ -155,4 +155,4 @@ def test_what_was_only_on_the_disks_is_not_overwritten_unasked(start: Path, tmp_
 
     with Forked(config, disks=disks) as running:
         running.wait()
-        assert "holds the checkpoints of a run that was cut off" in running.said()
+        assert "holds the checkpoints of a run that was cut off" in running.output()

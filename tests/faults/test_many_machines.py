@@ -55,8 +55,8 @@ def by_ssh(ssh: Path, hostfile: Path) -> list[str]:
 
 def finish(job: Command, code: int = 0, seconds: float = 240) -> str:
     with job:
-        assert job.wait(seconds) == code, job.said()
-        return job.said()
+        assert job.wait(seconds) == code, job.output()
+        return job.output()
 
 
 def weights(out: Path) -> dict[str, bytes]:
@@ -148,8 +148,8 @@ def test_by_hand_two_machines_with_two_processes_each_end_as_one_with_four(
 def wait_for_checkpoint(out: Path, job: Command) -> None:
     end = time.monotonic() + 120
     while not list((out / "step1_sft" / "checkpoints").glob("step_*/manifest.json")):
-        assert time.monotonic() < end, job.said()
-        assert job.process.poll() is None, job.said()
+        assert time.monotonic() < end, job.output()
+        assert job.process.poll() is None, job.output()
         time.sleep(0.05)
 
 
@@ -171,7 +171,7 @@ def test_a_machine_that_is_lost_is_named_and_the_job_resumes(
         machines.kill("worker-1") if fault == "killed" else machines.cut()
         code = job.wait(200)
         took = time.monotonic() - began
-        said = job.said()
+        said = job.output()
     machines.reconnect()
 
     assert code == 1, said
@@ -196,8 +196,8 @@ def test_where_one_machine_is_enough_the_job_goes_on_without_the_other(
     with train(out, *hosts, *exact, "--min-nodes", "1") as job:
         wait_for_checkpoint(out, job)
         machines.kill("worker-1")
-        assert job.wait(240) == 0, job.said()
-        said = job.said()
+        assert job.wait(240) == 0, job.output()
+        said = job.output()
 
     assert "worker-1 ended first, by SIGKILL; 1 of 2 go on" in said
     finish(train(tmp_path / "one", *exact))

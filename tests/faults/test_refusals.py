@@ -24,8 +24,8 @@ def refusal(config: StepConfig) -> str:
     """What the job says before it ends with exit code 2; nothing of its output has changed."""
     before = {path: path.stat().st_mtime_ns for path in saved_files(config)}
     with Forked(config, world_size=1) as job:
-        assert job.wait() == [2], job.said()
-        said = job.said()
+        assert job.wait() == [2], job.output()
+        said = job.output()
     assert {path: path.stat().st_mtime_ns for path in saved_files(config)} == before
     assert "Traceback" not in said
     (sentence,) = [line for line in said.splitlines() if line.startswith("error: ")]

@@ -11,7 +11,7 @@ STEP = ("-m", "step1_sft.train", "--output-dir", "/nowhere")
 
 
 def last_line(job: Command) -> str:
-    return job.said().splitlines()[-1]
+    return job.output().splitlines()[-1]
 
 
 @pytest.mark.faults
@@ -22,8 +22,8 @@ def test_a_port_that_is_taken_is_named() -> None:
         port = str(taken.getsockname()[1])
         rendezvous = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port)
         with Command(*TORCHRUN, *rendezvous, *STEP) as job:
-            assert job.wait(60) == 2, job.said()
-            said = job.said()
+            assert job.wait(60) == 2, job.output()
+            said = job.output()
 
     assert said == (
         f"error: the nodes could not meet at --master-addr 127.0.0.1 --master-port {port}: that"
@@ -43,7 +43,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 def test_a_node_that_is_missing_ends_the_others_in_time(rendezvous: tuple[str, ...]) -> None:
     port = free_port()
     with Command(*TORCHRUN, *rendezvous, "--master-port", str(port), *STEP) as job:
-        assert job.wait(60) == 2, job.said()
+        assert job.wait(60) == 2, job.output()
         said = last_line(job)
 
     assert said.startswith(

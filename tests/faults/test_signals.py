@@ -51,7 +51,7 @@ def lines(out: Path) -> int:
 def wait_for(condition: Callable[[], object], job: Forked | Command) -> None:
     end = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < end, job.said()
+        assert time.monotonic() < end, job.output()
         time.sleep(0.005)
 
 
@@ -80,7 +80,7 @@ def test_a_signal_in_the_loop_saves_the_step_at_hand(
         wait_for_lines(tmp_path, 4, job)
         job.signal(number)
         codes = job.wait()
-        said = job.said()
+        said = job.output()
 
     assert codes == [exit_code(number)] * 2
     step = assert_prefix(tmp_path, long_reference)
@@ -92,7 +92,7 @@ def test_a_signal_in_the_loop_saves_the_step_at_hand(
     assert [line["step"] for line in metrics(tmp_path)][-1] == step  # not one step more
     with Forked(replace(config, resume=True)) as job:
         assert job.wait() == [0, 0]
-        assert f"step1_sft goes on after step {step}\n" in job.said()
+        assert f"step1_sft goes on after step {step}\n" in job.output()
     assert metrics(tmp_path) == metrics(long_reference)
     assert model(tmp_path) == model(long_reference)
 
@@ -106,16 +106,16 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
 ) -> None:
     """One process sleeps in its third step, the other waits for it in a collective."""
     with Forked(job_of(start, tmp_path), fault="engine.step:1:3:hang") as job:
-        wait_for(lambda: "engine.step hangs\n" in job.said(), job)
+        wait_for(lambda: "engine.step hangs\n" in job.output(), job)
         job.signal(signal.SIGINT)
-        wait_for(lambda: "finishes the current step, saves its state" in job.said(), job)
+        wait_for(lambda: "finishes the current step, saves its state" in job.output(), job)
         assert all(process.is_alive() for process in job.processes)
         time.sleep(SAME_SECONDS + 0.2)
         job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * 2
-        assert "step1_sft is aborted; --resume begins at step 1\n" in job.said()
-        assert "Traceback" not in job.said()
+        assert "step1_sft is aborted; --resume begins at step 1\n" in job.output()
+        assert "Traceback" not in job.output()
 
 
 @pytest.mark.jobs
@@ -131,7 +131,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_others_to_come(start: Path, tmp_pa
         second.join(10)
 
         assert second.exitcode == -signal.SIGINT
-        assert "Traceback" not in job.said()
+        assert "Traceback" not in job.output()
 
 
 @pytest.mark.jobs
@@ -140,7 +140,7 @@ def test_a_signal_while_one_process_is_in_the_loop_and_another_is_not_is_no_fail
     number: signal.Signals, start: Path, tmp_path: Path
 ) -> None:
     with Forked(job_of(start, tmp_path), fault="steps.begin:1:1:hang") as job:
-        wait_for(lambda: "steps.begin hangs\n" in job.said(), job)
+        wait_for(lambda: "steps.begin hangs\n" in job.output(), job)
         time.sleep(0.5)  # the first process comes to its loop
         job.signal(number)
         codes = job.wait(10)
@@ -148,18 +148,18 @@ def test_a_signal_while_one_process_is_in_the_loop_and_another_is_not_is_no_fail
         # Before the loop SIGTERM ends a process as any program, and a launcher then all others.
         usual = {exit_code(number)} | ({-signal.SIGTERM} if number == signal.SIGTERM else set())
         assert set(codes) <= usual
-        assert "Traceback" not in job.said()
-        assert "rank" not in job.said()
+        assert "Traceback" not in job.output()
+        assert "rank" not in job.output()
 
 
 def test_ctrl_c_before_the_first_step_leaves_at_once(start: Path, tmp_path: Path) -> None:
     with Forked(job_of(start, tmp_path), fault="engine.forward:*:1:hang") as job:
-        wait_for(lambda: job.said().count("engine.forward hangs\n") == 2, job)
+        wait_for(lambda: job.output().count("engine.forward hangs\n") == 2, job)
         job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * 2
-        assert "step1_sft stopped after step 0 of 30; --resume begins at step 1\n" in job.said()
-        assert "Traceback" not in job.said()
+        assert "step1_sft stopped after step 0 of 30; --resume begins at step 1\n" in job.output()
+        assert "Traceback" not in job.output()
 
 
 @pytest.mark.jobs
@@ -172,17 +172,17 @@ def test_ctrl_c_while_the_model_is_written_loses_no_step(
     assert set(run_forked(config, world_size=processes)) == {0}
     config = replace(config, output_dir=tmp_path / "run")
     with Forked(config, world_size=processes, fault="export.before_replace:0:1:hang") as job:
-        wait_for(lambda: "export.before_replace hangs\n" in job.said(), job)
+        wait_for(lambda: "export.before_replace hangs\n" in job.output(), job)
         job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * processes
-        assert "step1_sft stopped after step 8 of 8; --resume goes on after step 8" in job.said()
-        assert "Traceback" not in job.said()
+        assert "step1_sft stopped after step 8 of 8; --resume goes on after step 8" in job.output()
+        assert "Traceback" not in job.output()
 
     with Forked(replace(config, resume=True), world_size=processes) as job:
         assert set(job.wait()) == {0}
-        assert "step1_sft goes on after step 8\n" in job.said()
-        assert " step 8/8 " not in job.said()  # no step is done again
+        assert "step1_sft goes on after step 8\n" in job.output()
+        assert " step 8/8 " not in job.output()  # no step is done again
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert model(tmp_path / "run") == model(tmp_path / "whole")
 
@@ -252,12 +252,12 @@ def test_the_real_commands_save_and_go_on(
         wait_for_lines(out, 1, job)
         time.sleep(random.Random(number).uniform(0, 0.5))
         job.process.send_signal(number)
-        assert job.wait() == exit_code(number), job.said()
+        assert job.wait() == exit_code(number), job.output()
         step = assert_prefix(out, whole)
-        assert f"--resume goes on after step {step}\n" in job.said()
+        assert f"--resume goes on after step {step}\n" in job.output()
     assert [line["step"] for line in metrics(out)][-1] == step
 
     with Command(*words, "--resume") as job:
-        assert job.wait() == 0, job.said()
+        assert job.wait() == 0, job.output()
     assert metrics(out) == metrics(whole)
     assert model(out) == model(whole)
