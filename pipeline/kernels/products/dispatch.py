@@ -71,15 +71,23 @@ def in_place() -> Iterator[None]:
     Raises:
         NotBuiltError: there is none.
     """
-    built, was_in_place = cpu.library(), is_in_place()
+    built = cpu.library()
     if isinstance(built, NotBuiltError):
         raise built
-    if not was_in_place:
-        _PLACE.take(built)
+    with given_back():
+        if not is_in_place():
+            _PLACE.take(built)
+        yield
+
+
+@contextmanager
+def given_back() -> Iterator[None]:
+    """What takes PyTorch's place inside it gives it back at the end."""
+    was_in_place = is_in_place()
     try:
         yield
     finally:
-        if not was_in_place:
+        if is_in_place() and not was_in_place:
             _PLACE.give_back()
 
 
