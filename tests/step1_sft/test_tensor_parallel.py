@@ -46,6 +46,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     ),
     "lengths of rows": ("opt", {}, {"lora": LoraConfig(rank=2, variant="dora")}, 1e-6),
     "lengths of columns": ("gpt2", {}, {"lora": LoraConfig(rank=2, variant="dora")}, 1e-6),
+    "singular vectors, stage 3": (
+        "llama",
+        {},
+        {"lora": LoraConfig(rank=2, variant="pissa"), "zero_stage": 3},
+        2e-6,
+    ),
+    "orthogonal columns": ("gpt2", {}, {"lora": LoraConfig(rank=2, variant="olora")}, 2e-6),
     "norms of heads, biases": ("qwen3", {"attention_bias": True}, {"zero_stage": 2}, 2e-6),
     "one key head, tied, padded": ("falcon", {}, {"precision": "fp32"}, 1e-6),
     "tied, bf16, checkpointing": (
@@ -94,7 +101,7 @@ def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
     adapter = tmp_path / "together" / "adapter"
     if adapter.exists() and bound < 1e-5:  # as peft has it, on the untouched base
         adapted = PeftModel.from_pretrained(model_of(start / "base"), str(adapter))
-        torch.testing.assert_close(adapted(ids).logits, found, rtol=1e-4, atol=1e-5)
+        assert (adapted(ids).logits - found).norm() <= 20 * bound * found.norm()
     shape = {"processes": 2, "stages": 1, "tensor": 2, "replicas": 1, "shards": 1}
     assert json.loads((tmp_path / "together" / "result.json").read_text())["mesh"] == shape
 
@@ -260,7 +267,6 @@ def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Pa
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "4 bits": ({"quantize": "nf4", "lora": LoraConfig()}, "model.quantize nf4 stores weights"),
-    "pissa": ({"lora": LoraConfig(variant="pissa")}, "model.lora.variant pissa begins with parts"),
     "compile": ({"zero": ZeroConfig(compile=True)}, "model.zero.compile can't compile blocks"),
 }
 
