@@ -211,11 +211,6 @@ class ParallelConfig:
             " to none",
         )
         require(
-            model.optim.moments != "8bit",
-            f"{role}.optim.moments 8bit keeps moments in blocks that {tp} would cut; take bf16, or"
-            " fp32",
-        )
-        require(
             not model.zero.compile,
             f"{role}.zero.compile can't compile blocks in which the processes of {tp} wait for each"
             " other; set it to false",

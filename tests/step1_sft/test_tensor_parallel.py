@@ -264,6 +264,14 @@ def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"parallel\.tp 3 doesn't divide the 4 attention heads"):
         step_memory(config, machine=replace(ONE, processes=3, world=3))
 
+    optim = replace(config.model.optim, moments="8bit")
+    narrow = replace(
+        config, parallel=ParallelConfig(tp=2), model=replace(config.model, optim=optim)
+    )
+    sentence = r"8bit keeps moments of 32 .* parallel\.tp 2 cuts such blocks of .*o_proj\.weight"
+    with pytest.raises(ConfigError, match=sentence):
+        step_memory(narrow, machine=replace(ONE, processes=2, world=2))
+
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "4 bits": ({"quantize": "nf4", "lora": LoraConfig()}, "model.quantize nf4 stores weights"),
