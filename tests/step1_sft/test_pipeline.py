@@ -50,6 +50,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"lora": LoraConfig(rank=2, dropout=0.3), "gradient_checkpointing": True},
     ),
+    "projections, adapters": (
+        "opt",
+        {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
+        {"lora": LoraConfig(rank=2)},
+    ),
     "lengths of rows, dropout": (
         "gpt2",
         {},
