@@ -15,7 +15,7 @@ from pipeline.engine.optim import MOMENTS, block_of_moments, steps_in_parts
 from pipeline.engine.store import TensorStore
 from pipeline.engine.swap import StreamedState
 from pipeline.engine.tables import engine_units
-from pipeline.engine.tensor_parts import role_of
+from pipeline.engine.tensor_parts import part_in_blocks, role_of
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.units import UnitParams
 from pipeline.kernels.adamw.definition import new_moments
@@ -70,11 +70,16 @@ def vectors_of(
 
     Outside of the blocks, where there are any, each module has vectors of its own. So a stage of a
     pipeline, which has some of these modules, lays them out and sums their squares as one process.
+
+    Raises:
+        ConfigError: a process has a part of a block of moments.
     """
     found: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
     for name, param in unit.params.items():
         owner = name.rpartition(".")[0] if unit.beside_blocks else ""
-        found.setdefault((owner, param_settings(name, param, config)), {})[name] = param
+        settings = param_settings(name, param, config)
+        part_in_blocks(name, param, settings.block)
+        found.setdefault((owner, settings), {})[name] = param
     return found
 
 
