@@ -33,9 +33,9 @@ class ExportConfig:
     number_format: GgufFormat = "f32"
     """Of a GGUF file's matrices: f32, f16, bf16 or q8_0."""
 
-    cache: Literal["auto", "none"] = "auto"
-    """Of an ONNX file of a language model: auto takes and gives keys and values, where the family
-    keeps those of all tokens; none computes each token from the whole text."""
+    cache: Literal["none", "kv"] = "none"
+    """Of an ONNX file of a language model: kv takes and gives keys and values, so that a new token
+    takes a pass over itself; none computes each token from the whole text."""
 
     texts: int = 1000
     """Texts whose tokens a GGUF file must give as the tokenizer does."""
@@ -54,7 +54,7 @@ class ExportConfig:
             f"number_format {self.number_format} is for --to gguf; leave it out",
         )
         require(
-            self.cache == "auto" or self.to == "onnx", "cache none is for --to onnx; leave it out"
+            self.cache == "none" or self.to == "onnx", "cache kv is for --to onnx; leave it out"
         )
         require(
             self.base is None or self.to in ("merged", "adapter"),

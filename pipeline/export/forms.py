@@ -67,7 +67,7 @@ def _onnx(config: ExportConfig) -> Form:
     from pipeline.export.onnx_file import GRAPH, load_graph, write_onnx
     from pipeline.export.onnx_verify import verify_onnx
 
-    graph = load_graph(source, cache=config.cache == "auto")
+    graph = load_graph(source, cache=config.cache == "kv")
     inputs, outputs = _shown(graph.inputs), _shown(graph.outputs)
     return Form(
         source=source.directory,

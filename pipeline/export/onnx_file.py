@@ -24,8 +24,6 @@ from pipeline.export.source import Source
 from pipeline.models.directory import TOKENIZER_FILES
 from pipeline.models.load import load_causal_lm, load_classifier
 
-logger = logging.getLogger(__name__)
-
 GRAPH = "model.onnx"
 
 BESIDE = 2**30
@@ -35,14 +33,13 @@ OF_SCORES = ("score_mean", "score_std", "class_values")
 """Of config.json, what a reader of scores needs."""
 
 
-def load_graph(source: Source, *, cache: bool = True) -> Graph:
+def load_graph(source: Source, *, cache: bool = False) -> Graph:
     """The model in fp32 on the CPU, with attention in plain operators.
 
-    With `cache` the graph of a language model takes and gives keys and values, where its family
-    keeps those of all tokens.
+    With `cache` the graph takes and gives keys and values.
 
     Raises:
-        ModelError: it can't be loaded.
+        ModelError: it can't be loaded, or has no keys and values of all tokens to give.
     """
     config = FrozenModelConfig(path=str(source.directory), precision="fp32")
     device = torch.device("cpu")
@@ -50,15 +47,19 @@ def load_graph(source: Source, *, cache: bool = True) -> Graph:
     model = load(config, device=device)
     model.set_attn_implementation("eager")
     model.eval()
+    if not cache:
+        return (ClassifierGraph(model) if source.is_classifier else ActorGraph(model)).eval()
     if source.is_classifier:
-        return ClassifierGraph(model).eval()
-    layers = cached_layers(model) if cache else None
-    if cache and layers is None:
-        logger.info(
-            "%s keeps other things of a text than keys and values: its graph has no cache",
-            model.config.model_type,
+        raise ModelError(
+            f"{source.directory} is a {source.kind}, which reads a text once; take --cache none"
         )
-    return (ActorGraph(model) if layers is None else CachedActorGraph(model, layers)).eval()
+    layers = cached_layers(model)
+    if layers is None:
+        raise ModelError(
+            f"{source.directory}: {model.config.model_type} keeps other things of a text than keys"
+            " and values of all tokens; take --cache none"
+        )
+    return CachedActorGraph(model, layers).eval()
 
 
 def write_onnx(graph: Graph, source: Source, directory: Path) -> None:

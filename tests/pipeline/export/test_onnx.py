@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.export.aside import UnverifiedError
 from pipeline.export.command import main
 from pipeline.export.config import ExportConfig
@@ -25,12 +25,12 @@ from tests.families import tiny_causal_lm
 from tests.pipeline.export.models import save_embedded, save_model
 
 
-def words(source: Path, out: Path) -> list[str]:
-    return ["--path", str(source), "--to", "onnx", "--out", str(out)]
+def words(source: Path, out: Path, *more: str) -> list[str]:
+    return ["--path", str(source), "--to", "onnx", "--out", str(out), *more]
 
 
-def export(source: Path, out: Path) -> onnxruntime.InferenceSession:
-    main(words(source, out))
+def export(source: Path, out: Path, *more: str) -> onnxruntime.InferenceSession:
+    main(words(source, out, *more))
     return onnxruntime.InferenceSession(out / "model.onnx")
 
 
@@ -66,10 +66,13 @@ def generate(session: Any, rows: list[list[int]], count: int) -> Any:
 
 
 @pytest.mark.jobs
-def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", ["none", "kv"])
+def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(
+    cache: str, tmp_path: Path
+) -> None:
     model = save_embedded(tmp_path / "model").eval()
 
-    session = export(tmp_path / "model", tmp_path / "out")
+    session = export(tmp_path / "model", tmp_path / "out", "--cache", cache)
 
     rows = [[1, 50, 60], [1, 300, 301, 302, 303, 304, 305], [7]]
     logits, *_ = run(session, rows)
@@ -79,9 +82,12 @@ def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(tmp_path: Pat
         torch.testing.assert_close(ours[: len(row)], theirs, rtol=0, atol=1e-5)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "4 greedy responses of 16 tokens by onnxruntime" in card
-    assert "in two passes, the second by keys and values of the first" in card
     assert (tmp_path / "out" / "chat_template.jinja").is_file()
     names = [each.name for each in session.get_inputs()]
+    if cache == "none":
+        assert names == ["input_ids", "attention_mask"]
+        return
+    assert "in two passes, the second by keys and values of the first" in card
     assert names[:4] == [
         *("input_ids", "attention_mask"),
         *("past_key_values.0.key", "past_key_values.0.value"),
@@ -90,20 +96,6 @@ def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(tmp_path: Pat
     assert [each.name for each in session.get_outputs()][:2] == ["logits", "present.0.key"]
     expected = [greedy_tokens(model, torch.tensor(row), 24) for row in rows]
     assert generate(session, rows, 24) == expected
-
-
-@pytest.mark.jobs
-def test_without_a_cache_a_graph_has_tokens_and_mask_alone(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", "gpt2").eval()
-
-    main([*words(tmp_path / "model", tmp_path / "out"), "--cache", "none"])
-
-    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
-    assert [each.name for each in session.get_inputs()] == ["input_ids", "attention_mask"]
-    (logits,) = run(session, [[5, 6, 7]])
-    with torch.no_grad():
-        theirs = model(torch.tensor([[5, 6, 7]])).logits
-    torch.testing.assert_close(logits, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.grid
@@ -116,7 +108,7 @@ def test_other_families_generate_by_keys_and_values(
 ) -> None:
     model = save_model(tmp_path / "model", family, **settings).eval()
 
-    session = export(tmp_path / "model", tmp_path / "out")
+    session = export(tmp_path / "model", tmp_path / "out", "--cache", "kv")
 
     rows = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17]]
     expected = [greedy_tokens(model, torch.tensor(row), 12) for row in rows]
@@ -126,8 +118,18 @@ def test_other_families_generate_by_keys_and_values(
 def test_a_cache_is_keys_and_values_of_all_tokens(tmp_path: Path) -> None:
     assert cached_layers(tiny_causal_lm("llama").eval()) == (LayerShape(2, 8, 8),) * 2
     assert cached_layers(tiny_causal_lm("lfm2").eval()) is None  # has convolutions
-    with pytest.raises(ConfigError, match="cache none is for --to onnx; leave it out"):
-        ExportConfig(path="x", to="merged", out=tmp_path, cache="none")
+    with pytest.raises(ConfigError, match="cache kv is for --to onnx; leave it out"):
+        ExportConfig(path="x", to="merged", out=tmp_path, cache="kv")
+
+
+def test_a_model_without_keys_and_values_of_all_tokens_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "lfm2")
+    save_model(tmp_path / "scores", "qwen2", labels=1)
+
+    with pytest.raises(ModelError, match=r"lfm2 keeps other things .* take --cache none"):
+        load_graph(read_source(tmp_path / "model"), cache=True)
+    with pytest.raises(ModelError, match=r"reads a text once; take --cache none"):
+        load_graph(read_source(tmp_path / "scores"), cache=True)
 
 
 @pytest.mark.jobs
