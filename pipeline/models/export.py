@@ -214,6 +214,7 @@ def _write(
 
 def _in_peft(name: str) -> str:
     """The name of an adapter's tensor in peft's files."""
+    name = name.replace(".modules_to_save.default.", ".")
     return name.replace(f"{LENGTHS}.default.weight", LENGTHS).replace(".default.", ".")
 
 

@@ -20,7 +20,6 @@ from typing import cast
 
 import torch
 from jaxtyping import Float
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -319,7 +318,7 @@ def _outside(
     for name, module in plain.named_modules():
         if name.startswith(f"{blocks}.") or (adapted and name.startswith(f"{adapted}.")):
             continue
-        if isinstance(module, LoraLayer) and name in order.before | order.after:
+        if layer_of(module) is not module and name in order.before | order.after:
             adapted = name
         elif not any(True for _ in module.parameters(False)):
             continue

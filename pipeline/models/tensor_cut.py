@@ -306,6 +306,7 @@ def _cut_adapter(
     if isinstance(variant, Principal):
         first_down, first_up = variant.first(module)
         _replace(first_up if by_outputs else first_down, "default", of_cut, group)
+        mark_partial((first_down if by_outputs else first_up)["default"])  # it lies as others do
     return cast("Tensor", whole.weight)
 
 

@@ -246,6 +246,14 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
     return held, {kind: sizes[kind] for kind in held}
 
 
+@pytest.mark.grid
+def test_each_process_holds_what_the_plan_says_of_adapters(tmp_path: Path) -> None:
+    model = {"lora": LoraConfig(rank=2, variant="pissa")}
+    config = settings(make(tmp_path, "llama"), tmp_path / "out", tp=2, model=model)
+
+    assert all(held == predicted for held, predicted in run_ranks(held_and_predicted, config))
+
+
 @pytest.mark.jobs
 def test_each_process_holds_what_the_plan_says(tmp_path: Path) -> None:
     config = settings(make(tmp_path, "qwen3", vocab_size=LARGE), tmp_path / "out", tp=2)

@@ -58,7 +58,11 @@ def ended(out: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = {"step", "loss", "accuracy", "grad_norm", "skipped"}
     return {
-        "weights": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest(),
+        "weights": {
+            str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted(out.rglob("*.safetensors"))
+            if "checkpoints" not in file.parts
+        },
         "metrics": [
             {name: line[name] for name in line if name in names or name.startswith("eval_")}
             for line in lines
