@@ -40,7 +40,9 @@ def peak_bytes_of(step: Callable[[], None]) -> float:
     """
     before = live_bytes()
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,  # torch 2.11 warns without it
     ) as profile:
         step()
     assert profile.profiler is not None

@@ -7,6 +7,7 @@ stage.
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError, ModelError
+from pipeline.models.adapter_dropout import masks_of
 from pipeline.models.asking import Asking, B, Found, StagedAsking
 from pipeline.models.deferred import read_stored
 from pipeline.models.forward import Policy
@@ -44,11 +46,17 @@ class Passes(Asking):
     def learn(self, batches: Iterable[B], loss_of: Found[B], *, divisor: float) -> list[Tensor]:
         """Add the gradients of all losses, each divided; the losses, for `total`."""
         losses: list[Tensor] = []
-        for batch in batches:
-            loss = loss_of(batch)
+        for number, batch in enumerate(batches):
+            with self._masks(number):
+                loss = loss_of(batch)
             self.engine.backward(loss / divisor)
             losses.append(loss.detach())
         return losses
+
+    def _masks(self, number: int) -> AbstractContextManager[None]:
+        """In which a micro-batch of the next optimizer step goes forward."""
+        engine = self.engine
+        return masks_of(engine.group.rank, engine.steps, engine.skipped_in_a_row, number)
 
 
 class StagedPasses(StagedAsking, Passes):
@@ -88,7 +96,8 @@ class StagedPasses(StagedAsking, Passes):
         for each in orders[self._stage.number]:
             if each.kind == "forward":
                 batch = batches[each.micro_batch]
-                losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
+                with self._masks(each.micro_batch):
+                    losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
             else:
                 self._back(each, divisor)
         self._transfers.settle()
