@@ -28,7 +28,7 @@ from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.schedules import Instruction, Schedule, instructions
+from pipeline.parallel.schedules import Instruction, Schedule, orders_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +85,15 @@ class StagedPasses(StagedAsking, Passes):
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
         batches = list(batches)
-        order = instructions(
+        orders = orders_of(
             self._schedule,
-            stage=self._stage.number,
             stages=self._stage.count,
             count=len(batches),
             chunks=len(self._stage.chunks),
         )
+        self._places = [{each: at for at, each in enumerate(order)} for order in orders]
         losses: list[Tensor] = []
-        for each in order:
+        for each in orders[self._stage.number]:
             if each.kind == "forward":
                 batch = batches[each.micro_batch]
                 with self._masks(each.micro_batch):
@@ -101,6 +101,7 @@ class StagedPasses(StagedAsking, Passes):
             else:
                 self._back(each, divisor)
         self._transfers.settle()
+        self._places = []
         self._took = time.perf_counter() - began
         return losses
 
@@ -139,7 +140,8 @@ class StagedPasses(StagedAsking, Passes):
             return
         gradient, borrowed.grad = borrowed.grad, None
         gradient = torch.zeros_like(borrowed) if gradient is None else gradient
-        self._transfers.send(gradient, 0, "tied gradients", number)
+        taken_at = self._place("tied gradients", number, 0)
+        self._transfers.send(gradient, 0, "tied gradients", number, taken_at=taken_at)
 
 
 class Own(NamedTuple):

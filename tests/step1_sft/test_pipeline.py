@@ -383,25 +383,28 @@ def test_divisions_that_do_not_add_up_are_refused() -> None:
         ParallelConfig(pp=2, replicas=2).check(2)
 
 
-def hangs(config: SFTConfig) -> None:
-    """The last stage goes to sleep in a forward pass."""
-    with cut_mesh(replicas=1, pp=3, timeout_seconds=30.0) as mesh:
+def hangs(config: SFTConfig, rank: int) -> None:
+    """A process of the last stage goes to sleep in a forward pass."""
+    cut = config.parallel
+    with cut_mesh(replicas=1, pp=cut.pp, tp=cut.tp, timeout_seconds=30.0) as mesh:
         rows = load_rows(config, config.model, step=1)
         with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as opened:
             sft = load_model(config, rows, opened)
-            if mesh.stages.rank == 2:
+            if mesh.world.rank == rank:
                 sft.engine.model.register_forward_pre_hook(lambda *_: time.sleep(1000))
             learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
 
 
 @pytest.mark.jobs
+@pytest.mark.parametrize(("pp", "tp"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.faults)])
 def test_a_stage_that_hangs_is_named_through_those_that_wait_for_each_other(
-    tmp_path: Path,
+    pp: int, tp: int, tmp_path: Path
 ) -> None:
-    config = settings(make(tmp_path, "llama"), tmp_path / "out", pp=3)
+    config, last = settings(make(tmp_path, "llama"), tmp_path / "out", pp=pp, tp=tp), pp * tp - 1
 
-    job = run_job(hangs, config, world_size=3, timeout_seconds=3)
+    job = run_job(hangs, config, last, world_size=pp * tp, timeout_seconds=3)
 
-    assert job.codes == [1] * 3
-    assert re.search(r"rank 2 hangs: rank [01] waited \d+ s for it", job.errors)
-    assert "rank 0 stopped because" in job.errors or "rank 1 stopped because" in job.errors
+    assert job.codes == [1] * (pp * tp)
+    assert re.search(rf"rank {last} hangs: rank \d waited \d+ s for it", job.errors)
+    assert all(f"rank {other} hangs" not in job.errors for other in range(last))
+    assert any(f"rank {other} stopped because" in job.errors for other in range(last))
