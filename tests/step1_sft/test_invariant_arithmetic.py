@@ -84,6 +84,10 @@ TREE = {"zero": ZeroConfig(reduction="deterministic"), "precision": "bf16"}
 MIXTURES: dict[str, tuple[ParallelConfig, int]] = {
     # The division of four processes, and the ZeRO stage.
     "two stages of two": (ParallelConfig(pp=2, tp=2, micro_batches=4), 1),
+    "two stages of two chunks, each of two": (
+        ParallelConfig(pp=2, tp=2, schedule="interleaved", chunks=2, micro_batches=4),
+        1,
+    ),
     "two groups of two": (ParallelConfig(tp=2, micro_batches=2), 3),
     "two replicas of two": (ParallelConfig(tp=2, micro_batches=2, replicas=2), 2),
     "four with whole layers": (ParallelConfig(micro_batches=1), 2),
@@ -93,16 +97,14 @@ MIXTURES: dict[str, tuple[ParallelConfig, int]] = {
 @pytest.mark.jobs
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n.startswith("two stages") else pytest.mark.grid)
-        for n in MIXTURES
-    ],
+    [pytest.param(n, marks=() if "chunks" in n else pytest.mark.grid) for n in MIXTURES],
 )
 def test_four_processes_end_in_the_bits_of_one_however_they_are_divided(
     name: str, tmp_path: Path
 ) -> None:
     (parallel, stage), shape = MIXTURES[name], {**FOUR_KEYS, "tie_word_embeddings": True}
-    start = make(tmp_path, "qwen3", vocab_size=LARGE, **shape)
+    blocks = 2 * parallel.chunks  # of which each chunk has one
+    start = make(tmp_path, "qwen3", vocab_size=LARGE, blocks=blocks, **shape)
     alone = ParallelConfig(micro_batches=4, arithmetic="invariant:4")
     run(settings(start, tmp_path / "alone", parallel=alone, model=TREE))
 
