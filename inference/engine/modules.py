@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from inference.engine.cache import SlotCache
 from inference.engine.row_adapters import RowAdapters
 from pipeline.models.attention import Layout
+from pipeline.models.kv import cache_name
 
 
 class Modules:
@@ -24,6 +25,7 @@ class Modules:
     ) -> None:
         self.model = model
         self.cache = cache
+        self._kept = {cache_name(model): cache}
         self.adapters = adapters
         self.has_adapters = False
         """Whether a row of the next pass has one."""
@@ -53,9 +55,9 @@ class Modules:
             input_ids=inputs[:1],
             position_ids=inputs[1:2],
             attention_mask=self._no_mask,
-            past_key_values=self.cache,
             use_cache=True,
             ragged=layout,
             logits_to_keep=keep,
+            **self._kept,
         )
         return output.logits[0]

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from inference.engine.requests import Ticket
 from inference.engine.waiting import Waiting
 from pipeline.models.forward import base_model
+from pipeline.models.kv import cache_name
 
 SORTED = 8
 """Batches whose requests are sorted by length together; more pad less, and keep more waiting."""
@@ -114,6 +115,7 @@ class PaddedBatch:
         self.tickets = list(tickets)
         """Which response each row of the tensors belongs to."""
         self.cache = DynamicCache(config=base_model(model).config)
+        self._kept = {cache_name(model): self.cache}
         device = next(model.parameters()).device
         prompts = [ticket.request.prompt for ticket in tickets]
         width = max(len(prompt) for prompt in prompts)
@@ -134,9 +136,9 @@ class PaddedBatch:
             input_ids=self.inputs,
             attention_mask=self.mask,
             position_ids=positions[:, -self.inputs.shape[1] :],
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **self._kept,
         )
         return output.logits[:, -1]
 

@@ -7,6 +7,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipeline.models.kv import cache_name
+
 
 def greedy_tokens(model: PreTrainedModel, prompt: Int[Tensor, " P"], count: int) -> list[int]:
     """The `count` tokens that a model finds likeliest after a prompt, one by one; none ends it."""
@@ -22,9 +24,10 @@ def greedy_with_margins(
     In units of the largest magnitude of a logit there.
     """
     ids, past, found, margins = prompt[None], None, [], []
+    name = cache_name(model)
     for _ in range(count):
-        result = model(input_ids=ids, past_key_values=past, use_cache=True)
-        past = result.past_key_values
+        result = model(input_ids=ids, use_cache=True, **{name: past})
+        past = result[name]
         logits = result.logits[0, -1]
         first, second = logits.topk(2).values
         margins.append(float((first - second) / logits.abs().max()))

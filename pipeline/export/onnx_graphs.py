@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from pipeline.models.forward import Backbone, reads_whole, score_head
+from pipeline.models.kv import cache_name
 
 BATCH, LENGTH, PAST = (torch.export.Dim(name) for name in ("batch", "length", "past"))
 AXES = {0: BATCH, 1: LENGTH}
@@ -107,8 +108,8 @@ class CachedActorGraph(nn.Module):
         result = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=cache,
             use_cache=True,
+            **{cache_name(self.model): cache},
             **positions,
         )
         layers = cast("list[DynamicLayer]", cache.layers)
@@ -122,7 +123,8 @@ def cached_layers(model: PreTrainedModel) -> tuple[LayerShape, ...] | None:
     cache = DynamicCache()
     try:
         ids = torch.ones(1, 2, dtype=torch.long)
-        kept = model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+        name = cache_name(model)
+        kept = model(input_ids=ids, use_cache=True, **{name: cache})[name]
     except (AttributeError, IndexError, TypeError, ValueError):  # a family with a memory of its own
         return None
     if kept is not cache or not cache.layers:

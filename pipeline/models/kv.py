@@ -1,6 +1,21 @@
-"""The size of keys and values."""
+"""Keys and values: their size, and the cache that a model takes."""
 
+import inspect
+from typing import Literal
+
+from torch import nn
 from transformers import PreTrainedModel
+
+from pipeline.models.forward import base_model
+
+
+def cache_name(model: nn.Module) -> Literal["cache", "past_key_values"]:
+    """What a model's forward pass, and its result, call the cache.
+
+    Before transformers 5.24 it was past_key_values in all families.
+    """
+    names = inspect.signature(base_model(model).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def num_key_heads(model: PreTrainedModel) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from inference.engine.batch import OpenBatch
 from inference.engine.requests import Ended, Event
 from inference.engine.sampling import Sampler
+from pipeline.models.kv import cache_name
 from tests.distributed import rank, run_ranks
 from tests.inference.engine.test_batch import asked, finish, loaded, opened, reasons
 from tests.inference.weights.test_sharding import divided, prepared
@@ -24,12 +25,13 @@ class FailsOnce:
     """Has one forward pass of a model fail, the first one after `soon` is set."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.soon = False
         self.caches: list[weakref.ref] = []
         model.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, _: nn.Module, __: tuple, kwargs: dict) -> None:
-        cache = kwargs["past_key_values"]
+        cache = kwargs[cache_name(self.model)]
         if not self.soon:
             return
         self.soon = False
