@@ -1,6 +1,7 @@
 """What the tensors of a process weigh, counted from outside of the system that made them."""
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def peak_bytes_of(step: Callable[[], None]) -> float:
     """
     before = live_bytes()
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,  # torch 2.11 warns without it
     ) as profile:
         step()
     assert profile.profiler is not None
@@ -70,27 +73,35 @@ def peak_rss() -> int:
 
 def _shared_ranges() -> list[tuple[int, int]]:
     """Addresses at which files that live in memory alone are mapped."""
-    ranges: list[tuple[int, int]] = []
+    return [(start, end) for start, end, _ in _shared_mappings()]
+
+
+def _shared_mappings() -> list[tuple[int, int, int]]:
+    """First and last address and inode of each mapping of a file that lives in memory alone."""
+    found: list[tuple[int, int, int]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:" in line:
-            start, end = line.split(maxsplit=1)[0].split("-")
-            ranges.append((int(start, 16), int(end, 16)))
-    return ranges
+            addresses, _, _, _, inode, *_ = line.split()
+            start, end = addresses.split("-")
+            found.append((int(start, 16), int(end, 16), int(inode)))
+    return found
 
 
 def _shared_bytes() -> float:
-    """This process's share of the pages of those files."""
-    own: dict[int, int] = {}
+    """This process's share of the pages of those files that it has mapped."""
+    sizes: dict[int, int] = {}
     for link in Path("/proc/self/fd").iterdir():
         try:
             if str(link.readlink()).startswith("/memfd:"):
                 status = link.stat()
-                own[status.st_ino] = status.st_blocks * 512
+                sizes[status.st_ino] = status.st_blocks * 512
         except FileNotFoundError:  # the descriptor by which the directory itself was read
             continue
-    if not dist.is_initialized():
-        return sum(own.values())
-    everyone: list[dict[int, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    union = {inode: size for each in everyone for inode, size in each.items()}
-    return sum(union.values()) / len(everyone)
+    own = (sizes, {inode for _, _, inode in _shared_mappings()})
+    everyone = [own]
+    if dist.is_initialized():
+        everyone = [own] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    known = {inode: size for each, _ in everyone for inode, size in each.items()}
+    users = Counter(inode for _, mapped in everyone for inode in mapped)
+    return sum(known.get(inode, 0) / users[inode] for inode in own[1])

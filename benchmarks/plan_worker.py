@@ -19,14 +19,12 @@ from benchmarks.memory import peak_bytes_of
 from pipeline.budget.machine import Machine
 from pipeline.budget.step import step_memory
 from pipeline.budget.table import Phase
-from pipeline.config import DataConfig, ParallelConfig, Precision, TrainedModelConfig
+from pipeline.config import DataConfig, Precision, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine
 from pipeline.models.attention import RAGGED
 from pipeline.models.forward import Policy
-from pipeline.models.tensor_cut import cut_layers
-from pipeline.parallel.mesh import current_mesh, cut_mesh
 from step1_sft.config import SFTConfig
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -63,9 +61,8 @@ def compare(
     offload: str,
     precision: Precision,
     directory: Path,
-    parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  # it is frozen
 ) -> dict[str, dict[str, float]]:
-    """Predicted and measured bytes of this process, by kind; `parallel` may divide layers."""
+    """Predicted and measured bytes of this process, by kind."""
     shape = AutoConfig.for_model(
         family, **{**({} if family == "gpt2" else COMMON), **SHAPES[family]}, vocab_size=WORDS
     )
@@ -89,14 +86,11 @@ def compare(
         data=DataConfig(max_length=LENGTH),
         batch_size=2 * ROWS * dist.get_world_size(),
         micro_batch_size=ROWS,
-        parallel=parallel,
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
     model.set_attn_implementation(RAGGED)
-    with cut_mesh(replicas=1, tp=parallel.tp, timeout_seconds=60.0) as mesh:
-        cut_layers(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
-        return {"predicted": predicted(config), "measured": measured(model.train(), settings)}
+    return {"predicted": predicted(config), "measured": measured(model.train(), settings)}
 
 
 def predicted(config: SFTConfig) -> dict[str, float]:
@@ -115,8 +109,7 @@ def predicted(config: SFTConfig) -> dict[str, float]:
 
 def measured(model: nn.Module, settings: TrainedModelConfig) -> dict[str, float]:
     """By weighing."""
-    mesh = current_mesh()
-    engine = Engine(Policy(model), settings, total_steps=4, parts=mesh.parts, tensor=mesh.tensor)
+    engine = Engine(Policy(model), settings, total_steps=4)
     ids = torch.randint(0, WORDS, (ROWS * LENGTH,))
     # All but the first token of each sequence are targets.
     targets = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)[:, 1:].flatten()

@@ -44,7 +44,7 @@ Pretraining = Training[PretrainConfig, TokenRow, Rows]
 def train(config: PretrainConfig) -> Path:
     """Train the model on the corpus; return the directory of the exported model."""
     mesh = current_mesh()
-    seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
+    seed_generators(config.seed + mesh.data.rank)
     config = within_context(config)
     rows = load_rows(config, load_tokenizer(config.model))
     with Run(config, name="step0_pretrain", total_steps=rows.total_steps, mesh=mesh) as run:

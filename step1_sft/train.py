@@ -39,7 +39,7 @@ Tuning = Training[SFTConfig, Encoded, Demonstrations]
 def train(config: SFTConfig) -> Path:
     """Fine-tune the actor; return the directory of the exported model."""
     mesh = current_mesh()
-    seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
+    seed_generators(config.seed + mesh.data.rank)
     rows = load_rows(config)
     with Run(config, name="step1_sft", total_steps=rows.total_steps, mesh=mesh) as run:
         sft = load_model(config, rows, run)

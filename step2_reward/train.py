@@ -57,7 +57,7 @@ class RewardTraining:
 def train(config: RewardConfig) -> Path:
     """Train the reward model; return the directory of the exported model."""
     mesh = current_mesh()
-    seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
+    seed_generators(config.seed + mesh.data.rank)
     rows = load_rows(config, config.model, step=2)
     if config.actor.path is not None and not rows.chat.begins_with_cls:
         require_same_chat(

@@ -31,7 +31,7 @@ from step3_preference.store import RowStore
 def train(config: PreferenceConfig) -> Path:
     """Improve the actor; return the directory that holds it."""
     mesh = current_mesh()
-    seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
+    seed_generators(config.seed + mesh.data.rank)
     config = within_model(config)
     store = RowStore(config)
     rows = load_rows(config, config.model, step=3, sift=store.sift)

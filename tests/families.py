@@ -130,6 +130,13 @@ def _drawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
+def recompute_activations(model: PreTrainedModel, *, reentrant: bool = False) -> None:
+    """Have blocks run again in the backward pass, as transformers does it."""
+    # Its name before transformers 5.23 was gradient_checkpointing_enable.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
+
+
 def saved(model: PreTrainedModel, directory: Path) -> str:
     """Where the model was saved."""
     model.save_pretrained(directory)

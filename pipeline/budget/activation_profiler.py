@@ -30,6 +30,10 @@ from pipeline.kernels.toolchain.levels import has_avx512, multiplies_bf16
 PRODUCTS = ("mm", "addmm", "bmm")
 """Operations that a matrix product ends in."""
 
+JOINS = ("cat", "empty_like")
+"""Operations by which the products of several processes become one, as where each has the logits of
+some words: what the others have is an empty tensor here."""
+
 
 def widens_products() -> bool:
     """Whether products of bf16 matrices are computed in fp32 memory of their own on this machine.
@@ -117,7 +121,7 @@ class ActivationProfiler(TorchDispatchMode):
             if isinstance(each, Tensor):
                 storage = each.untyped_storage()
                 is_new = self._add(storage, num_bytes=storage.nbytes())
-                if is_new and name in PRODUCTS:
+                if is_new and (name in PRODUCTS or self._joins_products(name, args)):
                     self._products.add(id(storage))
                 elif not is_new and name.endswith("_") and not name.startswith("_"):
                     self._products.discard(id(storage))
@@ -133,6 +137,12 @@ class ActivationProfiler(TorchDispatchMode):
         """
         keys = {id(each.untyped_storage()) for each in (one, other)}
         return len(keys) == 1 or keys <= self._products
+
+    def _joins_products(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether an operation puts nothing but products together."""
+        parts = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        keys = {id(each.untyped_storage()) for each in parts}
+        return name in JOINS and len(keys) > 0 and keys <= self._products
 
     def _add(self, storage: torch.UntypedStorage, *, num_bytes: int) -> bool:
         """Count a storage; whether it is new."""

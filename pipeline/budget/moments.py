@@ -12,6 +12,11 @@ def names(of: str) -> tuple[str, str, str]:
     return f"{of} blocks", f"{of} head", f"{of} backward"
 
 
+def first_passes(of: str) -> str:
+    """What the passes through a pipeline are called in which no gradient is there yet."""
+    return f"{of} first"
+
+
 def moments_of(of: str) -> frozenset[str]:
     """All of them."""
     return frozenset(names(of))

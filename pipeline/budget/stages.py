@@ -1,8 +1,9 @@
 """What each part of a model takes; of the stages of a pipeline the one that takes most counts."""
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from pipeline.budget.activation_profiler import PassBytes
 from pipeline.budget.models import CountedModel
@@ -13,7 +14,7 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.models.sharding import can_shard
 from pipeline.models.stages import Stage, blocks_of, cut_stage
 from pipeline.models.tensor_cut import cut_for_plan
-from pipeline.parallel.schedules import Instruction, most_kept, orders_of
+from pipeline.parallel.schedules import Instruction, orders_of
 
 
 @dataclass(frozen=True)
@@ -33,33 +34,53 @@ class Part:
     order: tuple[Instruction, ...]
     """Its passes in an optimizer step."""
 
-    def takes(self, taken: PassBytes, how: Pass) -> PassBytes:
+    def takes(self, taken: PassBytes, how: Pass, *, begins: bool = False) -> PassBytes:
         """Of what a pass of the whole model takes, what those of this stage do at once.
 
         Activations go with blocks. Hidden states that have come in and gone out stay with each
-        micro-batch.
+        micro-batch, and on the last stage logits, or what was computed of them.
+
+        Args:
+            taken: by a pass of the whole model.
+            how: it is run.
+            begins: whether that is before any gradient has been found, or after.
         """
         tokens = how.rows.count * how.rows.length
         edge = tokens * self.stage.width * self.stage.dtype.itemsize
-        edges = [2 - chunk.is_first - chunk.is_last for chunk in self.stage.chunks]
+        chunks = self.stage.chunks
+        edges = [edge * (2 - chunk.is_first - chunk.is_last) for chunk in chunks]
         if how.does != "train":
-            each, others = max(edges) * edge + taken.kept, 0
-        else:
-            sizes = [
-                number * edge + round(taken.kept * share)
-                for number, share in zip(edges, self.shares, strict=True)
-            ]
-            kept = most_kept(self.order, sizes)
-            each = max(size for chunk, size in enumerate(sizes) if kept[chunk])
-            others = sum(number * sizes[chunk] for chunk, number in kept.items()) - each
-        in_head = taken.head - taken.kept if self.stage.is_last else 0
-        return PassBytes(
-            kept=others + each,
-            blocks=others + each + taken.blocks - taken.kept,
-            head=others + each + in_head,
-            tail=others + min(each, taken.tail),
-            waits=others + each + (taken.waits - taken.kept if self.stage.is_last else 0),
-        )
+            return _at_work(taken, max(edges) + taken.kept, 0, has_head=self.stage.is_last)
+        own = [
+            edge + round(taken.kept * share) for edge, share in zip(edges, self.shares, strict=True)
+        ]
+        waiting = [
+            size + (taken.waits - taken.kept if chunk.is_last else 0)
+            for size, chunk in zip(own, chunks, strict=True)
+        ]
+        moments = [
+            _at_work(
+                taken,
+                own[chunk],
+                sum(number * waiting[each] for each, number in now.items()) - waiting[chunk],
+                has_head=chunks[chunk].is_last,
+            )
+            for chunk, now in self._moments(begins=begins)
+        ]
+        return PassBytes(*(max(each) for each in zip(*map(astuple, moments), strict=True)))
+
+    def _moments(self, *, begins: bool) -> Iterator[tuple[int, Counter[int]]]:
+        """The chunk at work in each of its passes, and how many of each chunk are kept with it.
+
+        Of those until the first one back, or of those after it.
+        """
+        now, is_back = Counter[int](), False
+        for each in self.order:
+            now[each.chunk] += each.kind == "forward"
+            if begins != is_back:
+                yield each.chunk, now.copy()
+            is_back |= each.kind == "backward"
+            now[each.chunk] -= each.kind == "backward"
 
     def shared(self, *, trains: bool) -> Iterator[Item]:
         """The output matrix that the last stage has from the first one, and its gradient."""
@@ -70,6 +91,18 @@ class Part:
             yield Item("weights", self.own.role, tied.nbytes)
         if trains and tied.requires_grad:
             yield Item("gradient_buffers", self.own.role, tied.nbytes)
+
+
+def _at_work(taken: PassBytes, own: int, others: int, *, has_head: bool) -> PassBytes:
+    """While a pass keeps `own` bytes, and those that wait `others`."""
+    in_head, waits = (each - taken.kept if has_head else 0 for each in (taken.head, taken.waits))
+    return PassBytes(
+        kept=others + own,
+        blocks=others + own + taken.blocks - taken.kept,
+        head=others + own + in_head,
+        tail=others + min(own, taken.tail),
+        waits=others + own + waits,
+    )
 
 
 def part_of_layers(model: CountedModel, workload: Workload) -> CountedModel:

@@ -18,7 +18,7 @@ from pipeline.budget.generation import (
 )
 from pipeline.budget.machine import RUNTIME_CPU, Machine
 from pipeline.budget.models import CountedModel, models_of
-from pipeline.budget.moments import moments_of, names, trained_root, whole_root
+from pipeline.budget.moments import first_passes, moments_of, names, trained_root, whole_root
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
 from pipeline.budget.stages import Part, part_of_layers, stages_of
 from pipeline.budget.states import engine_bytes, held, places_of, sums_directly
@@ -185,8 +185,8 @@ class _Step:
                 after |= moments_of("texts")
                 later |= moments_of("texts")
             yield from self.gradients(model, after, later)
-            after |= moments_of(model.role)
-            later |= moments_of(model.role)
+            own = moments_of(model.role) | moments_of(first_passes(model.role))
+            after, later = after | own, later | own
         if self.workload.reuses_forward and len(trained) > 1:
             yield from self.waiting(*trained)
 
@@ -239,22 +239,43 @@ class _Step:
             buffers = later | backward | on_the_way - head
             yield Item("gradient_buffers", model.role, root, moments=head)
         yield Item("gradient_buffers", model.role, sizes["gradient_buffers"], moments=buffers)
-        yield from self.passing(model, self.how.training(model), backward=not accumulates)
-        if not accumulates:  # sums grow as activations go: the highest moment is at either end
+        if not accumulates:
+            yield from self.passing(model, self.how.training(model), backward=True, begins=True)
+        else:
+            yield from self.passing(model, self.how.training(model))
+        if accumulates and model.role in self.parts:
+            first = first_passes(model.role)
+            on_the_way = frozenset(names(first)[:2])
+            yield from self.passing(model, self.how.training(model), during=first, begins=True)
+            if not sums_directly(model, self.workload, self.machine):
+                yield Item(
+                    "gradient_buffers", model.role, sizes["gradient_buffers"], moments=on_the_way
+                )
+        if not accumulates or model.role in self.parts:
+            # Sums grow as activations go: the highest moment is at either end.
             yield Item("gradients", model.role, root // self.workload.shards, place, on_the_way)
         if self.learns_from_texts(model):
             yield from self.passing(model, self.how.reading_texts(model), during="texts")
 
     def passing(
-        self, model: CountedModel, how: Pass, *, backward: bool = False, during: str | None = None
+        self,
+        model: CountedModel,
+        how: Pass,
+        *,
+        backward: bool = False,
+        during: str | None = None,
+        begins: bool = False,
     ) -> Iterator[Item]:
-        """What comes and goes in a pass: activations, logits, and at stage 3 gathered weights."""
+        """What comes and goes in a pass: activations, logits, and at stage 3 gathered weights.
+
+        In a pipeline it `begins` before any gradient has been found.
+        """
         blocks, head, last = (frozenset({moment}) for moment in names(during or model.role))
         gathered = self.sizes[model.role]["gathered"]
         root = whole_root(model) if gathered else 0
         yield Item("gathered", model.role, gathered, moments=blocks | last)
         yield Item("gathered", model.role, root, moments=head)
-        taken = self.measured(model, how)
+        taken = self.measured(model, how, begins=begins)
         if taken is None:
             return
         yield Item("activations", model.role, taken.blocks, moments=blocks)
@@ -349,14 +370,14 @@ class _Step:
         """Whether it has passes over texts beside those of the step."""
         return self.workload.model(model.role).text_length is not None
 
-    def measured(self, model: CountedModel, how: Pass) -> PassBytes | None:
+    def measured(self, model: CountedModel, how: Pass, *, begins: bool = False) -> PassBytes | None:
         """What a pass takes; None where the model's code can't be followed."""
         rows = replace(how.rows, length=longest(model.present, how.rows.length))
         how = replace(how, rows=rows)
         try:
             part = self.parts.get(model.role)
             if part is not None and model is part.own:
-                return part.takes(pass_bytes(part.whole.present, how), how)
+                return part.takes(pass_bytes(part.whole.present, how), how, begins=begins)
             return pass_bytes(model.present, how)
         except UnknownPassError as error:
             reason = str(error).strip().split("\n")[0]

@@ -211,20 +211,9 @@ class ParallelConfig:
             " to none",
         )
         require(
-            model.optim.moments != "8bit",
-            f"{role}.optim.moments 8bit keeps moments in blocks that {tp} would cut; take bf16, or"
-            " fp32",
-        )
-        require(
             not model.zero.compile,
             f"{role}.zero.compile can't compile blocks in which the processes of {tp} wait for each"
             " other; set it to false",
-        )
-        variant = "lora" if model.lora is None else model.lora.variant
-        require(
-            variant not in ("pissa", "olora"),
-            f"{role}.lora.variant {variant} begins with parts of whole weights, of which a process"
-            f" of {tp} has a part; take lora, rslora or dora",
         )
 
     def _check_stages(self, role: str, model: TrainedModelConfig) -> None:
@@ -232,16 +221,6 @@ class ParallelConfig:
             model.zero_stage < 3,
             f"{role}.zero_stage 3 would gather each block anew for each micro-batch of a pipeline;"
             f" take 1 or 2 with parallel.pp {self.pp}",
-        )
-        require(
-            model.lora is None or model.lora.dropout == 0,
-            f"{role}.lora.dropout draws masks in the order of the blocks, which the stages of"
-            f" parallel.pp {self.pp} don't share; set it 0",
-        )
-        require(
-            model.lora is None or model.lora.variant in ("lora", "rslora"),
-            f"{role}.lora.variant of parallel.pp {self.pp} is lora or rslora: the others look at"
-            " weights of which a stage has not all",
         )
         require(
             "nvme" not in (model.zero.offload.optimizer, model.zero.offload.params),

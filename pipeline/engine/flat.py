@@ -92,8 +92,11 @@ class FlatParams:
         comm: Collectives,
         placement: Placement,
         disk: WeightDisk | None = None,
+        *,
+        is_block: bool = True,
     ) -> None:
         self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
+        self.is_block = is_block
         layout = lay_out(params, decays=settings.weight_decay > 0, block=settings.block)
         self.params = {name: params[name] for name in layout.offsets}
         self.offsets = layout.offsets

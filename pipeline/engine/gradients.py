@@ -7,7 +7,6 @@ from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Work
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.gradient_sums import OffloadedSum, RunningSum, TreeSum
-from pipeline.engine.units import ROOT
 
 
 class FlatGradients:
@@ -70,8 +69,8 @@ class FlatGradients:
     def borrow(self, dtype: torch.dtype = torch.float32, *, zero: bool = False) -> Tensor:
         """A buffer of the whole vector's length, from the pool."""
         # One block's buffer may be reduced while the next one's fills, and processes that are a
-        # block behind may still read a third; there is only one root.
-        at_most = 1 if self.flat.unit == ROOT else 2 + self.comm.defers
+        # block behind may still read a third; what lies outside of blocks is there once.
+        at_most = 2 + self.comm.defers if self.flat.is_block else 1
         narrow = None if dtype == torch.float32 else dtype
         return self.pool.borrow(
             self.flat.numel, torch.float32, at_most=at_most, zero=zero, narrow=narrow

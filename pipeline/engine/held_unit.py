@@ -1,18 +1,24 @@
-"""A transformer block as the engine holds it."""
+"""A unit of a model as the engine holds it."""
 
 from torch import nn
 
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.trained import TrainedParams
+from pipeline.engine.units import Kind
 
 
 class Unit:
-    """A transformer block, or the root, as the engine holds it."""
+    """A transformer block, embedding or output matrix, or the root, as the engine holds it."""
 
     def __init__(
-        self, name: str, module: nn.Module, flats: list[FlatParams], trained: list[TrainedParams]
+        self,
+        name: str,
+        module: nn.Module,
+        flats: list[FlatParams],
+        trained: list[TrainedParams],
+        kind: Kind = "block",
     ) -> None:
-        self.name, self.module = name, module
+        self.name, self.module, self.kind = name, module, kind
         self.flats, self.trained = flats, trained
         self.in_backward = False
         """From the arrival of its output's gradient until its reduction has started."""

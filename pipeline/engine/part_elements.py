@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.engine.checkpoint.layout import Columns, Fragment
 from pipeline.engine.stored import READ_AT_ONCE
-from pipeline.engine.tensor_parts import Part, part_of
+from pipeline.engine.tensor_parts import Part
 
 ReadInto = Callable[[int, Tensor], None]
 """Fills a flat tensor with elements of a whole parameter from a place on."""
@@ -76,13 +76,12 @@ def blocks_of(part: Part, start: int, stop: int) -> Iterator[Block]:
 
 
 def fragments_of(
-    key: str, param: Tensor, start: int, values: Shaped[Tensor, " n"]
+    key: str, part: Part | None, start: int, values: Shaped[Tensor, " n"]
 ) -> Iterator[Fragment]:
-    """Elements of a flattened parameter from `start` on, under their places in the whole one.
+    """Elements of a flattened `part` from `start` on, under their places in the whole parameter.
 
     Those that a process of lower rank has too are left to it.
     """
-    part = part_of(param)
     if part is None:
         yield Fragment(key, start, values)
         return
@@ -102,21 +101,15 @@ def fragments_of(
             yield Fragment(key, block.first, own, block.columns)
 
 
-def read_elements(param: Tensor, start: int, out: Shaped[Tensor, " n"], read: ReadInto) -> None:
-    """Fill `out` with elements of a flattened parameter from `start` on.
+def read_part(part: Part | None, start: int, out: Shaped[Tensor, " n"], read: ReadInto) -> None:
+    """Fill `out` with elements of a flattened `part` from `start` on.
 
-    `read` knows those of the whole parameter. Of a part whose elements lie apart there, whole rows
-    are read, a few at a time.
+    `read` knows those of the whole parameter. Where elements lie apart there, whole rows are read,
+    a few at a time.
     """
-    part = part_of(param)
     if part is None:
         read(start, out)
-    else:
-        read_part(part, start, out, read)
-
-
-def read_part(part: Part, start: int, out: Shaped[Tensor, " n"], read: ReadInto) -> None:
-    """`read_elements` of a part."""
+        return
     for block in blocks_of(part, start, start + out.numel()):
         if block.is_one_row:
             first = block.begin + block.first - start

@@ -21,7 +21,8 @@ from pipeline.engine.masters import BYTES as MASTER_BYTES
 from pipeline.engine.masters import kind_of_masters
 from pipeline.engine.optim import BLOCK, MOMENTS, build_optimizer
 from pipeline.engine.setup import placement_of, vectors_of
-from pipeline.engine.units import UnitParams, find_units
+from pipeline.engine.tables import engine_units
+from pipeline.engine.units import Kind, UnitParams
 from pipeline.parallel.device import local_device
 
 HELD = ("weights", "masters", "moments")
@@ -44,6 +45,9 @@ class Vector:
 
     tied: bool
     """Whether the model has one of its weights in several places."""
+
+    kind: Kind = "block"
+    """Of its unit."""
 
     @property
     def num_bytes(self) -> int:
@@ -97,12 +101,12 @@ def predict(
         fp32 sum over micro-batches, at every stage, for each micro-batch is reduced as it is found,
         and in the deterministic mode all partial sums, from the first backward pass to the step;
         `gradient_buffers`: gradients of whole units, the root's all through a backward pass and
-        two blocks', of which one is being reduced, or three where processes of one machine may be a
-        block apart; in fp32, but there in the weights' own type for a vector none of whose weights
-        is tied (a pass that uses a weight twice otherwise takes fp32 as well), and the pieces that
-        are summed over copies of the model; `gathered`: at stage
-        3, the whole weights of the root, of the block at work and of those gathered ahead, or all
-        of them to generate.
+        two others', of which one is being reduced, or of three blocks where processes of one
+        machine may be a block apart; in fp32, but there in the weights' own type for a vector none
+        of whose weights is tied (a pass that uses a weight twice otherwise takes fp32 as well), and
+        the pieces that are summed over copies of the model; `gathered`: at stage
+        3, the whole weights of the root, of the unit at work and of those gathered ahead, or all of
+        them to generate.
     """
     placement = placement_of(config, local_device() if device is None else device)
     units = unit_vectors(model, config, world=world)
@@ -130,7 +134,7 @@ def unit_vectors(model: nn.Module, config: TrainedModelConfig, *, world: int) ->
     places = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     return [
         _vectors(unit, config, world, places)
-        for unit in find_units(model, config.zero.unit_classes)
+        for unit in engine_units(model, config.zero.unit_classes)
     ]
 
 
@@ -204,6 +208,7 @@ def _vectors(
                 block=settings.block,
             ),
             tied=any(places[id(param)] > 1 for param in params.values()),
+            kind=unit.kind,
         )
         for (_, settings), params in vectors_of(unit, config).items()
     ]
@@ -281,15 +286,16 @@ def _buffers_of_pass(units: Sequence[Unit], *, narrow: bool, apart: bool) -> lis
         narrow: whether buffers may be of the weights' own type.
         apart: whether a buffer has been read only when all have come to the next reduction.
     """
-    *blocks, root = units
+    *others, root = units
     made = [_Buffer(each.numel, gradient_bytes(each, narrow=narrow)) for each in root]
     free: list[_Buffer] = []
     reducing: list[_Buffer] = []
-    for block in reversed(blocks):
+    for unit in reversed(others):
         borrowed: list[_Buffer] = []
-        for vector in block:
+        for vector in unit:
             same = [each for each in free if each.numel == vector.numel]
-            enough = sum(each.numel == vector.numel for each in made) >= 2 + narrow
+            at_most = 2 + narrow if vector.kind == "block" else 1
+            enough = sum(each.numel == vector.numel for each in made) >= at_most
             if same and enough and not any(each.read for each in same):
                 for each in free:  # rather than make more, the processes wait for each other
                     each.read = True
@@ -321,12 +327,12 @@ def _gathered(
 ) -> int:
     if not placement.shard_params:
         return 0
-    *blocks, root = (sum(vector.num_bytes for vector in unit) for unit in units)
+    *others, root = (sum(vector.num_bytes for vector in unit) for unit in units)
     if generates:
-        return root + sum(blocks)
+        return root + sum(others)
     overlaps = through_a_group(config, placement.device, world)
     at_once = 1 + (config.zero.prefetch_units if overlaps else 0)
-    windows = (sum(blocks[first : first + at_once]) for first in range(len(blocks)))
+    windows = (sum(others[first : first + at_once]) for first in range(len(others)))
     return root + max(windows, default=0)
 
 

@@ -14,9 +14,10 @@ from pipeline.engine.held_unit import Unit
 from pipeline.engine.optim import MOMENTS, block_of_moments, steps_in_parts
 from pipeline.engine.store import TensorStore
 from pipeline.engine.swap import StreamedState
-from pipeline.engine.tensor_parts import role_of
+from pipeline.engine.tables import engine_units
+from pipeline.engine.tensor_parts import part_in_blocks, role_of
 from pipeline.engine.trained import TrainedParams
-from pipeline.engine.units import ROOT, UnitParams, find_units
+from pipeline.engine.units import UnitParams
 from pipeline.kernels.adamw.definition import new_moments
 from pipeline.parallel.group import ALONE, Group
 
@@ -58,7 +59,7 @@ def build_units(
         disk = WeightDisk(config.zero.offload.nvme_path, comm)
     return [
         _build(unit, config, comm, pool, placement, disk, tensor)
-        for unit in find_units(model, config.zero.unit_classes)
+        for unit in engine_units(model, config.zero.unit_classes)
     ]
 
 
@@ -69,11 +70,16 @@ def vectors_of(
 
     Outside of the blocks, where there are any, each module has vectors of its own. So a stage of a
     pipeline, which has some of these modules, lays them out and sums their squares as one process.
+
+    Raises:
+        ConfigError: a process has a part of a block of moments.
     """
     found: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
     for name, param in unit.params.items():
         owner = name.rpartition(".")[0] if unit.beside_blocks else ""
-        found.setdefault((owner, param_settings(name, param, config)), {})[name] = param
+        settings = param_settings(name, param, config)
+        part_in_blocks(name, param, settings.block)
+        found.setdefault((owner, settings), {})[name] = param
     return found
 
 
@@ -86,19 +92,21 @@ def _build(
     disk: WeightDisk | None,
     tensor: Group,
 ) -> Unit:
-    if config.zero.compile and unit.name != ROOT:
+    if config.zero.compile and unit.kind == "block":
         # The forward method alone: hooks stay outside of what is compiled.
         unit.module.forward = torch.compile(unit.module.forward)
     flats: list[FlatParams] = []
     trained: list[TrainedParams] = []
     for (_, settings), params in vectors_of(unit, config).items():
-        flat = FlatParams(unit.name, params, settings, comm, placement, disk)
+        flat = FlatParams(
+            unit.name, params, settings, comm, placement, disk, is_block=unit.kind == "block"
+        )
         flats.append(flat)
         if settings.trained:
             trained.append(
                 TrainedParams(flat, pool, config.optim, kernels=config.kernels, tensor=tensor)
             )
-    return Unit(unit.name, unit.module, flats, trained)
+    return Unit(unit.name, unit.module, flats, trained, unit.kind)
 
 
 def store_on_disk(

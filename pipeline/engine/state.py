@@ -17,8 +17,8 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.layout import Fragment
 from pipeline.engine.engine import Engine
 from pipeline.engine.flat import FlatParams
-from pipeline.engine.part_elements import fragments_of, read_elements
-from pipeline.engine.tensor_parts import whole_shape
+from pipeline.engine.part_elements import fragments_of, read_part
+from pipeline.engine.tensor_parts import part_in_blocks, part_of, whole_shape
 from pipeline.engine.trained import TrainedParams
 from pipeline.errors import CheckpointError
 from pipeline.kernels.adamw.definition import (
@@ -80,8 +80,8 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
             for name, start, stop in flat.stretches(*flat.written):
                 own = piece[start - first : stop - first]
                 own = own if flat.disk is None else own.clone()  # its place is for the next one
-                begin = start - flat.offsets[name]
-                yield from fragments_of(f"{prefix}/frozen/{name}", flat.params[name], begin, own)
+                begin, part = start - flat.offsets[name], part_of(flat.params[name])
+                yield from fragments_of(f"{prefix}/frozen/{name}", part, begin, own)
             if flat.disk is not None:
                 flat.disk.give_back()
 
@@ -185,9 +185,9 @@ def _written(
     if not _is_written(group.flat, group.tensor):
         return
     for name, place, elements in group.spans(own=True):
-        param = group.flat.params[name]
+        part = part_in_blocks(name, group.flat.params[name], grain(kind))
         first, own = elements.start // grain(kind), vector[entries(kind, place)]
-        yield from fragments_of(f"{prefix}/{name}", param, first, own)
+        yield from fragments_of(f"{prefix}/{name}", part, first, own)
 
 
 def _is_written(flat: FlatParams, tensor: Group) -> bool:
@@ -196,13 +196,13 @@ def _is_written(flat: FlatParams, tensor: Group) -> bool:
 
 
 def _reader(
-    flat: FlatParams, prefix: str, checkpoint: Checkpoint
+    flat: FlatParams, prefix: str, checkpoint: Checkpoint, *, block: int = 1
 ) -> Callable[[str, int, Tensor], None]:
-    """Fills a tensor with elements of a parameter, by name, from a place on."""
+    """Fills a tensor with elements of a parameter, or its blocks, by name, from a place on."""
 
     def read(name: str, start: int, out: Tensor) -> None:
-        key = f"{prefix}/{name}"
-        read_elements(flat.params[name], start, out, partial(checkpoint.read, key))
+        part = part_in_blocks(name, flat.params[name], block)
+        read_part(part, start, out, partial(checkpoint.read, f"{prefix}/{name}"))
 
     return read
 
@@ -222,7 +222,7 @@ def _load_group(
     if converted := described["moments"] and moments.keys() != {*described["moments"]}:
         stored = new_moments(masters, _stored_dtype(described["moments"]))
     for kind, vector in {"weights": masters, **stored}.items():
-        read = _reader(group.flat, f"{prefix}/{kind}", checkpoint)
+        read = _reader(group.flat, f"{prefix}/{kind}", checkpoint, block=grain(kind))
         for name, place, elements in group.spans():
             if kind == "weights" or numbers[name] is not None:
                 read(name, elements.start // grain(kind), vector[entries(kind, place)])

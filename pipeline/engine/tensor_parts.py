@@ -8,16 +8,17 @@ norm and in a checkpoint.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pipeline.errors import ConfigError
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
-from pipeline.parallel.shards import ShardSpec
+from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.sums import tree_sum
 
 Role = Literal["whole", "partial", "part", "shared"]
@@ -56,6 +57,28 @@ class Part:
         """Elements of the whole parameter for each one along the dimension that is cut."""
         return self.whole[self.own.dim + 1 :].numel()
 
+    def in_blocks(self, block: int) -> "Part | None":
+        """The same of the parameter's blocks of so many consecutive elements, numbered by row.
+
+        None where a process has a part of a block.
+        """
+        rows, inner = self.whole[: self.own.dim].numel(), self.inner
+        stride = self.whole[self.own.dim] * inner
+        ends = [(each.start, each.stop) for spec in self.specs for each in spec.shards]
+        whole = all(
+            first * inner % block == 0 and (last * inner % block == 0 or last * inner == stride)
+            for first, last in ends
+        )
+        if not whole or (rows > 1 and stride % block):
+            return None
+
+        def scaled(shard: Shard) -> Shard:
+            stop = -(-shard.stop * inner // block)
+            return replace(shard, start=shard.start * inner // block, stop=stop)
+
+        specs = tuple(ShardSpec(1, tuple(map(scaled, each.shards))) for each in self.specs)
+        return Part(torch.Size((rows, -(-stride // block))), specs, self.rank)
+
     def joined(self, parts: list[Tensor]) -> Tensor:
         """The whole parameter from every process's part."""
         whole = parts[0].new_empty(self.whole)
@@ -87,6 +110,26 @@ def mark_partial(param: Tensor) -> None:
 def part_of(param: Tensor) -> Part | None:
     """What a parameter is a part of; None of a whole one."""
     return getattr(param, _PART, None)
+
+
+def part_in_blocks(name: str, param: Tensor, block: int) -> Part | None:
+    """What this process has of a parameter's blocks of moments; None where it has all of them.
+
+    Raises:
+        ConfigError: it has a part of a block.
+    """
+    part = part_of(param)
+    if part is None or block == 1:
+        return part
+    found = part.in_blocks(block)
+    if found is None:
+        shape = " x ".join(map(str, part.whole))
+        raise ConfigError(
+            f"optim.moments 8bit keeps moments of {block} consecutive elements together, and"
+            f" parallel.tp {len(part.specs)} cuts such blocks of {name} ({shape}); take bf16 or"
+            " fp32, or another parallel.tp"
+        )
+    return found
 
 
 def role_of(param: Tensor) -> Role:

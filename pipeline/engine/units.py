@@ -6,6 +6,7 @@ root unit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -14,6 +15,9 @@ from pipeline.errors import ConfigError
 
 ROOT = "root"
 """Name of the unit that holds what no block does."""
+
+Kind = Literal["block", "embedding", "head", "root"]
+"""Of a unit. All but a block's are there once."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class UnitParams:
 
     beside_blocks: bool = False
     """Whether it is what lies outside of blocks that there are."""
+
+    kind: Kind = "block"
 
 
 def find_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams]:
@@ -64,7 +70,7 @@ def find_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams
             units.append(UnitParams(name, block, params))
             owned |= set(params.values())
     rest = {name: param for name, param in model.named_parameters() if param not in owned}
-    return [*units, UnitParams(ROOT, model, rest, beside_blocks=bool(units))]
+    return [*units, UnitParams(ROOT, model, rest, beside_blocks=bool(units), kind="root")]
 
 
 def _blocks(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Module]:

@@ -70,7 +70,7 @@ def step_volumes(
         Gradients are reduced for each micro-batch, through a process group in fp32 or as
         `zero.reduce_dtype` says, through the memory of one machine in the weights' own type. Stage
         0 then gathers the summed gradients in fp32, stages 1 and 2 the updated weights; stage 3
-        gathers weights for each micro-batch, the root's once and those of each block twice, frozen
+        gathers weights for each micro-batch, those of each block twice and the others once, frozen
         ones too. Copies sum a process's pieces of the gradients, in fp32, for each micro-batch.
     """
     units = unit_vectors(model, config, world=world)
@@ -83,9 +83,9 @@ def step_volumes(
         case 0:
             gathered = 4 * sum(vector.numel for vector in trained)
         case 3:
-            *blocks, root = units
-            whole = _bytes(root) + 2 * sum(_bytes(block) for block in blocks)
-            gathered = micro_batches * whole
+            vectors = [vector for unit in units for vector in unit]
+            again = [vector for vector in vectors if vector.kind == "block"]
+            gathered = micro_batches * (_bytes(vectors) + _bytes(again))
         case _:
             gathered = _bytes(trained)
     pieces = sum(padded_piece(vector, world, replicas) for vector in trained)

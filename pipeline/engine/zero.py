@@ -2,8 +2,10 @@
 
 Hooks are registered on the module itself and on its units; nothing in the model is replaced.
 Forward: gather a unit, run it, free it. Backward: gather it again when the gradient of its output
-arrives, collect its gradients, and reduce them when the next unit starts. Only stage 3 actually
-frees and gathers; the lower stages take the same path and find everything in place.
+arrives, collect its gradients, and reduce them when the next unit starts. Of the units outside of
+the blocks an embedding isn't read by its backward pass, an output matrix stays until its is over,
+and the root is there all the time. Only stage 3 actually frees and gathers; the lower stages take
+the same path and find everything in place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +19,7 @@ from pipeline.engine.comm import Collectives
 from pipeline.engine.graph import parameter_uses
 from pipeline.engine.held_unit import Unit
 from pipeline.engine.outputs import check_open, tensors_in, without_views
+from pipeline.engine.tables import UsesHead
 from pipeline.errors import ConfigError
 
 
@@ -27,7 +30,8 @@ class ZeroModel:
         self, model: nn.Module, units: list[Unit], comm: Collectives, *, prefetch_units: int
     ) -> None:
         self.model, self.units, self.comm = model, units, comm
-        self.blocks, self.root = units[:-1], units[-1]
+        *self.others, self.root = units
+        self.head = next((unit for unit in units if unit.kind == "head"), None)
         self.prefetch_units = prefetch_units if comm.asynchronous else 0
         self.reducing = True
         """False inside `no_sync`: gradients stay where they were found."""
@@ -50,11 +54,13 @@ class ZeroModel:
         self._reaches_root = True
         """Whether the backward pass at hand goes through what lies outside of the blocks."""
         self.enter_by(model)
-        for unit in self.blocks:
-            unit.module.register_forward_pre_hook(
-                self._hook(self._before_unit, unit), prepend=True, with_kwargs=True
-            )
-            unit.module.register_forward_hook(self._hook(self._after_unit, unit), with_kwargs=True)
+        for unit in self.others:
+            users = [each for each in model.modules() if isinstance(each, UsesHead)]
+            for module in (unit.module, *users) if unit is self.head else (unit.module,):
+                module.register_forward_pre_hook(
+                    self._hook(self._before_unit, unit), prepend=True, with_kwargs=True
+                )
+                module.register_forward_hook(self._hook(self._after_unit, unit), with_kwargs=True)
 
     def enter_by(self, module: nn.Module) -> None:
         """Have calls of a module, which runs units of the model, be forward passes of the engine's.
@@ -85,12 +91,15 @@ class ZeroModel:
         self, _module: nn.Module, _args: object, _kwargs: object, output: object
     ) -> object:
         if self._visited:
-            pairs = list(zip(self._visited, self._visited[1:], strict=False))
+            # An embedding is the first of a pass; its backward pass is the last and reads nothing.
+            pairs = [pair for pair in pairwise(self._visited) if pair[1].kind != "embedding"]
             self._next = dict(pairs)
-            self._previous = {second: first for first, second in pairs}
-        for unit in self.blocks:  # of a pass that raised, or gathered ahead for nothing
-            self._free(unit)
-        if not torch.is_grad_enabled() or output is None:
+            self._previous = {second: first for first, second in pairs if first.kind != "embedding"}
+        goes_on = torch.is_grad_enabled() and output is not None
+        for unit in self.others:  # of a pass that raised, or gathered ahead for nothing
+            if unit is not self.head or not goes_on:
+                self._free(unit)
+        if not goes_on:
             if not self._root_was_gathered:
                 self._free(self.root)
             return output
@@ -103,13 +112,17 @@ class ZeroModel:
 
     def _before_unit(self, unit: Unit) -> None:
         if in_backward():  # a recomputation inside the backward pass of the unit itself
-            self._before_backward(unit)
+            self._before_backward(unit, runs_again=True)
+            return
+        if self._visited and self._visited[-1] is unit is self.head and unit.gathered:
             return
         if not self.root.gathered:
             raise RuntimeError(
                 f"{unit.name} was called while the weights outside of it were sharded: call the"
                 " engine instead of a module inside it, or do it under `engine.gathered()`"
             )
+        if self.head is not None and unit.kind == "embedding":  # another run within the pass
+            self._free(self.head)
         self._visited.append(unit)
         self._gather(unit, self._next)
 
@@ -125,7 +138,8 @@ class ZeroModel:
                 if tensor.requires_grad:
                     unit.expects_backward = True
                     tensor.register_hook(lambda _grad: self._before_backward(unit, updates))
-        self._free(unit)
+        if unit is not self.head:
+            self._free(unit)
         return output
 
     # Backward
@@ -151,7 +165,7 @@ class ZeroModel:
             if any(root.requires_grad for root in roots):
                 torch.autograd.backward(roots, gradients)
             else:
-                for unit in reversed(self.blocks):
+                for unit in reversed(self.others):
                     if unit.expects_backward:
                         self._before_backward(unit)
         except BaseException:
@@ -215,18 +229,23 @@ class ZeroModel:
         if not self._reaches_root:
             return
         self.root.gather()
-        self.root.in_backward = True
+        begun, self.root.in_backward = self.root.in_backward, True
         for each in self.root.trained:
             each.gradients.begin()
+        if self.head is not None and not begun:
+            self._before_backward(self.head)
 
-    def _before_backward(self, unit: Unit, updates: int | None = None) -> None:
+    def _before_backward(
+        self, unit: Unit, updates: int | None = None, *, runs_again: bool = False
+    ) -> None:
         self._check_current(updates)
         if not self.root.in_backward:
             self._begin_root()
-        for other in self.blocks:  # done: autograd runs in reverse order of creation
+        for other in self.others:  # done: autograd runs in reverse order of creation
             if other.in_backward and other is not unit:
                 self._finish(other)
-        self._gather(unit, self._previous)
+        if unit.kind != "embedding" or runs_again:
+            self._gather(unit, self._previous)
         unit.in_backward = True
         for each in unit.trained:
             each.gradients.begin()
@@ -273,7 +292,7 @@ class ZeroModel:
         finally:
             self._pinned -= 1
             for unit in self.units:
-                if not (unit is self.root and self.root.expects_backward):
+                if not (unit in (self.root, self.head) and unit.expects_backward):
                     self._free(unit)
 
     def one_by_one(self) -> Iterator[Unit]:

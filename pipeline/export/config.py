@@ -33,6 +33,10 @@ class ExportConfig:
     number_format: GgufFormat = "f32"
     """Of a GGUF file's matrices: f32, f16, bf16 or q8_0."""
 
+    cache: Literal["none", "kv"] = "none"
+    """Of an ONNX file of a language model: kv takes and gives keys and values, so that a new token
+    takes a pass over itself; none computes each token from the whole text."""
+
     texts: int = 1000
     """Texts whose tokens a GGUF file must give as the tokenizer does."""
 
@@ -48,6 +52,9 @@ class ExportConfig:
         require(
             self.number_format == "f32" or self.to == "gguf",
             f"number_format {self.number_format} is for --to gguf; leave it out",
+        )
+        require(
+            self.cache == "none" or self.to == "onnx", "cache kv is for --to onnx; leave it out"
         )
         require(
             self.base is None or self.to in ("merged", "adapter"),

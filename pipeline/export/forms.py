@@ -1,6 +1,6 @@
 """The forms in which a model leaves: what is written, how it is verified, how it is used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,16 +67,22 @@ def _onnx(config: ExportConfig) -> Form:
     from pipeline.export.onnx_file import GRAPH, load_graph, write_onnx
     from pipeline.export.onnx_verify import verify_onnx
 
-    graph = load_graph(source)
-    outputs = ", ".join(graph.outputs)
+    graph = load_graph(source, cache=config.cache == "kv")
+    inputs, outputs = _shown(graph.inputs), _shown(graph.outputs)
     return Form(
         source=source.directory,
-        title=f"ONNX of a {source.kind}; input_ids, attention_mask -> {outputs}",
+        title=f"ONNX of a {source.kind}; {inputs} -> {outputs}",
         will_verify=f"{outputs} by onnxruntime on batches with and without padding",
         write=lambda directory: write_onnx(graph, source, directory),
         verify=lambda directory: verify_onnx(graph, directory / GRAPH),
         use=lambda out: f'onnxruntime.InferenceSession("{out}/{GRAPH}")',
     )
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Names of inputs or outputs; of keys and values those of the first layer."""
+    shown = [name for name in names if "." not in name or ".0." in name]
+    return ", ".join(shown) + (", ..." if len(shown) < len(names) else "")
 
 
 def _weights(config: ExportConfig) -> Form:

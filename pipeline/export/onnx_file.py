@@ -12,7 +12,14 @@ import torch
 
 from pipeline.config import FrozenModelConfig
 from pipeline.errors import ModelError, is_out_of_memory
-from pipeline.export.onnx_graphs import ActorGraph, ClassifierGraph, Graph
+from pipeline.export.onnx_graphs import (
+    INPUTS,
+    ActorGraph,
+    CachedActorGraph,
+    ClassifierGraph,
+    Graph,
+    cached_layers,
+)
 from pipeline.export.source import Source
 from pipeline.models.directory import TOKENIZER_FILES
 from pipeline.models.load import load_causal_lm, load_classifier
@@ -26,20 +33,33 @@ OF_SCORES = ("score_mean", "score_std", "class_values")
 """Of config.json, what a reader of scores needs."""
 
 
-def load_graph(source: Source) -> Graph:
+def load_graph(source: Source, *, cache: bool = False) -> Graph:
     """The model in fp32 on the CPU, with attention in plain operators.
 
+    With `cache` the graph takes and gives keys and values.
+
     Raises:
-        ModelError: it can't be loaded.
+        ModelError: it can't be loaded, or has no keys and values of all tokens to give.
     """
     config = FrozenModelConfig(path=str(source.directory), precision="fp32")
     device = torch.device("cpu")
-    if source.is_classifier:
-        model = load_classifier(config, device=device)
-    else:
-        model = load_causal_lm(config, device=device)
+    load = load_classifier if source.is_classifier else load_causal_lm
+    model = load(config, device=device)
     model.set_attn_implementation("eager")
-    return (ClassifierGraph(model) if source.is_classifier else ActorGraph(model)).eval()
+    model.eval()
+    if not cache:
+        return (ClassifierGraph(model) if source.is_classifier else ActorGraph(model)).eval()
+    if source.is_classifier:
+        raise ModelError(
+            f"{source.directory} is a {source.kind}, which reads a text once; take --cache none"
+        )
+    layers = cached_layers(model)
+    if layers is None:
+        raise ModelError(
+            f"{source.directory}: {model.config.model_type} keeps other things of a text than keys"
+            " and values of all tokens; take --cache none"
+        )
+    return CachedActorGraph(model, layers).eval()
 
 
 def write_onnx(graph: Graph, source: Source, directory: Path) -> None:
@@ -50,19 +70,16 @@ def write_onnx(graph: Graph, source: Source, directory: Path) -> None:
     """
     import onnx
 
-    batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
-    axes = {0: batch, 1: length}
-    ids = torch.ones(2, 8, dtype=torch.long)
     size = sum(weight.numel() * weight.itemsize for weight in graph.parameters())
     try:
         with quiet():
             torch.onnx.export(
                 graph,
-                (ids, torch.ones_like(ids)),
+                graph.example(),
                 directory / GRAPH,
-                input_names=["input_ids", "attention_mask"],
+                input_names=list(graph.inputs),
                 output_names=list(graph.outputs),
-                dynamic_shapes=(axes, axes),
+                dynamic_shapes=graph.axes,
                 dynamo=True,
                 external_data=size >= BESIDE,
                 verbose=False,
@@ -71,10 +88,14 @@ def write_onnx(graph: Graph, source: Source, directory: Path) -> None:
         if is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200]
+        instead = "--cache none" if isinstance(graph, CachedActorGraph) else "--to merged"
         raise ModelError(
-            f"{source.directory} can't be traced to ONNX: {reason}; take --to merged"
+            f"{source.directory} can't be traced to ONNX: {reason}; take {instead}"
         ) from error
     stored = onnx.load(directory / GRAPH, load_external_data=False)
+    if isinstance(graph, CachedActorGraph):  # whose exporter has a symbol for a sum of lengths
+        mask = next(each for each in stored.graph.input if each.name == INPUTS[1])
+        mask.type.tensor_type.shape.dim[1].dim_param = "past + length"
     onnx.helper.set_model_props(stored, _properties(source))
     onnx.save(stored, directory / GRAPH)
     for pattern in ("config.json", "generation_config.json", "*.jinja", *TOKENIZER_FILES):

@@ -205,15 +205,16 @@ def _write(
         plain.save_pretrained(staging, state_dict=rest)
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
-            save_adapter(model, adapter, staging / ADAPTER_DIR)
+            tensors = save_adapter(model, adapter, staging / ADAPTER_DIR)
             if current_mesh().parts.size > 1:  # of which peft has written what the first one has
-                own = {_in_peft(name): each for name, each in adapter.items()}
+                own = {_in_peft(name): each for name, each in tensors.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
         move_in(staging, directory)
 
 
 def _in_peft(name: str) -> str:
     """The name of an adapter's tensor in peft's files."""
+    name = name.replace(".modules_to_save.default.", ".")
     return name.replace(f"{LENGTHS}.default.weight", LENGTHS).replace(".default.", ".")
 
 

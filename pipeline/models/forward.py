@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
+from pipeline.engine.tables import UsesHead
 from pipeline.errors import DataError, KernelError
 from pipeline.kernels.logprobs.definition import logprobs_of
 from pipeline.kernels.logprobs.dispatch import WHOLE, linear_logprobs, row_logprobs
@@ -61,6 +62,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.uses_head = UsesHead()
         self.kernels: Kernels = kernels
         self.tile = tile
         """Logits that may exist at once in fp32; None leaves it to the kernels."""
@@ -87,8 +89,10 @@ class Policy(nn.Module):
         is_large_batch = head is not None and len(targets) * head.out_features > (
             self.tile or WHOLE
         )
+        computed: tuple[Tensor, Tensor | None]
         if head is not None and (words is not None or is_large_batch):
-            computed = linear_logprobs(
+            computed = self.uses_head(
+                linear_logprobs,
                 self._hidden(batch),
                 head.weight,
                 head.bias,

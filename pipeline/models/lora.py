@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import LoraConfig
 from pipeline.errors import ConfigError
+from pipeline.models.adapter_dropout import seed_dropout
 from pipeline.models.layer_variant import variant_in
 from pipeline.models.variants import vary
 
@@ -27,8 +28,8 @@ Task = Literal["causal", "classifier"]
 def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: int) -> PeftModel:
     """Freeze `model` and add fp32 adapters; a score head stays trained.
 
-    The adapters' random half is drawn from `seed`, the same on every process. What a variant takes
-    from the weights is 0 until `start_adapters`.
+    The adapters' random half is drawn from `seed`, the same on every process, and so are
+    the masks of dropout. What a variant takes from the weights is 0 until `start_adapters`.
 
     Raises:
         ConfigError: no module matches `lora.targets`, or one is not for `lora.variant`.
@@ -56,6 +57,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     for name, param in peft_model.named_parameters():
         if ".lora_" in name:
             param.data = param.data.float()
+    seed_dropout(peft_model, seed)
     adapter = peft_model.peft_config["default"]
     assert isinstance(adapter, PeftLoraConfig)
     # A set, whose order in the exported file would be another in each process.

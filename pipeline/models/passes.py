@@ -7,6 +7,7 @@ stage.
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError, ModelError
+from pipeline.models.adapter_dropout import masks_of
 from pipeline.models.asking import Asking, B, Found, StagedAsking
 from pipeline.models.deferred import read_stored
 from pipeline.models.forward import Policy
@@ -26,7 +28,7 @@ from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.schedules import Instruction, Schedule, instructions
+from pipeline.parallel.schedules import Instruction, Schedule, orders_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +46,17 @@ class Passes(Asking):
     def learn(self, batches: Iterable[B], loss_of: Found[B], *, divisor: float) -> list[Tensor]:
         """Add the gradients of all losses, each divided; the losses, for `total`."""
         losses: list[Tensor] = []
-        for batch in batches:
-            loss = loss_of(batch)
+        for number, batch in enumerate(batches):
+            with self._masks(number):
+                loss = loss_of(batch)
             self.engine.backward(loss / divisor)
             losses.append(loss.detach())
         return losses
+
+    def _masks(self, number: int) -> AbstractContextManager[None]:
+        """In which a micro-batch of the next optimizer step goes forward."""
+        engine = self.engine
+        return masks_of(engine.group.rank, engine.steps, engine.skipped_in_a_row, number)
 
 
 class StagedPasses(StagedAsking, Passes):
@@ -77,21 +85,23 @@ class StagedPasses(StagedAsking, Passes):
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
         batches = list(batches)
-        order = instructions(
+        orders = orders_of(
             self._schedule,
-            stage=self._stage.number,
             stages=self._stage.count,
             count=len(batches),
             chunks=len(self._stage.chunks),
         )
+        self._places = [{each: at for at, each in enumerate(order)} for order in orders]
         losses: list[Tensor] = []
-        for each in order:
+        for each in orders[self._stage.number]:
             if each.kind == "forward":
                 batch = batches[each.micro_batch]
-                losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
+                with self._masks(each.micro_batch):
+                    losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
             else:
                 self._back(each, divisor)
         self._transfers.settle()
+        self._places = []
         self._took = time.perf_counter() - began
         return losses
 
@@ -130,7 +140,8 @@ class StagedPasses(StagedAsking, Passes):
             return
         gradient, borrowed.grad = borrowed.grad, None
         gradient = torch.zeros_like(borrowed) if gradient is None else gradient
-        self._transfers.send(gradient, 0, "tied gradients", number)
+        taken_at = self._place("tied gradients", number, 0)
+        self._transfers.send(gradient, 0, "tied gradients", number, taken_at=taken_at)
 
 
 class Own(NamedTuple):

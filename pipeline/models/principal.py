@@ -12,6 +12,7 @@ bit for bit, whatever the number format of W; with the adapter off the layer is 
 may stay in its file or in 4 bits; and the right side is a plain adapter of twice the rank.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -20,7 +21,7 @@ from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from pipeline.models.layer_variant import LayerVariant, is_turned
+from pipeline.models.layer_variant import LayerVariant, is_turned, variant_in
 
 Kind = Literal["pissa", "olora"]
 
@@ -38,6 +39,8 @@ class Principal(LayerVariant):
 
     def __init__(self, kind: Kind, layer: LoraLayer) -> None:
         self.kind: Kind = kind
+        self.read: Callable[[Tensor, Tensor], Tensor] = F.linear
+        """The product with what reads the layer's input, by which it may be kept in parts."""
         for half, module in zip("AB", _modules(layer), strict=True):
             first = nn.Parameter(torch.zeros_like(module.weight), requires_grad=False)
             setattr(layer, f"lora_start_{half}", nn.ParameterDict({"default": first}))
@@ -58,6 +61,12 @@ class Principal(LayerVariant):
         return [*_now(layer), *_first(layer)]
 
     @staticmethod
+    def first(layer: LoraLayer) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+        """Where a layer keeps what A and B began as."""
+        down, up = layer.lora_start_A, layer.lora_start_B  # pyright: ignore[reportAttributeAccessIssue]
+        return down, up
+
+    @staticmethod
     def forward(
         module: LoraLayer,
         active_adapter: str,
@@ -67,7 +76,8 @@ class Principal(LayerVariant):
     ) -> Float[Tensor, "*B out"]:
         """What is above, from `result`, which is W x and the bias."""
         down, up = widened(*_now(module), *_first(module))
-        return result + F.linear(F.linear(x, down), up) * module.scaling[active_adapter]
+        read = cast("Principal", variant_in(module)).read(x, down)
+        return result + F.linear(read, up) * module.scaling[active_adapter]
 
     def merged(self, layer: LoraLayer, weight: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
         """W + s (B A - B0 A0) in fp32, as the layer stores weights."""
@@ -130,5 +140,5 @@ def _now(layer: LoraLayer) -> tuple[Tensor, Tensor]:
 
 
 def _first(layer: LoraLayer) -> tuple[Tensor, Tensor]:
-    down, up = layer.lora_start_A, layer.lora_start_B  # pyright: ignore[reportAttributeAccessIssue]
+    down, up = Principal.first(layer)
     return down["default"], up["default"]

@@ -140,6 +140,9 @@ def _shrink(settings: PreTrainedConfig, few: int) -> None:
             _set(settings, name, {1: 1, heads: few}.get(value, few // 2))
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
             _set(settings, name, _small_size(name, value, few))
+    words, hidden = (values.get(name) for name in ("word_embed_proj_dim", "hidden_size"))
+    if isinstance(words, int) and words != hidden:  # there are projections between, as in OPT 350m
+        _set(settings, "word_embed_proj_dim", _small_size("hidden_size", words, few) // 2)
     if getattr(settings, "quantization_config", None) is not None:
         delattr(settings, "quantization_config")  # not declared by the base class
 

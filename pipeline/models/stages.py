@@ -37,6 +37,7 @@ from pipeline.models.forward import (
     require_context,
 )
 from pipeline.models.packing import how_to_run
+from pipeline.models.sharding import layer_of
 from pipeline.models.small_copy import VOCABULARY, small_copy, small_settings
 from pipeline.models.stand_ins import Absent, Chunk, Inlet, Passed, Place
 from pipeline.models.stream_export import can_stream
@@ -307,11 +308,19 @@ def _chunks(
 def _outside(
     plain: PreTrainedModel, order: Order, blocks: str
 ) -> list[tuple[str, nn.Module, bool]]:
-    """The modules outside of the blocks that have parameters, and whether they come before."""
+    """The modules outside of the blocks that have parameters, and whether they come before.
+
+    An adapter belongs to its layer.
+    """
     head = plain.get_output_embeddings()
     found: list[tuple[str, nn.Module, bool]] = []
+    adapted = ""
     for name, module in plain.named_modules():
-        if name.startswith(f"{blocks}.") or not any(True for _ in module.parameters(False)):
+        if name.startswith(f"{blocks}.") or (adapted and name.startswith(f"{adapted}.")):
+            continue
+        if layer_of(module) is not module and name in order.before | order.after:
+            adapted = name
+        elif not any(True for _ in module.parameters(False)):
             continue
         owner = name.partition(".")[0]
         if module is head or owner == SCORE_HEAD:
@@ -324,6 +333,7 @@ def _outside(
 
 
 def _stand_in(module: nn.Module, *, of_tokens: bool) -> nn.Module:
+    module = layer_of(module)
     is_wide = isinstance(module, nn.Embedding | nn.Linear)
     return Absent(module, of_tokens=of_tokens) if is_wide else nn.Identity()
 

@@ -25,13 +25,14 @@ from pipeline.engine.part_elements import read_part
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.tensor_parts import Part, mark_part, mark_partial
 from pipeline.errors import ModelError
-from pipeline.models.divided_dropout import DividedDropout
+from pipeline.models.adapter_dropout import AdapterDropout
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.models.dora import Dora
 from pipeline.models.forward import base_model
 from pipeline.models.layer_variant import variant_in
 from pipeline.models.own_tokens import OwnTokens, why_not
 from pipeline.models.part_by_part import product
+from pipeline.models.principal import Principal
 from pipeline.models.sharding import STYLES, can_shard, layer_of, match
 from pipeline.models.stages import block_list
 from pipeline.models.tensor_roles import partial_parameters, why_not_run
@@ -289,19 +290,23 @@ def _cut_adapter(
     down, up = module.lora_A["default"], module.lora_B["default"]
     cut, whole = (up, down) if by_outputs else (down, up)
     of_rows, of_columns = (tuple(replace(spec, dim=dim) for spec in specs) for dim in (0, 1))
-    _replace(cut, "weight", of_rows if by_outputs else of_columns, shards.tp_group)
+    of_cut, group = of_rows if by_outputs else of_columns, shards.tp_group
+    _replace(cut, "weight", of_cut, group)
     dropout, variant = module.lora_dropout["default"], variant_in(module)
-    if isinstance(dropout, nn.Dropout) and not by_outputs:
+    if isinstance(dropout, AdapterDropout) and not by_outputs:
         columns = max(shard.stop for spec in specs for shard in spec.shards)
-        own = specs[shards.tp_group.rank]
-        module.lora_dropout["default"] = DividedDropout(dropout.p, columns, own)
+        dropout.divide(columns, specs[group.rank])
     if isinstance(variant, Dora):
         lengths = module.lora_magnitude_vector["default"]
         if by_outputs:
-            _replace(lengths, "weight", of_rows, shards.tp_group)
+            _replace(lengths, "weight", of_rows, group)
         else:
-            variant.columns = shards.tp_group.apart
+            variant.columns = group.apart
             mark_partial(cast("Tensor", lengths.weight))
+    if isinstance(variant, Principal):
+        first_down, first_up = variant.first(module)
+        _replace(first_up if by_outputs else first_down, "default", of_cut, group)
+        mark_partial((first_down if by_outputs else first_up)["default"])  # it lies as others do
     return cast("Tensor", whole.weight)
 
 

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import LORA_RATE, StepConfig, TrainedModelConfig
 from pipeline.errors import ConfigError
+from pipeline.models.adapter_dropout import AdapterDropout, masks_again
 from pipeline.models.chat import untrained_tokens
 from pipeline.models.forward import base_model, context_length
 from pipeline.models.load import add_tokens, lacks_tokens, load_causal_lm, load_classifier
@@ -162,10 +163,15 @@ def prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
     if config.gradient_checkpointing:
         # Its name before transformers 5.23 was gradient_checkpointing_enable.
         enable = getattr(plain, "activation_checkpointing_enable", None)
-        (enable or plain.gradient_checkpointing_enable)({"use_reentrant": False})
+        settings = {"use_reentrant": False, "context_fn": masks_again}
+        (enable or plain.gradient_checkpointing_enable)(settings)
         blocks = [each for each in plain.modules() if isinstance(each, GradientCheckpointingLayer)]
         for number, block in enumerate(blocks):
             block.gradient_checkpointing = number % config.checkpoint_every == 0
+    if config.zero.compile:  # which can't see through a generator
+        for module in plain.modules():
+            if isinstance(module, AdapterDropout):
+                object.__setattr__(module, "forward", torch.compiler.disable(module.forward))
     plain.config.use_cache = True  # for the exported model; training passes its own flag
     return model.train()
 

@@ -72,17 +72,18 @@ def _require_fit(layers: Mapping[str, LoraLayer], config: LoraConfig) -> None:
 def start_adapters(model: PeftModel) -> None:
     """Have each adapter begin as its variant begins with the weight that its layer has now.
 
-    All processes call it, once the base is quantized if it is to be. The layers are divided among
-    them, and each process gets the others' numbers: processors differ in how they round.
+    All processes call it, once the base is quantized if it is to be and before the model is cut.
+    The layers are divided among them, and each process gets the others' numbers: processors differ
+    in how they round.
     """
     adapted = [(layer, variant_in(layer)) for _, layer in _adapted_layers(model)]
     started = [(layer, variant) for layer, variant in adapted if variant is not None]
-    data = current_mesh().data
-    for layer, variant in data.share(started):
+    world = current_mesh().world
+    for layer, variant in world.share(started):
         variant.start(layer, whole_weight(layer))
     for number, (layer, variant) in enumerate(started):
         for tensor in variant.started(layer):
-            data.broadcast(tensor, source=number % data.size)
+            world.broadcast(tensor, source=number % world.size)
 
 
 def whole_weight(layer: LoraLayer) -> Float[Tensor, "out in"]:
@@ -123,8 +124,10 @@ def variant_of(settings: PeftLoraConfig) -> AdapterVariant:
     return "rslora" if settings.use_rslora else "lora"
 
 
-def save_adapter(model: PeftModel, tensors: dict[str, Tensor], directory: Path) -> None:
-    """Write an adapter as plain peft loads it on the untouched base.
+def save_adapter(
+    model: PeftModel, tensors: dict[str, Tensor], directory: Path
+) -> dict[str, Tensor]:
+    """Write an adapter as plain peft loads it on the untouched base; the tensors that it has there.
 
     `tensors` are its own by their names in the model. Those of PiSSA and OLoRA become a plain
     adapter of twice the rank.
@@ -141,6 +144,7 @@ def save_adapter(model: PeftModel, tensors: dict[str, Tensor], directory: Path) 
         model.save_pretrained(str(directory), state_dict=tensors)
     finally:
         model.peft_config["default"] = own
+    return tensors
 
 
 def _widened(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

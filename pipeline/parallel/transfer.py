@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,28 +28,68 @@ TAGS: dict[What, int] = {
 """Of a tensor; its header has the next one. They tell transfers apart where backends heed tags."""
 
 
+class Sent(NamedTuple):
+    """A tensor on its way, which is kept until it has arrived."""
+
+    works: tuple[dist.Work, dist.Work]
+    tensors: tuple[Tensor, Tensor]
+    """Its header and itself."""
+
+    to: int
+    taken_at: int | None
+    """Where in its order the other stage waits for it; None where nobody says."""
+
+
 class Transfers:
     """What this stage sends to and receives from the others of its pipeline."""
 
     def __init__(self, stages: Group) -> None:
         self._stages = stages
-        self._sent: deque[tuple[dist.Work, Tensor, int]] = deque()
+        self._sent: deque[Sent] = deque()
         self.waited = 0.0
         """Seconds, for other stages."""
 
-    def send(self, tensor: Tensor, to: int, what: What, micro_batch: int, chunk: int = 0) -> None:
-        """Begin to send to a stage; `tensor` must not change until `settle`.
+    def send(
+        self,
+        tensor: Tensor,
+        to: int,
+        what: What,
+        micro_batch: int,
+        chunk: int = 0,
+        *,
+        taken_at: int | None = None,
+    ) -> None:
+        """Begin to send to a stage; `tensor` must not change until it has arrived.
 
-        `chunk` is that of the whole model that the tensor goes to.
+        Args:
+            tensor: of any length.
+            to: the stage.
+            what: the kind of tensor.
+            micro_batch: that it is of.
+            chunk: of the whole model, that it goes to.
+            taken_at: for `reached`, where in its order the other stage waits for it.
         """
         header = torch.tensor([micro_batch, chunk, tensor.numel()], device=tensor.device)
+        tensors = (header, tensor.detach().contiguous())
         group, rank = self._group(what, self._stages.rank, to), self._stages.ranks[to]
-        for each, tag in ((header, TAGS[what] + 1), (tensor.detach().contiguous(), TAGS[what])):
+        works: list[dist.Work] = []
+        for each, tag in zip(tensors, (TAGS[what] + 1, TAGS[what]), strict=True):
             work = dist.isend(each, rank, group=group, tag=tag)
             assert work is not None
-            self._sent.append((work, each, rank))
-        while self._sent and self._sent[0][0].is_completed():
+            works.append(work)
+        self._sent.append(Sent((works[0], works[1]), tensors, to, taken_at))
+        while self._sent and all(work.is_completed() for work in self._sent[0].works):
             self._sent.popleft()
+
+    def reached(self, stage: int, place: int) -> None:
+        """Let go of what a stage has taken that has come to that place of its order.
+
+        Of gloo one can't ask whether a tensor has arrived, and each would stay until `settle`.
+        """
+        for each in list(self._sent):
+            if each.to == stage and each.taken_at is not None and each.taken_at <= place:
+                self._wait_for(each)
+                self._sent.remove(each)
 
     def receive(
         self, out: Tensor, from_stage: int, what: What, micro_batch: int, chunk: int = 0
@@ -77,9 +118,12 @@ class Transfers:
 
     def settle(self, *, but: int = 0) -> None:
         """Wait until what was sent has arrived, but for that many of the last tensors."""
-        while len(self._sent) > 2 * but:
-            work, _, rank = self._sent.popleft()
-            with self._waiting(rank, "the arrival of what was sent to it"):
+        while len(self._sent) > but:
+            self._wait_for(self._sent.popleft())
+
+    def _wait_for(self, sent: Sent) -> None:
+        with self._waiting(self._stages.ranks[sent.to], "the arrival of what was sent to it"):
+            for work in sent.works:
                 work.wait()
 
     def _group(self, what: What, sender: int, receiver: int) -> dist.ProcessGroup | None:

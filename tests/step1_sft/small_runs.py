@@ -50,7 +50,7 @@ def settings(
     }
     return SFTConfig(
         output_dir=out,
-        model=TrainedModelConfig(path=str(start / "base"), optim=optim, **(model or {})),
+        model=TrainedModelConfig(path=str(start / "base"), **{"optim": optim, **(model or {})}),
         data=DataConfig(path=(str(start / "rows.jsonl"),), max_length=48),
         **{**own, **changes},
     )

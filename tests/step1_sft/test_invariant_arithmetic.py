@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from pipeline.config import LoraConfig, ParallelConfig, TrainedModelConfig
+from pipeline.config import LoraConfig, OptimConfig, ParallelConfig, TrainedModelConfig
 from pipeline.config.zero import ZeroConfig
 from pipeline.errors import ConfigError
 from pipeline.models.divided_vocabulary import LARGE
@@ -83,6 +84,10 @@ TREE = {"zero": ZeroConfig(reduction="deterministic"), "precision": "bf16"}
 MIXTURES: dict[str, tuple[ParallelConfig, int]] = {
     # The division of four processes, and the ZeRO stage.
     "two stages of two": (ParallelConfig(pp=2, tp=2, micro_batches=4), 1),
+    "two stages of two chunks, each of two": (
+        ParallelConfig(pp=2, tp=2, schedule="interleaved", chunks=2, micro_batches=4),
+        1,
+    ),
     "two groups of two": (ParallelConfig(tp=2, micro_batches=2), 3),
     "two replicas of two": (ParallelConfig(tp=2, micro_batches=2, replicas=2), 2),
     "four with whole layers": (ParallelConfig(micro_batches=1), 2),
@@ -92,16 +97,14 @@ MIXTURES: dict[str, tuple[ParallelConfig, int]] = {
 @pytest.mark.jobs
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n.startswith("two stages") else pytest.mark.grid)
-        for n in MIXTURES
-    ],
+    [pytest.param(n, marks=() if "chunks" in n else pytest.mark.grid) for n in MIXTURES],
 )
 def test_four_processes_end_in_the_bits_of_one_however_they_are_divided(
     name: str, tmp_path: Path
 ) -> None:
     (parallel, stage), shape = MIXTURES[name], {**FOUR_KEYS, "tie_word_embeddings": True}
-    start = make(tmp_path, "qwen3", vocab_size=LARGE, **shape)
+    blocks = 2 * parallel.chunks  # of which each chunk has one
+    start = make(tmp_path, "qwen3", vocab_size=LARGE, blocks=blocks, **shape)
     alone = ParallelConfig(micro_batches=4, arithmetic="invariant:4")
     run(settings(start, tmp_path / "alone", parallel=alone, model=TREE))
 
@@ -124,9 +127,42 @@ def test_a_state_of_any_tp_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> No
         out = cut_off(tmp_path / "two", tmp_path / f"two to {tp}")
         by_parts(start, out, tp, model, resume=True, **often)
         assert ended(out) == ended(tmp_path / "two")
-        found, expected = saved(out, 3), saved(tmp_path / "two", 3)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert equal(saved(out, 3), saved(tmp_path / "two", 3))
+
+
+IN_8_BITS = {
+    "whole weights": {"precision": "bf16", "zero_stage": 1},
+    "adapters": {"lora": LoraConfig(rank=8), "zero_stage": 2},
+}
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.grid if n == "adapters" else ()) for n in IN_8_BITS]
+)
+def test_moments_in_8_bits_are_those_of_one_process_and_go_on_at_any_tp(
+    name: str, tmp_path: Path
+) -> None:
+    start = make(tmp_path, "gpt2", blocks=2, n_embd=128)  # parts of 32, as long as blocks
+    often: dict[str, Any] = {"save_every": 1, "keep_last": 9}
+    optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0, moments="8bit")
+    model = {**IN_8_BITS[name], "optim": optim}
+    for tp in (1, 2):
+        by_parts(start, tmp_path / str(tp), tp, model, **often)
+    expected = saved(tmp_path / "1", 3)
+    assert any("/exp_avg_exponents/" in key for key in expected)
+    assert equal(saved(tmp_path / "2", 3), expected)
+
+    for source, tp in ((2, 1), (1, 4)):
+        out = cut_off(tmp_path / str(source), tmp_path / f"{source} to {tp}")
+        by_parts(start, out, tp, model, resume=True, **often)
+        assert equal(saved(out, 3), expected), f"{source} to {tp}"
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[key], expected[key]) for key in expected
+    )
 
 
 def test_wrong_arithmetic_is_refused_in_a_sentence() -> None:

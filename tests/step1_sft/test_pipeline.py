@@ -40,11 +40,43 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"precision": "bf16", "gradient_checkpointing": True, "zero_stage": 1},
     ),
     "tied gpt2, fp16": ("gpt2", {}, {"precision": "fp16"}),
-    "adapters": ("opt", {}, {"lora": LoraConfig(rank=2), "precision": "bf16"}),
+    "adapters": (
+        "opt",
+        {},
+        {"lora": LoraConfig(rank=2, dropout=0.3), "precision": "bf16", "zero_stage": 1},
+    ),
+    "adapters, dropout, checkpointing": (
+        "llama",
+        {},
+        {"lora": LoraConfig(rank=2, dropout=0.3), "gradient_checkpointing": True},
+    ),
+    "projections, adapters": (
+        "opt",
+        {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
+        {"lora": LoraConfig(rank=2)},
+    ),
+    "lengths of rows, dropout": (
+        "gpt2",
+        {},
+        {"lora": LoraConfig(rank=2, dropout=0.3, variant="dora"), "precision": "bf16"},
+    ),
+    "singular vectors": (
+        "gpt2",
+        {},
+        {"lora": LoraConfig(rank=2, variant="pissa"), "precision": "bf16"},
+    ),
+    "orthogonal columns, 4 bits": (
+        "llama",
+        {"hidden_size": 64, "intermediate_size": 128},
+        {"lora": LoraConfig(rank=2, variant="olora"), "quantize": "nf4"},
+    ),
 }
 
 
-SOME = ("tied, bf16, checkpointing", "adapters", "two pipelines, replicas")
+SOME = (
+    *("tied, bf16, checkpointing", "adapters", "singular vectors"),
+    "two pipelines, replicas",
+)
 """That every run of the tests goes through; the others are the grid."""
 
 
@@ -125,7 +157,13 @@ INTERLEAVED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
         "opt",
         {"blocks": 5},
         {"partition": (1, 2, 1, 1), "micro_batches": 1},
-        {"lora": LoraConfig(rank=2), "precision": "bf16"},
+        {"lora": LoraConfig(rank=2, dropout=0.3), "precision": "bf16"},
+    ),
+    "dropout, checkpointing": (
+        "llama",
+        {},
+        {"micro_batches": 5},
+        {"lora": LoraConfig(rank=2, dropout=0.3), "gradient_checkpointing": True},
     ),
     "three stages": ("qwen3", {"blocks": 6}, {"pp": 3, "micro_batches": 7}, {}),
 }
@@ -197,6 +235,31 @@ def test_a_run_of_any_stages_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> 
     made = load_file(tmp_path / "c" / "model.safetensors")
     model = load_file(tmp_path / "alone" / "model.safetensors")
     assert made.keys() == model.keys()
+
+
+ADAPTERS = {
+    "dropout": LoraConfig(rank=2, variant="dora", dropout=0.3),
+    "singular vectors": LoraConfig(rank=2, variant="pissa"),
+}
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "dropout" else pytest.mark.grid) for n in ADAPTERS]
+)
+def test_adapters_go_on_in_any_stages_to_the_bit(name: str, tmp_path: Path) -> None:
+    start = make(tmp_path, "llama")
+    often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"lora": ADAPTERS[name]}}
+    run(settings(start, tmp_path / "alone", pp=1, **often))
+    expected = ended(tmp_path / "alone")
+
+    source = tmp_path / "alone"
+    for pp in (2, 1, 3):
+        out = cut_off(source, tmp_path / f"{source.name} to {pp}")
+        run_ranks(run, settings(start, out, pp=pp, resume=True, **often), world_size=pp)
+
+        assert ended(out) == expected, f"{source.name} to {pp}"
+        source = out
 
 
 def overflows(config: SFTConfig, skips: list[int]) -> list[bool]:
@@ -285,8 +348,6 @@ def test_what_the_model_can_not_be_cut_into_is_refused_by_the_plan(
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block anew"),
-    "dropout": ({}, {"lora": LoraConfig(dropout=0.1)}, "model.lora.dropout draws masks"),
-    "variant": ({}, {"lora": LoraConfig(variant="pissa")}, "model.lora.variant of parallel.pp 2"),
     "nvme": (
         {},
         {"zero": ZeroConfig(offload=OffloadConfig(optimizer="nvme", nvme_path=Path("/tmp")))},
@@ -322,25 +383,28 @@ def test_divisions_that_do_not_add_up_are_refused() -> None:
         ParallelConfig(pp=2, replicas=2).check(2)
 
 
-def hangs(config: SFTConfig) -> None:
-    """The last stage goes to sleep in a forward pass."""
-    with cut_mesh(replicas=1, pp=3, timeout_seconds=30.0) as mesh:
+def hangs(config: SFTConfig, rank: int) -> None:
+    """A process of the last stage goes to sleep in a forward pass."""
+    cut = config.parallel
+    with cut_mesh(replicas=1, pp=cut.pp, tp=cut.tp, timeout_seconds=30.0) as mesh:
         rows = load_rows(config, config.model, step=1)
         with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as opened:
             sft = load_model(config, rows, opened)
-            if mesh.stages.rank == 2:
+            if mesh.world.rank == rank:
                 sft.engine.model.register_forward_pre_hook(lambda *_: time.sleep(1000))
             learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
 
 
 @pytest.mark.jobs
+@pytest.mark.parametrize(("pp", "tp"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.faults)])
 def test_a_stage_that_hangs_is_named_through_those_that_wait_for_each_other(
-    tmp_path: Path,
+    pp: int, tp: int, tmp_path: Path
 ) -> None:
-    config = settings(make(tmp_path, "llama"), tmp_path / "out", pp=3)
+    config, last = settings(make(tmp_path, "llama"), tmp_path / "out", pp=pp, tp=tp), pp * tp - 1
 
-    job = run_job(hangs, config, world_size=3, timeout_seconds=3)
+    job = run_job(hangs, config, last, world_size=pp * tp, timeout_seconds=3)
 
-    assert job.codes == [1] * 3
-    assert re.search(r"rank 2 hangs: rank [01] waited \d+ s for it", job.errors)
-    assert "rank 0 stopped because" in job.errors or "rank 1 stopped because" in job.errors
+    assert job.codes == [1] * (pp * tp)
+    assert re.search(rf"rank {last} hangs: rank \d waited \d+ s for it", job.errors)
+    assert all(f"rank {other} hangs" not in job.errors for other in range(last))
+    assert any(f"rank {other} stopped because" in job.errors for other in range(last))

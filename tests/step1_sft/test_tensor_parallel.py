@@ -46,6 +46,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     ),
     "lengths of rows": ("opt", {}, {"lora": LoraConfig(rank=2, variant="dora")}, 1e-6),
     "lengths of columns": ("gpt2", {}, {"lora": LoraConfig(rank=2, variant="dora")}, 1e-6),
+    "singular vectors, stage 3": (
+        "llama",
+        {},
+        {"lora": LoraConfig(rank=2, variant="pissa"), "zero_stage": 3},
+        2e-6,
+    ),
+    "orthogonal columns": ("gpt2", {}, {"lora": LoraConfig(rank=2, variant="olora")}, 2e-6),
     "norms of heads, biases": ("qwen3", {"attention_bias": True}, {"zero_stage": 2}, 2e-6),
     "one key head, tied, padded": ("falcon", {}, {"precision": "fp32"}, 1e-6),
     "tied, bf16, checkpointing": (
@@ -94,7 +101,7 @@ def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
     adapter = tmp_path / "together" / "adapter"
     if adapter.exists() and bound < 1e-5:  # as peft has it, on the untouched base
         adapted = PeftModel.from_pretrained(model_of(start / "base"), str(adapter))
-        torch.testing.assert_close(adapted(ids).logits, found, rtol=1e-4, atol=1e-5)
+        assert (adapted(ids).logits - found).norm() <= 20 * bound * found.norm()
     shape = {"processes": 2, "stages": 1, "tensor": 2, "replicas": 1, "shards": 1}
     assert json.loads((tmp_path / "together" / "result.json").read_text())["mesh"] == shape
 
@@ -239,6 +246,14 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
     return held, {kind: sizes[kind] for kind in held}
 
 
+@pytest.mark.grid
+def test_each_process_holds_what_the_plan_says_of_adapters(tmp_path: Path) -> None:
+    model = {"lora": LoraConfig(rank=2, variant="pissa")}
+    config = settings(make(tmp_path, "llama"), tmp_path / "out", tp=2, model=model)
+
+    assert all(held == predicted for held, predicted in run_ranks(held_and_predicted, config))
+
+
 @pytest.mark.jobs
 def test_each_process_holds_what_the_plan_says(tmp_path: Path) -> None:
     config = settings(make(tmp_path, "qwen3", vocab_size=LARGE), tmp_path / "out", tp=2)
@@ -257,10 +272,17 @@ def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"parallel\.tp 3 doesn't divide the 4 attention heads"):
         step_memory(config, machine=replace(ONE, processes=3, world=3))
 
+    optim = replace(config.model.optim, moments="8bit")
+    narrow = replace(
+        config, parallel=ParallelConfig(tp=2), model=replace(config.model, optim=optim)
+    )
+    sentence = r"8bit keeps moments of 32 .* parallel\.tp 2 cuts such blocks of .*o_proj\.weight"
+    with pytest.raises(ConfigError, match=sentence):
+        step_memory(narrow, machine=replace(ONE, processes=2, world=2))
+
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "4 bits": ({"quantize": "nf4", "lora": LoraConfig()}, "model.quantize nf4 stores weights"),
-    "pissa": ({"lora": LoraConfig(variant="pissa")}, "model.lora.variant pissa begins with parts"),
     "compile": ({"zero": ZeroConfig(compile=True)}, "model.zero.compile can't compile blocks"),
 }
 

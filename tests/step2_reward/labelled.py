@@ -56,10 +56,10 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def save_base(directory: Path, **changes: Any) -> Path:
-    """A tiny random Llama with the embedded tokenizer."""
+def save_base(directory: Path, family: str = "llama", **changes: Any) -> Path:
+    """A tiny random model with the embedded tokenizer."""
     tokenizer = build_tokenizer()
-    tiny_causal_lm("llama", vocab_size=len(tokenizer), **changes).save_pretrained(directory)
+    tiny_causal_lm(family, vocab_size=len(tokenizer), **changes).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

@@ -58,7 +58,11 @@ def ended(out: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = {"step", "loss", "accuracy", "grad_norm", "skipped"}
     return {
-        "weights": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest(),
+        "weights": {
+            str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted(out.rglob("*.safetensors"))
+            if "checkpoints" not in file.parts
+        },
         "metrics": [
             {name: line[name] for name in line if name in names or name.startswith("eval_")}
             for line in lines
@@ -76,12 +80,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ratings, checkpointing": ("scalar", {"gradient_checkpointing": True}),
     "steps": ("steps", {}),
     "lists, fp16": ("rankings", {"precision": "fp16"}),
+    "pairs, of OPT 350m": ("pairs", {"precision": "bf16"}),
+    "classes, adapters, of OPT 350m": ("classes", {"lora": LoraConfig(rank=2, dropout=0.3)}),
 }
+OPT_350M = {"family": "opt", "word_embed_proj_dim": 16, "do_layer_norm_before": False}
 CHUNKS = {"schedule": "interleaved", "chunks": 2}
 TIERS: dict[str, Any] = {
     "pairs": (),
     "thresholds, bf16": pytest.mark.jobs,
     "classes, adapters": pytest.mark.jobs,
+    "pairs, of OPT 350m": pytest.mark.jobs,
 }
 """Where a case runs; the others are the grid."""
 
@@ -96,7 +104,8 @@ TIERS: dict[str, Any] = {
 )
 def test_two_stages_end_as_one_process(case: str, division: dict[str, Any], tmp_path: Path) -> None:
     kind, model = CASES[case]
-    save_base(tmp_path / "base", num_hidden_layers=4 if division else 2)
+    family = OPT_350M if case.endswith("of OPT 350m") else {}
+    save_base(tmp_path / "base", num_hidden_layers=4 if division else 2, **family)
     write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))
     alone = settings(tmp_path, tmp_path / "alone", kind, pp=1, model=model)
     staged = settings(tmp_path, tmp_path / "staged", kind, pp=2, model=model, **division)

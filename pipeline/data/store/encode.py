@@ -1,6 +1,7 @@
 """A piece of the corpus as tokens: what a worker does, alone."""
 
 import json
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,9 +16,9 @@ from pipeline.data.store.pieces import BOM, Piece, lines_of, text_of
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES = 16 * 2**10
-"""Text handed to the tokenizer at a time: what it returns takes 300 bytes a token, and small
-batches use the same memory again and again."""
+BATCH_BYTES = 256 * 2**10
+"""Text handed to the tokenizer at a time: what it returns takes 300 bytes a token, 20 MB in all,
+and smaller batches take up to a tenth more time."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,13 @@ def encode_texts(tokenizer: "Tokenizer", piece: Piece, recipe: TextRecipe) -> En
     waiting = number = 0
 
     def encode() -> None:
-        batch: list[int] = []
+        batch = array("I")
         for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             before = len(batch)
-            batch.extend(each.ids)
+            batch.fromlist(each.ids)
             batch.append(limits.eos)
             lengths.append(len(batch) - before)
-        ids.append(np.array(batch, f"<u{limits.width}"))
+        ids.append(np.frombuffer(batch, np.uint32).astype(f"<u{limits.width}"))
         texts.clear()
 
     for number, (size, text) in enumerate(_texts(piece, recipe), 1):

@@ -30,6 +30,8 @@ def check(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(
             f"keys of shape {tuple(key.shape)} are not those of queries of {tuple(query.shape)}"
         )
+    if heads_of_query[1] == 0:  # torch 2.11 divides by the number, which ends the process
+        raise ValueError(f"queries of shape {tuple(query.shape)} have no heads")
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
             f"values of shape {tuple(value.shape)} are not those of keys of {tuple(key.shape)}"

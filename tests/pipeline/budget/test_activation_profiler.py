@@ -69,6 +69,19 @@ def test_weights_and_their_gradients_are_not_counted() -> None:
     assert profiler.peak == 0
 
 
+def test_logits_that_processes_put_together_count_as_a_products() -> None:
+    hidden, rows = torch.empty(4, 8, device="meta"), torch.empty(16, 8, device="meta")
+
+    with ActivationProfiler():
+        own = hidden @ rows.t()
+        joined = torch.cat([own, torch.empty_like(own)], dim=-1)
+        whole = hidden @ torch.cat([rows, rows]).t()
+
+        assert torch.equal(joined, whole)
+        assert not torch.equal(torch.cat([own, own * 2], dim=-1), whole)
+        assert not torch.equal(joined.tanh(), whole)
+
+
 def test_attention_keeps_its_inputs_its_output_and_a_number_a_row() -> None:
     shape = (2, 4, 128, 16)  # 64 KiB in fp32
     query, key, value = (torch.empty(shape, device="meta", requires_grad=True) for _ in range(3))

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_worker import KINDS, compare
-from pipeline.config import ParallelConfig
 from pipeline.models.number_formats import is_slow
 from tests.distributed import run_ranks
 
@@ -47,16 +46,3 @@ def far_off(directory: Path, cases: Sequence[Case]) -> list[str]:
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.grid)])
 def test_two_processes_take_what_was_planned(cases: Sequence[Case], tmp_path: Path) -> None:
     assert run_ranks(far_off, tmp_path, cases, world_size=2) == [[], []]
-
-
-def together(directory: Path) -> list[float]:
-    """Planned and measured bytes of a pass of layers that two processes compute."""
-    parallel = ParallelConfig(tp=2)
-    found = compare("llama", 0, "none", "fp32", directory, parallel)
-    return [found[way]["pass"] for way in ("predicted", "measured")]
-
-
-@pytest.mark.grid
-def test_processes_with_tokens_of_their_own_take_what_was_planned(tmp_path: Path) -> None:
-    for predicted, measured in run_ranks(together, tmp_path, world_size=4):
-        assert predicted == pytest.approx(measured, rel=0.05)

@@ -40,7 +40,8 @@ def test_a_step_moves_twice_the_weights_and_at_stage_3_three_times(
     for moved, units in run_ranks(moved_in_a_step, stage, zero):
         whole = sum(units.values())
         # Stage 0 gathers gradients, 1 and 2 weights; 3 weights, twice for each block.
-        gathered = whole if stage < 3 else 2 * whole - units["root"]
+        blocks = sum(size for unit, size in units.items() if "layers" in unit)
+        gathered = whole if stage < 3 else whole + blocks
         assert moved["reduce_scatter"] == whole
         assert moved["all_gather"] == gathered
         assert moved["all_reduce"] < 2048  # the norm, of a few fp64 values for each vector
@@ -70,8 +71,8 @@ def test_units_are_gathered_one_ahead_in_the_recorded_order() -> None:
     blocks = [f"model.layers.{number}" for number in range(4)]
     gathers = [unit for kind, unit in order if kind == "all_gather"]
     reductions = [unit for kind, unit in order if kind == "reduce_scatter"]
-    assert gathers == ["root", *blocks]  # forward; backward repeats them and adds no new entry
-    assert reductions == [*reversed(blocks), "root"]
+    assert gathers == ["root", "model.embed_tokens", *blocks, "lm_head"]  # the first time each
+    assert reductions == ["lm_head", *reversed(blocks), "model.embed_tokens", "root"]
     assert max(held) == units["root"] + 2 * units["model.layers.0"]
 
 
@@ -93,8 +94,9 @@ def test_prefetch_changes_neither_the_number_of_gathers_nor_their_units(
 
     gathers, _ = run_ranks(gathers_of_a_step, prefetch_units)
 
-    # Of the root embeddings, norm and head each have a vector.
-    assert gathers == [*["root"] * 3, *blocks, *reversed(blocks)]
+    # The root is the norm behind the blocks. The head stays until its backward pass is over, which
+    # that of an embedding does without the weight.
+    assert gathers == ["root", "model.embed_tokens", *blocks, "lm_head", *reversed(blocks)]
 
 
 def calls_of_a_micro_batch(optimizer: str) -> list[tuple[str, str]]:

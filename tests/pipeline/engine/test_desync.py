@@ -16,13 +16,13 @@ from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 
-def engine_of(stage: int) -> Engine:
-    return Engine(build("llama", "fp32"), settings(stage, max_norm=None), total_steps=1)
+def engine_of(stage: int, **changes: int) -> Engine:
+    return Engine(build("llama", "fp32", **changes), settings(stage, max_norm=None), total_steps=1)
 
 
 def other_units(stage: int) -> str:
     """Rank 1 leaves out the first block."""
-    engine = engine_of(stage)
+    engine = engine_of(stage, num_hidden_layers=3)
     if rank() == 1:
         layers = engine.model.model.layers
         del layers[0]

@@ -13,7 +13,12 @@ from pipeline.engine.engine import Engine, NonFiniteGradientError
 from pipeline.errors import ConfigError
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.lora import add_lora
-from tests.families import random_rows, tiny_causal_lm, tiny_classifier
+from tests.families import (
+    random_rows,
+    recompute_activations,
+    tiny_causal_lm,
+    tiny_classifier,
+)
 
 
 def settings(**optim: object) -> TrainedModelConfig:
@@ -336,7 +341,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     for checkpointing in (False, True):
         model = tiny_causal_lm("llama").train()
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            recompute_activations(model)
         engine = Engine(Policy(model), settings(), total_steps=1)
         engine.backward(-engine(batch).logprobs.sum())
         gradients.append(torch.cat([each.flatten() for each in engine.gradients().values()]))

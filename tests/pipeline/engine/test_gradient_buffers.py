@@ -49,11 +49,11 @@ NARROW, WIDE = {torch.bfloat16}, {torch.float32}
 @pytest.mark.parametrize(
     ("kind", "tied", "expected"),
     [
-        ("plain", False, [NARROW, NARROW, NARROW]),
+        ("plain", False, [NARROW] * 5),
         ("plain", True, [NARROW, NARROW, WIDE | NARROW]),
-        ("twice in a block", False, [WIDE, NARROW, NARROW]),
-        ("no_sync", False, [WIDE, WIDE, WIDE]),
-        ("by itself", False, [WIDE, WIDE, WIDE]),
+        ("twice in a block", False, [NARROW, WIDE, NARROW, NARROW, NARROW]),
+        ("no_sync", False, [WIDE] * 5),
+        ("by itself", False, [WIDE] * 5),
     ],
 )
 def test_a_weight_with_one_gradient_has_it_in_its_own_type(
@@ -61,7 +61,9 @@ def test_a_weight_with_one_gradient_has_it_in_its_own_type(
 ) -> None:
     # Each vector decides for itself: a block has one, norms included, the root one for a module.
     for found in run_ranks(formats, tied, kind):
-        assert list(found) == ["model.layers.0", "model.layers.1", "root"]
+        blocks = ["model.layers.0", "model.layers.1"]
+        own = blocks if tied else ["model.embed_tokens", *blocks, "lm_head"]
+        assert list(found) == [*own, "root"]
         assert list(found.values()) == expected
 
 

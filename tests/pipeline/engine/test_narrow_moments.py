@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.config.parallel import ParallelConfig
 from pipeline.config.zero import OffloadConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.predict import predict, streamed
@@ -226,11 +225,6 @@ REFUSED = {
         lambda: OptimConfig(params={"amsgrad": True}, moments="bf16"),
         "optim.moments bf16 is AdamW's without optim.params; AdamW with optim.params keeps its"
         " state in fp32",
-    ),
-    "tp": (
-        lambda: ParallelConfig(tp=2).check_model("model", of_model(0)),
-        "model.optim.moments 8bit keeps moments in blocks that parallel.tp 2 would cut; take bf16,"
-        " or fp32",
     ),
 }
 

@@ -115,14 +115,21 @@ def test_two_processes_hold_what_was_predicted() -> None:
     assert run_ranks(wrong_predictions, world_size=WORLD) == [[], []]
 
 
-def gathered_peak(stage: int, shared_memory: Any) -> tuple[int, int]:
-    """The most bytes of gathered weights at any block, and what was predicted."""
+def large(dtype: torch.dtype) -> nn.Module:
+    """Whose embedding and output matrix are larger than two blocks."""
+    return nn.Module.to(tiny_causal_lm("llama", vocab_size=4096, num_hidden_layers=3), dtype)
+
+
+def gathered_peak(
+    make: Callable[[torch.dtype], nn.Module], stage: int, shared_memory: Any
+) -> tuple[int, int]:
+    """The most bytes of gathered weights at any unit, and what was predicted."""
     zero = ZeroConfig(shared_memory=shared_memory)
-    model, config = tied(torch.bfloat16), settings(stage, zero=zero)
+    model, config = make(torch.bfloat16), settings(stage, zero=zero)
     expected = predict(model, config, world=WORLD)["gathered"]
     engine = Engine(model, config, total_steps=2)
     seen: list[int] = []
-    for unit in engine.zero.blocks:
+    for unit in engine.zero.others:
         unit.module.register_forward_hook(
             lambda *_: seen.append(engine.zero.gathered_bytes), prepend=True
         )
@@ -131,11 +138,24 @@ def gathered_peak(stage: int, shared_memory: Any) -> tuple[int, int]:
     return max(seen), expected
 
 
-@pytest.mark.parametrize(("stage", "shared_memory"), [(2, True), (3, True), (3, False)])
-def test_the_peak_of_gathered_weights_is_predicted(stage: int, *, shared_memory: bool) -> None:
-    for peak, expected in run_ranks(gathered_peak, stage, shared_memory, world_size=WORLD):
+@pytest.mark.parametrize(
+    ("make", "stage", "shared_memory"),
+    [(tied, 2, True), (tied, 3, True), (tied, 3, False), (large, 3, True), (large, 3, False)],
+)
+def test_the_peak_of_gathered_weights_is_predicted(
+    make: Callable[[torch.dtype], nn.Module], stage: int, *, shared_memory: bool
+) -> None:
+    for peak, expected in run_ranks(gathered_peak, make, stage, shared_memory, world_size=WORLD):
         assert peak == expected
         assert (peak > 0) == (stage == 3)
+
+
+def test_of_embedding_and_output_matrix_one_is_whole_at_a_time() -> None:
+    found = predict(large(torch.bfloat16), settings(3), world=2, device=GPU)
+
+    # Each has 4096 x 32 weights; a block has 7936 and the root 256, with their padding.
+    assert found["gathered"] == 2 * (131072 + 7936 + 256)
+    assert found["gradient_buffers"] == 4 * (131072 + 2 * 7936 + 256)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])

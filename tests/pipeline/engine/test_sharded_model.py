@@ -66,15 +66,19 @@ def test_weights_read_as_numpy_can_be_freed_all_the_same() -> None:
         assert (model.lm_head.weight.detach().float().numpy() == kept).all()
 
 
-def test_a_forward_without_gradients_frees_everything_and_one_with_them_keeps_the_root() -> None:
+def test_a_pass_without_gradients_frees_everything_and_one_with_them_keeps_head_and_root() -> None:
     _, engine = sharded()
 
     with torch.no_grad():
         loss_of(engine, 0, 0, 0)
     assert engine.zero.gathered_bytes == 0
     loss = loss_of(engine, 0, 0, 0)
-    root = engine.zero.root.flats
-    assert engine.zero.gathered_bytes == sum(2 * flat.numel for flat in root)
+    kept = [flat for unit in engine.zero.units[-2:] for flat in unit.flats]
+    assert {name for flat in kept for name in flat.params} == {
+        "lm_head.weight",
+        "model.norm.weight",
+    }
+    assert engine.zero.gathered_bytes == sum(2 * flat.numel for flat in kept)
     with torch.no_grad():
         loss_of(engine, 0, 1, 0)
     engine.backward(loss)

@@ -13,7 +13,7 @@ from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.zero import ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.distributed import rank, run_ranks, world_size
-from tests.families import VOCAB, tiny_causal_lm
+from tests.families import VOCAB, recompute_activations, tiny_causal_lm
 from tests.pipeline.engine.reference import Trained, train_plainly
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -46,9 +46,7 @@ def loss_of(model: nn.Module, step: int, micro_batch: int, of_rank: int) -> Tens
 def build(family: str, dtype: str, *, checkpointing: str = "none", **changes: Any) -> nn.Module:
     model = tiny_causal_lm(family, **FAMILIES[family], **changes).to(DTYPES[dtype])
     if checkpointing != "none":
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        enable = enable or model.gradient_checkpointing_enable
-        enable({"use_reentrant": checkpointing == "reentrant"})
+        recompute_activations(model, reentrant=checkpointing == "reentrant")
         if checkpointing == "reentrant":
             model.enable_input_require_grads()
     return model.train()

@@ -2,44 +2,80 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
 
 from pipeline.data.examples import Message
+from pipeline.errors import ConfigError, ModelError
 from pipeline.export.aside import UnverifiedError
 from pipeline.export.command import main
+from pipeline.export.config import ExportConfig
+from pipeline.export.greedy import greedy_tokens
 from pipeline.export.onnx_file import load_graph
+from pipeline.export.onnx_graphs import LayerShape, cached_layers
 from pipeline.export.onnx_verify import verify_onnx
 from pipeline.export.source import read_source
 from pipeline.models.reward_model import load_scorer, score_responses
+from tests.families import tiny_causal_lm
 from tests.pipeline.export.models import save_embedded, save_model
 
 
-def export(source: Path, out: Path) -> onnxruntime.InferenceSession:
-    main(["--path", str(source), "--to", "onnx", "--out", str(out)])
+def words(source: Path, out: Path, *more: str) -> list[str]:
+    return ["--path", str(source), "--to", "onnx", "--out", str(out), *more]
+
+
+def export(source: Path, out: Path, *more: str) -> onnxruntime.InferenceSession:
+    main(words(source, out, *more))
     return onnxruntime.InferenceSession(out / "model.onnx")
 
 
-def run(session: onnxruntime.InferenceSession, rows: list[list[int]]) -> list[torch.Tensor]:
+def run(session: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     """All outputs for a batch that is padded right with id 0."""
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
     inputs = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
+    for each in session.get_inputs()[2:]:  # keys and values of nothing before
+        _, heads, _, width = each.shape
+        inputs[each.name] = np.zeros((len(rows), heads, 0, width), np.float32)
     return [torch.from_numpy(each) for each in session.run(None, inputs)]
 
 
+def generate(session: Any, rows: list[list[int]], count: int) -> Any:
+    """Greedy tokens of a batch padded left, each by a pass over one token, as a user writes it."""
+    width = max(map(len, rows))
+    ids = np.array([[0] * (width - len(row)) + row for row in rows])
+    mask = np.array([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    names = [each.name for each in session.get_inputs()[2:]]
+    shapes = [each.shape for each in session.get_inputs()[2:]]
+    past = [np.zeros((len(rows), shape[1], 0, shape[3]), np.float32) for shape in shapes]
+    found = []
+    for _ in range(count):
+        feeds = {"input_ids": ids, "attention_mask": mask, **dict(zip(names, past, strict=True))}
+        logits, *past = session.run(None, feeds)
+        ids = logits[:, -1:].argmax(-1)
+        found.append(ids)
+        mask = np.concatenate([mask, np.ones_like(ids)], axis=1)
+        assert past[0].shape[2] == mask.shape[1] - 1
+    return np.concatenate(found, axis=1).tolist()
+
+
 @pytest.mark.jobs
-def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", ["none", "kv"])
+def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(
+    cache: str, tmp_path: Path
+) -> None:
     model = save_embedded(tmp_path / "model").eval()
 
-    session = export(tmp_path / "model", tmp_path / "out")
+    session = export(tmp_path / "model", tmp_path / "out", "--cache", cache)
 
     rows = [[1, 50, 60], [1, 300, 301, 302, 303, 304, 305], [7]]
-    (logits,) = run(session, rows)
+    logits, *_ = run(session, rows)
     for row, ours in zip(rows, logits, strict=True):
         with torch.no_grad():
             theirs = model(torch.tensor([row])).logits[0]
@@ -47,6 +83,53 @@ def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(tmp_path: Pat
     card = (tmp_path / "out" / "README.md").read_text()
     assert "4 greedy responses of 16 tokens by onnxruntime" in card
     assert (tmp_path / "out" / "chat_template.jinja").is_file()
+    names = [each.name for each in session.get_inputs()]
+    if cache == "none":
+        assert names == ["input_ids", "attention_mask"]
+        return
+    assert "in two passes, the second by keys and values of the first" in card
+    assert names[:4] == [
+        *("input_ids", "attention_mask"),
+        *("past_key_values.0.key", "past_key_values.0.value"),
+    ]
+    assert session.get_inputs()[1].shape == ["batch", "past + length"]
+    assert [each.name for each in session.get_outputs()][:2] == ["logits", "present.0.key"]
+    expected = [greedy_tokens(model, torch.tensor(row), 24) for row in rows]
+    assert generate(session, rows, 24) == expected
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("gpt2", {}), ("opt", {}), ("qwen2", {}), ("mistral", {"sliding_window": 4})],
+)
+def test_other_families_generate_by_keys_and_values(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model", family, **settings).eval()
+
+    session = export(tmp_path / "model", tmp_path / "out", "--cache", "kv")
+
+    rows = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17]]
+    expected = [greedy_tokens(model, torch.tensor(row), 12) for row in rows]
+    assert generate(session, rows, 12) == expected
+
+
+def test_a_cache_is_keys_and_values_of_all_tokens(tmp_path: Path) -> None:
+    assert cached_layers(tiny_causal_lm("llama").eval()) == (LayerShape(2, 8, 8),) * 2
+    assert cached_layers(tiny_causal_lm("lfm2").eval()) is None  # has convolutions
+    with pytest.raises(ConfigError, match="cache kv is for --to onnx; leave it out"):
+        ExportConfig(path="x", to="merged", out=tmp_path, cache="kv")
+
+
+def test_a_model_without_keys_and_values_of_all_tokens_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "lfm2")
+    save_model(tmp_path / "scores", "qwen2", labels=1)
+
+    with pytest.raises(ModelError, match=r"lfm2 keeps other things .* take --cache none"):
+        load_graph(read_source(tmp_path / "model"), cache=True)
+    with pytest.raises(ModelError, match=r"reads a text once; take --cache none"):
+        load_graph(read_source(tmp_path / "scores"), cache=True)
 
 
 @pytest.mark.jobs

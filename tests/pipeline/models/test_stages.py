@@ -16,10 +16,15 @@ from pipeline.models.stages import Passage, blocks_of, cut_stage, order_of, requ
 from pipeline.parallel.partition import balanced
 from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
 
+PROJECTIONS = "opt with projections"
+"""As OPT 350m is: embeddings are narrower than hidden states, and norms come after the sums."""
+
 
 def model_of(family: str, blocks: int = 3) -> nn.Module:
     name = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    model = tiny_causal_lm(family, **{name: blocks})
+    own = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
+    changes = {name: blocks, **(own if family == PROJECTIONS else {})}
+    model = tiny_causal_lm(family.partition(" ")[0], **changes)
     if how_to_run(model).packed:
         model.set_attn_implementation(RAGGED)
     return model.eval()
@@ -30,7 +35,7 @@ def batch() -> TokenBatch:
     return TokenBatch(ids, (9, 7), torch.arange(1, 16))
 
 
-@pytest.mark.parametrize("family", RAGGED_FAMILIES)
+@pytest.mark.parametrize("family", [*RAGGED_FAMILIES, PROJECTIONS])
 def test_stages_of_every_packed_family_say_what_the_whole_model_says(family: str) -> None:
     whole = model_of(family)
     with torch.no_grad():
