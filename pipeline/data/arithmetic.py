@@ -39,14 +39,20 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _write_model(directory: Path, *, seed: int) -> None:
-    """A base model narrow enough to learn sums on a laptop."""
+    """A base model narrow enough to learn sums on a laptop.
+
+    A digit that is read and a digit that is written have vectors of their own: where one vector is
+    both, sums are learned much later, with some seeds above all.
+    """
     from pipeline.models.embedded import build_model, build_tokenizer  # loads torch
 
     require(
         not directory.exists(), f"{directory} already exists; remove it or choose another --model"
     )
     tokenizer = build_tokenizer()
-    model = build_model(vocab_size=len(tokenizer), seed=seed, hidden_size=64, num_layers=3)
+    model = build_model(
+        vocab_size=len(tokenizer), seed=seed, hidden_size=64, num_layers=3, tied=False
+    )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -17,8 +17,8 @@ class ArithmeticConfig:
     """Directory that receives train.jsonl and test.jsonl."""
 
     model: Path | None = None
-    """Directory that receives a base model for sums, a Llama of 230,000 random weights; the
-    embedded one, four times as large, learns them more slowly."""
+    """Directory that receives a base model for sums, a Llama of 310,000 random weights; the
+    embedded one, three times as large, learns them more slowly."""
 
     digits: int = 2
     """Of each of the two numbers that are added."""

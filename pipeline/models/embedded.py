@@ -67,11 +67,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(
-    *, vocab_size: int, seed: int, hidden_size: int = 128, num_layers: int = 4
+    *, vocab_size: int, seed: int, hidden_size: int = 128, num_layers: int = 4, tied: bool = True
 ) -> LlamaForCausalLM:
     """The embedded Llama with random fp32 weights, a million for the tokenizer's vocabulary.
 
-    The weights depend on `seed` and the sizes alone, and the global random state is left as it was.
+    With `tied` the embeddings are the output matrix, too. The weights depend on `seed`, the sizes
+    and `tied` alone, and the global random state is left as it was.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -84,7 +85,7 @@ def build_model(
         # The usual 0.02 suits hidden sizes in the thousands; from here so narrow a model learns
         # several times as fast.
         initializer_range=0.05,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         bos_token_id=SPECIAL.index(BEGIN),
         eos_token_id=SPECIAL.index(END),
         pad_token_id=SPECIAL.index(PADDING),

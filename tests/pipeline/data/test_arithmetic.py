@@ -92,7 +92,7 @@ def test_a_base_model_for_sums_is_written_and_never_replaced(tmp_path: Path) -> 
     main(["--out", str(tmp_path / "sums"), "--model", str(base), "--rows", "60", "--held-out", "9"])
 
     model, tokenizer = load_for_inference(base)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 230_592
+    assert sum(parameter.numel() for parameter in model.parameters()) == 312_512
     assert len(tokenizer("57+26=", add_special_tokens=False)["input_ids"]) == 6
     before = {path: path.read_bytes() for path in base.iterdir()}
     with pytest.raises(ConfigError, match="choose another --model"):
