@@ -9,7 +9,6 @@ from torch import Tensor
 from pipeline.budget.models import CountedModel
 from pipeline.config import Generation
 from pipeline.engine.tensor_parts import part_of, whole_shape
-from pipeline.engine.units import ROOT
 from pipeline.models.block_codes import SCALES
 from pipeline.models.forward import context_length
 from pipeline.models.kv import kv_bytes_per_token, num_key_heads
@@ -59,7 +58,7 @@ def replica_bytes(
         for name, param in unit.params.items():
             layer = layers.get(id(param))
             is_matrix = layer is not None or param.ndim == 2
-            divided = unit.name != ROOT and is_matrix and generation.tensor_parallel > 1
+            divided = unit.kind == "block" and is_matrix and generation.tensor_parallel > 1
             part, size = part_of(param), generation.tensor_parallel if divided else 1
             another = size != (1 if part is None else len(part.specs))
             copied = actor.is_sharded or layer is not None or id(param) in merged or another

@@ -103,9 +103,9 @@ class CountedModel:
 
     def units(self) -> "list[UnitParams]":
         """What is gathered together, the root last."""
-        from pipeline.engine.units import find_units
+        from pipeline.engine.tables import engine_units
 
-        return find_units(self.present, self.engine.zero.unit_classes if self.engine else ())
+        return engine_units(self.present, self.engine.zero.unit_classes if self.engine else ())
 
 
 def models_of(

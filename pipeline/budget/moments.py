@@ -22,13 +22,7 @@ def moments_of(of: str) -> frozenset[str]:
     return frozenset(names(of))
 
 
-def trained_root(model: CountedModel) -> Iterator[Tensor]:
-    """What lies outside of the blocks and learns."""
-    *_, root = model.units()
-    return (each for each in root.params.values() if each.requires_grad)
-
-
-def whole_root(model: CountedModel) -> int:
-    """Bytes of what lies outside of the blocks."""
-    *_, root = model.units()
-    return sum(each.nbytes for each in root.params.values())
+def at_head(model: CountedModel) -> Iterator[Tensor]:
+    """What is whole at the end of a pass beside a block: of embeddings only those in the root."""
+    units = (unit for unit in model.units() if unit.kind in ("head", "root"))
+    return (each for unit in units for each in unit.params.values())

@@ -18,7 +18,7 @@ from pipeline.budget.generation import (
 )
 from pipeline.budget.machine import RUNTIME_CPU, Machine
 from pipeline.budget.models import CountedModel, models_of
-from pipeline.budget.moments import first_passes, moments_of, names, trained_root, whole_root
+from pipeline.budget.moments import at_head, first_passes, moments_of, names
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
 from pipeline.budget.stages import Part, part_of_layers, stages_of
 from pipeline.budget.states import engine_bytes, held, places_of, sums_directly
@@ -211,7 +211,8 @@ class _Step:
                 yield Item("activations", model.role, taken.kept, moments=moments)
                 yield Item("logits", model.role, taken.waits - taken.kept, moments=moments)
             if self.sizes[model.role]["gathered"]:  # the root stays whole until it is gone back
-                yield Item("gathered", model.role, whole_root(model), moments=moments)
+                whole = sum(each.nbytes for each in at_head(model))
+                yield Item("gathered", model.role, whole, moments=moments)
         gathered = self.sizes[second.role]["gathered"]
         yield Item("gathered", second.role, gathered, moments=both)
 
@@ -229,7 +230,7 @@ class _Step:
         accumulates = self.workload.passes(model.role) > 1
         from_then = after | backward | (on_the_way if accumulates else frozenset())
         yield Item("gradients", model.role, sizes["gradients"], place, from_then)
-        root = 4 * sum(each.numel() for each in trained_root(model))
+        root = 4 * sum(each.numel() for each in at_head(model) if each.requires_grad)
         buffers = after | on_the_way | backward
         if self.workload.passes(model.role) == 2 and sums_directly(
             model, self.workload, self.machine
@@ -272,7 +273,7 @@ class _Step:
         """
         blocks, head, last = (frozenset({moment}) for moment in names(during or model.role))
         gathered = self.sizes[model.role]["gathered"]
-        root = whole_root(model) if gathered else 0
+        root = sum(each.nbytes for each in at_head(model)) if gathered else 0
         yield Item("gathered", model.role, gathered, moments=blocks | last)
         yield Item("gathered", model.role, root, moments=head)
         taken = self.measured(model, how, begins=begins)
