@@ -46,9 +46,9 @@ def test_a_save_that_one_rank_can_not_make_costs_a_sentence(
     # The first file is that of the frozen weights, the second that of step 1.
     with Forked(config, fault=f"checkpoint.mid_file:1:4:{action}") as job:
         assert job.wait() == [0, 0], job.output()
-        said = job.output()
+        output = job.output()
 
-    (sentence,) = [line for line in said.splitlines() if "failed" in line]
+    (sentence,) = [line for line in output.splitlines() if "failed" in line]
     assert f"saving step 3 to {tmp_path}/checkpoints failed: rank 1: {reason}" in sentence
     assert sentence.endswith("training continues, and the next save tries again")
     assert steps_saved(tmp_path) == [1, 2, 4, 5, 6, 7, 8]
@@ -82,16 +82,16 @@ def test_a_job_outlives_a_disk_that_is_full(start: Path, reference: Path, small_
 
     with Forked(config) as job:
         assert job.wait() == [0, 0], job.output()
-        said = job.output()
+        output = job.output()
 
-    failed = [line for line in said.splitlines() if "No space left on device" in line]
+    failed = [line for line in output.splitlines() if "No space left on device" in line]
     saved = steps_saved(small_disk)
     assert 1 <= len(saved) < STEPS
     assert len(failed) == STEPS - len(saved)  # one sentence each
     assert "bytes needed)" in failed[0]
-    said_of = re.findall(r"the state after step (\d+) is saved in", said)
+    said_of = re.findall(r"the state after step (\d+) is saved in", output)
     assert [int(step) for step in said_of] == saved  # and nothing of the others
-    assert "saves its state" not in said
+    assert "saves its state" not in output
     assert metrics(small_disk) == metrics(reference)
     assert assert_prefix(small_disk, reference) == saved[-1]
 
@@ -117,10 +117,10 @@ def test_a_job_outlives_a_disk_that_is_read_only_for_a_while(
             time.sleep(0.01)
         remount(small_disk, "rw")
         assert job.wait() == [0, 0], job.output()
-        said = job.output()
+        output = job.output()
 
-    assert said.count("Read-only file system") < steps - 2
-    assert "Traceback" not in said
+    assert output.count("Read-only file system") < steps - 2
+    assert "Traceback" not in output
     assert_same_end(small_disk, whole, step=steps)
 
 
@@ -156,14 +156,14 @@ def test_an_offload_disk_that_fails_on_one_rank_ends_the_job_in_a_sentence(
     with Forked(config, fault=f"offload.{verb}:1:40:eio") as job:
         job.processes[1].join(60)
         codes = job.wait(PEER_SECONDS)
-        said = job.output()
+        output = job.output()
 
     assert codes[1] == 2
     assert codes[0] != 0
     done = {"read": "read", "write": "written"}[verb]
-    sentences = [line for line in said.splitlines() if line.startswith("error: ")]
+    sentences = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(sentences) == 1
-    assert f"can't be {done} in the offload file of rank 1 in {scratch}: Input/output" in said
+    assert f"can't be {done} in the offload file of rank 1 in {scratch}: Input/output" in output
     assert assert_prefix(out, reference) < STEPS
     assert run_forked(replace(config, resume=True)) == [0, 0]
     assert_same_end(out, reference, step=STEPS)

@@ -64,10 +64,10 @@ def test_the_real_command_ends_in_time_and_goes_on(
 
     with Command(*words, fault=f"{fault}:kill") as job:
         code = job.wait()
-        said = job.output()
+        output = job.output()
 
-    assert code == 128 + 9, said
-    assert "rank 1 ended without a word" in said
+    assert code == 128 + 9, output
+    assert "rank 1 ended without a word" in output
     assert 0 < assert_prefix(config.output_dir, whole.output_dir) < 8
 
     with Command(*words, "--resume") as job:

@@ -79,7 +79,7 @@ def test_two_addresses_of_this_machine_end_as_one_with_two_processes(tmp_path: P
     port = ("--master-port", str(free_port()))
     both = [*by_ssh(ssh, hosts), *port, "--step", "1"]
 
-    said = finish(train(tmp_path / "many", *both))
+    output = finish(train(tmp_path / "many", *both))
     finish(
         train(
             tmp_path / "one",
@@ -87,7 +87,7 @@ def test_two_addresses_of_this_machine_end_as_one_with_two_processes(tmp_path: P
         )
     )
 
-    assert "127.0.0.2: " in said
+    assert "127.0.0.2: " in output
     assert weights(tmp_path / "many") == weights(tmp_path / "one")
     assert weights(tmp_path / "one")
 
@@ -171,12 +171,12 @@ def test_a_machine_that_is_lost_is_named_and_the_job_resumes(
         machines.kill("worker-1") if fault == "killed" else machines.cut()
         code = job.wait(200)
         took = time.monotonic() - began
-        said = job.output()
+        output = job.output()
     machines.reconnect()
 
-    assert code == 1, said
-    assert "worker-1" in said
-    assert took < (60 if fault == "killed" else 150), said
+    assert code == 1, output
+    assert "worker-1" in output
+    assert took < (60 if fault == "killed" else 150), output
     finish(train(out, *many, "--resume"))
     finish(
         train(tmp_path / "one", "--deployment-type", "single_node", "--num-processes", "2", *LONG)
@@ -197,8 +197,8 @@ def test_where_one_machine_is_enough_the_job_goes_on_without_the_other(
         wait_for_checkpoint(out, job)
         machines.kill("worker-1")
         assert job.wait(240) == 0, job.output()
-        said = job.output()
+        output = job.output()
 
-    assert "worker-1 ended first, by SIGKILL; 1 of 2 go on" in said
+    assert "worker-1 ended first, by SIGKILL; 1 of 2 go on" in output
     finish(train(tmp_path / "one", *exact))
     assert weights(out) == weights(tmp_path / "one")

@@ -25,10 +25,10 @@ def refusal(config: StepConfig) -> str:
     before = {path: path.stat().st_mtime_ns for path in saved_files(config)}
     with Forked(config, world_size=1) as job:
         assert job.wait() == [2], job.output()
-        said = job.output()
+        output = job.output()
     assert {path: path.stat().st_mtime_ns for path in saved_files(config)} == before
-    assert "Traceback" not in said
-    (sentence,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in output
+    (sentence,) = [line for line in output.splitlines() if line.startswith("error: ")]
     return sentence
 
 

@@ -23,9 +23,9 @@ def test_a_port_that_is_taken_is_named() -> None:
         rendezvous = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port)
         with Command(*TORCHRUN, *rendezvous, *STEP) as job:
             assert job.wait(60) == 2, job.output()
-            said = job.output()
+            output = job.output()
 
-    assert said == (
+    assert output == (
         f"error: the nodes could not meet at --master-addr 127.0.0.1 --master-port {port}: that"
         " port is taken by another program; choose another\n"
     )
@@ -44,12 +44,12 @@ def test_a_node_that_is_missing_ends_the_others_in_time(rendezvous: tuple[str, .
     port = free_port()
     with Command(*TORCHRUN, *rendezvous, "--master-port", str(port), *STEP) as job:
         assert job.wait(60) == 2, job.output()
-        said = last_line(job)
+        output = last_line(job)
 
-    assert said.startswith(
+    assert output.startswith(
         f"error: the nodes could not meet at --master-addr 127.0.0.1 --master-port {port}: "
     )
-    assert said.endswith(
+    assert output.endswith(
         "every node needs the same address, of the first one, a port that is free there and"
         " reachable, and a --node-rank of its own"
     )

@@ -80,14 +80,14 @@ def test_a_signal_in_the_loop_saves_the_step_at_hand(
         wait_for_lines(tmp_path, 4, job)
         job.signal(number)
         codes = job.wait()
-        said = job.output()
+        output = job.output()
 
     assert codes == [exit_code(number)] * 2
     step = assert_prefix(tmp_path, long_reference)
     assert step >= 3
     assert (
         f"was told to stop after step {step} of {STEPS} and has saved its state;"
-        f" --resume goes on after step {step}\n" in said
+        f" --resume goes on after step {step}\n" in output
     )
     assert [line["step"] for line in metrics(tmp_path)][-1] == step  # not one step more
     with Forked(replace(config, resume=True)) as job:
