@@ -101,7 +101,9 @@ def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
     adapter = tmp_path / "together" / "adapter"
     if adapter.exists() and bound < 1e-5:  # as peft has it, on the untouched base
         adapted = PeftModel.from_pretrained(model_of(start / "base"), str(adapter))
-        assert (adapted(ids).logits - found).norm() <= 20 * bound * found.norm()
+        # What PiSSA and OLoRA began with is subtracted by peft from large products.
+        near = 1e-5 if model["lora"].variant in ("lora", "dora") else 3e-5
+        torch.testing.assert_close(adapted(ids).logits, found, rtol=1e-4, atol=near)
     shape = {"processes": 2, "stages": 1, "tensor": 2, "replicas": 1, "shards": 1}
     assert json.loads((tmp_path / "together" / "result.json").read_text())["mesh"] == shape
 
