@@ -21,8 +21,8 @@ from pipeline.engine.masters import BYTES as MASTER_BYTES
 from pipeline.engine.masters import kind_of_masters
 from pipeline.engine.optim import BLOCK, MOMENTS, build_optimizer
 from pipeline.engine.setup import placement_of, vectors_of
-from pipeline.engine.tables import engine_units
 from pipeline.engine.units import Kind, UnitParams
+from pipeline.engine.vocabulary_units import engine_units
 from pipeline.parallel.device import local_device
 
 HELD = ("weights", "masters", "moments")
@@ -104,9 +104,9 @@ def predict(
         two others', of which one is being reduced, or of three blocks where processes of one
         machine may be a block apart; in fp32, but there in the weights' own type for a vector none
         of whose weights is tied (a pass that uses a weight twice otherwise takes fp32 as well), and
-        the pieces that are summed over copies of the model; `gathered`: at stage
-        3, the whole weights of the root, of the unit at work and of those gathered ahead, or all of
-        them to generate.
+        the pieces that are summed over copies of the model; `gathered`: at stage 3, the whole
+        weights of the root, of the unit at work and of those gathered ahead, or all of them to
+        generate.
     """
     placement = placement_of(config, local_device() if device is None else device)
     units = unit_vectors(model, config, world=world)

@@ -14,10 +14,10 @@ from pipeline.engine.held_unit import Unit
 from pipeline.engine.optim import MOMENTS, block_of_moments, steps_in_parts
 from pipeline.engine.store import TensorStore
 from pipeline.engine.swap import StreamedState
-from pipeline.engine.tables import engine_units
 from pipeline.engine.tensor_parts import part_in_blocks, role_of
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.units import UnitParams
+from pipeline.engine.vocabulary_units import engine_units
 from pipeline.kernels.adamw.definition import new_moments
 from pipeline.parallel.group import ALONE, Group
 

@@ -19,7 +19,7 @@ from pipeline.engine.comm import Collectives
 from pipeline.engine.graph import parameter_uses
 from pipeline.engine.held_unit import Unit
 from pipeline.engine.outputs import check_open, tensors_in, without_views
-from pipeline.engine.tables import UsesHead
+from pipeline.engine.vocabulary_units import UsesHead
 from pipeline.errors import ConfigError
 
 

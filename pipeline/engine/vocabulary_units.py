@@ -30,7 +30,7 @@ def engine_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitPara
     has blocks, calls the module, and uses its parameters nowhere else; the root unit is last.
     """
     *blocks, root = find_units(model, classes)
-    found = _tables(model) if blocks else {}
+    found = _matrices(model) if blocks else {}
     names = {module: name for name, module in model.named_modules() if module in found.values()}
     uses: dict[Tensor, int] = {}
     for _, param in model.named_parameters(remove_duplicate=False):
@@ -48,7 +48,7 @@ def engine_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitPara
     return [*first, *blocks, *last, replace(root, params=rest)]
 
 
-def _tables(model: nn.Module) -> dict[Kind, nn.Module]:
+def _matrices(model: nn.Module) -> dict[Kind, nn.Module]:
     """A language model's embedding and output matrix, where they are plain ones of their own."""
     plain = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
     if plain is None:
