@@ -9,14 +9,15 @@ from functools import partial
 from typing import cast
 
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.engine.tensor_parts import part_of, whole_shape
+from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.errors import require
 from pipeline.models.part_by_part import DividedLayer, Place, compute_by_parts, sum_of_columns
+from pipeline.models.quantized import LinearLayer, part_of_weight, weight_shape
 from pipeline.models.sharding import STYLES, layer_of, match
 from pipeline.models.tensor_shards import TensorShards
 from pipeline.parallel.group import Group
@@ -117,8 +118,7 @@ class VirtualShards(TensorShards):
 
     def _divided(self, name: str) -> DividedLayer:
         module = self.model.get_submodule(name)
-        layer = layer_of(module)
-        assert isinstance(layer, nn.Linear | Conv1D)
+        layer = cast("LinearLayer", layer_of(module))
         by_outputs = STYLES[self.styles[name]].by_outputs
         pieces: dict[Place, list[ShardSpec]] = {(layer, "weight"): self._pieces(name, layer)}
         if by_outputs and layer.bias is not None:
@@ -127,24 +127,28 @@ class VirtualShards(TensorShards):
             cut = cast("nn.Module", (module.lora_B if by_outputs else module.lora_A)["default"])
             of_weight = self._specs(name, layer, "weight")
             specs = [replace(spec, dim=int(not by_outputs)) for spec in of_weight]
-            pieces[cut, "weight"] = [_inside(cut.get_parameter("weight"), spec) for spec in specs]
+            own = part_of(cut.get_parameter("weight"))
+            pieces[cut, "weight"] = [_inside(own, spec) for spec in specs]
         return DividedLayer(module, layer, pieces)
 
-    def _pieces(self, name: str, layer: nn.Module, leaf: str = "weight") -> list[ShardSpec]:
+    def _pieces(self, name: str, layer: LinearLayer, leaf: str = "weight") -> list[ShardSpec]:
         """Where each part's elements lie in what this process has of a parameter."""
-        param = layer.get_parameter(leaf)
-        return [_inside(param, spec) for spec in self._specs(name, layer, leaf)]
+        own = part_of_weight(layer) if leaf == "weight" else part_of(layer.get_parameter(leaf))
+        return [_inside(own, spec) for spec in self._specs(name, layer, leaf)]
 
-    def _specs(self, name: str, layer: nn.Module, leaf: str) -> list[ShardSpec]:
+    def _specs(self, name: str, layer: LinearLayer, leaf: str) -> list[ShardSpec]:
         """What each part of this process has of the whole parameter."""
-        shape = whole_shape(layer.get_parameter(leaf))
+        if leaf == "weight":
+            own = part_of_weight(layer)
+            shape = weight_shape(layer) if own is None else own.whole
+        else:
+            shape = whole_shape(layer.get_parameter(leaf))
         specs = [self.spec(name, leaf, shape, rank=number) for number in self._parts.own]
         return [spec for spec in specs if spec is not None]
 
 
-def _inside(param: Tensor, of_part: ShardSpec) -> ShardSpec:
+def _inside(own: Part | None, of_part: ShardSpec) -> ShardSpec:
     """Where the elements of a part lie in what this process has, which has all of them."""
-    own = part_of(param)
     if own is None:
         return of_part
     shards = [

@@ -17,6 +17,8 @@ from tests.step1_sft.small_runs import cut_off, ended, make, run, saved, setting
 
 FOUR_KEYS = {"num_key_value_heads": 4}
 
+DOUBLE = {"quantize": "nf4", "double_quant": True}
+
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # Family, its changes, and settings of the model.
     "tied, bf16, checkpointing, stage 3": (
@@ -47,8 +49,27 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"precision": "fp32", "lora": LoraConfig(rank=2), "zero_stage": 3},
     ),
     "residuals in modules, padded": ("bloom", {"n_layer": 3}, {"precision": "fp32"}),
+    "4 bits in groups": (
+        "llama",
+        {**FOUR_KEYS, "hidden_size": 256, "intermediate_size": 512},
+        {"precision": "bf16", "lora": LoraConfig(rank=2), **DOUBLE, "gradient_checkpointing": True},
+    ),
+    "4 bits within blocks, packed layers": (
+        "gpt2",
+        {},
+        {"precision": "fp32", "lora": LoraConfig(rank=2), **DOUBLE, "zero_stage": 3},
+    ),
+    "8 bits of layers of a block itself": (
+        "opt",
+        {},
+        {"precision": "fp32", "lora": LoraConfig(rank=2), "quantize": "int8"},
+    ),
 }
-SOME = ("tied, bf16, checkpointing, stage 3", "norms of heads, biases")
+SOME = (
+    "tied, bf16, checkpointing, stage 3",
+    "norms of heads, biases",
+    "4 bits within blocks, packed layers",
+)
 """That CI goes through; the others are the grid."""
 
 
