@@ -24,11 +24,10 @@ from step3_ppo.advantages import ESTIMATORS, Estimate, Rewarded
 from step3_ppo.config import PPOConfig
 from step3_ppo.correction import correction_weights
 from step3_ppo.episodes import whole_sequence
-from step3_ppo.experience import Experience, Forward, Rollout
+from step3_ppo.experience import Experience, Forward, Rollout, own_micro_batches
 from step3_ppo.losses import overlong_penalty, token_rewards, whiten
 from step3_ppo.models import Models
 from step3_ppo.needs import ESTIMATOR_NEEDS
-from step3_ppo.own_micro_batches import own_micro_batches
 from step3_ppo.scoring import raw_scores
 
 

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from evaluation.answering import Chat
-from evaluation.answers import Answer
+from evaluation.answers import Answer, repeated_trigrams
 from evaluation.held_out import HeldOutPrompts, Prompt
 from evaluation.in_training import Generating
-from evaluation.repetition import repeated_trigrams
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches

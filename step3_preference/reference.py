@@ -32,8 +32,7 @@ from pipeline.offline import Rows
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
 from step3_preference.config import PreferenceConfig
-from step3_preference.mismatched import mismatched_batches
-from step3_preference.rows import ComparedBatch, Row, RowBatch, cut
+from step3_preference.rows import ComparedBatch, Row, RowBatch, cut, mismatched_batches
 from step3_preference.store import RowStore
 
 logger = logging.getLogger(__name__)

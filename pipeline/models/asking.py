@@ -15,11 +15,10 @@ from pipeline.models.forward import Policy
 from pipeline.models.stages import Stage
 from pipeline.models.stand_ins import Chunk
 from pipeline.parallel.channels import What
-from pipeline.parallel.device import local_device
+from pipeline.parallel.device import local_device, read_scalars
 from pipeline.parallel.group import Group
 from pipeline.parallel.schedules import Instruction, Kind, turns
 from pipeline.parallel.transfer import Transfers
-from pipeline.scalars import read_scalars
 
 AHEAD = 4
 """Micro-batches that a stage may be ahead of the next one, where none goes back."""
