@@ -42,7 +42,7 @@ class RewardModel:
         name: str = "reward model",
         parallel: ParallelConfig | None = None,
     ) -> None:
-        self.engine, self.asking = frozen_passes(
+        self.engine, self.passes = frozen_passes(
             model,
             like,
             parallel or ParallelConfig(),
@@ -59,7 +59,7 @@ class RewardModel:
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
         """Raw score of each sequence of each batch, read at its last token or where steps end."""
         with evaluating(self.engine.model):
-            return self.asking.ask_all(
+            return self.passes.forward_everywhere(
                 batches,
                 lambda batch: response_scores(self.engine(batch), batch, self.settings),
                 lambda batch: (len(batch.lengths),),
@@ -96,7 +96,7 @@ class PooledRewardModel(RewardModel):
         self.members = [member for _, member in members]
         self.pool: Pool = pool
         self.pool_lambda = pool_lambda
-        self.engine, self.asking = self.members[0].engine, self.members[0].asking
+        self.engine, self.passes = self.members[0].engine, self.members[0].passes
         self.text = None
         self.mean, self.std, self.has_moments = 0.0, 1.0, True
 

@@ -141,11 +141,15 @@ def _of_trained(
         assert outputs.entropy is not None
         return torch.stack([outputs.logprobs, outputs.entropy])
 
-    both = models.policy_passes.ask_all(batches, policy, lambda batch: (2, batch.num_targets))
+    both = models.policy_passes.forward_everywhere(
+        batches, policy, lambda batch: (2, batch.num_targets)
+    )
     found = {"logprobs": [each[0] for each in both], "entropy": [each[1] for each in both]}
     if models.value_passes is None or models.critic is None:
         return found
-    values = models.value_passes.ask_all(batches, models.critic, lambda batch: (batch.num_targets,))
+    values = models.value_passes.forward_everywhere(
+        batches, models.critic, lambda batch: (batch.num_targets,)
+    )
     return found | {"values": values}
 
 

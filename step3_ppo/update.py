@@ -280,7 +280,7 @@ def _learn_policy(
         models.policy_passes.learn(minibatches, loss_of, divisor=weighting.num_tokens)
     else:
         with torch.no_grad():
-            models.policy_passes.ask(minibatches, loss_of)
+            models.policy_passes.forward(minibatches, loss_of)
     return found
 
 

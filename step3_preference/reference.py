@@ -70,7 +70,7 @@ def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float
     """That of each response of each batch, without gradients; of stages on the last one alone."""
     engine = passes.engine
     with evaluating(engine.model):
-        return passes.ask(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
+        return passes.forward(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
 
 
 def _copies(engine: Engine) -> list[Tensor]:
