@@ -41,7 +41,7 @@ class Source(Protocol):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Of the model that learns."""
+        """The tokenizer of the model that learns."""
         ...
 
     @property
@@ -70,12 +70,12 @@ class Learned(Protocol[T_co]):
 
     @property
     def train(self) -> Sequence[T_co]:
-        """In the order in which `RowStream` numbers them."""
+        """The rows to train on, in the order in which `RowStream` numbers them."""
         ...
 
     @property
     def eval(self) -> Sequence[T_co]:
-        """Those for evaluation."""
+        """The rows for evaluation."""
         ...
 
 

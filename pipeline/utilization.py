@@ -75,7 +75,7 @@ class Utilization:
 
 
 def utilization_of(model: nn.Module, *, peak_tflops: float | None, mesh: Mesh) -> Utilization:
-    """Of a model that learns, as it is set up; all processes call it, the main one logs.
+    """Utilization of a model that learns, as it is set up; all call it, the main process logs.
 
     `peak_tflops` is that of one process's device, where it is not to be looked up or measured.
     """
@@ -107,7 +107,7 @@ def _of_stages(own: ModelFlops, stages: Group) -> ModelFlops:
 
 
 def device_peak(dtype: torch.dtype) -> Peak:
-    """Of this process's device in a number format: of its data sheet, or measured.
+    """The peak of this process's device in a number format: of its data sheet, or measured.
 
     A data sheet gives the peak of 16-bit products on a known GPU.
     """

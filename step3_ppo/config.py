@@ -26,7 +26,7 @@ class PPOConfig(PPOSettings):
     """The settings that each choice of `method` stands for."""
 
     def workload(self, world: int) -> Workload:
-        """As `step3_ppo.workload` describes it."""
+        """The models, batches and lengths of the step, as `step3_ppo.workload` describes them."""
         return workload_of(self, world)
 
     def __post_init__(self) -> None:

@@ -232,7 +232,7 @@ def passes_of_actor(actor: nn.Module, config: PPOConfig, *, iterations: int) -> 
 
 
 def _updates(config: PPOConfig) -> int:
-    """Of an iteration."""
+    """Optimizer steps of an iteration."""
     return config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
 
 

@@ -58,7 +58,7 @@ class UpdateUtilization:
 
 
 def update_utilization(models: Models, config: PPOConfig, mesh: Mesh) -> UpdateUtilization:
-    """Of models as they are set up; all processes call it, the main one logs the peak."""
+    """Utilization of models as they are set up; all call it, the main process logs the peak."""
     peak = config.peak_tflops
     critic = None
     if models.critic is not None:

@@ -198,7 +198,7 @@ def _pack_scales(scales: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
 
 
 def _scales(packed: Packed, form: Form) -> Float[Tensor, " n"]:
-    """Of each block, in fp32."""
+    """The scale of each block, in fp32."""
     if not form.double:
         return packed["scales"]
     codes = packed["scale_codes"]

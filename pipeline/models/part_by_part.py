@@ -86,7 +86,7 @@ class _Parameters:
         """The module's own, while those of a part are in their place."""
 
     def of_parts(self) -> list[dict[Place, Tensor]]:
-        """Those that a part's run uses, of each part."""
+        """The parameters that a part's run uses, of each part."""
         found = {
             (module, leaf): cut_weight(module.get_parameter(leaf), pieces)
             for each in self._layers
