@@ -124,3 +124,9 @@ def summarize(before: Answers, after: Answers, *, name: str = "score") -> dict[s
 
 def _by_source(answers: Sequence[Answer], when: str) -> dict[str, float]:
     return {f"{name}_{when}": value for name, value in source_means(answers).items()}
+
+
+def repeated_trigrams(ids: Sequence[int]) -> int:
+    """Tokens of a response that end three tokens in a row which it has had before."""
+    trigrams = list(zip(ids, ids[1:], ids[2:], strict=False))
+    return len(trigrams) - len(set(trigrams))

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.models.asking import Asking
+from pipeline.models.forward_passes import ForwardPasses
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_preference.config import PreferenceConfig
@@ -51,7 +51,7 @@ class Figures:
     def __add__(self, other: "Figures") -> "Figures":
         return Figures(self.sums + other.sums)
 
-    def means(self, passes: Asking, rows: int, *, paired: bool) -> dict[str, float]:
+    def means(self, passes: ForwardPasses, rows: int, *, paired: bool) -> dict[str, float]:
         """Of all processes, by name; of the rows' loss and order, and of each side's sequences.
 
         Of the stages of a pipeline the last one's are counted.

@@ -32,8 +32,7 @@ from pipeline.offline import Rows
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
 from step3_preference.config import PreferenceConfig
-from step3_preference.mismatched import mismatched_batches
-from step3_preference.rows import ComparedBatch, Row, RowBatch, cut
+from step3_preference.rows import ComparedBatch, Row, RowBatch, cut, mismatched_batches
 from step3_preference.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float
     """That of each response of each batch, without gradients; of stages on the last one alone."""
     engine = passes.engine
     with evaluating(engine.model):
-        return passes.ask(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
+        return passes.forward(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
 
 
 def _copies(engine: Engine) -> list[Tensor]:

@@ -40,12 +40,12 @@ from inference.engine.requests import (
     Request,
     Ticket,
     Token,
+    Waiting,
     chosen_elsewhere,
 )
 from inference.engine.row_adapters import RowAdapters
 from inference.engine.sampling import Sampler
 from inference.engine.slots import PREFILL, Slots
-from inference.engine.waiting import Waiting
 from inference.tp_group import tp_group_of
 from pipeline.errors import DataError
 from pipeline.models.forward import base_model, context_length, is_ragged

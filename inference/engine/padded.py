@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from inference.engine.requests import Ticket
-from inference.engine.waiting import Waiting
+from inference.engine.requests import Ticket, Waiting
 from pipeline.models.forward import base_model
 from pipeline.models.kv import cache_name
 

@@ -1,4 +1,4 @@
-"""What the passes of a step's models take: training, asking without gradients, reading prompts."""
+"""What the passes of a step's models take: training, scoring, reading prompts."""
 
 import functools
 from collections.abc import Iterator
