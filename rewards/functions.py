@@ -60,7 +60,7 @@ class FunctionFile:
 
     @property
     def sha256(self) -> str:
-        """Of the whole file."""
+        """The hash of the whole file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 

@@ -21,7 +21,7 @@ from step3_ppo.kl import KLController
 from step3_ppo.models import Models, load_models
 from step3_ppo.prompts import Prompts
 from step3_ppo.ptx import PtxStream, open_ptx
-from step3_ppo.reward_model_check import check_reward_model
+from step3_ppo.reward_model import check_reward_model
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.sampling import sampled_responses
 from step3_ppo.scoring import measured_moments

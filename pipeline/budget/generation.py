@@ -40,7 +40,7 @@ def slot_bytes(model: CountedModel, generation: Generation) -> int:
 
 
 def sampling_bytes(model: CountedModel) -> int:
-    """Of drawing the next token of one sequence."""
+    """Bytes of drawing the next token of one sequence."""
     table = model.plain.get_input_embeddings().weight
     assert isinstance(table, Tensor)
     return SAMPLED * table.shape[0]
@@ -77,7 +77,7 @@ def replica_bytes(
 
 
 def _whole_bytes(param: Tensor) -> int:
-    """Of the weight that a process may have a part of."""
+    """Bytes of the whole weight that a process may have a part of."""
     return whole_shape(param).numel() * param.itemsize
 
 

@@ -194,12 +194,6 @@ class ParallelConfig:
             self._check_stages(role, model)
         if self.divides_layers:
             self._check_tensor(role, model)
-        if self.parts is not None and model.lora is not None:
-            require(
-                model.lora.variant in ("lora", "rslora") and model.lora.dropout == 0,
-                f"{role}.lora of parallel.arithmetic {self.arithmetic} is of variant lora or rslora"
-                " without dropout; take fast for others",
-            )
 
     def _check_tensor(self, role: str, model: TrainedModelConfig) -> None:
         tp = f"parallel.tp {self.tp}"

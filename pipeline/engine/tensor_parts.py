@@ -61,7 +61,7 @@ class Part:
         return self.whole[self.own.dim + 1 :].numel()
 
     def in_blocks(self, block: int) -> "Part | None":
-        """The same of the parameter's blocks of so many consecutive elements, numbered by row.
+        """The same part in the parameter's blocks of so many consecutive elements, numbered by row.
 
         None where a process has a part of a block.
         """
@@ -144,7 +144,7 @@ def role_of(param: Tensor) -> Role:
 
 
 def whole_shape(param: Tensor) -> torch.Size:
-    """Of the parameter that it is a part of, or its own."""
+    """The shape of the parameter that it is a part of, or its own."""
     part = part_of(param)
     return param.shape if part is None else part.stored or part.whole
 

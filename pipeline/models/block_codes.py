@@ -218,7 +218,7 @@ def _pack_scales(scales: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
 def scales_of(
     packed: Packed, form: Form, groups: Int64[Tensor, " n"] | None = None
 ) -> Float[Tensor, " n"]:
-    """Of each block, in fp32.
+    """The scale of each block, in fp32.
 
     Where there are blocks of a part of the weight alone, `groups` has the number of the group of
     each; without it they follow each other.

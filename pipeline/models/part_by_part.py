@@ -11,6 +11,7 @@ is not run by parts: it must be element by element, as activations are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
+from pipeline.models.adapter_dropout import masks_of_part
 from pipeline.models.quantized import LinearLayer, QuantizedLinear
 from pipeline.parallel.shards import ShardSpec
 from pipeline.parallel.virtual_parts import (
@@ -56,6 +58,9 @@ class DividedLayer:
 
     pieces: Mapping[Place, Sequence[ShardSpec]]
     """Of each parameter that is divided, where the elements of each part of this process lie."""
+
+    begin: Callable[[], None] | None = None
+    """What is computed of all parts of a layer before the first of them runs."""
 
     def compute_columns(self) -> None:
         """Have what is divided by its inputs compute with those of a part, without its bias."""
@@ -101,7 +106,10 @@ class _Parameters:
         """The module's own, while those of a part are in their place."""
 
     def of_parts(self) -> list[dict[Place, Own]]:
-        """Those that a part's run uses, of each part; of a quantized weight, which piece."""
+        """What a part's run uses, of each part: parameters, and of quantized weights the pieces."""
+        for each in self._layers:
+            if each.begin is not None:
+                each.begin()
         found: dict[Place, Sequence[Own]] = {
             place: pieces if _is_quantized(place) else cut_weight(_param(place), pieces)
             for each in self._layers
@@ -176,15 +184,15 @@ class PartByPart:
         others = [_without_cache(each) for each in args[1:]]
         rest = {name: _without_cache(each) for name, each in kwargs.items()}
         try:
-            for number, values, own in zip(self._parts.own, given, weights, strict=True):
+            for at, (number, values, own) in enumerate(
+                zip(self._parts.own, given, weights, strict=True)
+            ):
                 self._params.use(own)
                 named = rest if self._own_heads is None else self._own_heads(number, rest)
-                try:
+                with suppress(_PartEndError), masks_of_part(at):
                     if args:
                         return self._plain(values, *others, **named)
                     return self._plain(**{**named, "hidden_states": values})
-                except _PartEndError:
-                    continue
         finally:
             self._found.clear()
             self._params.restore()
@@ -230,9 +238,10 @@ def _each(
     """What a layer gives with the parameters of each part."""
     found: list[Tensor] = []
     try:
-        for values, own in zip(given, params.of_parts(), strict=True):
+        for at, (values, own) in enumerate(zip(given, params.of_parts(), strict=True)):
             params.use(own)
-            found.append(forward(values))
+            with masks_of_part(at):
+                found.append(forward(values))
     finally:
         params.restore()
     return found

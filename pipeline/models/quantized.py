@@ -61,8 +61,8 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "rows columns"]:
-        """What the layer multiplies with, rounded to its number format."""
-        return self.dequantized(self.dtype)
+        """What the layer multiplies with now, rounded to its number format."""
+        return self.weight_of(self.piece)
 
     @property
     def part(self) -> Part | None:
@@ -123,9 +123,9 @@ class QuantizedLinear(nn.Module):
         """The same without its bias."""
         return _Product.apply(x, self, self.piece, None)
 
-    def piece_of_weight(self, piece: ShardSpec | None) -> Float[Tensor, "rows columns"]:
-        """Some of what the layer multiplies with, lying as a weight of its own; None is all."""
-        weight = self.weight
+    def weight_of(self, piece: ShardSpec | None) -> Float[Tensor, "rows columns"]:
+        """Some of this process's weight, lying as a weight of its own; None is all."""
+        weight = self.dequantized(self.dtype)
         return weight if piece is None else piece.of(weight).contiguous()
 
     def extra_repr(self) -> str:
@@ -146,14 +146,14 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.piece = layer, piece
         ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
-        weight = layer.piece_of_weight(piece)
+        weight = layer.weight_of(piece)
         return F.linear(x, weight.T if layer.transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:  # noqa: ANN401
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        weight = ctx.layer.piece_of_weight(ctx.piece)
+        weight = ctx.layer.weight_of(ctx.piece)
         return grads[0] @ (weight.T if ctx.layer.transposed else weight), None, None, None
 
 
@@ -164,6 +164,12 @@ LinearLayer = nn.Linear | Conv1D | QuantizedLinear
 def weight_shape(layer: LinearLayer) -> torch.Size:
     """Of this process's part of a layer's weight, however it is stored."""
     return layer.shape if isinstance(layer, QuantizedLinear) else layer.weight.shape
+
+
+def whole_weight_shape(layer: LinearLayer) -> torch.Size:
+    """The shape of the weight of which this process may have a part."""
+    own = part_of_weight(layer)
+    return weight_shape(layer) if own is None else own.whole
 
 
 def part_of_weight(layer: LinearLayer) -> Part | None:

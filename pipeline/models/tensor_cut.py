@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from pipeline.engine.tensor_parts import Part, mark_partial
 from pipeline.errors import ModelError
 from pipeline.models.adapter_dropout import AdapterDropout
+from pipeline.models.adapter_parts import divide_adapter
 from pipeline.models.cut_parameters import replace_by_part
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.models.dora import Dora
@@ -38,7 +39,7 @@ from pipeline.models.tensor_shards import TensorShards
 from pipeline.models.virtual_shards import SETTING as PARTS_SETTING
 from pipeline.models.virtual_shards import VirtualShards
 from pipeline.parallel.group import Group
-from pipeline.parallel.shards import ShardSpec
+from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.tensor import (
     copy_to_group,
     join_over_group,
@@ -271,41 +272,39 @@ def _cut_layer(
     elif has_bias:
         object.__setattr__(layer, "forward", functools.partial(_product, layer))
     if isinstance(module, LoraLayer):
-        whole = _cut_adapter(shards, module, specs, by_outputs=by_outputs)
-        if not by_parts:
-            mark_partial(whole)
+        for whole in _cut_adapter(shards, module, specs, by_outputs=by_outputs):
+            if not by_parts:
+                mark_partial(whole)
     return layer if has_bias and not by_outputs else None
 
 
 def _cut_adapter(
     shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, by_outputs: bool
-) -> Tensor:
-    """Leave this process's part of an adapter, whose layer has been cut as `specs` say.
-
-    Returns:
-        Of its two matrices the one that is whole.
-    """
+) -> list[Tensor]:
+    """Leave this process's part of an adapter, cut as its layer by `specs`; what of it is whole."""
     down, up = module.lora_A["default"], module.lora_B["default"]
     cut, whole = (up, down) if by_outputs else (down, up)
     of_rows, of_columns = (tuple(replace(spec, dim=dim) for spec in specs) for dim in (0, 1))
     of_cut, group = of_rows if by_outputs else of_columns, shards.tp_group
     _replace(cut, "weight", of_cut, group)
+    wholes = [cast("Tensor", whole.weight)]
     dropout, variant = module.lora_dropout["default"], variant_in(module)
     if isinstance(dropout, AdapterDropout) and not by_outputs:
         columns = max(shard.stop for spec in specs for shard in spec.shards)
-        dropout.divide(columns, specs[group.rank])
+        dropout.divide(columns, (specs[group.rank],))
     if isinstance(variant, Dora):
         lengths = module.lora_magnitude_vector["default"]
         if by_outputs:
             _replace(lengths, "weight", of_rows, group)
         else:
-            variant.columns = group.apart
-            mark_partial(cast("Tensor", lengths.weight))
+            own = ShardSpec(1, (Shard(0, cut.get_parameter("weight").shape[1]),))
+            divide_adapter(module, VirtualParts(group.size, group.apart), (own,))
+            wholes.append(lengths.get_parameter("weight"))
     if isinstance(variant, Principal):
         first_down, first_up = variant.first(module)
         _replace(first_up if by_outputs else first_down, "default", of_cut, group)
-        mark_partial((first_down if by_outputs else first_up)["default"])  # it lies as others do
-    return cast("Tensor", whole.weight)
+        wholes.append((first_down if by_outputs else first_up)["default"])  # it lies as others do
+    return wholes
 
 
 def _cut(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:

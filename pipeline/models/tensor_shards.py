@@ -124,7 +124,7 @@ class TensorShards(ShardedLayers):
             module.out_features, module.in_features = self._shape(name, rows, columns)
 
     def _shape(self, name: str, rows: int, columns: int) -> tuple[int, int]:
-        """Of this process's part of a weight."""
+        """The shape of this process's part of a weight."""
         whole = torch.Size((rows, columns))
         spec = self.spec(name, "weight", whole)
         assert spec is not None

@@ -128,7 +128,7 @@ def _quantize(model: nn.Module, config: TrainedModelConfig) -> None:
 
 
 def frozen_bytes(model: nn.Module) -> int:
-    """Of the weights that don't learn, as they are stored."""
+    """Bytes of the weights that don't learn, as they are stored."""
     return sum(param.nbytes for param in model.parameters() if not param.requires_grad)
 
 

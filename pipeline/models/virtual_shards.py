@@ -3,7 +3,7 @@
 They are what as many processes would have as there are parts (`tensor_shards.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -16,8 +16,18 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.errors import require
+from pipeline.models.adapter_dropout import AdapterDropout
+from pipeline.models.adapter_parts import divide_adapter
+from pipeline.models.dora import Dora
+from pipeline.models.layer_variant import variant_in
 from pipeline.models.part_by_part import DividedLayer, Place, compute_by_parts, sum_of_columns
-from pipeline.models.quantized import LinearLayer, part_of_weight, weight_shape
+from pipeline.models.principal import Principal
+from pipeline.models.quantized import (
+    LinearLayer,
+    is_transposed,
+    part_of_weight,
+    whole_weight_shape,
+)
 from pipeline.models.sharding import STYLES, layer_of, match
 from pipeline.models.tensor_shards import TensorShards
 from pipeline.parallel.group import Group
@@ -123,13 +133,29 @@ class VirtualShards(TensorShards):
         pieces: dict[Place, list[ShardSpec]] = {(layer, "weight"): self._pieces(name, layer)}
         if by_outputs and layer.bias is not None:
             pieces[layer, "bias"] = self._pieces(name, layer, "bias")
-        if isinstance(module, LoraLayer):
-            cut = cast("nn.Module", (module.lora_B if by_outputs else module.lora_A)["default"])
-            of_weight = self._specs(name, layer, "weight")
+        if not isinstance(module, LoraLayer):
+            return DividedLayer(module, layer, pieces)
+        of_weight = self._specs(name, layer, "weight")
+        for owner, leaf in _cut_of_adapter(module, by_outputs=by_outputs):
+            own = part_of(owner.get_parameter(leaf))
             specs = [replace(spec, dim=int(not by_outputs)) for spec in of_weight]
-            own = part_of(cut.get_parameter("weight"))
-            pieces[cut, "weight"] = [_inside(own, spec) for spec in specs]
-        return DividedLayer(module, layer, pieces)
+            pieces[owner, leaf] = [_inside(own, spec) for spec in specs]
+        return DividedLayer(module, layer, pieces, self._divide_adapter(module, layer, of_weight))
+
+    def _divide_adapter(
+        self, module: LoraLayer, layer: LinearLayer, of_weight: Sequence[ShardSpec]
+    ) -> Callable[[], None] | None:
+        """Have an adapter compute by parts; what it is to compute before the first of them."""
+        by_rows = of_weight[0].dim == int(is_transposed(layer))
+        places = [_inside(part_of_weight(layer), spec) for spec in of_weight]
+        own = [replace(each, dim=int(not by_rows)) for each in places]
+        divide_adapter(module, replace(self._parts, group=self._parts.group.apart), own)
+        dropout, variant = module.lora_dropout["default"], variant_in(module)
+        if by_rows:
+            return None
+        if isinstance(dropout, AdapterDropout):
+            dropout.divide(whole_weight_shape(layer)[of_weight[0].dim], of_weight)
+        return partial(variant.measure, module) if isinstance(variant, Dora) else None
 
     def _pieces(self, name: str, layer: LinearLayer, leaf: str = "weight") -> list[ShardSpec]:
         """Where each part's elements lie in what this process has of a parameter."""
@@ -138,13 +164,22 @@ class VirtualShards(TensorShards):
 
     def _specs(self, name: str, layer: LinearLayer, leaf: str) -> list[ShardSpec]:
         """What each part of this process has of the whole parameter."""
-        if leaf == "weight":
-            own = part_of_weight(layer)
-            shape = weight_shape(layer) if own is None else own.whole
-        else:
-            shape = whole_shape(layer.get_parameter(leaf))
+        is_weight = leaf == "weight"
+        shape = whole_weight_shape(layer) if is_weight else whole_shape(layer.get_parameter(leaf))
         specs = [self.spec(name, leaf, shape, rank=number) for number in self._parts.own]
         return [spec for spec in specs if spec is not None]
+
+
+def _cut_of_adapter(module: LoraLayer, *, by_outputs: bool) -> Iterator[Place]:
+    """What of an adapter is divided with its layer."""
+    half = module.lora_B if by_outputs else module.lora_A
+    yield cast("nn.Module", half["default"]), "weight"
+    variant = variant_in(module)
+    if isinstance(variant, Dora) and by_outputs:
+        yield module.lora_magnitude_vector["default"], "weight"
+    if isinstance(variant, Principal):
+        down, up = variant.first(module)
+        yield up if by_outputs else down, "default"
 
 
 def _inside(own: Part | None, of_part: ShardSpec) -> ShardSpec:

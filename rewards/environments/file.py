@@ -44,7 +44,7 @@ class EnvironmentFile:
 
     @property
     def sha256(self) -> str:
-        """Of the whole file."""
+        """The hash of the whole file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
