@@ -17,13 +17,13 @@ from benchmarks.heap import peak_bytes_of
 from benchmarks.plan_worker import NOT_MEASURED
 from pipeline.budget.machine import Machine
 from pipeline.budget.step import memory_by_stage
-from pipeline.config import DataConfig, ParallelConfig, Precision, TrainedModelConfig
+from pipeline.config import DataConfig, LoraConfig, ParallelConfig, Precision, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.copies import CollectivesOverCopies
 from pipeline.models.attention import RAGGED
 from pipeline.models.forward import Policy
 from pipeline.models.passes import Passes, passes_of
-from pipeline.models.trained import prepared
+from pipeline.models.trained import adapted, prepared
 from pipeline.next_token import next_token_nll
 from pipeline.parallel.mesh import cut_mesh
 from step1_sft.config import SFTConfig
@@ -43,6 +43,9 @@ class Case:
 
     recomputes: bool = False
 
+    double_quant: bool | None = None
+    """Over a base in nf4, with adapters of rank 8, how scales are kept; None trains all weights."""
+
 
 INTERLEAVED = {"pp": 2, "schedule": "interleaved", "chunks": 2}
 
@@ -59,6 +62,9 @@ CASES: Mapping[str, Case] = {
     "pp 2 x replicas 2": Case(4, {"pp": 2, "replicas": 2}, stage=1),
     "tp 2 x shards 2": Case(4, {"tp": 2}, stage=3),
     "replicas 2 x shards 2": Case(4, {"replicas": 2}, stage=3),
+    "tp 2, nf4": Case(2, {"tp": 2}, double_quant=False),
+    "tp 2, nf4, double": Case(2, {"tp": 2}, double_quant=True),
+    "tp 2 x shards 2, nf4": Case(4, {"tp": 2}, stage=3, double_quant=False),
 }
 
 
@@ -109,8 +115,10 @@ def peak_of(case: Case, shape: Shape, directory: Path) -> Peak:
     axes = {name: case.parallel.get(name, 1) for name in ("replicas", "pp", "tp")}
     with cut_mesh(**axes, timeout_seconds=600.0) as mesh:
         dtype = torch.bfloat16 if shape.precision == "bf16" else torch.float32
-        model = LlamaForCausalLM._from_config(settings, dtype=dtype)  # noqa: SLF001
-        model.set_attn_implementation(RAGGED)
+        plain = LlamaForCausalLM._from_config(settings, dtype=dtype)  # noqa: SLF001
+        plain.set_attn_implementation(RAGGED)
+        has_adapters = config.model.lora is not None
+        model = adapted(plain, config.model, task="causal", seed=0) if has_adapters else plain
         passes = passes_of(
             prepared(model, config.model),
             config.model,
@@ -132,6 +140,7 @@ def settings_of(case: Case, shape: Shape, directory: Path) -> SFTConfig:
         precision=shape.precision,
         zero_stage=case.stage,  # pyright: ignore[reportArgumentType]
         gradient_checkpointing=case.recomputes,
+        **_quantized(case),
     )
     return SFTConfig(
         model=model,
@@ -140,6 +149,13 @@ def settings_of(case: Case, shape: Shape, directory: Path) -> SFTConfig:
         micro_batch_size=shape.rows,
         parallel=parallel,
     )
+
+
+def _quantized(case: Case) -> dict[str, Any]:
+    """What a case adds to the settings of its model."""
+    if case.double_quant is None:
+        return {}
+    return {"lora": LoraConfig(rank=8), "quantize": "nf4", "double_quant": case.double_quant}
 
 
 def planned(config: SFTConfig, stage: int) -> float:
