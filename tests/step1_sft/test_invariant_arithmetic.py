@@ -148,10 +148,22 @@ def test_four_processes_end_in_the_bits_of_one_however_they_are_divided(
     assert ended(tmp_path / "four") == ended(tmp_path / "alone")
 
 
+STATES: dict[str, dict[str, Any]] = {
+    "whole weights": {"precision": "bf16"},
+    "lengths, dropout": DORA,
+    "singular vectors": {"precision": "bf16", "lora": LoraConfig(rank=2, variant="pissa")},
+    "orthogonal columns": {"lora": LoraConfig(rank=2, variant="olora"), "zero_stage": 3},
+}
+
+
 @pytest.mark.jobs
-def test_a_state_of_any_tp_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> None:
-    start = make(tmp_path, "gpt2", vocab_size=LARGE)
-    model, often = {"precision": "bf16"}, {"save_every": 1, "keep_last": 9}
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "whole weights" else pytest.mark.grid) for n in STATES],
+)
+def test_a_state_of_any_tp_goes_on_in_any_other_to_the_bit(name: str, tmp_path: Path) -> None:
+    start, model = make(tmp_path, "gpt2", vocab_size=LARGE), STATES[name]
+    often: dict[str, Any] = {"save_every": 1, "keep_last": 9}
     by_parts(start, tmp_path / "two", 2, model, **often)
 
     for tp in (1, 4):
@@ -159,6 +171,8 @@ def test_a_state_of_any_tp_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> No
         by_parts(start, out, tp, model, resume=True, **often)
         assert ended(out) == ended(tmp_path / "two")
         assert equal(saved(out, 3), saved(tmp_path / "two", 3))
+    last = "singular" in name or "orthogonal" in name
+    assert last == any("lora_start_A" in key for key in saved(tmp_path / "two", 3))
 
 
 IN_8_BITS = {

@@ -170,10 +170,22 @@ def take_up(config: SFTConfig, step: int) -> None:
             assert list(checkpoints.steps(enough=lambda: True)) == []  # waits for the files
 
 
+STATES: dict[str, dict[str, Any]] = {
+    "whole weights": {"precision": "bf16"},
+    "lengths": {"lora": LoraConfig(rank=2, variant="dora")},
+    "singular vectors": {"precision": "bf16", "lora": LoraConfig(rank=2, variant="pissa")},
+    "orthogonal columns": {"lora": LoraConfig(rank=2, variant="olora")},
+}
+
+
 @pytest.mark.jobs
-def test_a_state_of_any_division_is_taken_up_by_any_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.grid if "lora" in STATES[n] else ()) for n in STATES],
+)
+def test_a_state_of_any_division_is_taken_up_by_any_other(name: str, tmp_path: Path) -> None:
     start = make(tmp_path, "gpt2", vocab_size=LARGE)
-    often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
+    often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": STATES[name]}
     run_ranks(run, settings(start, tmp_path / "two", tp=2, **often))
     expected = ended(tmp_path / "two")
 
@@ -189,6 +201,8 @@ def test_a_state_of_any_division_is_taken_up_by_any_other(tmp_path: Path) -> Non
         run_ranks(take_up, config, step, world_size=pp * tp)
         assert equal(saved(out, step), state), f"{pp} stages of {tp}"
 
+    if "lora" in STATES[name]:  # of which a checkpoint has adapters alone
+        return
     consolidate([str(tmp_path / "two" / "checkpoints" / "step_00000003"), str(tmp_path / "c")])
     made, model = (load_file(tmp_path / name / "model.safetensors") for name in ("c", "two"))
     assert equal(made, model)
