@@ -107,10 +107,11 @@ class Origins:
                 source, layer, adapter = _source(self._trained, name.rpartition(".")[0], leaf)
             except AttributeError:  # it is another stage's
                 continue
-            whole = whole_shape(source) if layer is None else layer.shape
+            whole = whole_shape(source) if layer is None else layer.whole_shape
             dtype = source.dtype if layer is None else layer.dtype
+            part = part_of(source) if layer is None else layer.part
             key = id(source), id(adapter)
-            yield name, Origin(key, whole, dtype, source, layer, adapter, part_of(source))
+            yield name, Origin(key, whole, dtype, source, layer, adapter, part)
 
 
 def _of_all_stages(

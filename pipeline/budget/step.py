@@ -160,12 +160,13 @@ class _Step:
     def load(self) -> Iterator[Item]:
         """Each model is read from its files to its place, and laid out unit by unit.
 
-        What is quantized when it has been read is whole in main memory before.
+        What is quantized when it has been read is whole in main memory before, unless processes
+        read their parts of it alone.
         """
         for model in self.present:
             alone = frozenset({model.role})
             yield from self.held(model, kinds=("weights", "masters"))
-            if model.read_bytes > model.weight_bytes:
+            if model.read_bytes > model.weight_bytes and not self.workload.parallel.is_cut:
                 place = "host" if self.machine.has_gpu else "device"
                 yield Item("weights", model.role, model.read_bytes, place, alone)
             if model.engine is not None:

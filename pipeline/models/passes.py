@@ -282,6 +282,8 @@ def frozen_passes(
     stages = mesh.stages
     cut_where_possible(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
     if stages.size == 1:
+        if like.zero_stage < 3:  # else its engine reads what it keeps
+            read_stored(model, local_device())
         return FrozenEngine(whole(model), like, name=name), ForwardPasses()
     try:
         own = own_part(model, parallel, stages, whole, kernels=like.kernels, follows=True)

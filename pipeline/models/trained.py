@@ -19,6 +19,7 @@ from pipeline.models.load import add_tokens, lacks_tokens, load_causal_lm, load_
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantized
 from pipeline.models.variants import start_adapters
+from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,9 @@ def _quantize(model: nn.Module, config: TrainedModelConfig) -> None:
     if config.quantize == "none":
         return
     before = frozen_bytes(model)
-    quantized(model, config, lazy=config.zero_stage == 3)
+    # What others keep of it is not to be in memory here meanwhile.
+    lazy = config.zero_stage == 3 or current_mesh().parts.size > 1
+    quantized(model, config, lazy=lazy)
     logger.info(
         "%s: the linear weights of the blocks are stored as %s; all frozen weights take %.1f MB"
         " instead of %.1f MB",

@@ -216,9 +216,8 @@ Keys keys_in(const Seen& by_row, int64_t block, int& masked) {
     return {masked / LANES * LANES, int(end < BLOCK ? end : BLOCK)};
 }
 
-// The keys and values of an item, a head of keys of a row, in its block from this key on.
-Next block_of(const Attention& by, int64_t item, int64_t block) {
-    const Seen seen = seen_by(by, item / by.kv_heads);
+// What is seen of a block of an item, a head of keys of a row.
+Next block_of(const Attention& by, int64_t item, const Seen& seen, int64_t block) {
     const int64_t bytes = by.size * int64_t(sizeof(Stored)), place = item * by.width;
     const int64_t first = std::max(block, seen.start), end = std::min(block + BLOCK, seen.end);
     if (first >= end) return {};
@@ -228,17 +227,19 @@ Next block_of(const Attention& by, int64_t item, int64_t block) {
     return {{key + from, key + until}, {value + from, value + until}};
 }
 
-// What is read after a block.
-Next after(const Attention& by, int64_t item, int64_t block) {
-    if (block + BLOCK < seen_by(by, item / by.kv_heads).end) return block_of(by, item, block + BLOCK);
-    if (item + 1 == by.rows * by.kv_heads) return {};
-    return block_of(by, item + 1, seen_by(by, (item + 1) / by.kv_heads).start / BLOCK * BLOCK);
+// What is read after a block of an item of which `seen` is seen: its next block, or the first of the next item, of
+// which `then` is.
+Next after(const Attention& by, int64_t item, const Seen& seen, int64_t block, const Seen& then) {
+    if (block + BLOCK < seen.end) return block_of(by, item, seen, block + BLOCK);
+    return block_of(by, item + 1, then, then.start / BLOCK * BLOCK);
 }
 
 void attend(const Attention& by, int64_t item, Room& room) {
     const int64_t row = item / by.kv_heads, kv_head = item % by.kv_heads;
     const int64_t group = by.heads / by.kv_heads;
     const Seen seen = seen_by(by, row);
+    const bool is_last = item + 1 == by.rows * by.kv_heads;
+    const Seen then = is_last ? Seen{0, 0} : seen_by(by, (item + 1) / by.kv_heads);
     const int64_t place = item * by.width * by.size;
     const auto* key = static_cast<const Stored*>(by.key) + place;
     const auto* value = static_cast<const Stored*>(by.value) + place;
@@ -251,7 +252,7 @@ void attend(const Attention& by, int64_t item, Room& room) {
         for (int64_t block = seen.start / BLOCK * BLOCK; block < seen.end; block += BLOCK) {
             int masked;
             const Keys keys = keys_in(seen, block, masked);
-            Next next = each == 0 ? after(by, item, block) : Next{};
+            Next next = each == 0 ? after(by, item, seen, block, then) : Next{};
             // One block of keys stays turned for the group; more are turned again.
             if (each == 0 || seen.end > BLOCK)
                 turn_block(by, key + block * by.size, keys, next.keys, room.turned);
@@ -269,24 +270,25 @@ void attend_together(const Attention& by, int64_t kv_head, Room& room) {
     const auto* value = static_cast<const Stored*>(by.value) + place;
     const auto* query = static_cast<const Stored*>(by.query);
     auto* out = static_cast<Stored*>(by.out);
-    Ahead nothing;
     Seen all = {by.width, 0};  // what any row sees
     for (int64_t row = 0; row < by.rows; row++) {
         const Seen seen = seen_by(by, row);
         if (seen.start < all.start) all.start = seen.start;
         if (seen.end > all.end) all.end = seen.end;
     }
+    const Seen then = kv_head + 1 == by.kv_heads ? Seen{0, 0} : all;
     std::vector<Head> known(size_t(by.rows * group));
     for (int64_t block = all.start / BLOCK * BLOCK; block < all.end; block += BLOCK) {
         int masked;
-        turn_block(by, key + block * by.size, keys_in(all, block, masked), nothing, room.turned);
+        Next next = after(by, kv_head, all, block, then);
+        turn_block(by, key + block * by.size, keys_in(all, block, masked), next.keys, room.turned);
         for (int64_t row = 0; row < by.rows; row++) {
             const Seen seen = seen_by(by, row);
             if (block >= seen.end || block + BLOCK <= seen.start) continue;
             const Keys keys = keys_in(seen, block, masked);
             for (int64_t each = 0; each < group; each++)
                 add_block(by, query + row * by.query_row + (kv_head * group + each) * by.query_head,
-                          value + block * by.size, keys, masked, block <= seen.start, nothing, room,
+                          value + block * by.size, keys, masked, block <= seen.start, next.values, room,
                           known[size_t(row * group + each)]);
         }
     }
