@@ -153,9 +153,9 @@ class Fleet:
         """What `Lookout.look` does where the process hasn't the turn, and won't take it."""
         times = self._next_look[ranks]
         delays = np.zeros(len(ranks))
-        asking = ranks[stands]
-        delays[stands] = self._delays(asking)
-        answered = asking[delays[stands] <= self._patience]
+        querying = ranks[stands]
+        delays[stands] = self._delays(querying)
+        answered = querying[delays[stands] <= self._patience]
         news = answered[self._version[answered] != len(self._values) - 1]
         delays = np.minimum(delays, self._patience)
         since = self._turn_since.copy()

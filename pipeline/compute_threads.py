@@ -102,11 +102,6 @@ class SleepyTeam:
             return None
         return cls(ctypes.CDLL(str(runtime)))
 
-    @property
-    def is_held(self) -> bool:
-        """Whether threads sleep."""
-        return self._thread is not None
-
     def hold(self) -> None:
         """Have threads sleep from now on."""
         if self._thread is None:

@@ -12,6 +12,7 @@ FIELD_WORDS = {
     "told": "signal_received, published",
     "tell": "log_once, publish, announce",
     "asked": "query, prompts, requested",
+    "asking": "forward passes",
     "nap": "offload",
     "naps": "offload",
     "napping": "offloading",

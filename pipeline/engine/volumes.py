@@ -93,12 +93,5 @@ def step_volumes(
     return Volumes(micro_batches * reduced, gathered, over_copies)
 
 
-def pass_volume(model: nn.Module, config: TrainedModelConfig, *, world: int) -> int:
-    """Bytes that a pass without gradients gathers: at stage 3 all weights, below it nothing."""
-    if config.zero_stage < 3:
-        return 0
-    return sum(_bytes(unit) for unit in unit_vectors(model, config, world=world))
-
-
 def _bytes(vectors: Sequence[Vector]) -> int:
     return sum(vector.num_bytes for vector in vectors)
