@@ -35,7 +35,7 @@ class Answers:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "Answers":
-        """From what `dataclasses.asdict` makes of it."""
+        """Answers again from what `dataclasses.asdict` makes of them."""
         return cls(
             greedy=[Answer(**answer) for answer in plain["greedy"]],
             sampled=[Answer(**answer) for answer in plain["sampled"]],

@@ -29,7 +29,7 @@ def next_token_nll(logprobs: Float[Tensor, " K"]) -> Float[Tensor, ""]:
 
 @dataclass(frozen=True)
 class Size:
-    """Of the rows of an optimizer step, over all processes."""
+    """The size of an optimizer step's rows, over all processes."""
 
     tokens: int
 

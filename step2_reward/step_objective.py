@@ -42,7 +42,7 @@ class StepRow:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and response."""
+        """Tokens of prompt and response."""
         return len(self.sequence)
 
 

@@ -26,7 +26,7 @@ class PPOConfig(PPOSettings):
     """The settings that each choice of `method` stands for."""
 
     def workload(self, world: int) -> Workload:
-        """As `step3_ppo.workload` describes it."""
+        """The models, batches and lengths of the step, as `step3_ppo.workload` describes them."""
         return workload_of(self, world)
 
     def __post_init__(self) -> None:
@@ -39,7 +39,8 @@ class PPOConfig(PPOSettings):
         counts = ("rollout_size", "group_size", "generation_batch_size", "max_prompt_length")
         counts += ("max_new_tokens", "inference_tp_size", "ppo_epochs", "kl_horizon")
         for name in (*counts, "samples_every"):
-            require(getattr(self, name) > 0, f"ppo.{name} must be above 0: {getattr(self, name)}")
+            value = getattr(self, name)
+            require(value > 0, f"ppo.{name} must be above 0, got {value}")
         require(
             self.rollout_size >= self.batch_size,
             f"ppo.batch_size {self.batch_size} is larger than ppo.rollout_size"

@@ -171,7 +171,7 @@ class Course:
         )
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
-        """Of sampled answers to the watched prompts; the win rate is against step 1's."""
+        """Figures of sampled answers to the watched prompts; the win rate is against step 1's."""
         return {
             "objective": self.watched.objective(answers, kl=kl),
             f"sampled_{self._scores_are}": mean_score(answers),

@@ -168,7 +168,7 @@ class Rollout:
 
 
 def own_micro_batches(config: PPOConfig, lengths: Sequence[int]) -> list[list[int]]:
-    """Of this process's rows, by number, as many as on every process; some may be empty.
+    """The rows of this process's micro-batches, as many as on every process; some may be empty.
 
     Args:
         config: settings of the step.

@@ -232,7 +232,7 @@ def passes_of_actor(actor: nn.Module, config: PPOConfig, *, iterations: int) -> 
 
 
 def _updates(config: PPOConfig) -> int:
-    """Of an iteration."""
+    """Optimizer steps of an iteration."""
     return config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
 
 
@@ -318,7 +318,7 @@ def load_one_reward(
     """
     chat = text_format(tokenizer, settings)
     layout = config.reward_layout
-    defer = defers(settings, layout, config)
+    defer = defers(layout, config)
     reward = load_classifier(settings, device=device, seed=config.seed, defer=defer)
     require_score(base_model(reward))
     if chat is None:
@@ -332,10 +332,9 @@ def load_one_reward(
     return RewardModel(reward, layout, text, name=name, parallel=config.parallel)
 
 
-def defers(settings: FrozenModelConfig, like: TrainedModelConfig, config: PPOConfig) -> bool:
+def defers(like: TrainedModelConfig, config: PPOConfig) -> bool:
     """Whether no process is to hold the weights of a frozen model whole while it is loaded."""
-    staged = config.parallel.pp > 1 and settings.quantize == "none"
-    return staged or like.zero_stage == 3
+    return config.parallel.is_cut or like.zero_stage == 3
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:
@@ -368,7 +367,7 @@ def load_reference(
         return Reference(actor.engine, actor)
     same = config.reference.path is None
     source: FrozenModelConfig | TrainedModelConfig = config.actor if same else config.reference
-    defer = defers(source, config.actor, config)
+    defer = defers(config.actor, config)
     model = load_causal_lm(source, device=device, seed=config.seed, defer=defer)
     add_tokens(model, tokenizer, seed=config.seed)
     engine, passes = frozen_passes(

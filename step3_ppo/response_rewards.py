@@ -24,7 +24,7 @@ from step3_ppo.statistics import standard_error
 
 @dataclass(frozen=True)
 class ResponseRewards:
-    """Of the responses of this process."""
+    """The rewards of this process's responses."""
 
     reward: Float[Tensor, " B"]
     """What is maximized; 0 where it is not known."""

@@ -151,7 +151,7 @@ def _scores(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> Float[Tensor, " B"] | None:
-    """By the reward model, where there is one."""
+    """The reward model's scores, where there is one."""
     return None if models.reward is None else raw_scores(models, inputs, responses, config)
 
 

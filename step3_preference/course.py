@@ -189,7 +189,7 @@ class Course:
         )
 
     def _answered(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
-        """Of sampled answers to the watched prompts."""
+        """Figures of sampled answers to the watched prompts."""
         if not answers:
             return {}
         scored = {"sampled_score": mean_score(answers)} if self.config.reward.path else {}
@@ -205,7 +205,7 @@ class Course:
         return {"eval_by_prompt": found} if found else {}
 
     def _summary(self, after: Answers) -> dict[str, float | None]:
-        """Of greedy answers to all prompts, but the KL; the win rate is null without a judge."""
+        """Figures of greedy answers to all prompts, but the KL; win rate null without a judge."""
         before = self.before
         new, old = (
             [

@@ -189,5 +189,5 @@ class HeldOut(HeldOutPrompts):
         return {}
 
     def values(self, answers: Sequence[Answer]) -> list[float | None]:
-        """The same without its name; None of each without a judge."""
+        """The judge's value of each answer; None of each without a judge."""
         return next(iter(self.by_prompt(answers).values()), [None] * len(answers))

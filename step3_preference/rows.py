@@ -33,12 +33,12 @@ class Row:
 
     @property
     def sequences(self) -> list[Encoded]:
-        """Those that are there, the chosen one first."""
+        """The sequences that are there, the chosen one first."""
         return [each for each in (self.chosen, self.rejected) if each is not None]
 
     @property
     def num_tokens(self) -> int:
-        """Of all its sequences."""
+        """Tokens of all its sequences."""
         return sum(map(len, self.sequences))
 
 
@@ -79,7 +79,7 @@ class ComparedBatch:
 
     @property
     def tokens(self) -> TokenBatch:
-        """Those of the rows."""
+        """The tokens of the rows."""
         return self.rows.tokens
 
 

@@ -341,7 +341,7 @@ def _guided(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> Bool[Ten
 def reports(
     tickets: Sequence[Ticket], logits: Float[Tensor, "B V"], choices: Sequence[Choice]
 ) -> dict[int, Reported]:
-    """By row, what the policy says of the token, where its request wants it."""
+    """What the policy says of the token in each row whose request wants it."""
     chosen = {
         row: (choice[0], ticket.request.num_top)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True))

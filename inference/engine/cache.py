@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from inference.tp_group import kv_heads_here
+from pipeline.huge_pages import zeros_like
 from pipeline.kernels.cache_append.cuda import append_
 from pipeline.kernels.cache_append.dispatch import kernel_for as append_kernel_for
 from pipeline.kernels.decode_attention.definition import Scores
@@ -115,7 +116,7 @@ class SlotCache(Cache):
 
     def _empty(self, states: Float[Tensor, "1 G N D"]) -> Float[Tensor, "S G M D"]:
         # Zeros, because a masked key still takes part in a product with 0.
-        return states.new_zeros(self.num_slots, states.shape[1], self.width, states.shape[3])
+        return zeros_like(states, self.num_slots, states.shape[1], self.width, states.shape[3])
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ class SamePrompts:
         self._last = min(self._first + share, count)
 
     def own(self, each: Sequence[T]) -> Sequence[T]:
-        """Of something that each prompt has, that of those which this process answers."""
+        """The share of this process, of something that each prompt has."""
         return each[self._first : self._last]
 
     def on_token(self, on_token: OnToken | None) -> OnToken | None:

@@ -16,6 +16,9 @@ LEAST = 4
 STEPS, PASSES = 15, 5
 """Newest steps that decoded alone, whose median counts, and newest ones that read prompts."""
 
+AIM = 0.9
+"""What is planned of the time that a step may take: those of equal work scatter by a tenth."""
+
 FIRST = 32
 """Tokens while it isn't known how long they take."""
 
@@ -24,7 +27,8 @@ class Pace:
     """Measures steps, and says how much of the prompts the next one has room for.
 
     Args:
-        ratio: how many times as long as alone a step may take beside one prompt; None is any.
+        ratio: how many times as long as alone nearly all steps take at most beside one prompt;
+            None is any.
         most: tokens of prompts beside a step at most.
         clock: in seconds.
     """
@@ -81,7 +85,7 @@ class Pace:
             return min(FIRST, self._most)
         # Of the newest passes all but one were as fast, as the next one should be.
         seconds = sorted(self._tokens)[-2:][0]
-        tokens = (self._ratio - 1) * alone * prompts / seconds
+        tokens = (AIM * self._ratio - 1) * alone * prompts / seconds
         return min(max(LEAST, int(tokens)), self._most)
 
     def _alone(self, rows: int) -> float | None:

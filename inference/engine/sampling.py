@@ -155,7 +155,7 @@ class Sampler:
     def _by_kernel(
         self, logits: Float[Tensor, "B V"], keys: Sequence[int], positions: int | Sequence[int]
     ) -> tuple[list[int], list[float]]:
-        """The same choice in one launch; uniform numbers are computed on the GPU."""
+        """Choose the same tokens in one launch; uniform numbers are computed on the GPU."""
         numbers = torch.from_numpy(np.stack(words_of(keys, positions)).view(np.int64))
         numbers = numbers.to(logits.device)
         draw = Draw(
@@ -174,7 +174,7 @@ class Sampler:
         keys: Sequence[int],
         positions: int | Sequence[int],
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None:
-        """The same choice in one pass over memory, where every token may be chosen."""
+        """Choose the same tokens in one pass over memory, where every token may be chosen."""
         if self.truncates:
             return None
         return sampling.draw(logprobs, *words_of(keys, positions), seed=self.seed)
@@ -213,7 +213,7 @@ class Sampler:
         probabilities = nucleus(probabilities, self.top_p)
         if self.min_p > 0:
             floor = self.min_p * probabilities.amax(dim=-1, keepdim=True)
-            probabilities = probabilities * (probabilities >= floor)
+            probabilities = torch.where(probabilities >= floor, probabilities, 0.0)
         return probabilities
 
 
@@ -236,8 +236,11 @@ def without_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
 
 def likeliest(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B V"]:
     """Keep the `top_k` likeliest tokens and those as likely as the last; they add up to 1."""
-    least = probabilities.topk(min(top_k, probabilities.shape[-1]), dim=-1).values[:, -1:]
-    kept = probabilities * (probabilities >= least)
+    count = min(top_k, probabilities.shape[-1])
+    least = sampling.least_of(probabilities, count)
+    if least is None:
+        least = probabilities.topk(count, dim=-1).values[:, -1:]
+    kept = torch.where(probabilities >= least, probabilities, 0.0)
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
@@ -245,6 +248,9 @@ def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, 
     """Zero all but the likeliest tokens that together reach `top_p` (Holtzman et al. 2020)."""
     if top_p >= 1.0:
         return probabilities
+    kept = sampling.nucleus(probabilities, top_p)
+    if kept is not None:
+        return kept
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1) - ordered
     kept = ordered * (before < top_p)

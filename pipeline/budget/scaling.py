@@ -86,7 +86,7 @@ class ScalingConfig:
 
     @property
     def micro_batches(self) -> int:
-        """Of one sequence each, in an optimizer step."""
+        """Micro-batches of one sequence each in an optimizer step."""
         return self.tokens_per_gpu // self.length
 
 

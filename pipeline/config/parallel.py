@@ -200,11 +200,6 @@ class ParallelConfig:
         if self.parts is not None:
             tp = f"parallel.arithmetic {self.arithmetic}"
         require(
-            model.quantize == "none",
-            f"{role}.quantize {model.quantize} stores weights in blocks that {tp} would cut; set it"
-            " to none",
-        )
-        require(
             not model.zero.compile,
             f"{role}.zero.compile can't compile blocks in which the processes of {tp} wait for each"
             " other; set it to false",

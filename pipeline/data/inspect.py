@@ -174,7 +174,7 @@ def _print_row(
 
 
 def _cut(dialogue: Encoded, *, step: int, max_length: int) -> Encoded:
-    """As the step cuts what is too long: step 2 keeps the end, where the score is read."""
+    """The row as the step cuts what is too long: step 2 keeps the end, where the score is read."""
     return dialogue.tail(max_length) if step == 2 else dialogue.head(max_length)
 
 

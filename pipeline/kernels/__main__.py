@@ -34,7 +34,7 @@ def row(timed: Timed) -> str:
 
 
 def median_seconds(call: Callable[[], object] | None) -> float | None:
-    """Of a few calls, after one that doesn't count."""
+    """The median of a few calls, after one that doesn't count."""
     if call is None:
         return None
     call()

@@ -75,5 +75,5 @@ def describe(found: Found) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As in a sentence."""
+    """The name of a type in a sentence."""
     return str(dtype).removeprefix("torch.")

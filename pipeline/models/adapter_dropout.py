@@ -60,7 +60,7 @@ def masks_of_part(number: int) -> Iterator[None]:
 
 
 def masks_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """In which a block runs, and in which it is run again: `context_fn` of PyTorch's `checkpoint`.
+    """Contexts in which a block runs, and runs again: `context_fn` of PyTorch's `checkpoint`.
 
     It is called before the block runs.
     """

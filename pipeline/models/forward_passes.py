@@ -70,7 +70,7 @@ class ForwardPasses:
     def forward_everywhere(
         self, batches: Sequence[B], found: Found[B], shape_of: Callable[[B], Sequence[int]]
     ) -> list[Tensor]:
-        """The same on every stage, in fp32; `shape_of` says the shape of what is found."""
+        """What is found of each batch, on every stage, in fp32; `shape_of` says its shape."""
         del shape_of
         return [each.float() for each in self.forward(batches, found)]
 
@@ -123,7 +123,7 @@ class StagedForwardPasses(ForwardPasses):
         """How often the weights had changed when the last stage's copy was brought up to date."""
 
     def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
-        """As one process does; only the last stage has what is found."""
+        """What is found of each batch; only the last stage has it."""
         self._follow()
         batches, outputs = list(batches), list[Tensor]()
         for number, chunk in turns(self._stage.count, len(batches), len(self._stage.chunks)):

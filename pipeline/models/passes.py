@@ -54,7 +54,7 @@ class Passes(ForwardPasses):
         return losses
 
     def _masks(self, number: int) -> AbstractContextManager[None]:
-        """In which a micro-batch of the next optimizer step goes forward."""
+        """The masks of dropout of a micro-batch of the next optimizer step."""
         engine = self.engine
         return masks_of(engine.group.rank, engine.steps, engine.skipped_in_a_row, number)
 
@@ -81,7 +81,7 @@ class StagedPasses(StagedForwardPasses, Passes):
         """Seconds of the passes of the last optimizer step."""
 
     def learn(self, batches: Iterable[B], loss_of: Found[B], *, divisor: float) -> list[Tensor]:
-        """As one process does, in the order of the schedule; only the last stage has losses."""
+        """Add all gradients in the order of the schedule; only the last stage has losses."""
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
         batches = list(batches)
@@ -282,6 +282,8 @@ def frozen_passes(
     stages = mesh.stages
     cut_where_possible(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
     if stages.size == 1:
+        if like.zero_stage < 3:  # else its engine reads what it keeps
+            read_stored(model, local_device())
         return FrozenEngine(whole(model), like, name=name), ForwardPasses()
     try:
         own = own_part(model, parallel, stages, whole, kernels=like.kernels, follows=True)

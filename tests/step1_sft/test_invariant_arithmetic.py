@@ -17,6 +17,8 @@ from tests.step1_sft.small_runs import cut_off, ended, make, run, saved, setting
 
 FOUR_KEYS = {"num_key_value_heads": 4}
 
+DOUBLE = {"quantize": "nf4", "double_quant": True}
+
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # Family, its changes, and settings of the model.
     "tied, bf16, checkpointing, stage 3": (
@@ -73,11 +75,27 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "orthogonal columns, packed": ("gpt2", {}, {"lora": LoraConfig(rank=2, variant="olora")}),
     "residuals in modules, padded": ("bloom", {"n_layer": 3}, {"precision": "fp32"}),
+    "4 bits in groups": (
+        "llama",
+        {**FOUR_KEYS, "hidden_size": 256, "intermediate_size": 512},
+        {"precision": "bf16", "lora": LoraConfig(rank=2), **DOUBLE, "gradient_checkpointing": True},
+    ),
+    "4 bits within blocks, packed layers": (
+        "gpt2",
+        {},
+        {"lora": LoraConfig(rank=2, variant="dora", dropout=0.3), **DOUBLE, "zero_stage": 3},
+    ),
+    "8 bits of layers of a block itself": (
+        "opt",
+        {},
+        {"lora": LoraConfig(rank=2, variant="pissa"), "quantize": "int8"},
+    ),
 }
 SOME = (
     "tied, bf16, checkpointing, stage 3",
     "norms of heads, biases",
     "lengths of packed columns, dropout",
+    "4 bits within blocks, packed layers",
 )
 """That CI goes through; the others are the grid."""
 

@@ -18,6 +18,7 @@ from tests.step3_preference.toy import metrics, toy_config
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"zero_stage": 3}),
     "kto, adapters": ("kto", {"lora": LoraConfig(rank=2)}),
+    "dpo, 4 bits": ("dpo", {"lora": LoraConfig(rank=2), "quantize": "nf4"}),
 }
 
 
@@ -28,7 +29,7 @@ def run(config: PreferenceConfig) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=() if n == "dpo" else pytest.mark.grid) for n in CASES]
+    "case", [pytest.param(n, marks=() if n.startswith("dpo") else pytest.mark.grid) for n in CASES]
 )
 def test_two_processes_learn_what_one_does(case: str, toy: Path, tmp_path: Path) -> None:
     method, model = CASES[case]

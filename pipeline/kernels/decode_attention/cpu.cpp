@@ -8,6 +8,7 @@
 // score over the numbers of a head, where it is shorter than two pieces, into halves. A head of keys is turned
 // once for all query heads that share it.
 
+#include <algorithm>
 #include <vector>
 
 #include "../include/softmax.h"
@@ -39,8 +40,8 @@ constexpr int MOST_UNITS = MOST_SIZE / Number::NUMBERS;
 
 // Memory on its way into the second cache, a piece with each piece of work that reads other memory.
 struct Ahead {
-    const char* from;
-    const char* end;
+    const char* from = nullptr;
+    const char* end = nullptr;
 
     void fetch(int64_t bytes) {
         constexpr int CACHE_LINE = 64;
@@ -106,35 +107,42 @@ struct Keys {
     int end;
 };
 
+constexpr int FEW = 16;  // keys whose values are added up between two looks ahead
+
 // Adds weights times values to sums; PARTS vectors of them run side by side.
 template <int PARTS, class Load>
-void add_parts(const Stored* value, int64_t size, const float* weights, const Keys& keys, Vector* to, Load line) {
+void add_parts(const Stored* value, int64_t size, const float* weights, const Keys& keys, Vector* to, Ahead& ahead,
+               Load line) {
     Vector total[PARTS];
     for (int part = 0; part < PARTS; part++) total[part] = to[part];
     for (int piece = 0; piece < keys.end; piece += PIECE) {
         const int end = piece + PIECE < keys.end ? piece + PIECE : keys.end;
         Vector sum[PARTS] = {};
-        for (int t = piece < keys.first ? keys.first : piece; t < end; t++)
-            for (int part = 0; part < PARTS; part++)
-                sum[part] = wide(line(value + t * size + part * LANES)) * weights[t] + sum[part];
+        for (int t = piece < keys.first ? keys.first : piece, stop; t < end; t = stop) {
+            stop = t + FEW < end ? t + FEW : end;
+            ahead.fetch(PARTS * LANES * (stop - t) * int64_t(sizeof(Stored)));
+            for (int k = t; k < stop; k++)
+                for (int part = 0; part < PARTS; part++)
+                    sum[part] = wide(line(value + k * size + part * LANES)) * weights[k] + sum[part];
+        }
         for (int part = 0; part < PARTS; part++) total[part] = total[part] + sum[part];
     }
     for (int part = 0; part < PARTS; part++) to[part] = total[part];
 }
 
-void add_values(const Stored* value, int64_t size, const float* weights, const Keys& keys, Values& to) {
+void add_values(const Stored* value, int64_t size, const float* weights, const Keys& keys, Ahead& ahead, Values& to) {
     const auto whole = [](const Stored* from) { return load<Line>(from); };
     int part = 0;
     for (; (part + 4) * LANES <= size; part += 4)
-        add_parts<4>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+        add_parts<4>(value + part * LANES, size, weights, keys, to.sum + part, ahead, whole);
     const int left = int(size) / LANES - part;
-    if (left == 3) add_parts<3>(value + part * LANES, size, weights, keys, to.sum + part, whole);
-    if (left == 2) add_parts<2>(value + part * LANES, size, weights, keys, to.sum + part, whole);
-    if (left == 1) add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    if (left == 3) add_parts<3>(value + part * LANES, size, weights, keys, to.sum + part, ahead, whole);
+    if (left == 2) add_parts<2>(value + part * LANES, size, weights, keys, to.sum + part, ahead, whole);
+    if (left == 1) add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, ahead, whole);
     part += left;
     const int rest = int(size - part * LANES) * int(sizeof(Stored));
     const auto some_of = [rest](const Stored* from) { return some<Line>(from, rest); };
-    if (rest > 0) add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, some_of);
+    if (rest > 0) add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, ahead, some_of);
 }
 
 // What is known of a query head after some blocks of keys.
@@ -161,22 +169,17 @@ Seen seen_by(const Attention& by, int64_t row) {
     return start < live ? Seen{start, live} : Seen{0, 0};  // no key is seen: nothing is read
 }
 
-// The keys of an item, a head of keys of a row, as far as they are seen.
-Ahead keys_of(const Attention& by, int64_t item) {
-    const Seen seen = seen_by(by, item / by.kv_heads);
-    const auto* key = static_cast<const char*>(by.key);
-    const int64_t bytes = by.size * int64_t(sizeof(Stored)), place = item * by.width;
-    return {key + (place + seen.start) * bytes, key + (place + seen.end) * bytes};
-}
+// Keys and values of a block that will be read after the one at hand.
+struct Next {
+    Ahead keys, values;
+};
 
-// Turns the keys of a block that are seen; the block's values are fetched meanwhile.
-void turn_block(const Attention& by, const Stored* key, const Stored* value, const Keys& keys, Bits* turned) {
+// Turns the keys of a block that are seen.
+void turn_block(const Attention& by, const Stored* key, const Keys& keys, Ahead& ahead, Bits* turned) {
     const int units = int(by.size) / Number::NUMBERS;
     const int64_t bytes = LANES * by.size * int64_t(sizeof(Stored));  // of a tile
-    Ahead values = {reinterpret_cast<const char*>(value + keys.first * by.size),
-                    reinterpret_cast<const char*>(value + keys.end * by.size)};
     for (int tile = keys.first / LANES; tile * LANES < keys.end; tile++) {
-        values.fetch(bytes);
+        ahead.fetch(bytes);
         turn_keys(key + tile * LANES * by.size, by.size, keys.end - tile * LANES, turned + tile * units);
     }
 }
@@ -187,27 +190,17 @@ void add_block(const Attention& by, const Stored* query, const Stored* value, co
     Bits* turned = room.turned;
     float* weights = room.weights;
     const int units = int(by.size) / Number::NUMBERS;
-    const int64_t bytes = LANES * by.size * int64_t(sizeof(Stored));  // of a tile
     const int last = (keys.end + LANES - 1) / LANES;
     int tile = keys.first / LANES;
-    for (; tile + 4 <= last; tile += 4) {
-        ahead.fetch(4 * bytes);
-        score<4>(by, query, turned + tile * units, weights + tile * LANES);
-    }
-    for (; tile + 2 <= last; tile += 2) {
-        ahead.fetch(2 * bytes);
-        score<2>(by, query, turned + tile * units, weights + tile * LANES);
-    }
-    for (; tile < last; tile++) {
-        ahead.fetch(bytes);
-        score<1>(by, query, turned + tile * units, weights + tile * LANES);
-    }
+    for (; tile + 4 <= last; tile += 4) score<4>(by, query, turned + tile * units, weights + tile * LANES);
+    for (; tile + 2 <= last; tile += 2) score<2>(by, query, turned + tile * units, weights + tile * LANES);
+    for (; tile < last; tile++) score<1>(by, query, turned + tile * units, weights + tile * LANES);
     for (int t = keys.first; t < seen; t++) weights[t] = -INFINITY;
     for (int t = keys.end; t < last * LANES; t++) weights[t] = -INFINITY;
     const float shrink = weigh(weights, keys.first, keys.end, known.softmax);
     if (!is_first)
         for (Vector& part : known.values.sum) part = part * shrink;
-    add_values(value, by.size, weights, keys, known.values);
+    add_values(value, by.size, weights, keys, ahead, known.values);
 }
 
 void write(const Attention& by, const Head& known, Stored* out) {
@@ -223,11 +216,30 @@ Keys keys_in(const Seen& by_row, int64_t block, int& masked) {
     return {masked / LANES * LANES, int(end < BLOCK ? end : BLOCK)};
 }
 
-// `ahead` is memory that the next call will read.
-void attend(const Attention& by, int64_t item, Ahead ahead, Room& room) {
+// What is seen of a block of an item, a head of keys of a row.
+Next block_of(const Attention& by, int64_t item, const Seen& seen, int64_t block) {
+    const int64_t bytes = by.size * int64_t(sizeof(Stored)), place = item * by.width;
+    const int64_t first = std::max(block, seen.start), end = std::min(block + BLOCK, seen.end);
+    if (first >= end) return {};
+    const int64_t from = (place + first) * bytes, until = (place + end) * bytes;
+    const auto* key = static_cast<const char*>(by.key);
+    const auto* value = static_cast<const char*>(by.value);
+    return {{key + from, key + until}, {value + from, value + until}};
+}
+
+// What is read after a block of an item of which `seen` is seen: its next block, or the first of the next item, of
+// which `then` is.
+Next after(const Attention& by, int64_t item, const Seen& seen, int64_t block, const Seen& then) {
+    if (block + BLOCK < seen.end) return block_of(by, item, seen, block + BLOCK);
+    return block_of(by, item + 1, then, then.start / BLOCK * BLOCK);
+}
+
+void attend(const Attention& by, int64_t item, Room& room) {
     const int64_t row = item / by.kv_heads, kv_head = item % by.kv_heads;
     const int64_t group = by.heads / by.kv_heads;
     const Seen seen = seen_by(by, row);
+    const bool is_last = item + 1 == by.rows * by.kv_heads;
+    const Seen then = is_last ? Seen{0, 0} : seen_by(by, (item + 1) / by.kv_heads);
     const int64_t place = item * by.width * by.size;
     const auto* key = static_cast<const Stored*>(by.key) + place;
     const auto* value = static_cast<const Stored*>(by.value) + place;
@@ -240,11 +252,12 @@ void attend(const Attention& by, int64_t item, Ahead ahead, Room& room) {
         for (int64_t block = seen.start / BLOCK * BLOCK; block < seen.end; block += BLOCK) {
             int masked;
             const Keys keys = keys_in(seen, block, masked);
+            Next next = each == 0 ? after(by, item, seen, block, then) : Next{};
             // One block of keys stays turned for the group; more are turned again.
             if (each == 0 || seen.end > BLOCK)
-                turn_block(by, key + block * by.size, value + block * by.size, keys, room.turned);
+                turn_block(by, key + block * by.size, keys, next.keys, room.turned);
             add_block(by, query + head * by.query_head, value + block * by.size, keys, masked, block <= seen.start,
-                      ahead, room, known);
+                      next.values, room, known);
         }
         write(by, known, out + head * by.size);
     }
@@ -257,24 +270,25 @@ void attend_together(const Attention& by, int64_t kv_head, Room& room) {
     const auto* value = static_cast<const Stored*>(by.value) + place;
     const auto* query = static_cast<const Stored*>(by.query);
     auto* out = static_cast<Stored*>(by.out);
-    Ahead nothing = {nullptr, nullptr};
     Seen all = {by.width, 0};  // what any row sees
     for (int64_t row = 0; row < by.rows; row++) {
         const Seen seen = seen_by(by, row);
         if (seen.start < all.start) all.start = seen.start;
         if (seen.end > all.end) all.end = seen.end;
     }
+    const Seen then = kv_head + 1 == by.kv_heads ? Seen{0, 0} : all;
     std::vector<Head> known(size_t(by.rows * group));
     for (int64_t block = all.start / BLOCK * BLOCK; block < all.end; block += BLOCK) {
         int masked;
-        turn_block(by, key + block * by.size, value + block * by.size, keys_in(all, block, masked), room.turned);
+        Next next = after(by, kv_head, all, block, then);
+        turn_block(by, key + block * by.size, keys_in(all, block, masked), next.keys, room.turned);
         for (int64_t row = 0; row < by.rows; row++) {
             const Seen seen = seen_by(by, row);
             if (block >= seen.end || block + BLOCK <= seen.start) continue;
             const Keys keys = keys_in(seen, block, masked);
             for (int64_t each = 0; each < group; each++)
                 add_block(by, query + row * by.query_row + (kv_head * group + each) * by.query_head,
-                          value + block * by.size, keys, masked, block <= seen.start, nothing, room,
+                          value + block * by.size, keys, masked, block <= seen.start, next.values, room,
                           known[size_t(row * group + each)]);
         }
     }
@@ -303,7 +317,7 @@ void run(void* argument) {
             if (work.together)
                 attend_together(by, item, room);
             else
-                attend(by, item, item + 1 < end ? keys_of(by, item + 1) : Ahead{nullptr, nullptr}, room);
+                attend(by, item, room);
         }
     }
 }

@@ -130,6 +130,70 @@ void fill_panel(const Product& by, int64_t output, int64_t begin, int count, uin
     }
 }
 
+#ifdef __AVX512F__
+constexpr bool TURNS_BESIDE = true;
+constexpr int FEW = 4;  // units that are turned at a time between products
+
+// FEW units of LANES outputs.
+inline void turn_few(const Stored* from, int64_t across, Bits* to) {
+    Bits row[4];
+    const auto part = [&](int n) { return load<__m128i>(from + n * across); };
+    for (int r = 0; r < 4; r++) {
+        __m512i four = _mm512_castsi128_si512(part(r));
+        four = _mm512_inserti32x4(four, part(r + 4), 1);
+        four = _mm512_inserti32x4(four, part(r + 8), 2);
+        row[r] = as<Bits>(_mm512_inserti32x4(four, part(r + 12), 3));
+    }
+    turn_four(row[0], row[1], row[2], row[3], to, VECTORS);
+}
+
+// `fill_panel` and `add_units` of a whole panel in one, as far as units come in fours; how many that are. What
+// turns units works beside what multiplies them, and they stay in registers.
+template <int R>
+int turn_and_add(const Factor* x, const Stored* weight, int64_t across, int64_t left, int count, float* sums) {
+    const int64_t units = across / Number::NUMBERS, ahead = std::min<int64_t>(units, AHEAD);
+    Vector sum[R][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = load<Vector>(sums + r * PANEL + v * LANES);
+    int k = 0;
+    for (; k + FEW <= count; k += FEW) {
+        Bits turned[FEW * VECTORS];
+        for (int v = 0; v < VECTORS; v++)
+            turn_few(weight + v * LANES * across + k * Number::NUMBERS, across, turned + v);
+        // Of the panel's rows each once in a line of the cache; `left` units of them are still to be read.
+        constexpr int ROWS = PANEL * FEW / LANES;
+        const int64_t later = k + (k + ahead < left ? ahead : ahead + (PANEL - 1) * units);
+        for (int n = k % LANES / FEW * ROWS, i = 0; i < ROWS; i++)
+            __builtin_prefetch(weight + (n + i) * across + later * Number::NUMBERS, 0, 2);
+        for (int i = 0; i < FEW * LINES; i++) {
+            const Bits one = Number::line(turned[i / LINES * VECTORS], i % LINES);
+            const Bits two = Number::line(turned[i / LINES * VECTORS + 1], i % LINES);
+            for (int r = 0; r < R; r++) {
+                const Factor* factor = x + r * across + (k * LINES + i) * (Number::NUMBERS / LINES);
+                sum[r][0] = Number::add(sum[r][0], one, factor);
+                sum[r][1] = Number::add(sum[r][1], two, factor);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) std::memcpy(sums + r * PANEL + v * LANES, &sum[r][v], sizeof(Vector));
+    return k;
+}
+
+template <int R>
+int turn_and_add_rows(const Factor* x, int64_t rows, const Stored* weight, int64_t across, int64_t left, int count,
+                      float* sums) {
+    if constexpr (R > 1)
+        if (rows < R) return turn_and_add_rows<R - 1>(x, rows, weight, across, left, count, sums);
+    return turn_and_add<R>(x, weight, across, left, count, sums);
+}
+#else
+constexpr bool TURNS_BESIDE = false;  // there are too few registers
+
+template <int R>
+int turn_and_add_rows(const Factor*, int64_t, const Stored*, int64_t, int64_t, int, float*) { return 0; }
+#endif
+
 void compute_panel(const Product& by, const Factor* x, int64_t output) {
     alignas(64) uint32_t panel[CHUNK * LINES * PANEL];
     alignas(64) float sums[MOST_ROWS * PANEL];
@@ -137,10 +201,12 @@ void compute_panel(const Product& by, const Factor* x, int64_t output) {
     float shift[PANEL] = {};
     const int live = by.outputs - output < PANEL ? int(by.outputs - output) : PANEL;
     const auto* bias = static_cast<const Stored*>(by.bias);
-    // Where all rows' sums stay in registers, products and turning overlap: a tile is turned at a time.
-    const int chunk = by.rows > MOST_TOGETHER ? CHUNK : LANES;
+    const auto* weight = static_cast<const Stored*>(by.weight) + output * by.inputs;
     const int64_t groups = (by.rows + MOST_TOGETHER - 1) / MOST_TOGETHER;
     const int64_t together = (by.rows + groups - 1) / groups;
+    // Where all rows' sums stay in registers, products and turning overlap: few units are turned at a time.
+    const bool turns_beside = TURNS_BESIDE && groups == 1 && !by.turned && live == PANEL;
+    const int chunk = groups > 1 || turns_beside ? CHUNK : LANES;
     for (int n = 0; bias != nullptr && n < live; n++) shift[n] = Number::widen(bias[output + n]);
 
     for (int64_t first = 0, end; first < by.inputs; first = end) {
@@ -149,10 +215,16 @@ void compute_panel(const Product& by, const Factor* x, int64_t output) {
         for (int64_t begin = first; begin < end; begin += chunk * Number::NUMBERS) {
             const int64_t left = (end - begin) / Number::NUMBERS;
             const int count = left < chunk ? int(left) : chunk;
-            fill_panel(by, output, begin, count, panel);
+            int done = 0;
+            if (turns_beside)
+                done = turn_and_add_rows<MOST_TOGETHER>(x + begin, by.rows, weight + begin, by.inputs,
+                                                        (by.inputs - begin) / Number::NUMBERS, count, sums);
+            if (done == count) continue;
+            const int64_t from = begin + done * Number::NUMBERS;
+            fill_panel(by, output, from, count - done, panel);
             for (int64_t row = 0; row < by.rows; row += together)
-                add_rows<MOST_TOGETHER>(x + row * by.inputs + begin, by.inputs, std::min(by.rows - row, together), panel,
-                                        count, sums + row * PANEL);
+                add_rows<MOST_TOGETHER>(x + row * by.inputs + from, by.inputs, std::min(by.rows - row, together), panel,
+                                        count - done, sums + row * PANEL);
         }
         for (int64_t row = 0; row < by.rows; row++)
             for (int n = 0; n < PANEL; n++) {

@@ -5,6 +5,7 @@ there are log-probabilities.
 """
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
@@ -75,3 +76,35 @@ def draw(
     rows = logprobs.contiguous()
     rows = rows.clone() if rows.data_ptr() % rows.element_size() else rows
     return cpu.draw(rows, keys, positions, seed=seed, built=built)
+
+
+def least_of(weights: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B 1"] | None:
+    """The least of the `top_k` largest weights of each row; None where PyTorch is to do the work.
+
+    Raises:
+        KernelError: kernels are required, and there is none.
+    """
+    return _cut(weights, weights.new_empty(len(weights), 1), top_k=top_k, top_p=1.0)
+
+
+def nucleus(weights: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"] | None:
+    """Weights with 0 for all but the likeliest that reach `top_p`, to the bits of the sorted sum.
+
+    None where PyTorch is to do the work.
+
+    Raises:
+        KernelError: kernels are required, and there is none.
+    """
+    return _cut(weights, torch.empty_like(weights), top_k=0, top_p=top_p)
+
+
+def _cut(weights: Tensor, out: Tensor, *, top_k: int, top_p: float) -> Tensor | None:
+    kernels = choice.kernel_mode()
+    takes = weights.device.type == "cpu" and weights.dtype is torch.float64
+    if kernels == "off" or not takes or not weights.is_contiguous() or not weights.numel():
+        return None
+    built = cpu.cut_library()
+    if not isinstance(built, Built):
+        choice.settle("sampling", str(built), kernels)
+        return None
+    return out if cpu.cut(weights, out, top_k=top_k, top_p=top_p, built=built) else None

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.engine.sampling import Sampler, uniforms, words_of
+from inference.engine.sampling import Sampler, likeliest, nucleus, uniforms, words_of
 from pipeline.kernels.choice import SWITCH
-from pipeline.kernels.sampling import cpu
+from pipeline.kernels.sampling import cpu, dispatch
 from pipeline.kernels.toolchain.cpp import Built
 
 KEYS = [0, 1, 7, 123456789, 2**63, 2**64 - 1]
@@ -110,3 +110,66 @@ def test_samplers_take_it_and_draw_what_pytorch_draws(
     monkeypatch.setenv(SWITCH, "off")
     assert sampler(logits, range(50), range(50)) == ours
     assert calls == [50]
+
+
+def probabilities(vocabulary: int) -> Tensor:
+    """Rows that are nearly even, usual, with many alike and with zeros, peaked, and all alike."""
+    logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    logits[1:4] *= 3
+    logits[2] = (2 * logits[2]).round() / 2
+    logits[3, 1::2] = -torch.inf
+    logits[4] *= 200
+    logits[5] = 0
+    return logits.softmax(dim=-1).double()
+
+
+@pytest.fixture(name="cuts")
+def _cuts() -> None:
+    found = cpu.cut_library()
+    if not isinstance(found, Built):
+        pytest.skip(str(found))
+
+
+@pytest.mark.usefixtures("cuts")
+@pytest.mark.parametrize("vocabulary", [1, 2, 37, 5000])
+@pytest.mark.parametrize("top_p", [1e-9, 0.25, 0.5, 0.9, 0.999999, 1 - 1e-12])
+def test_the_nucleus_has_the_bits_of_sorting(
+    vocabulary: int, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = probabilities(vocabulary)
+    assert dispatch.nucleus(weights, top_p) is not None
+    ours = nucleus(weights, top_p)
+    monkeypatch.setenv(SWITCH, "off")
+    assert torch.equal(ours, nucleus(weights, top_p))
+
+
+@pytest.mark.usefixtures("cuts")
+@pytest.mark.parametrize("vocabulary", [1, 37, 5000])
+@pytest.mark.parametrize("top_k", [1, 3, 50, 10**6])
+def test_the_likeliest_have_the_bits_of_sorting(
+    vocabulary: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = probabilities(vocabulary)
+    assert dispatch.least_of(weights, min(top_k, vocabulary)) is not None
+    ours = likeliest(weights, top_k)
+    monkeypatch.setenv(SWITCH, "off")
+    assert torch.equal(ours, likeliest(weights, top_k))
+
+
+@pytest.mark.usefixtures("cuts")
+def test_a_cut_where_a_sum_ends_exactly_is_made_as_sorting_makes_it() -> None:
+    weights = torch.tensor([[0.25, 0.125, 0.25, 0.125, 0.25]], dtype=torch.float64)
+
+    kept = {
+        top_p: nucleus(weights, top_p).nonzero()[:, 1].tolist() for top_p in (0.25, 0.5, 0.75, 0.8)
+    }
+
+    assert kept == {0.25: [0], 0.5: [0, 2], 0.75: [0, 2, 4], 0.8: [0, 1, 2, 4]}
+
+
+@pytest.mark.usefixtures("cuts")
+def test_what_is_no_weight_is_left_to_pytorch() -> None:
+    weights = torch.tensor([[0.5, 0.5], [math.nan, 0.5]], dtype=torch.float64)
+
+    assert dispatch.nucleus(weights, 0.5) is None
+    assert dispatch.least_of(weights, 1) is None
