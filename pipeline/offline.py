@@ -14,7 +14,7 @@ from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.fingerprint import fingerprint
-from pipeline.data.lengths import Fit, check_lengths
+from pipeline.data.lengths import RowsFit, check_lengths
 from pipeline.data.pairs import EncodedPair, PairBatch, collate_pairs
 from pipeline.data.prompt_record import PromptRecord
 from pipeline.data.stages import StageData
@@ -209,30 +209,14 @@ def set_up(
     return Training(config, model, engine, rows, held_out, best, checkpoints, every, speed, passes)
 
 
-def check_rows(
-    data: Learned[T],
-    fit: Callable[[Sequence[T]], list[Fit]],
-    config: StepConfig,
-    *,
-    rows: str,
-    end: str,
-    empty: str,
-) -> None:
-    """Log how many training and evaluation rows are cut.
-
-    Args:
-        data: the step's rows.
-        fit: how examples fit, as token ids.
-        config: settings of the step.
-        rows: what a message calls them: rows, pairs.
-        end: what a row that is too long loses: its end, its beginning.
-        empty: what is wrong with a row from which nothing can be learned.
+def check_rows(data: Learned[T], how: RowsFit[T], config: StepConfig) -> None:
+    """Log how many of a step's training and evaluation rows are cut.
 
     Raises:
         DataError: nothing is left to train on, or to evaluate.
     """
-    for name, examples in ((f"training {rows}", data.train), (f"evaluation {rows}", data.eval)):
-        check_lengths(examples, fit, config.data, name=name, end=end, empty=empty)
+    for name, examples in (("training", data.train), ("evaluation", data.eval)):
+        check_lengths(examples, how, config.data, name=f"{name} {how.rows}")
 
 
 def local_parts(

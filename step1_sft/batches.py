@@ -6,9 +6,8 @@ from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate_part
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded
-from pipeline.data.lengths import Fit
+from pipeline.data.lengths import Fit, RowsFit
 from pipeline.data.packed import PackedDialogue
-from pipeline.offline import Learned
 from pipeline.parallel.device import local_device
 from step1_sft.config import SFTConfig
 from step1_sft.rows import Demonstration
@@ -25,17 +24,15 @@ def _whole(row: Demonstration, chat: ChatFormat, config: SFTConfig) -> Encoded:
     return chat.encode(row.prompt, row.chosen, train_on=config.data.train_on)
 
 
-def check_rows(data: Learned[Demonstration], chat: ChatFormat, config: SFTConfig) -> None:
-    """Say how many rows are cut; raise DataError where nothing is left to train or evaluate."""
+def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Demonstration]:
+    """How many tokens of a row are left to train on."""
     limit = config.data.max_length
 
     def fit(rows: Sequence[Demonstration]) -> list[Fit]:
         whole = [_whole(row, chat, config) for row in rows]
         return [Fit(len(row) > limit, row.head(limit).num_targets) for row in whole]
 
-    offline.check_rows(
-        data, fit, config, rows="rows", end="end", empty="have nothing left to train on"
-    )
+    return RowsFit(fit, end="end", empty="have nothing left to train on")
 
 
 def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:

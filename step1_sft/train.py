@@ -23,12 +23,12 @@ from pipeline.models.context import within_context
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.passes import learning_model
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
-from pipeline.offline import Training, set_up
+from pipeline.offline import Training, check_rows, set_up
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
-from step1_sft.batches import check_rows, cut, encode
+from step1_sft.batches import cut, encode, rows_fit
 from step1_sft.rows import Demonstrations, load_rows
 
 METHOD = "Fine-tuned on demonstrations: the responses' tokens alone are learned."
@@ -80,7 +80,7 @@ def load_model(config: SFTConfig, rows: Demonstrations, run: Run) -> Tuning:
     )
     set_stop_tokens(model, rows.chat.stop_ids)
     config = within_context(config, model)
-    check_rows(rows.data, rows.chat, config)
+    check_rows(rows.data, rows_fit(rows.chat, config), config)
     held_out = encode(rows.data.eval, rows.chat, config)
     return set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
 

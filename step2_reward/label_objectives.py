@@ -12,11 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline import offline
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.lengths import Fit
-from pipeline.data.stages import StageData
+from pipeline.data.lengths import Fit, RowsFit
 from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.trained import evaluating
@@ -66,8 +64,8 @@ class Evaluated:
 class LabelObjective(Objective[LabelledRow, LabelledBatch]):
     """What the kinds of labels share that `labelled` encodes."""
 
-    def check(self, data: StageData, chat: ChatFormat, config: RewardConfig) -> None:
-        """Log how many rows are cut; raise DataError where none has anything to learn."""
+    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
+        """Whether the sequences of a row still differ where they are cut."""
         limit = config.data.max_length
 
         def fit(examples: Sequence[Example]) -> list[Fit]:
@@ -79,9 +77,7 @@ class LabelObjective(Objective[LabelledRow, LabelledBatch]):
                 for row, each in zip(rows, ends, strict=True)
             ]
 
-        offline.check_rows(
-            data, fit, config, rows="rows", end="beginning", empty="have equal responses"
-        )
+        return RowsFit(fit, end="beginning", empty="have equal responses")
 
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig

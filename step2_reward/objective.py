@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.data.batches import TokenBatch
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.stages import StageData
+from pipeline.data.lengths import RowsFit
 from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.parallel.device import local_device
@@ -60,8 +60,12 @@ class Objective(ABC, Generic[R, B]):
         return None
 
     @abstractmethod
-    def check(self, data: StageData, chat: ChatFormat, config: RewardConfig) -> None:
-        """Log how many rows are cut; raise DataError where nothing is left to learn."""
+    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
+        """What of a row is left to learn where it is cut.
+
+        Raises:
+            DataError: the format can't have such rows.
+        """
 
     @abstractmethod
     def encode(

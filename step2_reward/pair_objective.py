@@ -7,23 +7,23 @@ from torch import Tensor
 
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
+from pipeline.data.lengths import RowsFit
 from pipeline.data.pairs import EncodedPair, PairBatch
-from pipeline.data.stages import StageData
 from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.trained import evaluating
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.losses import pairwise_loss
 from step2_reward.objective import Objective
-from step2_reward.pairs import check_pairs, cut, encode
+from step2_reward.pairs import cut, encode, pairs_fit
 
 
 class PairObjective(Objective[EncodedPair, PairBatch]):
     """The better response of a pair is to score higher."""
 
-    def check(self, data: StageData, chat: ChatFormat, config: RewardConfig) -> None:
-        """Log how many pairs are cut; raise DataError where none is left that differs."""
-        check_pairs(data, chat, config)
+    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
+        """Whether the responses of a pair still differ where it is cut."""
+        return pairs_fit(chat, config)
 
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig

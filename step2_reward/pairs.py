@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from pipeline import offline
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Example
-from pipeline.data.lengths import Fit
+from pipeline.data.lengths import Fit, RowsFit
 from pipeline.data.pairs import EncodedPair, PairBatch
-from pipeline.data.stages import StageData
 from step2_reward.config import RewardConfig
 
 
@@ -30,8 +29,8 @@ def encode(
     ]
 
 
-def check_pairs(data: StageData, chat: ChatFormat, config: RewardConfig) -> None:
-    """Say how many pairs are cut; raise DataError where none is left that differs."""
+def pairs_fit(chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
+    """Whether the responses of a pair still differ where it is cut."""
     limit = config.data.max_length
 
     def fit(examples: Sequence[Example]) -> list[Fit]:
@@ -43,9 +42,7 @@ def check_pairs(data: StageData, chat: ChatFormat, config: RewardConfig) -> None
             fits.append(Fit(max(len(chosen), len(rejected)) > limit, int(differ)))
         return fits
 
-    offline.check_rows(
-        data, fit, config, rows="pairs", end="beginning", empty="have equal responses"
-    )
+    return RowsFit(fit, end="beginning", empty="have equal responses", rows="pairs")
 
 
 def cut(pairs: Sequence[EncodedPair], config: RewardConfig) -> list[PairBatch]:

@@ -14,8 +14,7 @@ from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.lengths import Fit
-from pipeline.data.stages import StageData
+from pipeline.data.lengths import Fit, RowsFit
 from pipeline.errors import DataError
 from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.step_scores import separator_ids, step_ends
@@ -78,8 +77,8 @@ class StepObjective(Objective[StepRow, StepBatch]):
             self._separators = known_separators(chat, self.config.step_separator)
         return self._separators
 
-    def check(self, data: StageData, chat: ChatFormat, config: RewardConfig) -> None:
-        """Log how many rows are cut; raise DataError where none has a labelled step left."""
+    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
+        """How many labelled steps of a row are left."""
         limit = config.data.max_length
         separators = self.separators(chat)
 
@@ -91,9 +90,7 @@ class StepObjective(Objective[StepRow, StepBatch]):
                 for row, left in zip(rows, cut, strict=True)
             ]
 
-        offline.check_rows(
-            data, fit, config, rows="rows", end="beginning", empty="have no labelled step"
-        )
+        return RowsFit(fit, end="beginning", empty="have no labelled step")
 
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig

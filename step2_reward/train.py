@@ -27,7 +27,7 @@ from pipeline.models.load import load_tokenizer
 from pipeline.models.passes import passes_of
 from pipeline.models.staged_scorer import scorer_of
 from pipeline.models.trained import trained_classifier
-from pipeline.offline import Rows, Training, load_rows, set_up
+from pipeline.offline import Rows, Training, check_rows, load_rows, set_up
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
@@ -116,7 +116,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
             f"reward.model.path {config.model.path} reads a response as a whole, as encoders do,"
             " and can't judge it step by step; start from a language model"
         )
-    objective.check(rows.data, rows.chat, config)
+    check_rows(rows.data, objective.rows_fit(rows.chat, config), config)
     held_out = objective.encode(rows.data.eval, rows.chat, config)
     training = set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
     return RewardTraining(training, objective, scorer_of(passes, model, cutpoints))

@@ -113,23 +113,58 @@ class RowStore:
         return [example for example, fate in pairs if fate in ("whole", "cut")]
 
 
+def check_learnable(
+    train: Sequence[Example],
+    held_out: Sequence[Example],
+    chat: ChatFormat,
+    config: PreferenceConfig,
+) -> None:
+    """Return as soon as `RowStore.sift` would find rows to train on, and to evaluate.
+
+    Raises:
+        DataError: as `RowStore.sift`.
+    """
+    for name, examples in (("training", train), ("held-out", held_out)):
+        fates, kept, kinds = Counter[Fate](), list[Example](), set[bool]()
+        for example in examples:
+            _, fate = fit(example, chat, config)
+            fates[fate] += 1
+            if fate in ("whole", "cut"):
+                kept.append(example)
+                kinds.add(bool(example.chosen))
+            if len(kinds) == (2 if config.is_unpaired else 1):
+                break
+        else:
+            _require_some(name, fates, len(examples), config)
+            _require_both(name, kept)
+
+
 def _report(name: str, fates: Counter[Fate], number: int, config: PreferenceConfig) -> None:
-    limit = config.data.max_length
+    _require_some(name, fates, number, config)
+    limit, reasons = config.data.max_length, _left_out(fates)
+    if fates["cut"] or reasons:
+        logger.info(
+            "of %d %s rows %d lose the beginning of their prompt at %d tokens; left out: %s",
+            *(number, name, fates["cut"], limit, reasons or "none"),
+        )
+
+
+def _left_out(fates: Counter[Fate]) -> str:
+    """How many rows are, and why."""
     out = {
         "don't fit": fates["too long"],
         "have equal responses": fates["equal"],
         "have a response without a learned token": fates["untrained"],
     }
-    reasons = ", ".join(f"{count} {why}" for why, count in out.items() if count)
-    if sum(out.values()) == number:
+    return ", ".join(f"{count} {why}" for why, count in out.items() if count)
+
+
+def _require_some(name: str, fates: Counter[Fate], number: int, config: PreferenceConfig) -> None:
+    if not fates["whole"] + fates["cut"]:
+        limit = f" at data.max_length {config.data.max_length}; raise it, or see the rows"
         raise DataError(
-            f"none of the {number} {name} rows can be learned from: {reasons} at data.max_length"
-            f" {limit}; raise it, or see the rows with `python -m pipeline.data.inspect`"
-        )
-    if fates["cut"] or reasons:
-        logger.info(
-            "of %d %s rows %d lose the beginning of their prompt at %d tokens; left out: %s",
-            *(number, name, fates["cut"], limit, reasons or "none"),
+            f"none of the {number} {name} rows can be learned from: {_left_out(fates)}"
+            f"{limit if fates['too long'] else '; see them'} with `python -m pipeline.data.inspect`"
         )
 
 

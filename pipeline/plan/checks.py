@@ -174,15 +174,16 @@ def _chat(plan: Plan, stage: Stage, chats: Chats, previews: dict[str, Preview]) 
         return
     preview = previews.get(stage.name)
     if chat is not None and preview is not None and preview.data is not None:
-        config = plan.configs[stage.name]
-        tokens = count_tokens(preview.data, config, chat, stage)
-        previews[stage.name] = replace(preview, tokens=tokens)
+        data, config = preview.data, plan.configs[stage.name]
+        previews[stage.name] = replace(preview, tokens=count_tokens(data, config, chat, stage))
+        _within_context(plan, stage).check_learnable(data.train, data.eval, chat)
 
 
 def _within_context(plan: Plan, stage: Stage) -> StepConfig:
-    """The settings with rows no longer than the models read."""
+    """The settings with rows no longer than the model reads that learns from them."""
     config = plan.configs[stage.name]
-    length = min([config.data.max_length, *(each.tokens for each in contexts(plan, stage))])
+    known = [each.tokens for each in contexts(plan, stage) if each.role == "model"]
+    length = min([config.data.max_length, *known])
     return replace(config, data=replace(config.data, max_length=length))
 
 

@@ -119,7 +119,7 @@ def count_packed(config: StepConfig, chat: "ChatFormat | None") -> Preview:
     """What is known of dialogues that are tokens already, with the format of the step's model.
 
     Raises:
-        DataError: they can't be used with it.
+        DataError: they can't be used with it, or teach nothing.
     """
     if chat is None:
         return Preview(None, None, "not known before the tokenizer is there", 0.0)
@@ -128,6 +128,7 @@ def count_packed(config: StepConfig, chat: "ChatFormat | None") -> Preview:
     began = time.thread_time()
     model = config.workload(1).models[0].settings
     data = load_packed(config.data, chat, str(model.path))
+    config.check_learnable(data.train, data.eval, chat)
     lengths, limit = data.train.lengths, config.data.max_length
     counts = RowCounts(train=len(data.train), held_out=len(data.eval), notes=tuple(data.notes))
     tokens = Tokens(float(lengths.clip(max=limit).mean()), float((lengths > limit).mean()), 0.0)

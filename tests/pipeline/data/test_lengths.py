@@ -11,7 +11,7 @@ import pytest
 from pipeline.config import DataConfig, TrainedModelConfig
 from pipeline.data import lengths
 from pipeline.data.examples import Example, Message
-from pipeline.data.lengths import Fit, check_lengths
+from pipeline.data.lengths import Fit, RowsFit, check_lengths
 from pipeline.errors import DataError
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
@@ -38,8 +38,8 @@ def said(examples: list[Example], limit: int, caplog: pytest.LogCaptureFixture) 
     caplog.clear()
     caplog.set_level("INFO", logger="pipeline.data.lengths")
     data = DataConfig(path=("rows.jsonl",), max_length=limit)
-    empty = "have nothing left to train on"
-    check_lengths(examples, fits(limit), data, name="training rows", end="end", empty=empty)
+    how = RowsFit(fits(limit), end="end", empty="have nothing left to train on")
+    check_lengths(examples, how, data, name="training rows")
     return caplog.messages[-1]
 
 

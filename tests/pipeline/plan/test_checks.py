@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -284,3 +285,61 @@ def test_rows_of_tasks_that_a_model_is_asked_in_training_are_read(
     assert sentence.startswith(f"{rows} line 1: its answer has no number behind ####")
     rows.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     assert previews(tmp_path / "out", *argv)
+
+
+EQUAL = {"chosen": "Yes.", "rejected": "Yes."}
+UNLABELLED: dict[str, Any] = {"chosen": "Yes.", "rejected": "No."}
+TEACH_NOTHING: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    # Options, the rest of each row, and what is said of them.
+    "targets": (
+        ["--step", "1", "--max-length", "4"],
+        UNLABELLED,
+        r"^all \d+ training rows have nothing left to train on at data.max_length 4;",
+    ),
+    "pairs": (
+        ["--step", "1", "2"],
+        EQUAL,
+        r"^all \d+ training pairs have equal responses at data.max_length 256;",
+    ),
+    "pairs that are cut": (
+        ["--step", "1", "2", "--reward.data.max_length", "2"],
+        UNLABELLED,
+        r"^all \d+ training pairs have equal responses at data.max_length 2;",
+    ),
+    "ranked lists": (
+        ["--step", "1", "2", "--reward.labels", "rankings"],
+        EQUAL,
+        r"^all \d+ training rows have equal responses at data.max_length 256;",
+    ),
+    "dpo": (
+        ["--method", "dpo"],
+        EQUAL,
+        r"^none of the (\d+) training rows can be learned from: \1 have equal responses",
+    ),
+    "dpo, too long": (
+        ["--method", "dpo", "--preference.data.max_length", "4", "--preference.too_long", "drop"],
+        UNLABELLED,
+        r"^none of the (\d+) training rows can be learned from: \1 don't fit at data.max_length 4;",
+    ),
+    "kto": (
+        ["--method", "kto"],
+        {"response": "Yes."},
+        r"^none of the \d+ training responses is bad: kto learns",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEACH_NOTHING)
+def test_rows_of_a_later_step_that_teach_nothing_are_refused_before_the_first(
+    name: str, tmp_path: Path, model: Path
+) -> None:
+    options, rest, sentence = TEACH_NOTHING[name]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"Is it {n}?", **rest}) + "\n" for n in range(100))
+    )
+    argv = ["--actor-model", str(model), "--data-path", str(rows), *options]
+
+    said = complaints(tmp_path / "out", *argv)
+
+    assert any(re.search(sentence, each) for each in said), said
