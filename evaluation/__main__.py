@@ -13,6 +13,7 @@ from evaluation.tasks import tasks_named
 from pipeline.cli import run_main, say
 from pipeline.command import read_command
 from pipeline.files.output import check_output, write_output
+from pipeline.installation import MODULE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         EvaluationConfig,
         argv,
-        usage="evaluation --path DIR --tasks TASK ... [--SETTING VALUE ...]",
+        usage=f"{MODULE} evaluation --path DIR --tasks TASK ... [--SETTING VALUE ...]",
         about="How well a model does on tasks that programs check: docs/evaluation.md.",
     )
     check_output(config.output, option="--output")

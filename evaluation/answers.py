@@ -35,7 +35,7 @@ class Answers:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "Answers":
-        """From what `dataclasses.asdict` makes of it."""
+        """Answers again from what `dataclasses.asdict` makes of them."""
         return cls(
             greedy=[Answer(**answer) for answer in plain["greedy"]],
             sampled=[Answer(**answer) for answer in plain["sampled"]],
@@ -124,3 +124,9 @@ def summarize(before: Answers, after: Answers, *, name: str = "score") -> dict[s
 
 def _by_source(answers: Sequence[Answer], when: str) -> dict[str, float]:
     return {f"{name}_{when}": value for name, value in source_means(answers).items()}
+
+
+def repeated_trigrams(ids: Sequence[int]) -> int:
+    """Tokens of a response that end three tokens in a row which it has had before."""
+    trigrams = list(zip(ids, ids[1:], ids[2:], strict=False))
+    return len(trigrams) - len(set(trigrams))

@@ -57,7 +57,7 @@ def pass_at_k(count: int, right: int, k: int) -> float:
 
 
 def figures_of(task: str, grades: Sequence[Sequence[Grades]], ks: Sequence[int]) -> list[Figure]:
-    """Of each metric the figure for each k.
+    """The figure for each k, metric by metric.
 
     Args:
         task: its name.

@@ -110,7 +110,7 @@ class HeldOutPrompts(ABC):
 
     @property
     def counted(self) -> list[bool]:
-        """Of this process's prompts, those that no other process answers too."""
+        """Which of this process's prompts count: those that no other process answers too."""
         size, rank = self.data.size, self.data.rank
         return [rank + place * size < len(self.prompts) for place in range(len(self.rows))]
 

@@ -46,9 +46,7 @@ class TextModel:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def loglikelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): log P(continuation | context) in nats, and whether the
-        model would go on so by its likeliest tokens.
-        """  # noqa: D205
+        """Log P(continuation | context) in nats of each pair, and whether it is the greedy one."""
         return self._scored([self._encode_pair(*pair) for pair in pairs])
 
     def rolling_loglikelihoods(self, texts: Sequence[str]) -> list[float]:

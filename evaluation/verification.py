@@ -11,7 +11,7 @@ from typing import Any
 
 from evaluation.answers import Answer
 from evaluation.held_out import HeldOutPrompts, Prompt
-from inference.chat.command import CHAT_TEMPERATURE
+from inference.chat.command import ChatConfig
 from pipeline.data.embedded import verify
 from pipeline.data.embedded_policies import trivial_rates
 from pipeline.data.embedded_talk import TALK
@@ -62,7 +62,7 @@ def talk(held_out: HeldOutPrompts) -> Talk | None:
     ]
     by_hand = held_out.on(prompts)
     with held_out.generating() as actor:
-        responses = by_hand.respond(actor, temperature=CHAT_TEMPERATURE)
+        responses = by_hand.respond(actor, temperature=ChatConfig.temperature)
     return Talk(by_hand, by_hand.answers(responses))
 
 

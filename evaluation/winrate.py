@@ -15,6 +15,7 @@ from pipeline.cli import run_main, say
 from pipeline.command import read_command
 from pipeline.errors import DataError
 from pipeline.files.output import check_output, write_output
+from pipeline.installation import MODULE
 from pipeline.settings.plain import plain
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         WinrateConfig,
         argv,
-        usage="evaluation.winrate --paths A B ... --prompts FILE --judge SOURCE"
+        usage=f"{MODULE} evaluation.winrate --paths A B ... --prompts FILE --judge SOURCE"
         " [--SETTING VALUE ...]",
         about="How often a model's answers are better than another's: docs/evaluation.md.",
     )

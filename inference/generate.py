@@ -6,15 +6,64 @@ OUT appears when all is done; until then its lines are in a file beside it, and 
 goes on from there.
 """
 
-import argparse
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from inference.settings import add_options, sampling_of
+from inference.settings import SamplingOptions
 from pipeline.cli import run_main
+from pipeline.command import joined, read_command
 from pipeline.errors import require
 from pipeline.installation import MODULE
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(SamplingOptions):
+    """Which model answers which prompts, and how."""
+
+    path: str = ""
+    """Model directory, such as OUT/step3_ppo/actor, or Hub id."""
+
+    prompts: Path = Path()
+    """File of prompts, a JSON object a line."""
+
+    out: Path = Path()
+    """File for the answers, a JSON object a line."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+
+    samples: int = 1
+    """Answers to each prompt."""
+
+    raw: bool = False
+    """Prompts are text to continue: no chat template."""
+
+    stop: tuple[str, ...] = ()
+    """Texts before which answers end."""
+
+    batch_size: int = 32
+    """Answers computed at once; changes none of them."""
+
+    cache_gib: float | None = None
+    """Memory for keys and values; null takes what a GPU has free, or half of the machine's."""
+
+    seed: int = 0
+    """The same seed gives the same answers."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "--path is missing: give the model that answers")
+        require(self.prompts != Path(), "--prompts is missing: give a file of prompts")
+        require(self.out != Path(), "--out is missing: give the file to write")
+        super().__post_init__()
+        require(self.samples > 0, f"--samples must be above 0, got {self.samples}")
+        require(self.batch_size > 0, f"--batch-size must be above 0, got {self.batch_size}")
+        require(
+            self.cache_gib is None or self.cache_gib > 0,
+            f"--cache-gib must be above 0, got {self.cache_gib}",
+        )
+        require(all(self.stop), "--stop needs a text that is not empty")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -23,15 +72,15 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a wrong setting, no model at the path, a line that is not a prompt.
     """
-    options = parse(argv)
-    require(options.samples > 0, f"--samples must be above 0, got {options.samples}")
-    require(options.batch_size > 0, f"--batch-size must be above 0, got {options.batch_size}")
-    require(
-        options.cache_gib is None or options.cache_gib > 0,
-        f"--cache-gib must be above 0, got {options.cache_gib}",
+    config = read_command(
+        GenerateConfig,
+        argv,
+        usage=f"{MODULE} inference.generate --path DIR --prompts IN.jsonl --out OUT.jsonl"
+        " [--SETTING VALUE ...]",
+        about="Answer a file of prompts: docs/report.md.",
+        aliases={"slots": "batch_size"},
+        gather=joined("stop"),
     )
-    require(all(options.stop), "--stop needs a text that is not empty")
-    sampling = sampling_of(options, seed=options.seed)
 
     from inference.files.prompts import read_prompts
     from inference.files.responses import Responder, write_responses
@@ -39,42 +88,21 @@ def main(argv: Sequence[str]) -> None:
     from pipeline.models.load import load_for_inference
 
     configure_logging(is_main=True)
-    prompts = read_prompts(options.prompts)
-    model, tokenizer = load_for_inference(options.path)
+    prompts = read_prompts(config.prompts)
+    model, tokenizer = load_for_inference(config.path)
     responder = Responder(
         model,
         tokenizer,
-        sampling,
-        raw=options.raw,
-        num_samples=options.samples,
-        stop_strings=options.stop,
-        cache_bytes=None if options.cache_gib is None else int(options.cache_gib * 2**30),
+        config.sampling(config.seed),
+        raw=config.raw,
+        num_samples=config.samples,
+        stop_strings=config.stop,
+        cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
     )
     write_responses(
-        responder, prompts, options.out, model_path=options.path, batch_size=options.batch_size
+        responder, prompts, config.out, model_path=config.path, batch_size=config.batch_size
     )
-    logging.getLogger(__name__).info("%d prompts answered in %s", len(prompts), options.out)
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=f"{MODULE} inference.generate", description="Answer a file of prompts."
-    )
-    add = parser.add_argument
-    add("--path", required=True, help="model directory, such as OUT/step3_ppo/actor, or Hub id")
-    add("--prompts", required=True, type=Path, metavar="IN.jsonl")
-    add("--out", required=True, type=Path, metavar="OUT.jsonl")
-    add_options(parser, max_new_tokens=64, temperature=0.0)
-    add("--samples", type=int, default=1, metavar="N", help="answers to each prompt")
-    add("--raw", action="store_true", help="prompts are text to continue: no chat template")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end answers before TEXT")
-    add("--batch-size", "--batch_size", "--slots", type=int, default=32, metavar="N",
-        help="answers computed at once; default 32")  # fmt: skip
-    memory = "memory for keys and values; default what a GPU has free, or half of the machine's"
-    add("--cache-gib", "--cache_gib", type=float, metavar="X", help=memory)
-    add("--seed", type=int, default=0)
-    return parser.parse_args(argv)
+    logging.getLogger(__name__).info("%d prompts answered in %s", len(prompts), config.out)
 
 
 if __name__ == "__main__":

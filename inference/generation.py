@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from inference.engine.batch import OpenBatch
 from inference.engine.cache import bytes_per_token
-from inference.engine.exchange import Exchange
+from inference.engine.exchange import Exchange, SamePrompts
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
-from inference.engine.same_prompts import SamePrompts
 from inference.engine.sampling import Sampler
 from inference.tp_group import sharing_of, tp_group_of
 from pipeline.errors import ConfigError, DataError

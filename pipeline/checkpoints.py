@@ -238,7 +238,7 @@ class Checkpoints:
             self._leave(EXIT_REQUEUE if ended else EXIT_INTERRUPTED)
 
     def _look_together(self, signals: StopSignals) -> None:
-        """At the beginning and the end of the loop: leave if a signal was received.
+        """Leave if a signal was received, at the beginning and the end of the loop.
 
         Processes reach these points at slightly different times, and outside the loop the signal
         ends a process at once; those that wait for it here have received the signal as well.

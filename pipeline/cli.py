@@ -240,7 +240,7 @@ def _one_file(option: str, words: Sequence[str]) -> Path:
 
 
 def _is_first_to_say(sentence: str) -> bool:
-    """Of several processes, each of which may be the only one to have something to say.
+    """Whether this process is the one to say it, of several that may have the same to say.
 
     Those that one torchrun started share a directory, which it removes in the end.
     """

@@ -1,10 +1,11 @@
 """The command line of a program beside training: settings as options, help, sentences.
 
-    config = read_command(MyConfig, argv, usage="rewards --reward SOURCE", about="Score responses.")
+    config = read_command(MyConfig, argv, usage="python -m x --path DIR", about="Do it.")
 
 The steps have `pipeline.cli.parse_step`, which also reads files of settings.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -12,7 +13,6 @@ from typing import TypeVar
 from pipeline.cli import say, split_options
 from pipeline.errors import ConfigError, suggestion
 from pipeline.help import help_entry, settings_help
-from pipeline.installation import MODULE
 from pipeline.settings.build import build_config
 from pipeline.settings.describe import did_you_mean, list_settings
 from pipeline.settings.plain import Option
@@ -34,10 +34,11 @@ def read_command(
     Args:
         config_class: a frozen dataclass.
         argv: the words after the program's name.
-        usage: its module and the options to begin with, in one line or several.
+        usage: the command with the options to begin with, in one line or several; help lists
+            these first.
         about: what it does, in a sentence.
         aliases: other names of settings.
-        gather: makes one option of several, where one may be given more than once.
+        gather: makes one option of several, where one may be given more than once: `joined`.
 
     Raises:
         ConfigError: an unknown setting, a wrong type or value; it names the option as it was typed.
@@ -60,6 +61,38 @@ def read_command(
         return build_config(config_class, [], gather(options))
     except ConfigError as error:
         raise ConfigError(_with_option(str(error), names, typed)) from None
+
+
+def read_files_command(
+    config_class: type[C], argv: Sequence[str], *, usage: str, about: str
+) -> tuple[list[str], C]:
+    """The words before the first option, which name files, and the settings after them.
+
+    Raises:
+        ConfigError: no file is named, or as `read_command`.
+    """
+    count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    config = read_command(config_class, argv[count:], usage=usage, about=about)
+    if not count:
+        raise ConfigError(f"a file is missing: {usage}")
+    return list(argv[:count]), config
+
+
+def joined(*names: str) -> Callable[[Sequence[Option]], list[Option]]:
+    """For `gather`: an option of one of these names may be given once for all words, or for each.
+
+    Its words are one list, in the order of the command line.
+    """
+
+    def gather(options: Sequence[Option]) -> list[Option]:
+        found = [option for option in options if option[0] not in names]
+        for name in names:
+            words = [word for each, several in options if each == name for word in several]
+            if words:
+                found.append((name, [json.dumps(words)]))
+        return found
+
+    return gather
 
 
 def choose_command(
@@ -101,14 +134,18 @@ def _with_option(sentence: str, names: set[str], typed: Mapping[str, str]) -> st
 
 def _help(config_class: type, usage: str | Sequence[str], about: str) -> str:
     first, *others = [usage] if isinstance(usage, str) else usage
+    named = re.findall(r"--([\w-]+)", " ".join([first, *others]))
+    place = {name.replace("-", "_"): index for index, name in enumerate(reversed(named))}
+    settings = list(list_settings(config_class))
+    settings.sort(key=lambda each: -place.get(each.name, -1))
     return "\n".join(
         [
-            f"usage: {MODULE} {first}",
-            *(f"       {MODULE} {each}" for each in others),
+            f"usage: {first}",
+            *(f"       {each}" for each in others),
             "",
             about,
             "",
             *help_entry("--help", "Print this and stop."),
-            *settings_help(list_settings(config_class), dashes=True),
+            *settings_help(settings, dashes=True),
         ]
     )

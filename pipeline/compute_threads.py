@@ -96,7 +96,7 @@ class SleepyTeam:
 
     @classmethod
     def find(cls) -> "SleepyTeam | None":
-        """Of PyTorch's runtime; None where that is another than GNU's."""
+        """The team of PyTorch's runtime; None where that is another than GNU's."""
         runtime = openmp_runtime()
         if runtime is None or not Path(runtime).name.startswith("libgomp"):
             return None
@@ -108,7 +108,7 @@ class SleepyTeam:
         return self._thread is not None
 
     def hold(self) -> None:
-        """From now on threads sleep."""
+        """Have threads sleep from now on."""
         if self._thread is None:
             held = threading.Event()
             self._release.clear()
@@ -119,7 +119,7 @@ class SleepyTeam:
             held.wait()
 
     def release(self) -> None:
-        """From now on threads spin."""
+        """Have threads spin from now on."""
         if self._thread is not None:
             self._release.set()
             self._thread.join()
@@ -151,7 +151,7 @@ class FewCores:
         """Of cores; 0 while the threads run wherever they may."""
 
     def hold(self, number: int) -> None:
-        """From now on threads run on that many cores."""
+        """Have threads run on that many cores from now on."""
         is_first = self.number == 0
         self.number = number
         for thread in _threads():
@@ -161,7 +161,7 @@ class FewCores:
                 os.sched_setaffinity(thread, self._order[:number])
 
     def release(self) -> None:
-        """From now on they run where they did before; threads made since then, on all cores."""
+        """Have threads run where they did before; those made since then, on all cores."""
         if self.number == 0:
             return
         self.number = 0

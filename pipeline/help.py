@@ -164,7 +164,7 @@ def _found(settings: Sequence[Setting], words: Sequence[str], prefix: str) -> It
 
 def _default(setting: Setting) -> str:
     value = setting.default
-    if value is None or value is False or value in ((), {}):
+    if value is None or value is False or value in ((), {}, "", Path()):
         return ""
     items = value if isinstance(value, tuple) else (value,)
     shown = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)

@@ -29,7 +29,7 @@ def next_token_nll(logprobs: Float[Tensor, " K"]) -> Float[Tensor, ""]:
 
 @dataclass(frozen=True)
 class Size:
-    """Of the rows of an optimizer step, over all processes."""
+    """The size of an optimizer step's rows, over all processes."""
 
     tokens: int
 
@@ -72,7 +72,7 @@ def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
             yield batch
 
     with evaluating(engine.model):
-        losses = passes.ask(counted(), lambda batch: next_token_nll(engine(batch).logprobs))
+        losses = passes.forward(counted(), lambda batch: next_token_nll(engine(batch).logprobs))
     total_nll, total_targets = engine.group.sums([passes.total(losses), sum(targets)])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 

@@ -28,7 +28,7 @@ from pipeline.models.export import export
 from pipeline.models.passes import Passes
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run import AtPeak, Run
-from pipeline.utilization import Utilization, utilization_of
+from pipeline.utilization import Utilization, log_peaks, utilization_of
 
 C = TypeVar("C", bound=StepConfig)
 R = TypeVar("R")
@@ -41,7 +41,7 @@ class Source(Protocol):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Of the model that learns."""
+        """The tokenizer of the model that learns."""
         ...
 
     @property
@@ -70,12 +70,12 @@ class Learned(Protocol[T_co]):
 
     @property
     def train(self) -> Sequence[T_co]:
-        """In the order in which `RowStream` numbers them."""
+        """The rows to train on, in the order in which `RowStream` numbers them."""
         ...
 
     @property
     def eval(self) -> Sequence[T_co]:
-        """Those for evaluation."""
+        """The rows for evaluation."""
         ...
 
 
@@ -204,6 +204,7 @@ def set_up(
     )
     every = steps_between_evaluations(config, rows, held_out)
     speed = utilization_of(model, peak_tflops=config.peak_tflops, mesh=run.mesh)
+    log_peaks(speed)
     passes = Passes(engine) if passes is None else passes
     return Training(config, model, engine, rows, held_out, best, checkpoints, every, speed, passes)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def training_id(result: Mapping[str, object]) -> str:
-    """Of the training that left this result.json: another one where steps, tokens or figures are.
+    """What names the training that left this result.json, by its steps, tokens and figures.
 
     Figures on held-out rows have all their digits: only the same weights have the same ones. Time
     and settings don't count, so that a training that was repeated bit for bit is the same.

@@ -16,7 +16,7 @@ def seed_generators(seed: int) -> None:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of torch on the CPU and on the GPU, of Python and of NumPy: 1-D tensors by name."""
+    """State of torch on CPU and GPU, of Python and of NumPy: 1-D tensors by name."""
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

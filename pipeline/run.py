@@ -124,10 +124,9 @@ class Run:
         self._metrics.close()
         if kind is KeyboardInterrupt or self._at_once.received is not None:
             logger.info(
-                "%s stopped after step %d of %d; --resume %s",
+                "%s stopped%s; --resume %s",
                 self.name,
-                self.step,
-                self.total_steps,
+                f" after step {self.step} of {self.total_steps}" if self.step else "",
                 self.going_on(),
             )
         self._trackers.close()

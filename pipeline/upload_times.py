@@ -6,7 +6,7 @@ from pipeline.engine.checkpoint.uploads import Upload
 
 
 class UploadTimes:
-    """Of the checkpoints that a run has copied to its directory since it was started."""
+    """Times of the checkpoints that a run has copied to its directory since it was started."""
 
     def __init__(self) -> None:
         self._uploads: list[Upload] = []

@@ -7,6 +7,7 @@ again as well (Chowdhery et al. 2022, section 4.1 and appendix B; Korthikanti et
 attention, logits for the tokens alone whose prediction is learned.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Iterable
@@ -75,19 +76,24 @@ class Utilization:
 
 
 def utilization_of(model: nn.Module, *, peak_tflops: float | None, mesh: Mesh) -> Utilization:
-    """Of a model that learns, as it is set up; all processes call it, the main one logs.
+    """Utilization of a model that learns, as it is set up; all processes call it.
 
     `peak_tflops` is that of one process's device, where it is not to be looked up or measured.
     """
     own = Peak(1e12 * peak_tflops, "as set") if peak_tflops else device_peak(_format(model))
     peak = Peak(mesh.world.sum(own.flops), own.basis)
-    logger.info(
-        "mfu and hfu are shares of %.4g TFLOP/s, %s: operations of the model, and with those that"
-        " gradient checkpointing repeats (docs/report.md)",
-        peak.flops / 1e12,
-        peak.basis,
-    )
     return Utilization(_of_stages(model_flops(model), mesh.stages), _recomputed(model), peak)
+
+
+def log_peaks(*models: Utilization) -> None:
+    """Say of what `mfu` and `hfu` are shares, once for each number format."""
+    for peak in dict.fromkeys(each.peak for each in models):
+        logger.info(
+            "mfu and hfu are shares of %.4g TFLOP/s, %s: operations of the model, and with those"
+            " that gradient checkpointing repeats (docs/report.md)",
+            peak.flops / 1e12,
+            peak.basis,
+        )
 
 
 def _of_stages(own: ModelFlops, stages: Group) -> ModelFlops:
@@ -106,10 +112,11 @@ def _of_stages(own: ModelFlops, stages: Group) -> ModelFlops:
     )
 
 
+@functools.cache
 def device_peak(dtype: torch.dtype) -> Peak:
-    """Of this process's device in a number format: of its data sheet, or measured.
+    """The peak of this process's device in a number format: of its data sheet, or measured.
 
-    A data sheet gives the peak of 16-bit products on a known GPU.
+    A data sheet gives the peak of 16-bit products on a known GPU. Each process measures once.
     """
     device = local_device()
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.cli import run_main, say
-from pipeline.command import read_command
+from pipeline.command import joined, read_command
 from pipeline.data.reading import Wanted
 from pipeline.data.sources import read_source
 from pipeline.errors import EXIT_FAILED, require
+from pipeline.installation import MODULE
 from rewards.config import RewardConfig, check_limits
 from rewards.mixture import Rewards
 from rewards.sources import read_sources, row_columns
-from rewards.spec import gather_specs, read_spec
+from rewards.spec import read_spec
 from rewards.verify import Rows, Summary, read_rows, verify
 
 
@@ -63,9 +64,9 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         VerifyConfig,
         argv,
-        usage="rewards --reward SOURCE ... --data-path FILE [--SETTING VALUE ...]",
+        usage=f"{MODULE} rewards --reward SOURCE ... --data-path FILE [--SETTING VALUE ...]",
         about="Score the responses that rows have, without a model, and print how the sources did.",
-        gather=gather_specs,
+        gather=joined("reward"),
     )
     sources: list[RewardConfig] = []
     for spec in config.reward:

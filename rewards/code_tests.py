@@ -131,7 +131,7 @@ def _passes(program: str, tests: str, limits: Limits) -> bool:
 
 
 def _share_right(program: str, cases: list[tuple[str, str]], config: RewardConfig) -> float:
-    """Of all cases together the program has `config.seconds`."""
+    """The share of cases that the program gets right, with `config.seconds` for all together."""
     deadline = time.monotonic() + config.seconds
     right = 0
     for given, wanted in cases:

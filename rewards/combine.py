@@ -9,7 +9,7 @@ Values = Sequence[float | None]
 
 
 def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[float | None]:
-    """By response, sum_k w_k r_k over the sources that apply to it.
+    """For each response sum_k w_k r_k over the sources that apply to it.
 
     Where some say None the weights of the others are scaled so that the absolute weights add up to
     what they do over all sources: a row that a source does not apply to is neither better nor worse
@@ -65,7 +65,7 @@ def standardized(values: Values, eps: float) -> list[float | None]:
 
 
 def without_failures(sources: Sequence[Scored], weights: Sequence[float]) -> list[Values]:
-    """By source, its values, with None on the responses that a source with a weight failed on.
+    """The values of each source, None on responses that a source with a weight failed on.
 
     A part of a sum is not a reward: such a response has none, from any source.
     """

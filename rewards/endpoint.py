@@ -173,7 +173,7 @@ def _answer(url: str, response: http.client.HTTPResponse, content: bytes) -> Any
 
 
 def _seconds(header: str | None) -> float | None:
-    """Of Retry-After; a date is not followed, since clocks differ."""
+    """Seconds that Retry-After asks for; a date is not followed, since clocks differ."""
     try:
         return max(0.0, float(header)) if header is not None else None
     except ValueError:

@@ -60,7 +60,7 @@ class FunctionFile:
 
     @property
     def sha256(self) -> str:
-        """Of the whole file."""
+        """The hash of the whole file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
@@ -75,12 +75,7 @@ def read_function(config: RewardConfig) -> FunctionFile:
     if not colon or not name.isidentifier():
         raise ConfigError(f"{where} must be file.py:function, got {config.path}")
     text = read_text(Path(file), where)
-    try:
-        tree = ast.parse(text, filename=file)
-    except SyntaxError as error:
-        raise ConfigError(
-            f"{where}: {file} line {error.lineno} is not valid Python ({error.msg})"
-        ) from None
+    tree = parse_python(text, file, where)
     found = {
         node.name: node
         for node in tree.body
@@ -91,6 +86,20 @@ def read_function(config: RewardConfig) -> FunctionFile:
             f"{where}: {file} has no `def {name}` at its top level; {suggestion(name, found)}"
         )
     return _described(found[name], tree, config, file=file, text=text)
+
+
+def parse_python(text: str, file: str, where: str) -> ast.Module:
+    """The text of a user's file as Python; `where` is the setting that names the file.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return ast.parse(text, filename=file)
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{where}: {file} line {error.lineno} is not valid Python ({error.msg})"
+        ) from None
 
 
 def read_text(path: Path, where: str) -> str:

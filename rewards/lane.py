@@ -66,7 +66,7 @@ class Lane:
 
     @property
     def connections(self) -> list[Connection]:
-        """Those of its workers."""
+        """The connections of its workers."""
         return [worker.connection for worker in self._workers]
 
     @property

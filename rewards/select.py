@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cli import run_main, say
-from pipeline.command import read_command
+from pipeline.command import joined, read_command
 from pipeline.errors import DataError
 from pipeline.files.output import check_output, json_lines, write_output
+from pipeline.installation import MODULE
 from rewards.select_config import SelectConfig
-from rewards.spec import gather_specs
 
 if TYPE_CHECKING:
     from pipeline.data.examples import Example
@@ -35,10 +35,11 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         SelectConfig,
         argv,
-        usage="rewards.select --path DIR --prompts FILE --reward SOURCE ... [--SETTING VALUE ...]",
+        usage=f"{MODULE} rewards.select --path DIR --prompts FILE --reward SOURCE ..."
+        " [--SETTING VALUE ...]",
         about="Sample answers, score them, and write the best as data to learn from.",
         aliases=ALIASES,
-        gather=gather_specs,
+        gather=joined("reward"),
     )
     check_output(config.output, option="--output")
 

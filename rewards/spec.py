@@ -1,15 +1,13 @@
 """A source of rewards in one word of the command line, or as a mapping of YAML."""
 
-import json
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml
 
 from pipeline.errors import ConfigError, suggestion
 from pipeline.settings.build import Layer, build_config
-from pipeline.settings.plain import Option
 from rewards.config import Kind, RewardConfig
 
 KINDS: tuple[str, ...] = typing.get_args(Kind)
@@ -57,16 +55,6 @@ def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward
     if kind not in _ARGUMENT:
         raise ConfigError(f"{option} {spec}: kind {kind} takes its settings in braces")
     return source_of({"kind": kind, _ARGUMENT[kind]: argument}, taken, option=option)
-
-
-def gather_specs(options: Sequence[Option]) -> list[Option]:
-    """The options of a command with all words of `--reward` as one list.
-
-    It may be given once for all sources, or once for each.
-    """
-    words = [word for name, several in options if name == "reward" for word in several]
-    rest = [option for option in options if option[0] != "reward"]
-    return [*rest, ("reward", [json.dumps(words)])] if words else rest
 
 
 def source_of(

@@ -91,7 +91,7 @@ def read_rows(
 
 
 def verify(rewards: Rewards, rows: Rows) -> tuple[dict[str, Summary], float]:
-    """By source what it gave for the responses, and the seconds that all took together."""
+    """What each source gave for the responses, and the seconds that all took together."""
     began = time.monotonic()
     better = _scored(rewards, rows.episodes)
     seconds = time.monotonic() - began

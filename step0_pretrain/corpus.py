@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def all_paths(data: TextDataConfig) -> list[CorpusPath]:
-    """Those for training and for evaluation.
+    """All paths, for training and for evaluation.
 
     Raises:
         DataError: they name nothing that can be a corpus.

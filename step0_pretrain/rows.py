@@ -30,7 +30,7 @@ class Rows:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same tokens, mixed alike, and for no others."""
+        """A hash that is the same for the same tokens, mixed alike, and for no others."""
         return self.corpus.fingerprint
 
     @property

@@ -13,7 +13,6 @@ if __name__ == "__main__":
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from pipeline.cli import run_main
@@ -21,7 +20,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.data.corpus.rows import TokenRow
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.models.card import Card
-from pipeline.models.context import context_of
+from pipeline.models.context import within_context_of
 from pipeline.models.load import load_tokenizer
 from pipeline.models.passes import learning_model
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
@@ -45,7 +44,7 @@ def train(config: PretrainConfig) -> Path:
     """Train the model on the corpus; return the directory of the exported model."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
-    config = within_context(config)
+    config = within_context_of(config, config.model)
     rows = load_rows(config, load_tokenizer(config.model))
     with Run(config, name="step0_pretrain", total_steps=rows.total_steps, mesh=mesh) as run:
         lm = load_model(config, rows, run)
@@ -64,12 +63,6 @@ def train(config: PretrainConfig) -> Path:
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
         finish(lm, run, before=before)
     return config.output_dir
-
-
-def within_context(config: PretrainConfig) -> PretrainConfig:
-    """The settings with rows no longer than what the model reads."""
-    limit = min(config.data.max_length, context_of(config.model))
-    return replace(config, data=replace(config.data, max_length=limit))
 
 
 def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:

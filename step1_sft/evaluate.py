@@ -4,16 +4,17 @@ python -m step1_sft.evaluate --baseline facebook/opt-1.3b --model OUT/step1_sft
 python -m step1_sft.evaluate --baseline DIR --model DIR --prompts IN.jsonl --out comparison.html
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.settings import Sampling
 from pipeline.cli import run_main
-from pipeline.errors import ConfigError
+from pipeline.command import read_command
+from pipeline.errors import ConfigError, require
 from pipeline.installation import MODULE
 
 if TYPE_CHECKING:
@@ -28,6 +29,42 @@ DEFAULT_PROMPTS = (
     "How do birds find their way when they fly south in winter?",
 )
 ROLES = ("baseline", "model")
+ALIASES = {"model_name_or_path_baseline": "baseline", "model_name_or_path_finetune": "model"}
+"""DeepSpeed-Chat's names for the two models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Which models answer which prompts."""
+
+    baseline: str = ""
+    """Model before training: a directory or Hub id."""
+
+    model: str = ""
+    """Model after training."""
+
+    prompts: Path | None = None
+    """File of prompts, as inference.generate reads it; null takes six of our own."""
+
+    max_new_tokens: int = 100
+    """Longest answer, in tokens."""
+
+    temperature: float = 0.0
+    """Of sampling; 0 takes the likeliest token."""
+
+    seed: int = 0
+    """Of sampling."""
+
+    out: Path | None = None
+    """File for the comparison, .html or .json; null only prints it."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.baseline), "--baseline is missing: give the model before training")
+        require(bool(self.model), "--model is missing: give the model after training")
+        require(
+            self.out is None or self.out.suffix in {".html", ".json"},
+            f"--out {self.out}: the name must end in .html or .json",
+        )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -36,20 +73,24 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a wrong setting, no model at a path, a line that is not a prompt.
     """
-    options = parse(argv)
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed
+    config = read_command(
+        CompareConfig,
+        argv,
+        usage=f"{MODULE} step1_sft.evaluate --baseline DIR --model DIR [--SETTING VALUE ...]",
+        about="Two models answer the same prompts, side by side.",
+        aliases=ALIASES,
     )
-    if options.out is not None and options.out.suffix not in {".html", ".json"}:
-        raise ConfigError(f"--out {options.out}: the name must end in .html or .json")
+    sampling = Sampling(
+        max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed
+    )
 
     from inference.files.prompts import Prompt, read_prompts
     from pipeline.data.examples import Message
     from pipeline.logs import configure_logging
 
     configure_logging(is_main=True)
-    if options.prompts is not None:
-        prompts = read_prompts(options.prompts)
+    if config.prompts is not None:
+        prompts = read_prompts(config.prompts)
     else:
         prompts = [
             Prompt(text, (Message("user", text),), text, f"default prompt {number}")
@@ -57,12 +98,12 @@ def main(argv: Sequence[str]) -> None:
         ]
     answers = {
         role: answer(path, prompts, sampling)
-        for role, path in zip(ROLES, (options.baseline, options.model), strict=True)
+        for role, path in zip(ROLES, (config.baseline, config.model), strict=True)
     }
     sys.stdout.write(as_text(prompts, answers))
-    if options.out is not None:
-        paths = {"baseline": options.baseline, "model": options.model}
-        write(options.out, prompts, answers, paths=paths)
+    if config.out is not None:
+        paths = {"baseline": config.baseline, "model": config.model}
+        write(config.out, prompts, answers, paths=paths)
 
 
 def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[str]:
@@ -120,35 +161,6 @@ def write(
         path.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {path} can't be written: {error.strerror}") from error
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; DeepSpeed-Chat's names for the two models work too."""
-    parser = argparse.ArgumentParser(
-        prog=f"{MODULE} step1_sft.evaluate",
-        description="Two models answer the same prompts, side by side.",
-    )
-    add = parser.add_argument
-    add(
-        "--baseline",
-        "--model_name_or_path_baseline",
-        required=True,
-        metavar="DIR",
-        help="model before training: a directory or Hub id",
-    )
-    add(
-        "--model",
-        "--model_name_or_path_finetune",
-        required=True,
-        metavar="DIR",
-        help="model after training",
-    )
-    add("--prompts", type=Path, metavar="IN.jsonl", help="as inference.generate; default: six")
-    add("--max-new-tokens", "--max_new_tokens", type=int, default=100, metavar="N")
-    add("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, metavar="FILE", help="write the comparison as .html or .json")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

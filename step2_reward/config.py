@@ -75,7 +75,9 @@ class RewardConfig(LabelSettings, StepConfig):
             self.normalization_prompts > 1,
             f"normalization_prompts must be above 1, got {self.normalization_prompts}",
         )
-        require(self.max_new_tokens > 0, f"max_new_tokens must be above 0: {self.max_new_tokens}")
+        require(
+            self.max_new_tokens > 0, f"max_new_tokens must be above 0, got {self.max_new_tokens}"
+        )
 
     @property
     def learns_labels(self) -> bool:

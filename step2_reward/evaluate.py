@@ -4,12 +4,13 @@ python -m step2_reward.evaluate --path OUT/step2_reward --data-path FILE_OR_NAME
 python -m step2_reward.evaluate --path OUT/step2_reward --prompt "Is 7 odd?" --answer "Yes." "No."
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.cli import run_main
+from pipeline.command import joined, read_command
 from pipeline.config import DataConfig
 from pipeline.errors import DataError, require
 from pipeline.installation import MODULE
@@ -41,21 +42,57 @@ DEFAULT_EXAMPLES = (
 """Prompts with a better and a worse answer."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Which reward model scores what."""
+
+    path: str = ""
+    """Reward model, such as OUT/step2_reward, or Hub id."""
+
+    data_path: str | None = None
+    """Pairs: a file, directory or Hub name, as in training."""
+
+    pairs: int = 1000
+    """Pairs to score, at most."""
+
+    prompt: str | None = None
+    """Prompt of single answers."""
+
+    answer: tuple[str, ...] = ()
+    """Answers to `prompt`."""
+
+    max_length: int = 512
+    """Longest prompt and answer, in tokens; a longer one loses its beginning."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "--path is missing: give a reward model, as OUT/step2_reward")
+        require(self.pairs > 0, f"--pairs must be above 0, got {self.pairs}")
+        require(
+            (self.prompt is None) == (not self.answer),
+            "--prompt and --answer belong together: give a prompt and one or more answers",
+        )
+        require(
+            self.prompt is None or self.data_path is None,
+            "--prompt and --data-path exclude each other: score single answers or pairs",
+        )
+
+
 def main(argv: Sequence[str]) -> None:
     """Score what was asked for: pairs of a data set, single answers, or the default examples.
 
     Raises:
         UserError: a wrong setting, no reward model at the path, no pairs in the data.
     """
-    options = parse(argv)
-    require(options.pairs > 0, f"--pairs must be above 0, got {options.pairs}")
-    require(
-        (options.prompt is None) == (not options.answer),
-        "--prompt and --answer belong together: give a prompt and one or more answers",
-    )
-    require(
-        options.prompt is None or options.data_path is None,
-        "--prompt and --data-path exclude each other: score single answers or pairs",
+    options = read_command(
+        EvaluateConfig,
+        argv,
+        usage=(
+            f"{MODULE} step2_reward.evaluate --path DIR [--data-path FILE]",
+            f"{MODULE} step2_reward.evaluate --path DIR --prompt TEXT --answer TEXT [TEXT ...]",
+        ),
+        about="Scores of pairs or of single answers; without either, of three examples.",
+        aliases={"model_name_or_path": "path"},  # DeepSpeed-Chat's
+        gather=joined("answer"),
     )
     config = RewardConfig(data=DataConfig(max_length=options.max_length))
 
@@ -155,22 +192,6 @@ def score_answers(
     ]
     with torch.no_grad():
         return scorer.final_scores(collate(rows).to(local_device())).tolist()
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; DeepSpeed-Chat's name for the model works too."""
-    parser = argparse.ArgumentParser(
-        prog=f"{MODULE} step2_reward.evaluate",
-        description="Scores of pairs (--data-path) or of single answers (--prompt, --answer).",
-    )
-    add = parser.add_argument
-    add("--path", "--model_name_or_path", required=True, help="reward model: OUT/step2_reward")
-    add("--data-path", "--data_path", metavar="DATA", help="file, directory or Hub name, as train")
-    add("--pairs", type=int, default=1000, metavar="N", help="at most that many; default 1000")
-    add("--prompt", metavar="TEXT")
-    add("--answer", nargs="+", default=[], metavar="TEXT")
-    add("--max-length", "--max_length", type=int, default=512, metavar="N", help="in tokens")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

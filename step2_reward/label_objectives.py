@@ -27,11 +27,17 @@ from step2_reward.lab.classes import class_report
 from step2_reward.lab.ranks import concordance, spearman
 from step2_reward.label_rows import Labels
 from step2_reward.labelled import LabelledBatch, LabelledRow, cut_rows, encode_rows
-from step2_reward.losses.classes import balanced_weights, cross_entropy
-from step2_reward.losses.ordinal import ordinal_log_probabilities, ordinal_loss
-from step2_reward.losses.pairs import tie_log_probabilities, tie_loss
-from step2_reward.losses.rankings import plackett_luce_loss
-from step2_reward.losses.scalar import binary_cross_entropy, squared_error
+from step2_reward.losses import (
+    balanced_weights,
+    binary_cross_entropy,
+    cross_entropy,
+    ordinal_log_probabilities,
+    ordinal_loss,
+    plackett_luce_loss,
+    squared_error,
+    tie_log_probabilities,
+    tie_loss,
+)
 from step2_reward.objective import Objective, start_cutpoints
 from step2_reward.pair_objective import PairObjective
 from step2_reward.step_objective import StepObjective

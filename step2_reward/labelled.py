@@ -35,7 +35,7 @@ class LabelledRow:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return sum(map(len, self.sequences))
 
 

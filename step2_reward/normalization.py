@@ -33,7 +33,7 @@ ENOUGH = 8
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the score, over responses that ended by themselves."""
+    """Moments of the score, over responses that ended by themselves."""
 
     mean: float
     std: float

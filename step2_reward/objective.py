@@ -26,7 +26,7 @@ class Row(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Of all its sequences."""
+        """Tokens of all its sequences."""
         ...
 
 

@@ -13,7 +13,7 @@ from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.trained import evaluating
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
-from step2_reward.losses.pairs import pairwise_loss
+from step2_reward.losses import pairwise_loss
 from step2_reward.objective import Objective
 from step2_reward.pairs import check_pairs, cut, encode
 

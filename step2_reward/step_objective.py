@@ -25,7 +25,7 @@ from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.lab.steps import PredictedSteps, step_figures
 from step2_reward.label_rows import Labels
-from step2_reward.losses.scalar import binary_cross_entropy
+from step2_reward.losses import binary_cross_entropy
 from step2_reward.objective import Objective
 
 
@@ -43,7 +43,7 @@ class StepRow:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and response."""
+        """Tokens of prompt and response."""
         return len(self.sequence)
 
 

@@ -9,10 +9,9 @@ from pipeline.config import DEFAULT_OPTIM, TrainedModelConfig, Workload
 from pipeline.errors import require
 from pipeline.guards.settings import check_guards, completed
 from step3_ppo.guard_settings import WARNING, unmeasured
-from step3_ppo.method_checks import check_method
+from step3_ppo.method_checks import check_method, check_parallel
 from step3_ppo.methods import METHODS
 from step3_ppo.needs import ESTIMATOR_NEEDS
-from step3_ppo.parallel_checks import check_parallel
 from step3_ppo.reward_checks import check_environment, check_rewards
 from step3_ppo.reward_settings import MODEL, with_environment
 from step3_ppo.settings import LEARNING_RATES, PPOSettings, adam
@@ -27,7 +26,7 @@ class PPOConfig(PPOSettings):
     """The settings that each choice of `method` stands for."""
 
     def workload(self, world: int) -> Workload:
-        """As `step3_ppo.workload` describes it."""
+        """The models, batches and lengths of the step, as `step3_ppo.workload` describes them."""
         return workload_of(self, world)
 
     def __post_init__(self) -> None:
@@ -40,7 +39,8 @@ class PPOConfig(PPOSettings):
         counts = ("rollout_size", "group_size", "generation_batch_size", "max_prompt_length")
         counts += ("max_new_tokens", "inference_tp_size", "ppo_epochs", "kl_horizon")
         for name in (*counts, "samples_every"):
-            require(getattr(self, name) > 0, f"ppo.{name} must be above 0: {getattr(self, name)}")
+            value = getattr(self, name)
+            require(value > 0, f"ppo.{name} must be above 0, got {value}")
         require(
             self.rollout_size >= self.batch_size,
             f"ppo.batch_size {self.batch_size} is larger than ppo.rollout_size"

@@ -29,7 +29,6 @@ from pipeline.models.card import Card
 from pipeline.models.load import model_path
 from pipeline.origin import training_at
 from pipeline.run import Run
-from step3_ppo.comparison import answer_all
 from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import HeldOut
 from step3_ppo.models import Models
@@ -97,7 +96,7 @@ class Course:
             f"the model in {path} is not the one that this run began from: it was trained again;"
             " restore that one, or pass --overwrite to start again",
         )
-        plain = checkpoints.once("before", lambda: asdict(answer_all(self.held_out, strict=True)))
+        plain = checkpoints.once("before", lambda: asdict(self.held_out.answer_all(strict=True)))
         self.before = Answers.read(plain)
         answers = self.before.sampled[: len(self.watched.prompts)]
         require(
@@ -145,7 +144,7 @@ class Course:
     def end(self, run: Run, guards: Guards) -> None:
         """Let the exported actor and the base answer all prompts; write samples and the result."""
         say_where_it_ended(self.best, self.start, self.config)
-        after = answer_all(self.held_out)
+        after = self.held_out.answer_all()
         evaluation = {
             **summarize(self.before, after, name=self._scores_are),
             "best_step": self.best.step if self.config.keep_best else run.step,
@@ -172,7 +171,7 @@ class Course:
         )
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
-        """Of sampled answers to the watched prompts; the win rate is against step 1's."""
+        """Figures of sampled answers to the watched prompts; the win rate is against step 1's."""
         return {
             "objective": self.watched.objective(answers, kl=kl),
             f"sampled_{self._scores_are}": mean_score(answers),

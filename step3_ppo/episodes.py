@@ -85,7 +85,7 @@ def episode_seed(seed: int, group: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of an episode."""
+    """Limits of an episode."""
 
     max_turns: int
     """Answers of the actor."""
@@ -98,7 +98,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: PPOConfig) -> "Limits":
-        """Those of the settings."""
+        """The limits in the settings."""
         return cls(
             max_turns=config.max_turns,
             max_opening=config.max_prompt_length,

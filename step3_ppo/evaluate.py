@@ -7,13 +7,12 @@ import torch
 from torch import nn
 
 from evaluation.answering import Chat
-from evaluation.answers import Answer, mean
+from evaluation.answers import Answer, Answers, mean
 from evaluation.held_out import HeldOutPrompts
 from inference.generation import Response
 from pipeline.models.chat import decode_response
 from pipeline.parallel.device import local_device
 from step3_ppo.config import PPOConfig
-from step3_ppo.episode_statistics import parts_of
 from step3_ppo.episodes import EpisodeResponse, transcript
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
@@ -22,6 +21,7 @@ from step3_ppo.reward_sources import GOLD
 from step3_ppo.rollout import score_responses
 from step3_ppo.scoring import raw_scores, reward_of
 from step3_ppo.shared_play import play_shared
+from step3_ppo.statistics import parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,21 @@ class HeldOut(HeldOutPrompts):
                 keys=keys,
             )
         ]
+
+    def answer_all(self, *, strict: bool = False) -> Answers:
+        """The actor's two sets of answers, as it is now: greedy, and sampled.
+
+        Raises:
+            RewardError: with `strict`, where rewards fail.
+        """
+        with self.generating() as actor:
+            sampled = self.respond(actor, temperature=self.config.temperature)
+            greedy = self.respond(actor, temperature=0.0)
+        return Answers(
+            greedy=self.answers(greedy, strict=strict),
+            sampled=self.answers(sampled, strict=strict),
+            kl=self.kl(sampled),
+        )
 
     def answers(self, responses: Sequence[Response], *, strict: bool = False) -> list[Answer]:
         """Text and score of the responses of all processes, in the order of the prompts.

@@ -11,10 +11,11 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from pipeline.data.batches import TokenBatch, collate
+from pipeline.data.batches import TokenBatch, collate, local_micro_batches
 from pipeline.data.examples import Encoded
 from pipeline.models.forward import TokenLogprobs
 from pipeline.parallel.device import local_device, send
+from step3_ppo.config import PPOConfig
 
 
 @dataclass(frozen=True)
@@ -164,3 +165,17 @@ class Rollout:
             old_values=of_tokens(experience.values),
             returns=of_tokens(self.returns),
         )
+
+
+def own_micro_batches(config: PPOConfig, lengths: Sequence[int]) -> list[list[int]]:
+    """The rows of this process's micro-batches, as many as on every process; some may be empty.
+
+    Args:
+        config: settings of the step.
+        lengths: tokens of each row.
+    """
+    return local_micro_batches(
+        lengths,
+        max_tokens=config.micro_batch_size * config.max_length,
+        at_least=config.least_micro_batches,
+    )

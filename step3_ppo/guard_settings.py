@@ -82,7 +82,7 @@ class GuardSettings:
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
-        """Those that may end the run or take it back."""
+        """The guards that may end the run or take it back."""
         return acting(self.guards)
 
 

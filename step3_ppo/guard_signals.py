@@ -1,11 +1,11 @@
 """What the guards' signals are in numbers, and what each says of a run in a sentence."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.guards.settings import Guard
 from pipeline.guards.signals import Metrics, Signals, percent
-from pipeline.guards.trends import change, slope_in_errors
 
 OF_DIVERGENCE = ("score", "score_stderr", "gold", "gold_stderr")
 """Metrics whose course over some iterations is looked at: means and their standard errors."""
@@ -190,3 +190,28 @@ SENTENCES: Mapping[str, Callable[[Metrics, Metrics, float], str]] = {
     "rollout_gap": _rollout_gap,
 }
 """By signal, of the iteration's metrics, those of the first rollout and the limit."""
+
+
+def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:
+    """The slope of the least-squares line through equally spaced means, in its standard errors.
+
+    With t the centred places: slope = sum(t y) / sum(t^2), of variance sum(t^2 e^2) / sum(t^2)^2,
+    where e are the standard errors of the means. Infinite where there is a slope and no error.
+    """
+    places = _centred(len(values))
+    rise = math.fsum(t * y for t, y in zip(places, values, strict=True))
+    error = math.sqrt(math.fsum((t * e) ** 2 for t, e in zip(places, errors, strict=True)))
+    if error == 0:
+        return 0.0 if rise == 0 else math.copysign(math.inf, rise)
+    return rise / error
+
+
+def change(values: Sequence[float]) -> float:
+    """From the first to the last place of the least-squares line through equally spaced values."""
+    places = _centred(len(values))
+    slope = math.fsum(t * y for t, y in zip(places, values, strict=True))
+    return slope / math.fsum(t * t for t in places) * (len(values) - 1)
+
+
+def _centred(count: int) -> list[float]:
+    return [place - (count - 1) / 2 for place in range(count)]

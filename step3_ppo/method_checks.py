@@ -1,4 +1,4 @@
-"""Settings of a method that contradict each other, refused in a sentence."""
+"""Settings that contradict each other, of a method or of how processes divide the models."""
 
 from pipeline.errors import require
 from step3_ppo.needs import Needs
@@ -139,4 +139,23 @@ def _check_overlong(config: PPOSettings) -> None:
         ),
         f"{name} decides what a response without an end counts, and so does"
         f" ppo.missing_eos_score {config.missing_eos_score}: set that to null",
+    )
+
+
+def check_parallel(config: PPOSettings) -> None:
+    """Refuse divisions of the processes that step 3 can't be run with.
+
+    Raises:
+        ConfigError: the sentence names the setting and what to change.
+    """
+    parallel = config.parallel
+    parallel.check_model("ppo.actor", config.actor)
+    if config.has_critic:
+        parallel.check_model("ppo.critic", config.critic)
+    parts, together = parallel.parts, config.inference_tp_size
+    require(
+        parts is None or parts % together == 0,
+        f"ppo.inference_tp_size {together} doesn't divide the {parts} parts of"
+        f" parallel.arithmetic {parallel.arithmetic}, which generation adds up too; take"
+        f" {parallel.tp}",
     )

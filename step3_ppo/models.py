@@ -22,11 +22,11 @@ from pipeline.data.chat_format import ChatFormat
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.asking import Asking
 from pipeline.models.chat import require_same_chat
 from pipeline.models.class_values import require_score
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length, reads_whole
+from pipeline.models.forward_passes import ForwardPasses
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.passes import Passes, frozen_passes, passes_of
 from pipeline.models.stages import Passage
@@ -50,10 +50,10 @@ logger = logging.getLogger(__name__)
 class Reference:
     """The policy that the KL penalty holds the actor to."""
 
-    def __init__(self, engine: Engine | FrozenEngine, asking: Asking) -> None:
+    def __init__(self, engine: Engine | FrozenEngine, passes: ForwardPasses) -> None:
         self.engine = engine
         """The actor's own engine where the reference is the actor without its adapter."""
-        self.asking = asking
+        self.passes = passes
         """Its passes."""
 
     def logprobs(
@@ -65,7 +65,7 @@ class Reference:
         frozen = isinstance(engine, FrozenEngine)
         without = nullcontext() if frozen else cast("PeftModel", plain).disable_adapter()
         with evaluating(engine.model), without:
-            return self.asking.ask_all(
+            return self.passes.forward_everywhere(
                 batches,
                 lambda batch: engine(batch, temperature=temperature).logprobs,
                 lambda batch: (batch.num_targets,),
@@ -232,7 +232,7 @@ def passes_of_actor(actor: nn.Module, config: PPOConfig, *, iterations: int) -> 
 
 
 def _updates(config: PPOConfig) -> int:
-    """Of an iteration."""
+    """Optimizer steps of an iteration."""
     return config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
 
 
@@ -318,7 +318,7 @@ def load_one_reward(
     """
     chat = text_format(tokenizer, settings)
     layout = config.reward_layout
-    defer = defers(settings, layout, config)
+    defer = defers(layout, config)
     reward = load_classifier(settings, device=device, seed=config.seed, defer=defer)
     require_score(base_model(reward))
     if chat is None:
@@ -332,10 +332,9 @@ def load_one_reward(
     return RewardModel(reward, layout, text, name=name, parallel=config.parallel)
 
 
-def defers(settings: FrozenModelConfig, like: TrainedModelConfig, config: PPOConfig) -> bool:
+def defers(like: TrainedModelConfig, config: PPOConfig) -> bool:
     """Whether no process is to hold the weights of a frozen model whole while it is loaded."""
-    staged = config.parallel.pp > 1 and settings.quantize == "none"
-    return staged or like.zero_stage == 3
+    return config.parallel.is_cut or like.zero_stage == 3
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:
@@ -368,10 +367,10 @@ def load_reference(
         return Reference(actor.engine, actor)
     same = config.reference.path is None
     source: FrozenModelConfig | TrainedModelConfig = config.actor if same else config.reference
-    defer = defers(source, config.actor, config)
+    defer = defers(config.actor, config)
     model = load_causal_lm(source, device=device, seed=config.seed, defer=defer)
     add_tokens(model, tokenizer, seed=config.seed)
-    engine, asking = frozen_passes(
+    engine, passes = frozen_passes(
         model,
         config.actor,
         config.parallel,
@@ -379,4 +378,4 @@ def load_reference(
         lambda whole: Policy(whole, kernels=config.actor.kernels),
         name="reference",
     )
-    return Reference(engine, asking)
+    return Reference(engine, passes)

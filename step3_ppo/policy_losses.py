@@ -1,4 +1,4 @@
-"""Policy losses: what one token adds to the loss, by its ratio and its advantage.
+"""Policy losses: what one token adds to the loss, by its ratio and its advantage, and its weight.
 
 Pure functions of tensors. Dimension names: K response tokens without padding; B responses, T tokens
 of the longest. A new loss is a function, an entry in `LOSSES`, and a name in `step3_ppo.settings`.
@@ -6,6 +6,7 @@ of the longest. A new loss is a function, an entry in `LOSSES`, and a name in `s
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -151,3 +152,36 @@ LOSSES: Mapping[str, PolicyLoss] = {
     "none": PolicyLoss(reinforce, unbounded),
 }
 """By the setting `loss`."""
+
+
+Aggregate = Literal["token", "sequence", "constant"]
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """The weight of each token in the loss, by the counts of a whole minibatch on all processes.
+
+    The loss is sum_t w_t * l_t / N over the N tokens of the minibatch. Weights are known before the
+    first micro-batch, so that the loss does not depend on how it is cut into micro-batches.
+    """
+
+    aggregate: Aggregate
+    num_tokens: int
+    num_responses: int
+    max_new_tokens: int
+    num_positive: int = 1
+    """Tokens of responses with a reward above 0."""
+
+    def of(self, lengths: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
+        """Weights relative to 1 / `num_tokens`, for tokens of responses of these `lengths`.
+
+        token: every token weighs the same (Yu et al. 2025, eq. 8), bit for bit as without weights.
+        sequence: every response weighs the same, 1 / (B n_i) (Shao et al. 2024, eq. 3).
+        constant: every token weighs 1 / (B L), of responses of at most L tokens (Liu et al. 2025).
+        """
+        if self.aggregate == "token":
+            return torch.ones_like(lengths)
+        if self.aggregate == "sequence":
+            return self.num_tokens / (self.num_responses * lengths)
+        constant = self.num_tokens / (self.num_responses * self.max_new_tokens)
+        return torch.full_like(lengths, constant)

@@ -19,12 +19,12 @@ from step3_ppo.models import Models
 from step3_ppo.reward_settings import ENVIRONMENT, MODEL
 from step3_ppo.reward_sources import GOLD
 from step3_ppo.scoring import counted_scores, reward_of
-from step3_ppo.standard_errors import standard_error
+from step3_ppo.statistics import standard_error
 
 
 @dataclass(frozen=True)
 class ResponseRewards:
-    """Of the responses of this process."""
+    """The rewards of this process's responses."""
 
     reward: Float[Tensor, " B"]
     """What is maximized; 0 where it is not known."""

@@ -1,9 +1,14 @@
-"""Frozen reward models: one, or several whose scores are pooled.
+"""Frozen reward models: one, or several whose scores are pooled; a warning of those near chance.
 
 Dimension names: M reward models, B responses.
 """
 
-from collections.abc import Sequence
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -37,7 +42,7 @@ class RewardModel:
         name: str = "reward model",
         parallel: ParallelConfig | None = None,
     ) -> None:
-        self.engine, self.asking = frozen_passes(
+        self.engine, self.passes = frozen_passes(
             model,
             like,
             parallel or ParallelConfig(),
@@ -54,7 +59,7 @@ class RewardModel:
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
         """Raw score of each sequence of each batch, read at its last token or where steps end."""
         with evaluating(self.engine.model):
-            return self.asking.ask_all(
+            return self.passes.forward_everywhere(
                 batches,
                 lambda batch: response_scores(self.engine(batch), batch, self.settings),
                 lambda batch: (len(batch.lengths),),
@@ -91,7 +96,7 @@ class PooledRewardModel(RewardModel):
         self.members = [member for _, member in members]
         self.pool: Pool = pool
         self.pool_lambda = pool_lambda
-        self.engine, self.asking = self.members[0].engine, self.members[0].asking
+        self.engine, self.passes = self.members[0].engine, self.members[0].passes
         self.text = None
         self.mean, self.std, self.has_moments = 0.0, 1.0, True
 
@@ -130,3 +135,37 @@ def stored_normalization(model: nn.Module) -> tuple[float, float]:
     """Mean and standard deviation in the model's config.json; 0 and 1 where it has none."""
     settings = base_model(model).config
     return float(getattr(settings, "score_mean", 0.0)), float(getattr(settings, "score_std", 1.0))
+
+
+logger = logging.getLogger(__name__)
+
+CHANCE = 0.55
+"""Held-out accuracy of a reward model at which a policy has nothing to climb."""
+
+
+def check_reward_model(path: str | None) -> None:
+    """Warn where step 2's result beside the reward model says that it is near chance."""
+    result = _result(path)
+    accuracy, pairs = result.get("accuracy_after"), result.get("pairs")
+    if not isinstance(accuracy, int | float):
+        return
+    count = float(pairs) if isinstance(pairs, int | float) else 0.0
+    # Two standard errors of guessing; few pairs can't tell a weak model from none.
+    chance = max(CHANCE, 0.5 + 1 / math.sqrt(count)) if count > 0 else CHANCE
+    if accuracy < chance:
+        logger.warning(
+            "the reward model orders %.1f %%%s held-out pairs right, where guessing gives 50 %%:"
+            " there is next to nothing to climb; train step 2 on more pairs first",
+            100 * accuracy,
+            f" of {count:.0f}" if count > 0 else " of",
+        )
+
+
+def _result(path: str | None) -> Mapping[str, Any]:
+    """The `eval` object that step 2 left in the reward model's directory; empty without one."""
+    try:
+        result = json.loads((Path(path or "") / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found = result.get("eval") if isinstance(result, dict) else None
+    return found if isinstance(found, dict) else {}

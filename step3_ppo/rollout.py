@@ -24,11 +24,10 @@ from step3_ppo.advantages import ESTIMATORS, Estimate, Rewarded
 from step3_ppo.config import PPOConfig
 from step3_ppo.correction import correction_weights
 from step3_ppo.episodes import whole_sequence
-from step3_ppo.experience import Experience, Forward, Rollout
+from step3_ppo.experience import Experience, Forward, Rollout, own_micro_batches
 from step3_ppo.losses import overlong_penalty, token_rewards, whiten
 from step3_ppo.models import Models
 from step3_ppo.needs import ESTIMATOR_NEEDS
-from step3_ppo.own_micro_batches import own_micro_batches
 from step3_ppo.scoring import raw_scores
 
 
@@ -142,11 +141,15 @@ def _of_trained(
         assert outputs.entropy is not None
         return torch.stack([outputs.logprobs, outputs.entropy])
 
-    both = models.policy_passes.ask_all(batches, policy, lambda batch: (2, batch.num_targets))
+    both = models.policy_passes.forward_everywhere(
+        batches, policy, lambda batch: (2, batch.num_targets)
+    )
     found = {"logprobs": [each[0] for each in both], "entropy": [each[1] for each in both]}
     if models.value_passes is None or models.critic is None:
         return found
-    values = models.value_passes.ask_all(batches, models.critic, lambda batch: (batch.num_targets,))
+    values = models.value_passes.forward_everywhere(
+        batches, models.critic, lambda batch: (batch.num_targets,)
+    )
     return found | {"values": values}
 
 

@@ -16,7 +16,6 @@ from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from rewards.contract import Scored
 from step3_ppo.config import PPOConfig
-from step3_ppo.episode_statistics import episode_statistics
 from step3_ppo.episodes import OnResponse
 from step3_ppo.groups import are_equal
 from step3_ppo.models import Models
@@ -25,6 +24,7 @@ from step3_ppo.response_rewards import rewards_of
 from step3_ppo.rollout import generate_responses, with_overlong
 from step3_ppo.scoring import raw_scores
 from step3_ppo.shared_play import play_shared
+from step3_ppo.statistics import episode_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Sampled:
 
     metrics: dict[str, float]
     """`refills`, the number of replacements, with dynamic sampling; of an environment's episodes
-    the metrics of `step3_ppo.episode_statistics`."""
+    the metrics of `step3_ppo.statistics.episode_statistics`."""
 
     given: dict[str, Scored] | None = None
     """The sources' rewards of the responses, where they were needed for dynamic sampling."""
@@ -151,7 +151,7 @@ def _scores(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> Float[Tensor, " B"] | None:
-    """By the reward model, where there is one."""
+    """The reward model's scores, where there is one."""
     return None if models.reward is None else raw_scores(models, inputs, responses, config)
 
 

@@ -17,8 +17,8 @@ from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import whole_sequence
+from step3_ppo.experience import own_micro_batches
 from step3_ppo.models import Models
-from step3_ppo.own_micro_batches import own_micro_batches
 
 logger = logging.getLogger(__name__)
 

@@ -230,7 +230,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def least_micro_batches(self) -> int:
-        """Of a minibatch on each process, or each pipeline, where there are responses for them."""
+        """The least number of micro-batches of a minibatch on each process, or each pipeline."""
         given, deterministic = self.parallel.micro_batches, self.actor.zero.reduction
         if given is None and deterministic == "deterministic":
             return 1
@@ -303,7 +303,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def row_columns(self) -> RowColumns:
-        """Those that the sources of rewards read."""
+        """The columns that the sources of rewards read."""
         return self.reward_columns
 
     @classmethod

@@ -10,8 +10,8 @@ from pipeline.checkpoints import Checkpoints
 from pipeline.data.chat_format import ChatFormat
 from pipeline.guards.guards import Guards
 from pipeline.guards.rollback import Guarded
+from pipeline.models.context import within_context
 from pipeline.models.export import export
-from pipeline.models.trained import within_context
 from pipeline.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.course import Course
@@ -21,7 +21,7 @@ from step3_ppo.kl import KLController
 from step3_ppo.models import Models, load_models
 from step3_ppo.prompts import Prompts
 from step3_ppo.ptx import PtxStream, open_ptx
-from step3_ppo.reward_model_check import check_reward_model
+from step3_ppo.reward_model import check_reward_model
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.sampling import sampled_responses
 from step3_ppo.scoring import measured_moments

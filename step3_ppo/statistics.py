@@ -1,16 +1,23 @@
-"""Metrics of a rollout, over all processes."""
+"""Metrics of a rollout, and of its episodes, over all processes.
+
+Dimension name: B responses of this process, those to a prompt neighbours.
+"""
+
+from collections.abc import Iterator, Sequence
 
 from jaxtyping import Float
 from torch import Tensor
 
-from evaluation.repetition import repeated_trigrams
+from evaluation.answers import repeated_trigrams
+from inference.generation import Response
 from pipeline.parallel.mesh import current_mesh
+from step3_ppo.config import PPOConfig
 from step3_ppo.correction import effective_share
+from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.experience import Experience, Rollout
 from step3_ppo.groups import are_equal, group_std
 from step3_ppo.losses import explained_variance, k3
 from step3_ppo.rollout import global_moments
-from step3_ppo.standard_errors import standard_error
 
 
 def rollout_statistics(
@@ -89,6 +96,31 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
     }
 
 
+def standard_error(values: Float[Tensor, " B"], *, group_size: int) -> float:
+    """Standard error of the mean of the values that are known, over all processes.
+
+    Responses to the same prompt are not independent, so that prompts count (Liang and Zeger 1986,
+    with the factor G / (G - 1) for G prompts): sqrt(sum_g (sum_i x_i - m)^2 G / (G - 1)) / n. With
+    one response to each it is the standard deviation over sqrt(n).
+
+    Args:
+        values: NaN where a response has none.
+        group_size: responses to each prompt.
+    """
+    grouped = values.double().view(-1, group_size)
+    known = ~grouped.isnan()
+    counts = known.sum(dim=1).double()
+    sums = grouped.nan_to_num(nan=0.0).sum(dim=1)
+    n, total, prompts = current_mesh().data.sums(
+        [counts.sum().item(), sums.sum().item(), float((counts > 0).sum().item())]
+    )
+    if prompts < 2:
+        return 0.0
+    mean = total / n
+    (squares,) = current_mesh().data.sums([(sums - counts * mean).square().sum().item()])
+    return (squares * prompts / (prompts - 1)) ** 0.5 / n
+
+
 def group_statistics(rollout: Rollout) -> dict[str, float]:
     """The mean standard deviation within groups, and the share of groups whose rewards are equal.
 
@@ -145,3 +177,41 @@ def repeated_tokens(experience: Experience) -> int:
         ]
         repeated += repeated_trigrams(ids)
     return repeated
+
+
+def episode_statistics(responses: Sequence[Response], config: PPOConfig) -> dict[str, float]:
+    """Means over the episodes; empty where responses are no episodes. All processes call it.
+
+    `turns` is the number of the actor's answers, `observation_length` that of tokens between them;
+    `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` are the shares that a limit or a
+    failure ended. A reward of several parts has the mean of each, over the episodes that have it,
+    after the name of its source.
+    """
+    if config.environment is None:
+        return {}
+    own = [
+        figure
+        for response in responses
+        if isinstance(response, EpisodeResponse)
+        for figure in _figures(response, config)
+    ]
+    seen: dict[str, list[float]] = {}
+    for theirs in current_mesh().data.gather_objects(own):
+        for name, value in theirs:
+            seen.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in sorted(seen.items())}
+
+
+def _figures(episode: EpisodeResponse, config: PPOConfig) -> Iterator[tuple[str, float]]:
+    yield "turns", float(episode.num_turns)
+    yield "observation_length", float(episode.observation_length)
+    for name, end in (("turns", "turns"), ("tokens", "tokens"), ("failure", "failed")):
+        yield f"ended_by_{name}", float(episode.end == end)
+    yield from parts_of(episode, config).items()
+
+
+def parts_of(episode: EpisodeResponse, config: PPOConfig) -> dict[str, float]:
+    """The parts of an environment's reward, by the names of their metrics."""
+    source = config.environment_source
+    name = "" if source is None else source.name
+    return {f"reward_{name}_{part}": value for part, value in episode.verdict.parts.items()}

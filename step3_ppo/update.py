@@ -8,21 +8,18 @@ from torch import Tensor
 
 from pipeline.data.batches import TokenBatch
 from pipeline.models.forward import TokenLogprobs
-from pipeline.parallel.device import send
+from pipeline.parallel.device import read_scalars, send
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
-from pipeline.scalars import read_scalars
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
-from step3_ppo.experience import Forward, Minibatch, Rollout
-from step3_ppo.kl_losses import KL_LOSSES
+from step3_ppo.experience import Forward, Minibatch, Rollout, own_micro_batches
+from step3_ppo.kl import KL_LOSSES
 from step3_ppo.losses import policy_ratio, value_loss
 from step3_ppo.models import Models
 from step3_ppo.off_policy import check_first_update
-from step3_ppo.own_micro_batches import own_micro_batches
-from step3_ppo.policy_losses import LOSSES, TrustRegion
+from step3_ppo.policy_losses import LOSSES, TrustRegion, Weighting
 from step3_ppo.ptx import PtxStream
-from step3_ppo.weights import Weighting
 
 
 @dataclass(frozen=True)
@@ -283,7 +280,7 @@ def _learn_policy(
         models.policy_passes.learn(minibatches, loss_of, divisor=weighting.num_tokens)
     else:
         with torch.no_grad():
-            models.policy_passes.ask(minibatches, loss_of)
+            models.policy_passes.forward(minibatches, loss_of)
     return found
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeline.parallel.mesh import Mesh
-from pipeline.utilization import Utilization, utilization_of
+from pipeline.utilization import Utilization, log_peaks, utilization_of
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Experience
 from step3_ppo.models import Models
@@ -58,11 +58,10 @@ class UpdateUtilization:
 
 
 def update_utilization(models: Models, config: PPOConfig, mesh: Mesh) -> UpdateUtilization:
-    """Of models as they are set up; all processes call it, the main one logs the peak."""
+    """Utilization of models as they are set up; all call it, the main process logs the peak."""
     peak = config.peak_tflops
-    critic = None
+    actor, critic = utilization_of(models.policy, peak_tflops=peak, mesh=mesh), None
     if models.critic is not None:
         critic = utilization_of(models.value_model, peak_tflops=peak, mesh=mesh)
-    return UpdateUtilization(
-        utilization_of(models.policy, peak_tflops=peak, mesh=mesh), critic, mesh
-    )
+    log_peaks(actor, *([] if critic is None else [critic]))
+    return UpdateUtilization(actor, critic, mesh)

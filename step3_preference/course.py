@@ -7,13 +7,16 @@ from dataclasses import asdict, replace
 from evaluation.answering import Chat
 from evaluation.answers import Answer, Answers, comparison, mean_length, mean_score, stop_rate
 from evaluation.base_model import answers_of_base
+from evaluation.held_out import Prompt
 from evaluation.in_training import TaskEvaluations, generating_from
 from evaluation.verification import conclude
 from pipeline.checkpoints import Checkpoints
 from pipeline.config import EMBEDDED
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Example
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
-from pipeline.errors import require
+from pipeline.errors import DataError, require
 from pipeline.guards.guards import Guards
 from pipeline.models.card import Card
 from pipeline.models.load import model_path
@@ -23,9 +26,35 @@ from pipeline.run import Run
 from step3_preference.config import PreferenceConfig
 from step3_preference.evaluate import HeldOut, evaluate_rows
 from step3_preference.methods import TITLES
-from step3_preference.prompts import held_out_prompts
 from step3_preference.reference import Reference
 from step3_preference.rows import Row
+
+
+def held_out_prompts(
+    examples: Sequence[Example], chat: ChatFormat, config: PreferenceConfig
+) -> list[Prompt]:
+    """The prompts as token ids; those over `max_prompt_length` are left out, and counted.
+
+    Raises:
+        DataError: none is short enough.
+    """
+    encoded = [
+        Prompt(each.prompt, chat.encode_prompt(each.prompt), each.extra) for each in examples
+    ]
+    short = [each for each in encoded if len(each.input_ids) <= config.max_prompt_length]
+    if not short:
+        shortest = min(len(each.input_ids) for each in encoded)
+        raise DataError(
+            f"every held-out prompt is longer than preference.max_prompt_length"
+            f" {config.max_prompt_length} (the shortest has {shortest} tokens); raise it"
+        )
+    if len(short) < len(encoded):
+        logger.info(
+            "%d of %d held-out prompts are longer than max_prompt_length %d and not answered",
+            *(len(encoded) - len(short), len(encoded), config.max_prompt_length),
+        )
+    return short
+
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +189,7 @@ class Course:
         )
 
     def _answered(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
-        """Of sampled answers to the watched prompts."""
+        """Figures of sampled answers to the watched prompts."""
         if not answers:
             return {}
         scored = {"sampled_score": mean_score(answers)} if self.config.reward.path else {}
@@ -176,7 +205,7 @@ class Course:
         return {"eval_by_prompt": found} if found else {}
 
     def _summary(self, after: Answers) -> dict[str, float | None]:
-        """Of greedy answers to all prompts, but the KL; the win rate is null without a judge."""
+        """Figures of greedy answers to all prompts, but the KL; win rate null without a judge."""
         before = self.before
         new, old = (
             [

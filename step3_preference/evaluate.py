@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from evaluation.answering import Chat
-from evaluation.answers import Answer
+from evaluation.answers import Answer, repeated_trigrams
 from evaluation.held_out import HeldOutPrompts, Prompt
 from evaluation.in_training import Generating
-from evaluation.repetition import repeated_trigrams
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
@@ -51,7 +50,7 @@ def evaluate_rows(
 
     batches = reference.compared(cut(rows, config), reference.of_held_out)
     with evaluating(engine.model):
-        passes.ask(batches, look)
+        passes.forward(batches, look)
     means = sum(found, Figures.none()).means(passes, len(rows), paired=not config.is_unpaired)
     if config.is_unpaired:
         everyones = current_mesh().data.gather_objects(passes.from_last(values))
@@ -170,7 +169,7 @@ class HeldOut(HeldOutPrompts):
             collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
             for part in parts
         ]
-        outputs = passes.ask(batches, lambda batch: engine(batch).logprobs)
+        outputs = passes.forward(batches, lambda batch: engine(batch).logprobs)
         for part, logprobs in zip(parts, outputs, strict=False):  # of stages the last has them
             counts = [rows[row].num_targets for row in part]
             each = logprobs.double().cpu().split(counts) if part else ()
@@ -190,5 +189,5 @@ class HeldOut(HeldOutPrompts):
         return {}
 
     def values(self, answers: Sequence[Answer]) -> list[float | None]:
-        """The same without its name; None of each without a judge."""
+        """The judge's value of each answer; None of each without a judge."""
         return next(iter(self.by_prompt(answers).values()), [None] * len(answers))

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.models.asking import Asking
+from pipeline.models.forward_passes import ForwardPasses
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_preference.config import PreferenceConfig
@@ -45,14 +45,14 @@ class Figures:
 
     @classmethod
     def none(cls) -> "Figures":
-        """Of no rows."""
+        """The figures of no rows."""
         return cls(torch.zeros(8, dtype=torch.float64, device=local_device()))
 
     def __add__(self, other: "Figures") -> "Figures":
         return Figures(self.sums + other.sums)
 
-    def means(self, passes: Asking, rows: int, *, paired: bool) -> dict[str, float]:
-        """Of all processes, by name; of the rows' loss and order, and of each side's sequences.
+    def means(self, passes: ForwardPasses, rows: int, *, paired: bool) -> dict[str, float]:
+        """Means over all processes, by name: the rows' loss and order, and each side's sequences.
 
         Of the stages of a pipeline the last one's are counted.
         """

@@ -32,8 +32,7 @@ from pipeline.offline import Rows
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
 from step3_preference.config import PreferenceConfig
-from step3_preference.mismatched import mismatched_batches
-from step3_preference.rows import ComparedBatch, Row, RowBatch, cut
+from step3_preference.rows import ComparedBatch, Row, RowBatch, cut, mismatched_batches
 from step3_preference.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float
     """That of each response of each batch, without gradients; of stages on the last one alone."""
     engine = passes.engine
     with evaluating(engine.model):
-        return passes.ask(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
+        return passes.forward(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
 
 
 def _copies(engine: Engine) -> list[Tensor]:
@@ -120,12 +119,12 @@ class Reference:
         return [ComparedBatch(*each) for each in zip(batches, found, strict=True)]
 
     def of_rows(self, numbers: Sequence[int]) -> Float[Tensor, "B 2"] | None:
-        """Those of training rows by their numbers; None where they are computed as they come."""
+        """Log-probabilities of training rows by number; None if they are computed as they come."""
         return None if self.table is None else self.table.train[list(numbers)]
 
     @property
     def of_held_out(self) -> Float[Tensor, "M 2"] | None:
-        """Those of the held-out rows."""
+        """Log-probabilities of the held-out rows."""
         return None if self.table is None else self.table.held_out
 
     def z0(self, rows: Sequence[Row], *, first: int | None) -> float:
@@ -158,7 +157,7 @@ class Reference:
 
 
 def _of_sides(batch: RowBatch, stored: Float[Tensor, "B 2"]) -> Float[Tensor, " S"]:
-    """Of a batch's sequences among what is stored of rows."""
+    """What is stored of the sequences of a batch."""
     both = [stored[list(batch.chosen), 0], stored[list(batch.rejected), 1]]
     return send(torch.cat(both))
 
@@ -229,7 +228,7 @@ def _read(path: Path, bound_to: str) -> Table | None:
 
 
 def _compute(start: Start, total_steps: int, store: RowStore, config: PreferenceConfig) -> Table:
-    """In the batches in which rows are learned from, so that the first step's differ in no bit."""
+    """The table, in the batches in which rows are learned from, whose bits the first step has."""
     stream = RowStream(num_rows=len(store), batch_size=config.batch_size, seed=config.seed)
     held_out = store.held_out
     train: dict[tuple[int, int], float] = {}
@@ -264,7 +263,7 @@ def _compute(start: Start, total_steps: int, store: RowStore, config: Preference
 def _of_rows(
     passes: Passes, rows: Sequence[Row], config: PreferenceConfig
 ) -> dict[tuple[int, int], float]:
-    """Of this process's micro-batches: by place and side the log-probability of a response."""
+    """The log-probability of each response in this process's micro-batches, by place and side."""
     found: dict[tuple[int, int], float] = {}
     batches = cut(rows, config)
     for batch, sums in zip(batches, log_probabilities(passes, batches), strict=False):

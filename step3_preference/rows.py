@@ -1,5 +1,7 @@
 """Responses as token ids: what of a row fits, what is left out, and micro-batches.
 
+Also of prompts with another row's response, by which KTO estimates how far the actor has moved.
+
 Dimension names: S sequences of a batch, K response tokens (its targets).
 """
 
@@ -31,12 +33,12 @@ class Row:
 
     @property
     def sequences(self) -> list[Encoded]:
-        """Those that are there, the chosen one first."""
+        """The sequences that are there, the chosen one first."""
         return [each for each in (self.chosen, self.rejected) if each is not None]
 
     @property
     def num_tokens(self) -> int:
-        """Of all its sequences."""
+        """Tokens of all its sequences."""
         return sum(map(len, self.sequences))
 
 
@@ -77,7 +79,7 @@ class ComparedBatch:
 
     @property
     def tokens(self) -> TokenBatch:
-        """Those of the rows."""
+        """The tokens of the rows."""
         return self.rows.tokens
 
 
@@ -156,3 +158,33 @@ def collate_rows(rows: Sequence[Row], part: Sequence[int]) -> RowBatch:
         chosen=tuple(number for number, _ in chosen),
         rejected=tuple(number for number, _ in rejected),
     )
+
+
+def mismatched_batches(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
+    """This process's micro-batches of all rows' prompts with mismatched responses."""
+    return cut([Row(each, None) for each in mismatched(rows, config.data.max_length)], config)
+
+
+def mismatched(rows: Sequence[Row], max_length: int) -> list[Encoded]:
+    """For each row its prompt with the response of the next one that has another prompt.
+
+    The order of the rows is that of the whole step, whatever micro-batches it is cut into: an
+    offset within these would make the estimate depend on the cut, and a reversal would leave the
+    row in the middle with its own response. Where all rows have one prompt a row keeps its own
+    response. What is too long loses the beginning of the prompt.
+    """
+    sides = [row.sequences[0] for row in rows]
+    starts = [response_start(side) for side in sides]
+    prompts = [side.input_ids[:start] for side, start in zip(sides, starts, strict=True)]
+    found: list[Encoded] = []
+    for row, prompt in enumerate(prompts):
+        others = ((row + offset) % len(rows) for offset in range(1, len(rows)))
+        other = next((each for each in others if prompts[each] != prompt), row)
+        response, begin = sides[other], starts[other]
+        found.append(
+            Encoded(
+                prompt + response.input_ids[begin:],
+                [False] * len(prompt) + response.trained[begin:],
+            ).tail(max_length)
+        )
+    return found

@@ -1,17 +1,12 @@
 """What preference optimization works with, and where an earlier run stood."""
 
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import dataclass
 
 from pipeline import offline
-from pipeline.config import FrozenModelConfig
 from pipeline.guards.guards import Guards
 from pipeline.guards.rollback import Guarded
 from pipeline.models.export import export, set_stop_tokens
-from pipeline.models.forward import Policy, base_model, context_length
-from pipeline.models.load import model_path
-from pipeline.models.meta import model_on_meta
+from pipeline.models.forward import Policy
 from pipeline.models.passes import passes_of
 from pipeline.models.trained import trained_causal_lm
 from pipeline.offline import Rows, Training
@@ -53,23 +48,6 @@ class Setup:
         training = self.training
         directory = training.config.output_dir / "actor"
         export(training.model, training.rows.tokenizer, directory, weights=training.engine)
-
-
-def within_model(config: PreferenceConfig) -> PreferenceConfig:
-    """The settings with `data.max_length` no longer than what the model reads.
-
-    Rows are cut, and those without room left out, before the model is loaded.
-    """
-    plain = FrozenModelConfig(
-        path=model_path(config.model),
-        trust_remote_code=config.model.trust_remote_code,
-        allow_pickle=config.model.allow_pickle,
-    )
-    limit = context_length(
-        base_model(model_on_meta(plain, task="causal", device=torch.device("cpu")))
-    )
-    shorter = min(config.data.max_length, limit)
-    return replace(config, data=replace(config.data, max_length=shorter))
 
 
 def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> Setup:

@@ -37,7 +37,7 @@ class Packed:
         return cls(np.array(side.input_ids, np.int32), np.array(side.trained, np.bool_))
 
     def whole(self) -> Encoded:
-        """As it was."""
+        """The sequence, unpacked."""
         return Encoded(self.input_ids.tolist(), self.trained.tolist())
 
 

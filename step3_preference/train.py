@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeline.cli import run_main
 from pipeline.divergence import keeping_best
+from pipeline.models.context import within_context_of
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
@@ -24,7 +25,7 @@ from pipeline.run import Run
 from pipeline.run_step import run_step
 from step3_preference.objective import Figures, Point, objective
 from step3_preference.rows import ComparedBatch, cut
-from step3_preference.setup import Setup, set_up, within_model
+from step3_preference.setup import Setup, set_up
 from step3_preference.store import RowStore
 
 
@@ -32,7 +33,7 @@ def train(config: PreferenceConfig) -> Path:
     """Improve the actor; return the directory that holds it."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
-    config = within_model(config)
+    config = within_context_of(config, config.model)  # rows are cut before it is loaded
     store = RowStore(config)
     rows = load_rows(config, config.model, step=3, sift=store.sift)
     with Run(config, name=config.step_name, total_steps=rows.total_steps, mesh=mesh) as run:

@@ -10,7 +10,7 @@ from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.kernels.logprobs.definition import categorical_entropy
 from pipeline.models.forward import Policy, Scorer
-from step2_reward.losses.pairs import pairwise_loss
+from step2_reward.losses import pairwise_loss
 from step3_preference.config import PreferenceConfig
 from step3_preference.losses import kto_loss, orpo_loss
 from step3_preference.methods import METHODS

@@ -37,7 +37,6 @@ FLOORS = (
         "main_memory",
         "origin",
         "position",
-        "scalars",
     },
     {"settings", "files", "parallel", "hub"},
     {"help", "config", "faults"},

@@ -7,6 +7,8 @@ from dataclasses import fields, is_dataclass
 import evaluation.config
 import evaluation.settings
 import evaluation.winrate_config
+import inference.chat.command
+import inference.generate
 import inference.serve.config
 import inference.settings
 import pipeline.config
@@ -18,7 +20,9 @@ import rewards.config
 import rewards.select_config
 import step0_pretrain.config
 import step1_sft.config
+import step1_sft.evaluate
 import step2_reward.config
+import step2_reward.evaluate
 import step2_reward.lab.config
 import step2_reward.label_config
 import step3_ppo.config
@@ -29,6 +33,8 @@ CONFIG_MODULES = (
     evaluation.config,
     evaluation.settings,
     evaluation.winrate_config,
+    inference.chat.command,
+    inference.generate,
     inference.serve.config,
     inference.settings,
     pipeline.plan.tuning_options,
@@ -40,7 +46,9 @@ CONFIG_MODULES = (
     rewards.select_config,
     step0_pretrain.config,
     step1_sft.config,
+    step1_sft.evaluate,
     step2_reward.config,
+    step2_reward.evaluate,
     step2_reward.lab.config,
     step2_reward.label_config,
     step3_ppo.config,

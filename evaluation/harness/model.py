@@ -40,7 +40,7 @@ class HarnessModel(LM):
         requests: "list[Instance]",
         disable_tqdm: bool = False,  # noqa: FBT001, FBT002  # the harness's own signature
     ) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): nats, and whether it is what greedy decoding gives."""
+        """Log P of each (context, continuation) in nats, and whether greedy decoding gives it."""
         del disable_tqdm
         pairs = [(str(each.args[0]), str(each.args[1])) for each in requests]
         return self.text_model.loglikelihoods(pairs)
@@ -50,7 +50,7 @@ class HarnessModel(LM):
         requests: "list[Instance]",
         disable_tqdm: bool = False,  # noqa: FBT001, FBT002  # the harness's own signature
     ) -> list[float]:
-        """Of each whole text, in nats."""
+        """Log-probability of each whole text, in nats."""
         del disable_tqdm
         return self.text_model.rolling_loglikelihoods([str(each.args[0]) for each in requests])
 
@@ -67,7 +67,7 @@ class HarnessModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """By which the harness tells its caches apart."""
+        """The name by which the harness tells its caches apart."""
         return str(self.text_model.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:  # noqa: FBT001, FBT002

@@ -47,7 +47,7 @@ def is_language(text: str, language: str) -> bool:
 
 @functools.cache
 def frequent_words() -> dict[str, frozenset[str]]:
-    """By language, its frequent words."""
+    """The frequent words of each language."""
     text = (Path(__file__).parent / "function_words.txt").read_text(encoding="utf-8")
     rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
     return {language: frozenset(words) for language, *words in rows}

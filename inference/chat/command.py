@@ -1,18 +1,38 @@
 """Talk to a model in the terminal: `python chat.py --path OUT/step3_ppo/actor`."""
 
-import argparse
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from inference.settings import add_options, sampling_of
+from inference.settings import SamplingOptions
+from pipeline.command import read_command
 from pipeline.config import EMBEDDED
 from pipeline.data.embedded_talk import TAUGHT
+from pipeline.errors import require
 from pipeline.installation import CHAT
 from pipeline.report.find_model import find_model
 
-CHAT_TEMPERATURE = 0.7
-"""Of the answers, where the command line names no other."""
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(SamplingOptions):
+    """With which model to talk, and how it answers."""
+
+    path: str = ""
+    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
+
+    method: str | None = None
+    """Of a run's output directory the model of this method: ppo, grpo, ..."""
+
+    system: str | None = None
+    """System message."""
+
+    seed: int | None = None
+    """Makes the answers repeatable; null draws one."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "--path is missing: give a model, such as OUT/step3_ppo/actor")
+        super().__post_init__()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -21,9 +41,13 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a wrong setting, or no model at the path.
     """
-    options = parse(argv)
-    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-    sampling = sampling_of(options, seed=seed)
+    config = read_command(
+        ChatConfig,
+        argv,
+        usage=f"{CHAT} --path DIR [--SETTING VALUE ...]",
+        about="Talk to a model with the chat template it was saved with.",
+    )
+    sampling = config.sampling(secrets.randbelow(2**31) if config.seed is None else config.seed)
 
     from inference.chat.conversation import Conversation
     from inference.chat.terminal import Terminal
@@ -32,10 +56,10 @@ def main(argv: Sequence[str]) -> None:
     from pipeline.models.load import load_for_inference
 
     configure_logging(is_main=True)
-    path = find_model(options.path, options.method)
+    path = find_model(config.path, config.method)
     model, tokenizer = load_for_inference(path)
     conversation = Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), sampling)
-    conversation.reset(options.system)
+    conversation.reset(config.system)
     Terminal(conversation, greeting=TAUGHT if taught_embedded_task(path) else "").run()
 
 
@@ -51,21 +75,3 @@ def taught_embedded_task(path: str) -> bool:
         data = known.get("data") if isinstance(known, dict) else None
         return isinstance(data, dict) and data.get("path") == [EMBEDDED]
     return False
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=CHAT, description="Talk to a model with the chat template it was saved with."
-    )
-    add = parser.add_argument
-    add(
-        "--path",
-        required=True,
-        help="model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id",
-    )
-    add("--method", help="of a run's output directory the model of this method: ppo, grpo, ...")
-    add_options(parser, max_new_tokens=128, temperature=CHAT_TEMPERATURE)
-    add("--system", metavar="TEXT", help="system message")
-    add("--seed", type=int, help="makes the answers repeatable; random without it")
-    return parser.parse_args(argv)

@@ -1,20 +1,25 @@
-"""The chat's terminal: reads messages, runs commands, prints answers as they come."""
+"""The chat's terminal: reads messages, runs commands, prints answers as they come.
+
+What is logged meanwhile waits for the end of the answer.
+"""
 
 import dataclasses
 import json
+import logging
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.chat.conversation import Conversation
-from inference.chat.held_logs import held_logs
 from inference.streaming import printable
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from inference.chat.keyboard import Keyboard
+
 
 HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)
@@ -198,3 +203,25 @@ class Terminal:
             self.say(f"({name} takes {'a whole ' if kind is int else 'a '}number, not {text!r})")
         else:
             self.say(f"({name} {number})")
+
+
+@contextmanager
+def held_logs() -> Iterator[None]:
+    """Hold what is logged, warnings included, until the end of the block; then log it."""
+    loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
+    talking = {logger: logger.handlers for logger in loggers if logger.handlers}
+    for logger, handlers in talking.items():
+        # A level that no record has: nothing is let through before the end.
+        logger.handlers = [
+            MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, target=handler)
+            for handler in handlers
+        ]
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        for logger, handlers in talking.items():
+            held, logger.handlers = logger.handlers, handlers
+            for handler in held:
+                handler.close()

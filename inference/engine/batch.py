@@ -40,12 +40,12 @@ from inference.engine.requests import (
     Request,
     Ticket,
     Token,
+    Waiting,
     chosen_elsewhere,
 )
 from inference.engine.row_adapters import RowAdapters
 from inference.engine.sampling import Sampler
 from inference.engine.slots import PREFILL, Slots
-from inference.engine.waiting import Waiting
 from inference.tp_group import tp_group_of
 from pipeline.errors import DataError
 from pipeline.models.forward import base_model, context_length, is_ragged
@@ -341,7 +341,7 @@ def _guided(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> Bool[Ten
 def reports(
     tickets: Sequence[Ticket], logits: Float[Tensor, "B V"], choices: Sequence[Choice]
 ) -> dict[int, Reported]:
-    """By row, what the policy says of the token, where its request wants it."""
+    """What the policy says of the token in each row whose request wants it."""
     chosen = {
         row: (choice[0], ticket.request.num_top)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True))

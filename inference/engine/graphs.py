@@ -173,7 +173,7 @@ class CudaCapture:
         compute: Callable[[], Tensor],
         inputs: Tensor,  # noqa: ARG002
     ) -> Callable[[], Tensor]:
-        """As `Capture` has it.
+        """Record the computation, as `Capture` has it.
 
         Raises:
             ReplayError: the modules do what a graph can't hold, such as waiting for a number.

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from inference.engine.requests import Ticket
-from inference.engine.waiting import Waiting
+from inference.engine.requests import Ticket, Waiting
 from pipeline.models.forward import base_model
 from pipeline.models.kv import cache_name
 
@@ -37,13 +36,13 @@ class PaddedRows:
 
     @property
     def running(self) -> Sequence[Ticket]:
-        """Those of the batch that have not ended."""
+        """The sequences of the batch that have not ended."""
         tickets = [] if self._batch is None else self._batch.tickets
         return [ticket for ticket in tickets if not ticket.ended]
 
     @property
     def occupants(self) -> Sequence[Ticket]:
-        """The same, and those that come next."""
+        """The running sequences, and those that come next."""
         return [*self.running, *self._next]
 
     @property

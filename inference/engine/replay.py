@@ -41,7 +41,7 @@ class PassCounts:
 
     @property
     def share_replayed(self) -> float:
-        """Of all passes; 0 where there was none."""
+        """The share of replayed passes in all passes; 0 where there was none."""
         return self.replayed / max(1, self.replayed + self.by_modules)
 
 

@@ -51,7 +51,7 @@ class RowAdapters:
         return self._numbers is not None
 
     def scales(self, table: Float[Tensor, "K1 R"]) -> Float[Tensor, "N R"]:
-        """Of each row the scales of its adapter; computed once in a pass for each table."""
+        """The scales of each row's adapter; computed once in a pass for each table."""
         assert self._numbers is not None
         found = self._scales.get(id(table))
         if found is None:

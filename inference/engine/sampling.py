@@ -155,7 +155,7 @@ class Sampler:
     def _by_kernel(
         self, logits: Float[Tensor, "B V"], keys: Sequence[int], positions: int | Sequence[int]
     ) -> tuple[list[int], list[float]]:
-        """The same choice in one launch; uniform numbers are computed on the GPU."""
+        """Choose the same tokens in one launch; uniform numbers are computed on the GPU."""
         numbers = torch.from_numpy(np.stack(words_of(keys, positions)).view(np.int64))
         numbers = numbers.to(logits.device)
         draw = Draw(
@@ -174,7 +174,7 @@ class Sampler:
         keys: Sequence[int],
         positions: int | Sequence[int],
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None:
-        """The same choice in one pass over memory, where every token may be chosen."""
+        """Choose the same tokens in one pass over memory, where every token may be chosen."""
         if self.truncates:
             return None
         return sampling.draw(logprobs, *words_of(keys, positions), seed=self.seed)

@@ -19,9 +19,8 @@ from inference.engine.modules import Modules
 from inference.engine.pieces import NextTokenAndPieces, Piece, Pieces, share_out
 from inference.engine.repeatable import replays_passes
 from inference.engine.replay import Column, PassCounts
-from inference.engine.requests import Ticket
+from inference.engine.requests import Ticket, Waiting
 from inference.engine.row_adapters import RowAdapters
-from inference.engine.waiting import Waiting
 from inference.tp_group import tp_group_of
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.rows import fewest_rows

@@ -36,7 +36,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
+        raise DataError(f"--prompts {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} can't be read as text: {error}") from None
     prompts = [

@@ -1,17 +1,47 @@
 """Ratings as data: `python -m inference.ratings export|merge|agreement FILE ...`."""
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from inference.ratings.agreement import Agreement, agreement
-from inference.ratings.export import as_lines, export, merge
-from inference.ratings.file import read_ratings, standing_ratings
+from inference.ratings.export import Form, as_lines, export, merge
+from inference.ratings.file import Rating, read_ratings, standing_ratings
 from pipeline.cli import run_main, say
-from pipeline.errors import DataError
+from pipeline.command import choose_command, read_files_command
+from pipeline.errors import DataError, require
 from pipeline.files.output import check_output, write_output
+from pipeline.help import help_entry
 from pipeline.installation import MODULE
+
+PROGRAM = f"{MODULE} inference.ratings"
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """Where lines go."""
+
+    out: Path = Path()
+    """The file to write; replaced where it exists."""
+
+    def __post_init__(self) -> None:
+        require(self.out != Path(), "--out is missing: give the file to write")
+        check_output(self.out, option="--out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(MergeConfig):
+    """Where rows go, and in which form."""
+
+    format: Form = "pairs"
+    """pairs: prompt, chosen, rejected, margin; hh: two texts of whole dialogues."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgreementConfig:
+    """`agreement` has no options."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -20,25 +50,35 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a file can't be read or written, or holds something else than ratings.
     """
-    options = _parse(argv)
-    files = [read_ratings(path) for path in options.files]
-    if options.command == "agreement":
-        say("\n".join(table(agreement(standing_ratings(merge(files))))))
-        return
-    check_output(options.out, option="--out")
-    if options.command == "merge":
-        ratings = merge(files)
-        write_output({options.out: as_lines(ratings)}, option="--out")
-        say(f"{options.out}: {len(ratings)} lines")
-        return
-    found = export(standing_ratings(merge(files)), options.format)
+    command, words = choose_command(COMMANDS, argv, _help)
+    command(words)
+
+
+def export_rows(words: Sequence[str]) -> None:
+    """One row for each pair, by the majority of its raters, and for each correction."""
+    files, config = _read(ExportConfig, words, "export", "FILE ... --out FILE")
+    found = export(standing_ratings(merge(files)), config.format)
     if not found.rows:
-        raise DataError(f"no rating prefers a response: {', '.join(map(str, options.files))}")
-    write_output({options.out: as_lines(found.rows)}, option="--out")
+        raise DataError("no rating in these files prefers a response")
+    write_output({config.out: as_lines(found.rows)}, option="--out")
     undecided = (
         f"; {found.undecided} pairs without a preference left out" if found.undecided else ""
     )
-    say(f"{options.out}: {len(found.rows)} rows{undecided}")
+    say(f"{config.out}: {len(found.rows)} rows{undecided}")
+
+
+def merge_files(words: Sequence[str]) -> None:
+    """Several files as one, each rating once."""
+    files, config = _read(MergeConfig, words, "merge", "FILE ... --out FILE")
+    ratings = merge(files)
+    write_output({config.out: as_lines(ratings)}, option="--out")
+    say(f"{config.out}: {len(ratings)} lines")
+
+
+def show_agreement(words: Sequence[str]) -> None:
+    """How far raters agree, and whether place or length decides."""
+    files, _ = _read(AgreementConfig, words, "agreement", "FILE ...")
+    say("\n".join(table(agreement(standing_ratings(merge(files))))))
 
 
 def table(found: Agreement) -> list[str]:
@@ -62,30 +102,25 @@ def _number(value: float | None) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{MODULE} inference.ratings",
-        description="What people rated in the server's page, as data: docs/rating.md.",
+COMMANDS = {"export": export_rows, "merge": merge_files, "agreement": show_agreement}
+
+
+def _read(
+    config_class: type[C], words: Sequence[str], name: str, takes: str
+) -> tuple[list[list[Rating]], C]:
+    """The ratings of the files before the first option, and the settings."""
+    about = (COMMANDS[name].__doc__ or "").strip()
+    files, config = read_files_command(
+        config_class, words, usage=f"{PROGRAM} {name} {takes}", about=about
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    about = {
-        "export": "one row for each pair, by the majority of its raters, and for each correction",
-        "merge": "several files as one, each rating once",
-        "agreement": "how far raters agree, and whether place or length decides",
-    }
-    for name, help_text in about.items():
-        command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("files", nargs="+", type=Path, metavar="FILE", help="ratings.jsonl")
-        if name != "agreement":
-            command.add_argument("--out", required=True, type=Path, metavar="FILE")
-        if name == "export":
-            command.add_argument(
-                *("--format",),
-                choices=("pairs", "hh"),
-                default="pairs",
-                help="pairs: prompt, chosen, rejected, margin; hh: two texts of whole dialogues",
-            )
-    return parser.parse_args(argv)
+    return [read_ratings(Path(file)) for file in files], config
+
+
+def _help() -> str:
+    lines = [f"usage: {PROGRAM} COMMAND FILE ...", ""]
+    for name, command in COMMANDS.items():
+        lines += help_entry(name, (command.__doc__ or "").strip())
+    return "\n".join([*lines, "", "COMMAND --help lists its options."])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Exported:
 
 
 def export(ratings: Sequence[Rating], form: Form) -> Exported:
-    """Of each pair the response that most of its raters prefer, and the corrected responses.
+    """The response of each pair that most of its raters prefer, and the corrected responses.
 
     `pairs` are rows of prompt, chosen, rejected and margin, the mean of its raters' strengths; and
     of prompt and chosen, for a correction or a thumb up. `hh` has chosen and rejected as texts of

@@ -119,6 +119,6 @@ def _lines(path: Path, text: str) -> Iterator[Rating]:
 
 
 def standing_ratings(ratings: list[Rating]) -> list[Rating]:
-    """Those that no later line took back or replaced."""
+    """The ratings that no later line took back or replaced."""
     gone = {each["supersedes"] for each in ratings if each.get("supersedes")}
     return [each for each in ratings if each["kind"] != UNDO and each["id"] not in gone]

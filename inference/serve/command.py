@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from inference.serve.config import ServeConfig, read_keys
 from pipeline.cli import remark, say
-from pipeline.command import read_command
+from pipeline.command import joined, read_command
 from pipeline.errors import ConfigError, require
+from pipeline.installation import MODULE
 from pipeline.logs import configure_logging
 from pipeline.parallel import launched
 from pipeline.parallel.group import ALONE, Group
@@ -29,21 +30,21 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a wrong setting, no model at a path, no room for it, or a port that is taken.
     """
-    from inference.serve.models import gather_paths, paths_to_serve
+    from inference.serve.models import paths_to_serve
 
     config = read_command(
         ServeConfig,
         argv,
         usage=(
-            "inference.serve --path DIR [--path NAME=DIR ...] [--SETTING VALUE ...]",
-            "inference.serve --path DIR --adapter NAME=DIR [--adapter NAME=DIR ...] [...]",
-            "inference.serve --run OUT [--SETTING VALUE ...]",
-            "inference.serve --watch OUT [--SETTING VALUE ...]",
+            f"{MODULE} inference.serve --path DIR [--path NAME=DIR ...] [--SETTING VALUE ...]",
+            f"{MODULE} inference.serve --path DIR --adapter NAME=DIR [--adapter ...] [...]",
+            f"{MODULE} inference.serve --run OUT [--SETTING VALUE ...]",
+            f"{MODULE} inference.serve --watch OUT [--SETTING VALUE ...]",
             "torchrun --nproc-per-node N -m inference.serve --path DIR [...]",
         ),
         about="Serve models to OpenAI's clients, with a page to chat, compare and rate:"
         " docs/serving.md.",
-        gather=gather_paths,
+        gather=joined("path", "adapter", "api_key", "cors"),
     )
     require_packages()
     keys = read_keys(config)

@@ -1,6 +1,5 @@
 """Which models are served, by which names."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from inference.serve.config import ServeConfig
 from pipeline.errors import ConfigError, DataError, ModelError, require
 from pipeline.report.read import read_results
 from pipeline.report.results import StepResult
-from pipeline.settings.plain import Option
 
 NAME = re.compile(r"[\w.:-]{1,64}")
 BASE = "base"
@@ -35,17 +33,6 @@ class ModelPath:
 
     base: str | None = None
     """Of an adapter, the name of the model."""
-
-
-def gather_paths(options: Sequence[Option]) -> list[Option]:
-    """The options with all words of one that may be given more than once as one list."""
-    gathered = ("path", "adapter", "api_key", "cors")
-    found: list[Option] = [option for option in options if option[0] not in gathered]
-    for name in gathered:
-        words = [word for each, several in options if each == name for word in several]
-        if words:
-            found.append((name, [json.dumps(words)]))
-    return found
 
 
 def paths_to_serve(config: ServeConfig) -> list[ModelPath]:

@@ -46,7 +46,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks, whether there is memory for them or not."""
+        """Bytes of all blocks, whether there is memory for them or not."""
         return sum(self._sizes)
 
     @property

@@ -70,7 +70,7 @@ class Origin:
 
 
 class Origins:
-    """Of all weights of a replica.
+    """Where each weight of a replica comes from.
 
     Args:
         trained: the plain model inside of adapters, of which this process may have a stage.
@@ -89,7 +89,7 @@ class Origins:
         self._by_name = own
 
     def of(self, name: str) -> Origin:
-        """Of the weight with this name in the replica."""
+        """The origin of the replica's weight with this name."""
         return self._by_name[name]
 
     def buffer(self, module: str, leaf: str) -> Tensor | None:
@@ -101,22 +101,23 @@ class Origins:
             return None if saved is None else saved.to(next(self._trained.parameters()).device)
 
     def _own(self, replica: PreTrainedModel) -> Iterator[tuple[str, Origin]]:
-        """Of what is trained here."""
+        """The origins of weights that are trained here."""
         for name, _, leaf, _ in places(replica):
             try:
                 source, layer, adapter = _source(self._trained, name.rpartition(".")[0], leaf)
             except AttributeError:  # it is another stage's
                 continue
-            whole = whole_shape(source) if layer is None else layer.shape
+            whole = whole_shape(source) if layer is None else layer.whole_shape
             dtype = source.dtype if layer is None else layer.dtype
+            part = part_of(source) if layer is None else layer.part
             key = id(source), id(adapter)
-            yield name, Origin(key, whole, dtype, source, layer, adapter, part_of(source))
+            yield name, Origin(key, whole, dtype, source, layer, adapter, part)
 
 
 def _of_all_stages(
     own: dict[str, Origin], replica: PreTrainedModel, stages: Group
 ) -> Iterator[tuple[str, Origin]]:
-    """Of each weight the origin on the first stage that trains it, under whatever name."""
+    """The origin of each weight on the first stage that trains it, under whatever name."""
     tied: dict[nn.Parameter, list[str]] = {}
     for name, _, _, param in places(replica):
         tied.setdefault(param, []).append(name)

@@ -53,12 +53,12 @@ class Slot:
 
     @property
     def shape(self) -> torch.Size:
-        """Of this process's part."""
+        """The shape of this process's part."""
         return self.origin.whole if self.spec is None else self.spec.shape(self.origin.whole)
 
     @property
     def num_bytes(self) -> int:
-        """Of this process's part."""
+        """Bytes of this process's part."""
         return self.shape.numel() * self.origin.dtype.itemsize
 
     def show(self, weight: Tensor) -> None:
@@ -245,7 +245,7 @@ class Replica:
             slot.show(torch.full((), nothing, dtype=dtype, device=self.device).expand(slot.shape))
 
     def weights_hash(self) -> int:
-        """Of the weights that generation reads now, adapters merged: the same for any division.
+        """A hash of the weights that generation reads, adapters merged: the same for any division.
 
         Its `tp_group` calls it in step.
         """
@@ -253,7 +253,7 @@ class Replica:
         return hash_of_sums([slot.name for slot in self.slots], sum_(sums, self.tp_group))
 
     def _sum(self, slot: Slot, weight: Tensor) -> Int64[Tensor, ""]:
-        """Of the bits that no peer before this one has."""
+        """The sum of the bits that no peer before this one has."""
         if slot.spec is not None:
             parts = slot.spec.first_held(weight)
         else:

@@ -25,7 +25,7 @@ class Sharding(TensorShards):
     def spec(
         self, owner: str, leaf: str, shape: torch.Size, *, rank: int | None = None
     ) -> ShardSpec | None:
-        """As of `TensorShards`; a bias that is added to a sum of parts is on all processes."""
+        """As `TensorShards` has it; a bias that is added to a sum of parts is on all processes."""
         of_parts = self._virtual is not None and leaf == "bias" and owner in self.styles
         if of_parts and not STYLES[self.styles[owner]].by_outputs:
             return None

@@ -115,7 +115,7 @@ class Tuning:
 
     @property
     def file(self) -> Path:
-        """Of all trials."""
+        """The file of all trials."""
         return self.plan.request.output_dir / AUTOTUNE / TRIALS
 
     @property
@@ -125,7 +125,7 @@ class Tuning:
 
     @cached_property
     def key(self) -> str:
-        """The same for all trials that can be compared."""
+        """What is the same for all trials that can be compared."""
         config = trial_settings(
             self.config,
             self.config.output_dir,

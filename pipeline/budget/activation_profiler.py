@@ -65,7 +65,7 @@ class PassBytes:
 
     @property
     def peak(self) -> int:
-        """At the highest moment of all."""
+        """Bytes at the highest moment of all."""
         return max(self.blocks, self.head)
 
     def plus(self, times: int, more: "PassBytes") -> "PassBytes":

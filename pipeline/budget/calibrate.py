@@ -35,7 +35,7 @@ class Timing:
 
 @functools.cache
 def block_seconds(width: int, inner: int, tokens: int, length: int, how: Timing) -> float:
-    """Of a block whose gated layer is `inner` wide, on `tokens` in sequences of `length`."""
+    """Seconds of a block, its gated layer `inner` wide, on `tokens` in sequences of `length`."""
     dtype = torch.bfloat16 if how.narrow else torch.float32
     heads = max(1, width // HEAD_WIDTH)
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +73,7 @@ def block_seconds(width: int, inner: int, tokens: int, length: int, how: Timing)
 
 @functools.cache
 def head_seconds(width: int, vocabulary: int, tokens: int, how: Timing) -> float:
-    """Of logits and the log-probability of one of them for each token."""
+    """Seconds of the logits and the log-probability of one of them for each token."""
     dtype = torch.bfloat16 if how.narrow else torch.float32
     weight = torch.zeros(vocabulary, width, dtype=dtype, requires_grad=how.trains)
     hidden = torch.zeros(tokens, width, dtype=dtype, requires_grad=how.trains)
@@ -87,7 +87,7 @@ def head_seconds(width: int, vocabulary: int, tokens: int, how: Timing) -> float
 
 @functools.cache
 def lengths_seconds(width: int, rank: int, threads: int, *, narrow: bool) -> float:
-    """Of the lengths of a weight's rows with an adapter of this rank, as DoRA has them."""
+    """Seconds of the lengths of a weight's rows with an adapter of this rank, as DoRA has them."""
     dtype = torch.bfloat16 if narrow else torch.float32
     weight = torch.zeros(width, width, dtype=dtype)
     down, up = torch.zeros(rank, width), torch.zeros(width, rank)
@@ -96,7 +96,7 @@ def lengths_seconds(width: int, rank: int, threads: int, *, narrow: bool) -> flo
 
 @functools.cache
 def update_seconds(size: int, threads: int) -> float:
-    """Of AdamW on that many weights."""
+    """Seconds of AdamW on that many weights."""
     weight = torch.zeros(size, requires_grad=True)
     weight.grad = torch.ones(size)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -117,7 +117,7 @@ def _pass_seconds(forward: Callable[[], Tensor], inputs: list[Tensor], how: Timi
 
 
 def _seconds(run: Callable[[], object], threads: int) -> float:
-    """Of a call where nothing else runs on the machine, in one thread or all, whichever is faster.
+    """Seconds of a call on an idle machine, in one thread or all, whichever is faster.
 
     One thread is timed by the processor time it takes, which others on the machine don't add to.
     """

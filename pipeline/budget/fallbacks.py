@@ -32,7 +32,7 @@ def trained_models(config: StepConfig) -> dict[str, TrainedModelConfig]:
 
 
 def of_models(config: StepConfig, settings: Settings) -> dict[str, Any]:
-    """The same settings for every model of the step that learns."""
+    """These settings for every model of the step that learns."""
     return {
         f"{role}.{name}": value
         for role in trained_models(config)
@@ -59,7 +59,7 @@ def changed(config: ConfigT, settings: Settings) -> ConfigT:
 
 
 def nested(settings: Settings) -> dict[str, Any]:
-    """By section, as files of settings have them."""
+    """The settings by section, as files of settings have them."""
     tree: dict[str, Any] = {}
     for name, value in settings.items():
         *sections, leaf = name.split(".")

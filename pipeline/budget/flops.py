@@ -75,7 +75,7 @@ class ModelFlops:
 
 
 def model_flops(model: nn.Module) -> ModelFlops:
-    """Of a causal language model or a classifier; it may be on the meta device.
+    """Operations of a causal language model or a classifier; it may be on the meta device.
 
     Layers of which this process has a part count whole.
     """
@@ -101,7 +101,7 @@ def _head(model: nn.Module) -> nn.Linear | None:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
-    """Of each the numbers in it, and whether they learn."""
+    """The numbers in each matrix, and whether they learn."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             yield module.shape.numel(), False

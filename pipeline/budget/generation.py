@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import cast
 
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
@@ -12,7 +13,12 @@ from pipeline.engine.tensor_parts import part_of, whole_shape
 from pipeline.models.block_codes import SCALES
 from pipeline.models.forward import context_length
 from pipeline.models.kv import kv_bytes_per_token, num_key_heads
-from pipeline.models.quantized import quantized_layers
+from pipeline.models.quantized import (
+    LinearLayer,
+    QuantizedLinear,
+    quantized_layers,
+    weight_shape,
+)
 
 PREFILL = 2048
 """Prompt tokens of a pass, as `inference.engine.slots` reads them."""
@@ -34,7 +40,7 @@ def slot_bytes(model: CountedModel, generation: Generation) -> int:
 
 
 def sampling_bytes(model: CountedModel) -> int:
-    """Of drawing the next token of one sequence."""
+    """Bytes of drawing the next token of one sequence."""
     table = model.plain.get_input_embeddings().weight
     assert isinstance(table, Tensor)
     return SAMPLED * table.shape[0]
@@ -51,7 +57,8 @@ def replica_bytes(
     if actor.engine is None:
         return 0
     layers = {id(layer.codes): layer for layer in quantized_layers(actor.present).values()}
-    merged = {id(weight) for weight in _adapted(actor)}
+    adapted = [each for each in _adapted(actor) if not isinstance(each, QuantizedLinear)]
+    merged = {id(layer.weight) for layer in adapted}
     trained = (actor if own is None else own).present.named_parameters()
     here, total = {name for name, _ in trained}, 0
     for unit in actor.units():
@@ -64,13 +71,13 @@ def replica_bytes(
             copied = actor.is_sharded or layer is not None or id(param) in merged or another
             copied = copied or name not in here
             if copied and not _is_beside(name):
-                num_bytes = layer.num_bytes if layer is not None else _whole_bytes(param)
+                num_bytes = _whole_bytes(param) if layer is None else layer.whole_bytes
                 total += num_bytes // size
     return total
 
 
 def _whole_bytes(param: Tensor) -> int:
-    """Of the weight that a process may have a part of."""
+    """Bytes of the whole weight that a process may have a part of."""
     return whole_shape(param).numel() * param.itemsize
 
 
@@ -85,21 +92,23 @@ def weight_sync_bytes(actor: CountedModel, generation: Generation) -> int:
     A matrix with its adapter is added up in fp32: both, their sum and a factor. Parts of a matrix
     that generates otherwise divided are joined. At stage 3 a unit and the next one are gathered.
     """
-    merging = 4 * 4 * max((weight.numel() for weight in _adapted(actor)), default=0)
-    for param in actor.present.parameters():
+    sizes = (weight_shape(layer).numel() for layer in _adapted(actor))
+    merging = 4 * 4 * max(sizes, default=0)
+    cut = {param: _whole_bytes(param) for param in actor.present.parameters()}
+    for layer in quantized_layers(actor.present).values():
+        cut[layer.get_parameter("codes")] = layer.whole_bytes
+    for param, whole in cut.items():
         part = part_of(param)
         if part is not None and len(part.specs) != generation.tensor_parallel:
-            merging = max(merging, 2 * _whole_bytes(param))
+            merging = max(merging, 2 * whole)
     if not actor.is_sharded:
         return merging
     sizes = [sum(each.nbytes for each in unit.params.values()) for unit in actor.units()]
     return merging + max((one + other for one, other in pairwise(sizes)), default=sizes[0])
 
 
-def _adapted(actor: CountedModel) -> Iterator[Tensor]:
-    """The matrices that have an adapter."""
-    for layer in actor.present.modules():
-        if isinstance(layer, LoraLayer):
-            weight = layer.get_base_layer().weight
-            assert isinstance(weight, Tensor)
-            yield weight
+def _adapted(actor: CountedModel) -> Iterator[LinearLayer]:
+    """The layers that have an adapter."""
+    for module in actor.present.modules():
+        if isinstance(module, LoraLayer):
+            yield cast("LinearLayer", module.get_base_layer())

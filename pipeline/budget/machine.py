@@ -84,7 +84,7 @@ def this_machine(*, processes: int, world: int, gpus: Sequence[str]) -> Machine:
 
 
 def parse_machine(text: str) -> Machine:
-    """Of `8xA100-80GB`, `4x24GB` or, with machines and main memory, `2x8xH100-80GB+1024GB`.
+    """The machine that `8xA100-80GB` or, with its main memory, `2x8xH100-80GB+1024GB` stands for.
 
     Raises:
         ConfigError: it is none of them, or no card of that name is known.

@@ -19,7 +19,7 @@ class MeshSizes:
     replicas: tuple[int, ...] = (1,)
 
     def combinations(self, world: int) -> Iterator[tuple[int, int, int]]:
-        """Those of `pp`, `tp` and `replicas` that divide so many processes together.
+        """The combinations of `pp`, `tp` and `replicas` that divide so many processes together.
 
         Replicas of one process each share nothing, which is ZeRO stage 0 without replicas.
         """
@@ -60,7 +60,7 @@ def mesh_sizes(
 
 
 def _divisors(number: int) -> list[int]:
-    """Those above 1."""
+    """The divisors above 1."""
     return [each for each in range(2, number + 1) if number % each == 0]
 
 

@@ -84,12 +84,12 @@ class CountedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights, as they are loaded."""
+        """Bytes of all weights, as they are loaded."""
         return sum(param.nbytes for param in self.present.parameters())
 
     @property
     def read_bytes(self) -> int:
-        """Of its weights while it is loaded.
+        """Bytes of the model's weights while it is loaded.
 
         One that only answers is read whole and then quantized; of one that learns, or is sharded,
         each weight is quantized as it is read.

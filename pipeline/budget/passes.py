@@ -1,4 +1,4 @@
-"""What the passes of a step's models take: training, asking without gradients, reading prompts."""
+"""What the passes of a step's models take: training, scoring, reading prompts."""
 
 import functools
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class Rows:
     """Of each."""
 
     def batch(self) -> TokenBatch:
-        """As the models get it."""
+        """The rows as the models get them."""
         ids = torch.zeros(self.count * self.length, dtype=torch.int64, device=META)
         targets = ids[: self.count * min(self.targets, self.length - 1)]
         return TokenBatch(ids, (self.length,) * self.count, targets)

@@ -16,6 +16,7 @@ from pipeline.cli import run_main, say
 from pipeline.command import read_command
 from pipeline.config import LoraConfig, ModelUse, ParallelConfig, TrainedModelConfig, Workload
 from pipeline.errors import require
+from pipeline.installation import MODULE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,7 +86,7 @@ class ScalingConfig:
 
     @property
     def micro_batches(self) -> int:
-        """Of one sequence each, in an optimizer step."""
+        """Micro-batches of one sequence each in an optimizer step."""
         return self.tokens_per_gpu // self.length
 
 
@@ -181,7 +182,7 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         ScalingConfig,
         argv,
-        usage="pipeline.budget.scaling [--model NAME] [--gpus N ...] [--card CARD]",
+        usage=f"{MODULE} pipeline.budget.scaling [--model NAME] [--gpus N ...] [--card CARD]",
         about="How memory, operations and communication of a training step grow, by arithmetic.",
     )
     say("\n".join([*_about(config), "", *_table(config)]))

@@ -62,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True)
 class GpuSpeed:
-    """By the data sheet."""
+    """Speed of a GPU by its data sheet."""
 
     peak: float
     bandwidth: float
@@ -99,7 +99,7 @@ class GpuSpeed:
 
 
 def gpu_speed(name: str) -> GpuSpeed | None:
-    """Of a card by its name, as nvidia-smi or --plan-for have it; None where it is not known."""
+    """The speed of a card by its name, as nvidia-smi or --plan-for have it; None if not known."""
     for card in sorted(PEAK, key=len, reverse=True):
         if card.lower() in name.lower():
             return GpuSpeed(PEAK[card] * 1e12, BANDWIDTH[card] * 1e12, card)
@@ -108,7 +108,7 @@ def gpu_speed(name: str) -> GpuSpeed | None:
 
 @dataclass(frozen=True)
 class CpuSpeed:
-    """By running a block on this machine."""
+    """Speed of this machine, by running a block on it."""
 
     threads: int
     """Of each process."""

@@ -35,7 +35,7 @@ class Part:
     """Its passes in an optimizer step."""
 
     def takes(self, taken: PassBytes, how: Pass, *, begins: bool = False) -> PassBytes:
-        """Of what a pass of the whole model takes, what those of this stage do at once.
+        """What this stage takes at once, given what a pass of the whole model takes.
 
         Activations go with blocks. Hidden states that have come in and gone out stay with each
         micro-batch, and on the last stage logits, or what was computed of them.
@@ -122,7 +122,7 @@ def part_of_layers(model: CountedModel, workload: Workload) -> CountedModel:
 
 
 def stages_of(models: Sequence[CountedModel], workload: Workload) -> list[dict[str, Part]]:
-    """Of each stage what it has of the models that are cut, by role; none without stages.
+    """What each stage has of the models that are cut, by role; nothing without stages.
 
     Those that learn are, of the others those that can be.
 

@@ -48,7 +48,7 @@ def sums_directly(model: CountedModel, workload: Workload, machine: Machine) -> 
 
 
 def places_of(model: CountedModel, machine: Machine) -> Mapping[str, Place]:
-    """Of the kinds that do not lie where the model computes: the place."""
+    """The place of each kind that does not lie where the model computes."""
     if model.engine is None:
         return {}
     away = offloaded(model.engine, device_of(machine))

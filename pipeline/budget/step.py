@@ -49,7 +49,7 @@ def step_memory(
 def workload_memory(
     workload: Workload, *, machine: Machine, origins: Mapping[str, str] | None = None
 ) -> StepMemory:
-    """As `step_memory`, of what a step does rather than of its settings."""
+    """As `step_memory`, by what a step does rather than by its settings."""
     found = memory_by_stage(workload, machine=machine, origins=origins)
     return max(found, key=lambda memory: memory.peak("device"))
 
@@ -57,7 +57,7 @@ def workload_memory(
 def memory_by_stage(
     workload: Workload, *, machine: Machine, origins: Mapping[str, str] | None = None
 ) -> list[StepMemory]:
-    """As `workload_memory`, of each stage of a pipeline; of one process without stages."""
+    """As `workload_memory`, for each stage of a pipeline; for one process without stages."""
     models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
     parameters = {model.role: model.parameters for model in models if model.module is not None}
     if workload.parallel.divides_layers:
@@ -81,7 +81,7 @@ def _memory(
     models: tuple[CountedModel, ...],
     parts: Mapping[str, Part],
 ) -> StepMemory:
-    """Of a process, which has the `parts` of models that are cut into stages, by role."""
+    """Memory of a process, which has the `parts` of models that are cut into stages, by role."""
     models = tuple(parts[each.role].own if each.role in parts else each for each in models)
     sizes = {model.role: engine_bytes(model, workload, machine) for model in models}
     step = _Step(workload, machine, models, sizes, parts=parts)
@@ -118,7 +118,7 @@ class _Step:
         )
 
     def phases(self) -> dict[PhaseName, list[Item]]:
-        """In the order in which they come first."""
+        """The phases, in the order in which they come first."""
         generation = self.workload.generation
         phases: dict[PhaseName, list[Item]] = {"load": list(self.load())}
         if generation is not None and generation.phase == "each iteration":
@@ -160,12 +160,13 @@ class _Step:
     def load(self) -> Iterator[Item]:
         """Each model is read from its files to its place, and laid out unit by unit.
 
-        What is quantized when it has been read is whole in main memory before.
+        What is quantized when it has been read is whole in main memory before, unless processes
+        read their parts of it alone.
         """
         for model in self.present:
             alone = frozenset({model.role})
             yield from self.held(model, kinds=("weights", "masters"))
-            if model.read_bytes > model.weight_bytes:
+            if model.read_bytes > model.weight_bytes and not self.workload.parallel.is_cut:
                 place = "host" if self.machine.has_gpu else "device"
                 yield Item("weights", model.role, model.read_bytes, place, alone)
             if model.engine is not None:

@@ -86,7 +86,7 @@ class Links:
 
 
 def links_of(machine: Machine, card: str = "") -> Links:
-    """Of the processes of a machine.
+    """The links between the processes of a machine.
 
     A processor's are rough: there, trials tell more (`--autotune`).
 
@@ -111,7 +111,7 @@ def links_of(machine: Machine, card: str = "") -> Links:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Of an optimizer step of one process."""
+    """Seconds of an optimizer step of one process, by what takes them."""
 
     computing: float = 0.0
 
@@ -132,7 +132,7 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Of all."""
+        """Seconds of everything together."""
         return sum(getattr(self, each.name) for each in fields(self))
 
     def __add__(self, other: "StepSeconds") -> "StepSeconds":
@@ -152,7 +152,7 @@ class StepSeconds:
 def step_seconds(
     models: Sequence[CountedModel], workload: Workload, machine: Machine, links: Links
 ) -> StepSeconds:
-    """Of an optimizer step whose rows are all of the full length.
+    """Seconds of an optimizer step whose rows are all of the full length.
 
     Args:
         models: of the step, those without a module left out.
@@ -179,7 +179,7 @@ class _Count:
     links: Links
 
     def seconds(self) -> StepSeconds:
-        """Of all passes and the update of an optimizer step."""
+        """Seconds of all passes and the update of an optimizer step."""
         parallel = self.workload.parallel
         computing = self.computing()
         share = bubble(parallel.schedule, parallel.pp, self.workload.micro_batches, parallel.chunks)
@@ -198,19 +198,19 @@ class _Count:
 
     @property
     def tokens(self) -> int:
-        """Of an optimizer step on each process, or those that have the parts of a model."""
+        """Tokens of an optimizer step on each process, or on those with the parts of a model."""
         workload = self.workload
         return workload.share * workload.sequences_per_row * workload.length
 
     @property
     def hidden_bytes(self) -> int:
-        """Of the hidden states of the step's tokens behind one block."""
+        """Bytes of the hidden states of the step's tokens behind one block."""
         config = self.model.plain.config.get_text_config()
         return self.tokens * config.hidden_size * (4 if self.settings.precision == "fp32" else 2)
 
     @property
     def blocks(self) -> float:
-        """Of a process."""
+        """The number of blocks of a process."""
         return _flops(self.model.present).layers / self.workload.parallel.pp
 
     @property
@@ -219,7 +219,7 @@ class _Count:
         return self.workload.parallel.pp * self.workload.parallel.tp
 
     def computing(self) -> float:
-        """Of products of matrices, and at least of launching them."""
+        """Seconds of products of matrices, and at least of launching them."""
         recomputes = self.settings.gradient_checkpointing
         flops = _flops(self.model.present)
         each = flops.train(self.workload.length, recomputes=recomputes)
@@ -309,6 +309,6 @@ def _volumes(
     replicas: int,
     device: torch.device,
 ) -> Volumes:
-    """Of a step of one micro-batch."""
+    """The volumes of a step of one micro-batch."""
     settings = TrainedModelConfig(zero_stage=stage, zero=zero)
     return step_volumes(model, settings, world=shards, replicas=replicas, device=device)

@@ -99,7 +99,7 @@ class _Search:
         return self.least(together) if self.fits(together) else None
 
     def changes(self, options: Sequence[Settings]) -> list[Settings]:
-        """Those that ask for more than there is already."""
+        """The changes that ask for more than there is already."""
         return [settings for settings in options if _is_change(self.config, settings)]
 
     def least(self, settings: Settings) -> Settings:
@@ -270,7 +270,7 @@ def refusal(step: str, section: str, short: Shortage, fix: Fix | None) -> str:
 
 
 def as_options(section: str, settings: Settings) -> str:
-    """As the command line has them: --sft.micro_batch_size 2."""
+    """Settings as the command line has them: --sft.micro_batch_size 2."""
     prefix = f"--{section}." if section else "--"
     return " ".join(f"{prefix}{name} {_spelled(value)}" for name, value in settings.items())
 

@@ -74,7 +74,7 @@ def _rows(memory: StepMemory, place: Place, unit: int) -> Iterator[str]:
 
 
 def _roles(memory: StepMemory, place: Place, unit: int) -> Iterator[str]:
-    """Whose the weights are, where several models have some."""
+    """The roles whose weights these are, where several models have some."""
     by_phase = [phase.weights(place) for phase in memory.phases]
     roles = [role for role in memory.parameters or {} if any(role in each for each in by_phase)]
     if len(roles) > 1:

@@ -26,8 +26,9 @@ def tp_sizes(
     if not hasattr(config, "inference_tp_size"):
         return ()
     actor: TrainedModelConfig = getattr(config, "actor")  # noqa: B009
-    # Adapters are merged into what is divided.
-    found = model_of(replace(actor, lora=None), origins or {})
+    # Adapters are merged into what is divided, and codes are dequantized there.
+    plain = replace(actor, lora=None, quantize="none", double_quant=False)
+    found = model_of(plain, origins or {})
     sizes = [size for size in SIZES[1:] if processes % size == 0]
     if found.module is None or not sizes:
         return (1,)

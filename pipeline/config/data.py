@@ -33,7 +33,7 @@ class RowColumns:
     """Whether it is what step 2 learns, so that the others see which rows step 2 can use."""
 
     def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a row's columns that have a value."""
+        """A row's columns that have a value."""
         names = columns.keys() if self.all else (self.needed | self.others) & columns.keys()
         return {name: columns[name] for name in sorted(names) if columns[name] is not None}
 

@@ -194,22 +194,11 @@ class ParallelConfig:
             self._check_stages(role, model)
         if self.divides_layers:
             self._check_tensor(role, model)
-        if self.parts is not None and model.lora is not None:
-            require(
-                model.lora.variant in ("lora", "rslora") and model.lora.dropout == 0,
-                f"{role}.lora of parallel.arithmetic {self.arithmetic} is of variant lora or rslora"
-                " without dropout; take fast for others",
-            )
 
     def _check_tensor(self, role: str, model: TrainedModelConfig) -> None:
         tp = f"parallel.tp {self.tp}"
         if self.parts is not None:
             tp = f"parallel.arithmetic {self.arithmetic}"
-        require(
-            model.quantize == "none",
-            f"{role}.quantize {model.quantize} stores weights in blocks that {tp} would cut; set it"
-            " to none",
-        )
         require(
             not model.zero.compile,
             f"{role}.zero.compile can't compile blocks in which the processes of {tp} wait for each"

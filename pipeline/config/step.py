@@ -31,7 +31,7 @@ class SaveInterval:
 
     @classmethod
     def parse(cls, text: int | str) -> "SaveInterval":
-        """Of `100` (steps), `90s`, `15m` or `2h`.
+        """The interval that `100` (steps), `90s`, `15m` or `2h` stands for.
 
         Raises:
             ConfigError: it is none of them.
@@ -182,7 +182,7 @@ class StepConfig(ABC):
         return RowColumns()
 
     def choose_rows(self, train: Any, held_out: Any) -> tuple[Any, Any]:  # noqa: ANN401
-        """Those of the step's examples, to train and to evaluate, of the kind it learns from.
+        """The step's examples of the kind it learns from, to train and to evaluate.
 
         Raises:
             DataError: there are none, or they can't be learned from.

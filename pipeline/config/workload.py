@@ -208,7 +208,7 @@ class Workload:
 
     @property
     def micro_batches(self) -> int:
-        """Of a process in an optimizer step."""
+        """Micro-batches of a process in an optimizer step."""
         return -(-self.share // self.rows)
 
     @property

@@ -13,6 +13,7 @@ from pipeline.command import read_command
 from pipeline.data.sums import ArithmeticConfig, sums
 from pipeline.errors import require
 from pipeline.files.output import json_lines, write_output
+from pipeline.installation import MODULE
 
 
 def main(argv: Sequence[str]) -> None:
@@ -20,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         ArithmeticConfig,
         argv,
-        usage="pipeline.data.arithmetic [--SETTING VALUE ...]",
+        usage=f"{MODULE} pipeline.data.arithmetic [--SETTING VALUE ...]",
         about="Write sums with demonstrations and right answers, as rows to train on.",
     )
     _require_free(config.out)

@@ -7,7 +7,7 @@ from pipeline.data.examples import Example
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
-    """The same for the same dialogues in the same order, and for no others."""
+    """A hash that is the same for the same dialogues in the same order, and for no others."""
     digest = hashlib.sha256()
     for example in examples:
         for dialogue in (example.prompt, example.chosen, example.rejected):

@@ -16,6 +16,7 @@ from pipeline.data.examples import Encoded
 from pipeline.data.lint import EncodedRow, Finding, encode_rows, lint
 from pipeline.data.stages import StageData, load_examples
 from pipeline.errors import require
+from pipeline.installation import MODULE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,7 +107,7 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         InspectConfig,
         argv,
-        usage="pipeline.data.inspect [--SETTING VALUE ...]",
+        usage=f"{MODULE} pipeline.data.inspect [--SETTING VALUE ...]",
         about="Print how rows are read, put into a chat format and masked, and check them.",
     )
     data = load_examples(config.data, step=config.step, seed=config.seed)
@@ -173,7 +174,7 @@ def _print_row(
 
 
 def _cut(dialogue: Encoded, *, step: int, max_length: int) -> Encoded:
-    """As the step cuts what is too long: step 2 keeps the end, where the score is read."""
+    """The row as the step cuts what is too long: step 2 keeps the end, where the score is read."""
     return dialogue.tail(max_length) if step == 2 else dialogue.head(max_length)
 
 

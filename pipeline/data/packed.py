@@ -111,7 +111,7 @@ class PackedData:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same dialogues in the same order, and for no others."""
+        """A hash that is the same for the same dialogues in the same order, and for no others."""
         contents = [(file.checksum, file.documents) for file in self.train.files]
         digest = hashlib.sha256(repr(contents).encode())
         digest.update(self.train.places.astype("<i8").tobytes())

@@ -25,7 +25,7 @@ class EncodedPair:
 
     @property
     def num_tokens(self) -> int:
-        """Of both sequences."""
+        """Tokens of both sequences."""
         return len(self.chosen) + len(self.rejected)
 
 

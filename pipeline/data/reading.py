@@ -55,7 +55,7 @@ class Wanted:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The same for what is read in the same way."""
+        """What is the same for all that is read in the same way."""
         return tuple(sorted(self.fields.items())), self.kept
 
 

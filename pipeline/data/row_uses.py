@@ -40,7 +40,7 @@ def is_usable(example: Example, use: RowUse) -> bool:
 
 
 def as_used(examples: Sequence[Example], use: RowUse) -> list[Example]:
-    """Of pairs that are read response by response two examples, side by side."""
+    """The examples; of pairs that are read response by response two each, side by side."""
     if use != "responses":
         return list(examples)
     return [

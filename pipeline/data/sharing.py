@@ -35,7 +35,7 @@ class SharedRow(Protocol):
 
     @property
     def whole_prompt(self) -> object:
-        """The same for the same dialogue up to the response."""
+        """What is the same for the same dialogue up to the response."""
         ...
 
     @property

@@ -43,7 +43,7 @@ def with_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
 
 
 def never_read(template: str, names: Iterable[str]) -> list[str]:
-    """Those of the names that stand nowhere in the template."""
+    """The names that the template never reads."""
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
 
 

@@ -105,5 +105,5 @@ class BufferPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers that lie here."""
+        """Bytes of the buffers that lie here."""
         return sum(each.used for kind in self._free.values() for each in kind)

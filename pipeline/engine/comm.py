@@ -195,7 +195,7 @@ class Collectives:
 
     @property
     def num_bytes(self) -> int:
-        """Of the memory that collectives need for themselves from one to the next."""
+        """Bytes of memory that collectives keep for themselves from one to the next."""
         return 0
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002

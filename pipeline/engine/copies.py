@@ -85,7 +85,7 @@ class CollectivesOverCopies(Collectives):
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers in which pieces are summed."""
+        """Bytes of the buffers in which pieces are summed."""
         return self._pool.num_bytes
 
 

@@ -135,7 +135,7 @@ class Engine:
     def backward_from(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, blocks_alone: bool = False
     ) -> None:
-        """The same from what the model returned, where others know the gradients of a loss by it.
+        """Add gradients from what the model returned, where others know a loss's gradients by it.
 
         They have been found by an engine of the same loss scale, whose scale they have. With
         `blocks_alone` nothing outside of the model's blocks has any.
@@ -298,7 +298,7 @@ class Engine:
         return math.sqrt(math.fsum(squares)) / self.scaler.scale, "", all_used
 
     def _maximum(self, value: float) -> float:
-        """Of all processes that have a part or a share of the model."""
+        """The maximum over all processes that have a part or a share of the model."""
         return self.parts.max(self.group.max(value))
 
     def _norm_by_exact_sums(self) -> float | None:
@@ -313,7 +313,7 @@ class Engine:
         return norm_of(limbs, largest) / self.scaler.scale
 
     def _used(self) -> list[set[str]]:
-        """Of each group the parameters that had a gradient, on whatever process."""
+        """The parameters of each group that had a gradient, on whatever process."""
         names = [list(group.flat.params) for group in self.groups]
         found = [
             float(name in group.gradients.found)

@@ -179,7 +179,7 @@ class FlatParams:
 
     @property
     def written(self) -> tuple[int, int]:
-        """From where to where this process writes the vector to a checkpoint.
+        """The stretch of the vector, from and to, that this process writes to a checkpoint.
 
         It is its piece, which the copies of the model share out among them.
         """

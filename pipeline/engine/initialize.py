@@ -115,11 +115,11 @@ class LoopEngine:
         return self._checkpoints.load(Path(directory))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """As `Engine.no_sync`."""
+        """Postpone reductions, as `Engine.no_sync`."""
         return self.engine.no_sync()
 
     def gathered(self) -> AbstractContextManager[None]:
-        """As `Engine.gathered`."""
+        """Have all weights whole, as `Engine.gathered`."""
         return self.engine.gathered()
 
     def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's signature

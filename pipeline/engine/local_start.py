@@ -103,7 +103,7 @@ class LocalStart:
 
     @property
     def near(self) -> Mapping[str, Mapping[str, Path]]:
-        """By the attempt that wrote them: files of checkpoints on this machine, by their names."""
+        """Files of checkpoints on this machine, by the attempt that wrote them and by name."""
         found: dict[str, dict[str, Path]] = {}
         for part in self._found:
             found.setdefault(part.identity.attempt, {})[part.identity.file] = part.file

@@ -14,13 +14,14 @@ from pipeline.command import read_command
 from pipeline.config import FrozenModelConfig, TrainedModelConfig
 from pipeline.engine.estimates import estimate_zero2, estimate_zero3, format_estimates
 from pipeline.errors import require
+from pipeline.installation import MODULE
 
 if TYPE_CHECKING:
     from torch import nn
 
 _USAGE = (
-    "pipeline.engine.memory --params N [--largest-layer N] [--gpus N]",
-    "pipeline.engine.memory --model NAME [--gpus N] [--nodes N]",
+    f"{MODULE} pipeline.engine.memory --params N [--largest-layer N] [--gpus N]",
+    f"{MODULE} pipeline.engine.memory --model NAME [--gpus N] [--nodes N]",
 )
 
 ADAM_BYTES = 16

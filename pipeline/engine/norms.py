@@ -74,7 +74,7 @@ class NormsOfParts:
         self._own = len(units)
 
     def gathered(self, own: Sequence[float], *, flag: bool) -> tuple[Sequence[float], bool]:
-        """Those of this part's vectors among those of all; whether all parts have the flag.
+        """The squares of all parts' vectors, and whether all parts have the flag.
 
         As many numbers for each vector, vector after vector. Each is zero but for one part, so that
         their sums are exact.

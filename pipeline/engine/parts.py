@@ -39,5 +39,5 @@ class KnowsHealth(Stateful, Protocol):
 
     @property
     def window(self) -> int | None:
-        """By how many steps at least the run goes back; None where it never does."""
+        """The fewest steps by which the run goes back; None where it never does."""
         ...

@@ -51,7 +51,7 @@ class Vector:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole vector, as the model has its weights."""
+        """Bytes of the whole vector, as the model has its weights."""
         return self.numel * self.settings.dtype.itemsize
 
 
@@ -139,7 +139,7 @@ def unit_vectors(model: nn.Module, config: TrainedModelConfig, *, world: int) ->
 
 
 def offloaded(config: TrainedModelConfig, device: torch.device) -> dict[str, str]:
-    """Of the kinds that don't lie on `device` the place, "cpu" or "nvme"."""
+    """The place, "cpu" or "nvme", of each kind that doesn't lie on `device`."""
     offload = config.zero.offload
     places = {
         "weights": offload.params,
@@ -215,7 +215,7 @@ def _vectors(
 
 
 def _master_bytes(vector: Vector, config: TrainedModelConfig, placement: Placement) -> int:
-    """Of a master, beside its weight."""
+    """Bytes of a master, beside its weight."""
     kind = kind_of_masters(vector.settings.dtype, placement, config.optim, config.kernels)
     return MASTER_BYTES[kind]
 
@@ -273,7 +273,7 @@ def padded_piece(vector: Vector, world: int, replicas: int) -> int:
 
 
 def gradient_bytes(vector: Vector, *, narrow: bool) -> int:
-    """Of a vector's gradients on their way, where they may or may not be of its own type."""
+    """Bytes of a vector's gradients on their way, where they may or may not be of its own type."""
     itemsize = vector.settings.dtype.itemsize if narrow and not vector.tied else 4
     return min(itemsize, 4) * vector.numel
 

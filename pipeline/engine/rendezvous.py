@@ -172,7 +172,7 @@ class Rendezvous:
             )
 
     def _name(self, other: int) -> str:
-        """As people know a process: by its rank in the job."""
+        """A process as people know it: by its rank in the job."""
         return f"rank {self.ranks[other]}"
 
     def _label(self, other: int, number: int) -> str:

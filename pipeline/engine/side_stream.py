@@ -94,5 +94,5 @@ class GradientCopies:
 
 
 def gradient_copies(device: torch.device) -> GradientCopies | None:
-    """Of an engine whose model computes on `device`; None where that is main memory itself."""
+    """The copies of an engine whose model computes on `device`; None where that is main memory."""
     return GradientCopies(CudaStream(device)) if device.type == "cuda" else None

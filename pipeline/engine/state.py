@@ -163,7 +163,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
 
 
 def weights_fragments(engine: Engine, prefix: str, weights: Sequence[Tensor]) -> Iterator[Fragment]:
-    """Of vectors laid out as `engine.masters()`: an average of them, or the best so far."""
+    """Fragments of vectors laid out as `engine.masters()`: an average, or the best so far."""
     for group, vector in zip(engine.groups, weights, strict=True):
         yield from _written(group, vector, prefix)
 
@@ -257,7 +257,7 @@ def _room_for_moments(
 
 
 def _stored_dtype(described: Sequence[str]) -> torch.dtype:
-    """As what moments of a checkpoint are read; from bf16 to fp32 each as it is read."""
+    """The type as which moments of a checkpoint are read; from bf16 to fp32 each as it is read."""
     return torch.uint8 if EXPONENTS[0] in described else torch.float32
 
 
@@ -324,14 +324,14 @@ def _state(group: TrainedParams) -> Iterable[tuple[str, Tensor]]:
 
 
 def _buffers_of_earlier_parts(engine: Engine) -> set[str]:
-    """Those that a process with an earlier part of the model has as well, and writes."""
+    """The buffers that a process with an earlier part of the model has as well, and writes."""
     parts = engine.parts
     of_parts = parts.gather_objects(sorted(_buffers(engine)))
     return {name for own in of_parts[: parts.rank] for name in own}
 
 
 def _buffer_key(prefix: str, name: str, rank: int) -> str:
-    """Those of the first process are the model's; the others' may differ, as statistics do."""
+    """The name of a buffer; the first process's are the model's, the others' may differ."""
     return f"{prefix}/buffers/{name}" if rank == 0 else f"{prefix}/buffers_of_rank_{rank}/{name}"
 
 

@@ -42,6 +42,9 @@ class Part:
     rank: int
     """Of this process."""
 
+    stored: torch.Size | None = None
+    """The shape that the parameter has where it is whole, if it lies otherwise than `whole`."""
+
     @property
     def own(self) -> ShardSpec:
         """What this process has."""
@@ -58,7 +61,7 @@ class Part:
         return self.whole[self.own.dim + 1 :].numel()
 
     def in_blocks(self, block: int) -> "Part | None":
-        """The same of the parameter's blocks of so many consecutive elements, numbered by row.
+        """The same part in the parameter's blocks of so many consecutive elements, numbered by row.
 
         None where a process has a part of a block.
         """
@@ -133,15 +136,17 @@ def part_in_blocks(name: str, param: Tensor, block: int) -> Part | None:
 
 
 def role_of(param: Tensor) -> Role:
-    """How a parameter's gradient is completed."""
+    """How a parameter's gradient is completed; a frozen one has none, and is a part or whole."""
     part = part_of(param)
-    return getattr(param, _ROLE, "whole") if part is None else part.role
+    if part is not None:
+        return part.role
+    return getattr(param, _ROLE, "whole") if param.requires_grad else "whole"
 
 
 def whole_shape(param: Tensor) -> torch.Size:
-    """Of the parameter that it is a part of, or its own."""
+    """The shape of the parameter that it is a part of, or its own."""
     part = part_of(param)
-    return param.shape if part is None else part.whole
+    return param.shape if part is None else part.stored or part.whole
 
 
 Stretch = tuple[Tensor, int, slice]

@@ -118,7 +118,7 @@ class TrainedParams:
         self.state.update(new_moments(torch.empty(0), self.moment_dtype))
 
     def spans(self, *, own: bool = False) -> Iterator[tuple[str, slice, slice]]:
-        """Of each parameter that has elements in these masters: where they lie, and which they are.
+        """Where the elements of each parameter in these masters lie, and which they are.
 
         With `own` only those that this process writes to a checkpoint: processes that keep the same
         share it out among them.
@@ -285,7 +285,7 @@ class TrainedParams:
         return self.numbers_of[name] if name in self.numbers_of else self._numbers()
 
     def _numbers(self) -> Numbers | None:
-        """Those of all parameters that have none of their own."""
+        """The numbers of all parameters that have none of their own."""
         found = {name: value for name, value in self._tensors() if value.ndim == 0}
         return {name: value.clone() for name, value in found.items()} if self.state else None
 

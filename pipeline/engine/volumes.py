@@ -35,7 +35,7 @@ class Volumes:
 
     @property
     def total(self) -> int:
-        """Of both, within a copy of the model."""
+        """Bytes of both, within a copy of the model."""
         return self.reduce_scatter + self.all_gather
 
     def sent(self, world: int) -> int:

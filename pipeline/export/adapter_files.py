@@ -79,7 +79,7 @@ class Adapter:
         return weight if own is None else own.to(weight.dtype)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of the weight that the adapter was made for; None where it has nothing for it."""
+        """The shape of the weight that the adapter was made for; None where it has none for it."""
         stem = PREFIX + name.removesuffix(".weight")
         down, up = (self.tensors.get(f"{stem}.lora_{each}.weight") for each in "AB")
         if down is None or up is None:

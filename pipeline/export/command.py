@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pipeline.cli import say
 from pipeline.command import read_command
 from pipeline.export.config import ExportConfig
+from pipeline.installation import MODULE
 
 
 def main(argv: Sequence[str]) -> None:
@@ -18,8 +19,8 @@ def main(argv: Sequence[str]) -> None:
         ExportConfig,
         argv,
         usage=(
-            "pipeline.export --path DIR --to gguf --out DIR [--number-format q8_0]",
-            "pipeline.export --path DIR --to onnx|merged|adapter --out DIR",
+            f"{MODULE} pipeline.export --path DIR --to gguf --out DIR [--number-format q8_0]",
+            f"{MODULE} pipeline.export --path DIR --to onnx|merged|adapter --out DIR",
         ),
         about="Export a model as GGUF or ONNX, with its adapter merged, or its adapter alone, and"
         " verify what was written: docs/export.md.",

@@ -22,7 +22,7 @@ Encode = Callable[[str], list[int]]
 
 
 def tokenize_with(vocabulary: Vocabulary) -> Encode:
-    """From a text to ids, special tokens in it found, and none put around it."""
+    """A function from a text to ids, special tokens in it found, and none put around it."""
     numbers = {token: number for number, token in enumerate(vocabulary.tokens)}
     special = {
         token: numbers[token]

@@ -19,7 +19,7 @@ def greedy_tokens(model: PreTrainedModel, prompt: Int[Tensor, " P"], count: int)
 def greedy_with_margins(
     model: PreTrainedModel, prompt: Int[Tensor, " P"], count: int
 ) -> tuple[list[int], list[float]]:
-    """The same, and how far each one's logit is above the second.
+    """The tokens of `greedy`, and how far each one's logit is above the second.
 
     In units of the largest magnitude of a logit there.
     """

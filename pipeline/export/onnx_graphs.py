@@ -60,7 +60,7 @@ class ActorGraph(_OfTokens):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Of what a layer keeps of a sequence: keys (heads, P, key) and values (heads, P, value)."""
+    """What a layer keeps of a sequence: keys (heads, P, key) and values (heads, P, value)."""
 
     heads: int
     key: int

@@ -26,7 +26,7 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """In words."""
+        """The kind of model, in words."""
         what = "classifier" if self.is_classifier else "language model"
         return f"{self.settings['model_type']} {what}"
 

@@ -119,7 +119,7 @@ class Guards:
 
     @property
     def window(self) -> int | None:
-        """By how many steps at least a run may go back; None where it never does."""
+        """The fewest steps by which a run may go back; None where it never does."""
         return max((self._steps(guard) for guard in self.guards if guard.acts), default=None)
 
     def _steps(self, guard: Guard) -> int:

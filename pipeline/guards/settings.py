@@ -65,7 +65,7 @@ class Guard:
 
     @property
     def place(self) -> tuple[str, bool]:
-        """Of two guards in the same place the later one counts."""
+        """What two guards have in common of which the later one counts."""
         return self.signal, self.is_lower
 
     @property
@@ -101,7 +101,7 @@ def completed(guards: Sequence[G], usual: Sequence[G]) -> tuple[G, ...]:
 
 
 def acting(guards: Sequence[G]) -> tuple[G, ...]:
-    """Those that may end the run or take it back."""
+    """The guards that may end the run or take it back."""
     return tuple(guard for guard in guards if guard.acts)
 
 

@@ -5,7 +5,6 @@ the operator's definition in PyTorch, and `without` what runs where there is no 
 something else. What is timed is in the `cases.py` of each operator.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pipeline.cli import run_main, say
+from pipeline.command import read_command
+from pipeline.installation import MODULE
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.operators import cases_of, operators
 from pipeline.kernels.products.dispatch import take_over
@@ -33,7 +34,7 @@ def row(timed: Timed) -> str:
 
 
 def median_seconds(call: Callable[[], object] | None) -> float | None:
-    """Of a few calls, after one that doesn't count."""
+    """The median of a few calls, after one that doesn't count."""
     if call is None:
         return None
     call()
@@ -55,15 +56,12 @@ def synchronize() -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Read the options, build, measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.kernels", description=(__doc__ or "").split("\n\n")[0]
+    sizes = read_command(
+        Sizes,
+        argv,
+        usage=f"{MODULE} pipeline.kernels [--SETTING VALUE ...]",
+        about="What is built, what PyTorch does instead and why, and how fast each operator is.",
     )
-    parser.add_argument("--elements", type=int, default=4_000_000, help="of AdamW's vectors")
-    parser.add_argument(
-        "--tokens", type=int, default=512, help="of the log-probabilities, and of a sequence"
-    )
-    args = parser.parse_args(argv)
-    sizes = Sizes(args.elements, args.tokens)
     take_over(kernel_mode())  # as steps do
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():

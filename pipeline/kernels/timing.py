@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.errors import require
 from pipeline.kernels.toolchain.cpp import Built, NotBuiltError
 from pipeline.kernels.toolchain.gpu import Gpu
 
@@ -16,13 +17,18 @@ Found = Built | Gpu | NotBuiltError | str
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is chosen on the command line."""
+    """How much is computed in each timed call."""
 
-    elements: int
-    """Of AdamW's vectors."""
+    elements: int = 4_000_000
+    """Elements of AdamW's vectors."""
 
-    tokens: int
-    """Of the log-probabilities, and of a sequence."""
+    tokens: int = 512
+    """Tokens of the log-probabilities, and of a sequence."""
+
+    def __post_init__(self) -> None:
+        for name in ("elements", "tokens"):
+            value = getattr(self, name)
+            require(value > 0, f"--{name} must be above 0, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,5 +75,5 @@ def describe(found: Found) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As in a sentence."""
+    """The name of a type in a sentence."""
     return str(dtype).removeprefix("torch.")

@@ -200,7 +200,7 @@ def _bandwidth() -> Section:
 
 
 def _speed(copy: Callable[[], object], wait: Callable[[], object]) -> str:
-    """Of the fastest of a few copies: what is copied, by the time."""
+    """The speed of the fastest of a few copies."""
     times: list[float] = []
     for _ in range(COPIES):
         wait()

@@ -82,7 +82,7 @@ def select_hosts(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
 ) -> list[Host]:
-    """Those hosts and slots that the options leave, in the order of the file.
+    """The hosts and slots that the options leave, in the order of the file.
 
     Raises:
         ConfigError: an option is malformed, names what is not there, or leaves nothing.

@@ -5,12 +5,13 @@ axis, the optimizer step and the micro-batch. So the stages of a pipeline draw t
 process draws, in whatever order they come to their blocks, and a run that goes on in another cut
 goes on with them. A block that is run again in the backward pass draws those of its first run.
 
-Processes that compute a layer together draw the mask of all columns, and take their own.
+Processes that compute a layer together draw the mask of all columns, and take their own. So do the
+virtual parts that one process computes one after the other (`part_by_part.py`).
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -29,11 +30,13 @@ class _Pass:
 
     number: tuple[int, ...]
 
-    calls: Counter[str] = field(default_factory=Counter)
-    """How often each layer has been run: more than once where rows are padded in groups."""
+    calls: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How often each layer has been run, for each part: more than once where rows are padded in
+    groups."""
 
 
 _current: ContextVar[_Pass | None] = ContextVar("pass", default=None)
+_part: ContextVar[int] = ContextVar("part", default=0)
 
 
 @contextmanager
@@ -46,8 +49,18 @@ def masks_of(*number: int) -> Iterator[None]:
         _current.reset(token)
 
 
+@contextmanager
+def masks_of_part(number: int) -> Iterator[None]:
+    """Have adapters take the columns of that one of this process's virtual parts."""
+    token = _part.set(number)
+    try:
+        yield
+    finally:
+        _part.reset(token)
+
+
 def masks_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """In which a block runs, and in which it is run again: `context_fn` of PyTorch's `checkpoint`.
+    """Contexts in which a block runs, and runs again: `context_fn` of PyTorch's `checkpoint`.
 
     It is called before the block runs.
     """
@@ -58,7 +71,7 @@ def masks_again() -> tuple[AbstractContextManager[None], AbstractContextManager[
 
 
 @contextmanager
-def _as_at(one: _Pass, calls: Counter[str]) -> Iterator[None]:
+def _as_at(one: _Pass, calls: Counter[tuple[str, int]]) -> Iterator[None]:
     token = _current.set(replace(one, calls=calls))
     try:
         yield
@@ -79,10 +92,10 @@ class AdapterDropout(nn.Module):
         super().__init__()
         self.p, self._seed, self._name = probability, seed, name
         self._columns: int | None = None
-        self._own: ShardSpec | None = None
+        self._own: Sequence[ShardSpec] = ()
 
-    def divide(self, columns: int, own: ShardSpec) -> None:
-        """Read this process's own of so many columns from now on."""
+    def divide(self, columns: int, own: Sequence[ShardSpec]) -> None:
+        """Read this process's own of so many columns from now on, of each of its parts."""
         self._columns, self._own = columns, own
 
     def forward(self, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B n"]:
@@ -96,17 +109,18 @@ class AdapterDropout(nn.Module):
         shape = (*values.shape[:-1], self._columns or values.shape[-1])
         mask = torch.empty(shape, dtype=torch.bool, device=values.device)
         mask.bernoulli_(self.p, generator=self._generator(values.device))
-        if self._own is None:
+        if not self._own:
             return mask
-        return replace(self._own, dim=values.ndim - 1).of(mask).contiguous()
+        return replace(self._own[_part.get()], dim=values.ndim - 1).of(mask).contiguous()
 
     def _generator(self, device: torch.device) -> torch.Generator | None:
         """Where this pass's mask comes from; outside of a pass the device's own."""
         now = _current.get()
         if now is None or device.type == "meta":
             return None
-        calls = now.calls[self._name]
-        now.calls[self._name] += 1
+        place = self._name, _part.get()
+        calls = now.calls[place]
+        now.calls[place] += 1
         text = f"{self._seed} {self._name} {now.number} {calls}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -180,7 +180,7 @@ class Ragged:
 
     @cached_property
     def _whole(self) -> Padded:
-        """As many keys as are added up in no other pieces."""
+        """Padded sequences of as many keys as are added up in one piece."""
         return _padded(self.groups, self.lengths, self.device, whole=True)
 
 

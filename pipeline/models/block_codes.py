@@ -69,7 +69,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Part:
+class Vector:
     """One of the vectors that stand for a weight."""
 
     dtype: torch.dtype
@@ -82,6 +82,11 @@ class Part:
 
     together: int
     """Weights that have to be read to compute an element: whole stretches of that many."""
+
+    @property
+    def grain(self) -> int:
+        """Weights that an element is of."""
+        return self.weights // self.per_block
 
     def numel(self, weights: int) -> int:
         """Elements for that many weights."""
@@ -99,19 +104,19 @@ class Part:
         return begin, stop_weight, begin // self.weights * self.per_block
 
 
-def parts_of(form: Form) -> dict[str, Part]:
+def parts_of(form: Form) -> dict[str, Vector]:
     """The vectors of a weight, by name."""
     of_codes = {
-        "nf4": Part(torch.uint8, BLOCK, BLOCK // 2, BLOCK),
-        "int8": Part(torch.int8, BLOCK, BLOCK, BLOCK),
+        "nf4": Vector(torch.uint8, BLOCK, BLOCK // 2, BLOCK),
+        "int8": Vector(torch.int8, BLOCK, BLOCK, BLOCK),
     }
     parts = {"codes": of_codes[form.codes]}
     if not form.double:
-        return parts | {"scales": Part(torch.float32, BLOCK, 1, BLOCK)}
+        return parts | {"scales": Vector(torch.float32, BLOCK, 1, BLOCK)}
     group = BLOCK * GROUP
     return parts | {
-        "scale_codes": Part(torch.uint8, BLOCK, 1, group),
-        "scale_ranges": Part(torch.float32, group, 2, group),
+        "scale_codes": Vector(torch.uint8, BLOCK, 1, group),
+        "scale_ranges": Vector(torch.float32, group, 2, group),
     }
 
 
@@ -128,7 +133,7 @@ def pack(weight: Float[Tensor, "*S"], form: Form) -> dict[str, Tensor]:
     if flat.is_meta:
         return packed
     scales = torch.empty(-(-len(flat) // BLOCK), device=flat.device)
-    per_weight = BLOCK // parts_of(form)["codes"].per_block
+    per_weight = parts_of(form)["codes"].grain
     for start in range(0, len(flat), AT_ONCE):
         piece = flat[start : start + AT_ONCE].float()
         blocks = F.pad(piece, (0, -len(piece) % BLOCK)).view(-1, BLOCK)
@@ -145,12 +150,25 @@ def pack(weight: Float[Tensor, "*S"], form: Form) -> dict[str, Tensor]:
 
 def unpack(packed: Packed, shape: torch.Size, form: Form, dtype: torch.dtype) -> Tensor:
     """The weight of `shape` that `packed` stands for, computed in fp32 and rounded once."""
-    codes = packed["codes"]
-    scales = _scales(packed, form)
+    return scaled(packed["codes"], scales_of(packed, form), shape, form, dtype)
+
+
+def scaled(
+    codes: Shaped[Tensor, " n"],
+    scales: Float[Tensor, " m"],
+    shape: torch.Size,
+    form: Form,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What codes stand for, times their scales, in fp32 and rounded once.
+
+    Each of the scales is for as many weights: a block, or a run of them that lie in one.
+    """
     if form.codes == "int8":
         scales = scales / INT8_STEPS
-    flat = torch.empty(len(scales) * BLOCK, dtype=dtype, device=codes.device)
-    per_weight = BLOCK // parts_of(form)["codes"].per_block
+    per_weight = parts_of(form)["codes"].grain
+    flat = torch.empty(len(codes) * per_weight, dtype=dtype, device=codes.device)
+    run = len(flat) // max(1, len(scales))
     for start in range(0, len(flat), AT_ONCE):
         stop = min(start + AT_ONCE, len(flat))
         piece = codes[start // per_weight : stop // per_weight]
@@ -159,9 +177,9 @@ def unpack(packed: Packed, shape: torch.Size, form: Form, dtype: torch.dtype) ->
             numbers = pairs.view(torch.float32)
         else:
             numbers = piece.float()
-        blocks = numbers.view(-1, BLOCK)
-        blocks *= scales[start // BLOCK : stop // BLOCK, None]
-        flat[start:stop] = blocks.view(-1)
+        runs = numbers.view(-1, run)
+        runs *= scales[start // run : stop // run, None]
+        flat[start:stop] = runs.view(-1)
     return flat[: shape.numel()].view(shape)
 
 
@@ -197,10 +215,20 @@ def _pack_scales(scales: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
     return codes.round_().to(torch.uint8).view(-1)[: len(scales)], ranges
 
 
-def _scales(packed: Packed, form: Form) -> Float[Tensor, " n"]:
-    """Of each block, in fp32."""
+def scales_of(
+    packed: Packed, form: Form, groups: Int64[Tensor, " n"] | None = None
+) -> Float[Tensor, " n"]:
+    """The scale of each block, in fp32.
+
+    Where there are blocks of a part of the weight alone, `groups` has the number of the group of
+    each; without it they follow each other.
+    """
     if not form.double:
         return packed["scales"]
-    codes = packed["scale_codes"]
-    low, step = packed["scale_ranges"].view(-1, 2).repeat_interleave(GROUP, dim=0).unbind(1)
-    return low[: len(codes)] + codes * step[: len(codes)]
+    codes, ranges = packed["scale_codes"], packed["scale_ranges"].view(-1, 2)
+    if groups is None:
+        of_blocks = ranges.repeat_interleave(GROUP, dim=0)[: len(codes)]
+    else:
+        of_blocks = ranges[groups]
+    low, step = of_blocks.unbind(1)
+    return low + codes * step

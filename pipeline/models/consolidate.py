@@ -148,7 +148,7 @@ def _build(
 
 
 def _dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
-    """Of all parameters, and of the weights that quantized layers stand for."""
+    """The types of all parameters, and of the weights that quantized layers stand for."""
     for name, param in model.named_parameters():
         yield name, param.dtype
     for name, layer in quantized_layers(model).items():

@@ -1,12 +1,18 @@
-"""How long a model reads, by its configuration alone."""
+"""How long a model reads, and settings whose rows are no longer."""
 
+from dataclasses import replace
+from typing import TypeVar
+
+from torch import nn
 from transformers import AutoConfig
 
-from pipeline.config import EMBEDDED, FrozenModelConfig
+from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig
 from pipeline.errors import ModelError
 from pipeline.models.embedded import CONTEXT
-from pipeline.models.forward import positions
+from pipeline.models.forward import base_model, context_length, positions
 from pipeline.models.load import model_path
+
+StepT = TypeVar("StepT", bound=StepConfig)
 
 
 def context_of(config: FrozenModelConfig) -> int:
@@ -23,3 +29,21 @@ def context_of(config: FrozenModelConfig) -> int:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} has no configuration that can be read: {error}") from error
     return positions(settings)
+
+
+def within_context(config: StepT, model: nn.Module) -> StepT:
+    """The settings with `data.max_length` no longer than what the model reads."""
+    return _within(config, context_length(base_model(model)))
+
+
+def within_context_of(config: StepT, model: FrozenModelConfig) -> StepT:
+    """As `within_context`, before the model is loaded.
+
+    Raises:
+        ModelError: its configuration can't be read.
+    """
+    return _within(config, context_of(model))
+
+
+def _within(config: StepT, limit: int) -> StepT:
+    return replace(config, data=replace(config.data, max_length=min(config.data.max_length, limit)))

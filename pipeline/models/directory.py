@@ -215,9 +215,9 @@ def _without_configuration(directory: Path) -> str:
         return _is_an_adapter(directory)
     if not any(directory.iterdir()):
         return f"{nothing}: it has no config.json; the directory is empty"
-    inside = sorted(each.parent for each in directory.glob("*/config.json"))
-    if inside:
-        found = " or ".join(map(str, inside[:3]))
+    deep = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
+    if inside := sorted({each.parent for each in deep}):
+        found = " or ".join(map(str, inside[:4]))
         return f"{nothing}: it has no config.json; a model lies in {found}"
     return f"{nothing}: it has no config.json; copy it from where the weights came from"
 

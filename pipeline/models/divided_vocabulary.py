@@ -76,7 +76,7 @@ def divide_table(module: nn.Module, rows: int, parts: VirtualParts) -> None:
 def _logits(
     head: nn.Linear, parts: VirtualParts, hidden: Float[Tensor, "*B d"]
 ) -> Float[Tensor, "*B V"]:
-    """Those of all words."""
+    """The logits of all words."""
     rows = rows_of_parts(len(head.weight), parts)
     weights = cut_weight(head.weight, rows)
     biases = (None,) * len(rows) if head.bias is None else cut_weight(head.bias, rows)

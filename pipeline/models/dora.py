@@ -15,9 +15,8 @@ from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from pipeline.models.adapter_parts import halves_of, parts_of_adapter, update_of
 from pipeline.models.layer_variant import LayerVariant, is_turned
-from pipeline.parallel.group import ALONE
-from pipeline.parallel.sums import tree_sum
 
 LENGTHS = "lora_magnitude_vector"
 """What peft calls them."""
@@ -38,9 +37,9 @@ class Dora(LayerVariant):
     """W' x and the bias."""
 
     def __init__(self, layer: LoraLayer) -> None:
-        self.columns = ALONE
-        """The processes of which each has some columns of the weight, and of `down`."""
-        up = _halves(layer)[1]
+        self._measured: Tensor | None = None
+        """Lengths of this pass, where each part has some columns of the weight, and of A."""
+        up = halves_of(layer)[1]
         layer.lora_magnitude_vector["default"] = Magnitude(len(up), up.device)
         layer.use_dora["default"] = True
 
@@ -53,6 +52,15 @@ class Dora(LayerVariant):
         """What `start` has written."""
         return [_magnitude(layer)]
 
+    @torch.no_grad()
+    def measure(self, layer: LoraLayer) -> None:
+        """Find the lengths of rows of which each part of a layer has some columns.
+
+        Parts that run one after the other need them before the first of them runs.
+        """
+        if not layer.disable_adapters:
+            self._measured = _lengths(layer, _weight(layer))
+
     @staticmethod
     def forward(
         module: LoraLayer,
@@ -63,24 +71,29 @@ class Dora(LayerVariant):
     ) -> Float[Tensor, "*B out"]:
         """W' x and the bias, from `result`, which is W x and the bias.
 
-        Dropout is of the adapter's input alone. Where processes have columns of the weight, W x and
+        Dropout is of the adapter's input alone. Where parts have columns of the weight, W x and
         W' x are sums over them, to which the bias is added later.
         """
-        base = module.get_base_layer()
-        factor = _factor(module, _as_linear(module, cast("Tensor", base.weight)))
+        base, parts = module.get_base_layer(), parts_of_adapter(module)
+        by_columns = parts is not None and parts.are_columns
+        if by_columns:
+            measured = _variant(module)._measured  # noqa: SLF001  # of the layer's own variant
+            lengths = _lengths(module, _weight(module)) if measured is None else measured
+        else:  # what there is of the layer now, all of it or a part, has whole rows
+            lengths = _own_lengths(module, _weight(module))
+        factor = _factor(module, lengths)
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         update = up(down(module.lora_dropout[active_adapter](x))) * module.scaling[active_adapter]
-        in_result = base.bias is not None and _variant(module).columns.size == 1
+        in_result = base.bias is not None and not by_columns
         plain = result - cast("Tensor", base.bias) if in_result else result
         # Nothing is added to `result` where the factor is 1 and the update 0, as at the start.
         return result + ((factor - 1) * plain + factor * update)
 
     def merged(self, layer: LoraLayer, weight: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
         """W' in fp32, as the layer stores weights."""
-        update = layer.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
-        factor = _factor(layer, _as_linear(layer, weight))
+        factor = _factor(layer, _lengths(layer, _as_linear(layer, weight)))
         turned = factor if is_turned(layer) else factor[:, None]
-        return update.float().add_(weight).mul_(turned)
+        return update_of(layer).float().add_(weight).mul_(turned)
 
 
 def measured_weights(model: nn.Module) -> tuple[int, int]:
@@ -117,19 +130,30 @@ def row_lengths(
     return lengths
 
 
-def _factor(layer: LoraLayer, weight: Float[Tensor, "out in"]) -> Float[Tensor, " out"]:
+def _lengths(layer: LoraLayer, weight: Float[Tensor, "out in"]) -> Float[Tensor, " out"]:
+    """|W + s B A| of each row of this process's weight, part by part."""
+    parts = parts_of_adapter(layer)
+    if parts is None:
+        return _own_lengths(layer, weight)
+    scaling, found = layer.scaling["default"], torch.empty(len(weight), device=weight.device)
+    squares: list[Tensor] = []
+    for piece, down, up in parts.halves(*halves_of(layer)):
+        own = row_lengths(piece.of(weight), down, up, scaling=scaling)
+        if parts.are_columns:
+            squares.append(own.square())
+        else:
+            piece.put(own, found)
+    return parts.parts.total(squares, "lengths of rows").sqrt() if parts.are_columns else found
+
+
+def _own_lengths(layer: LoraLayer, weight: Float[Tensor, "out in"]) -> Float[Tensor, " out"]:
+    down, up = halves_of(layer)
+    return row_lengths(weight, down, up, scaling=layer.scaling["default"])
+
+
+def _factor(layer: LoraLayer, lengths: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
     """The factor m / |W + s B A|; of a row without a length it is 0."""
-    down, up = _halves(layer)
-    lengths = row_lengths(weight, down, up, scaling=layer.scaling["default"])
-    columns = _variant(layer).columns
-    if columns.size > 1:
-        lengths = tree_sum(columns.gather(lengths.square(), what="lengths of rows")).sqrt()
     return _magnitude(layer) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
-
-
-def _halves(layer: LoraLayer) -> tuple[Tensor, Tensor]:
-    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    return cast("Tensor", down), cast("Tensor", up)
 
 
 def _magnitude(layer: LoraLayer) -> Tensor:
@@ -138,6 +162,10 @@ def _magnitude(layer: LoraLayer) -> Tensor:
 
 def _variant(layer: LoraLayer) -> Dora:
     return cast("Dora", layer.lora_variant["default"])
+
+
+def _weight(layer: LoraLayer) -> Float[Tensor, "out in"]:
+    return _as_linear(layer, cast("Tensor", layer.get_base_layer().weight))
 
 
 def _as_linear(layer: LoraLayer, weight: Tensor) -> Float[Tensor, "out in"]:

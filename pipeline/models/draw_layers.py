@@ -17,7 +17,7 @@ def draw_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) ->
 
 
 def _initialize(head: nn.Linear, *, seed: int) -> None:
-    """From N(0, 1 / sqrt(d + 1)), d the inputs (Stiennon et al. 2020, appendix B)."""
+    """Draw from N(0, 1 / sqrt(d + 1)), d the inputs (Stiennon et al. 2020, appendix B)."""
     generator = torch.Generator().manual_seed(seed)
     std = (head.in_features + 1) ** -0.5
     weight = torch.randn(head.weight.shape, generator=generator) * std

@@ -140,6 +140,8 @@ class _Joining:
         self._group = group.apart
         state: dict[str, Tensor] = plain.state_dict(keep_vars=True)
         self._parts = {name: part_of(tensor) for name, tensor in state.items()}
+        for name, layer in quantized_layers(plain).items():
+            self._parts[f"{name}.weight"] = layer.part
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole tensor of this name in the model; all processes of the group call it."""

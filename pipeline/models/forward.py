@@ -190,7 +190,7 @@ class LabelOutputs:
     """The learned thresholds of a score, where it has some."""
 
     def at(self, tokens: Int[Tensor, " B"]) -> "LabelOutputs":
-        """Those of the given tokens alone."""
+        """The outputs of the given tokens alone."""
         return LabelOutputs(self.logits[tokens], self.cutpoints)
 
 

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.config import LoraConfig
 from pipeline.errors import ConfigError
 from pipeline.models.adapter_dropout import seed_dropout
+from pipeline.models.adapter_parts import update_of
 from pipeline.models.layer_variant import variant_in
 from pipeline.models.variants import vary
 
@@ -81,5 +82,4 @@ def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S
     variant = variant_in(adapter)
     if variant is not None:
         return variant.merged(adapter, weight)
-    update = adapter.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
-    return weight.float() + update.float()
+    return weight.float() + update_of(adapter).float()

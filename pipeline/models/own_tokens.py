@@ -100,7 +100,7 @@ class OwnTokens:
                 object.__setattr__(layer, "forward", partial(self._product, layer, plain))
 
     def sum(self, output: Tensor) -> Tensor:
-        """Of what a layer that is divided by inputs gives, the sum for this process's tokens."""
+        """The sum, for this process's tokens, of what a layer that is divided by inputs gives."""
         return sum_to_tokens(output, self._group)
 
     def _begin(
@@ -151,7 +151,7 @@ class OwnTokens:
         )
 
     def _read(self, values: Tensor, weight: Tensor) -> Tensor:
-        """The same of a matrix that is no layer's."""
+        """Read the tokens through a matrix that is no layer's."""
         row = self._row
         if row is None or values is not row.whole():
             return F.linear(values, weight)

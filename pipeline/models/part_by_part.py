@@ -11,6 +11,7 @@ is not run by parts: it must be element by element, as activations are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
+from pipeline.models.adapter_dropout import masks_of_part
+from pipeline.models.quantized import LinearLayer, QuantizedLinear
 from pipeline.parallel.shards import ShardSpec
 from pipeline.parallel.virtual_parts import (
     VirtualParts,
@@ -40,6 +43,9 @@ OwnHeads = Callable[[int, dict[str, Any]], dict[str, Any]]
 Place = tuple[nn.Module, str]
 """A module that has a parameter, and the parameter's name there."""
 
+Own = Tensor | ShardSpec
+"""What a part has of a parameter; of a quantized weight, where that lies."""
+
 
 @dataclass(frozen=True)
 class DividedLayer:
@@ -48,15 +54,29 @@ class DividedLayer:
     module: nn.Module
     """The layer, or the adapter that it is in."""
 
-    layer: nn.Linear | Conv1D
+    layer: LinearLayer
 
     pieces: Mapping[Place, Sequence[ShardSpec]]
     """Of each parameter that is divided, where the elements of each part of this process lie."""
+
+    begin: Callable[[], None] | None = None
+    """What is computed of all parts of a layer before the first of them runs."""
 
     def compute_columns(self) -> None:
         """Have what is divided by its inputs compute with those of a part, without its bias."""
         for module, _ in self.pieces:
             object.__setattr__(module, "forward", partial(_of_columns, module))
+
+
+def _is_quantized(place: Place) -> bool:
+    """Whether it is a weight that is no parameter."""
+    module, leaf = place
+    return isinstance(module, QuantizedLinear) and leaf == "weight"
+
+
+def _param(place: Place) -> nn.Parameter:
+    module, leaf = place
+    return module.get_parameter(leaf)
 
 
 class _PartEndError(Exception):
@@ -85,12 +105,15 @@ class _Parameters:
         self._originals: dict[Place, nn.Parameter | None] = {}
         """The module's own, while those of a part are in their place."""
 
-    def of_parts(self) -> list[dict[Place, Tensor]]:
-        """Those that a part's run uses, of each part."""
-        found = {
-            (module, leaf): cut_weight(module.get_parameter(leaf), pieces)
+    def of_parts(self) -> list[dict[Place, Own]]:
+        """What a part's run uses, of each part: parameters, and of quantized weights the pieces."""
+        for each in self._layers:
+            if each.begin is not None:
+                each.begin()
+        found: dict[Place, Sequence[Own]] = {
+            place: pieces if _is_quantized(place) else cut_weight(_param(place), pieces)
             for each in self._layers
-            for (module, leaf), pieces in each.pieces.items()
+            for place, pieces in each.pieces.items()
         }
         whole = {
             (module, leaf): param
@@ -106,18 +129,24 @@ class _Parameters:
             for at in range(len(self._parts.own))
         ]
 
-    def use(self, own: Mapping[Place, Tensor]) -> None:
+    def use(self, own: Mapping[Place, Own]) -> None:
         """Have the module's parameters be these, until `restore`."""
-        for (module, leaf), tensor in own.items():
+        for (module, leaf), part in own.items():
+            if isinstance(part, ShardSpec):
+                cast("QuantizedLinear", module).piece = part
+                continue
             params: dict[str, Any] = module._parameters  # noqa: SLF001  # as functional_call does
             self._originals.setdefault((module, leaf), params[leaf])
-            params[leaf] = tensor
+            params[leaf] = part
 
     def restore(self) -> None:
         """Put the module's own back."""
         for (module, leaf), param in self._originals.items():
             module._parameters[leaf] = param  # noqa: SLF001
         self._originals.clear()
+        for each in self._layers:
+            if isinstance(each.layer, QuantizedLinear):
+                each.layer.piece = None
 
 
 class PartByPart:
@@ -155,15 +184,15 @@ class PartByPart:
         others = [_without_cache(each) for each in args[1:]]
         rest = {name: _without_cache(each) for name, each in kwargs.items()}
         try:
-            for number, values, own in zip(self._parts.own, given, weights, strict=True):
+            for at, (number, values, own) in enumerate(
+                zip(self._parts.own, given, weights, strict=True)
+            ):
                 self._params.use(own)
                 named = rest if self._own_heads is None else self._own_heads(number, rest)
-                try:
+                with suppress(_PartEndError), masks_of_part(at):
                     if args:
                         return self._plain(values, *others, **named)
                     return self._plain(**{**named, "hidden_states": values})
-                except _PartEndError:
-                    continue
         finally:
             self._found.clear()
             self._params.restore()
@@ -209,9 +238,10 @@ def _each(
     """What a layer gives with the parameters of each part."""
     found: list[Tensor] = []
     try:
-        for values, own in zip(given, params.of_parts(), strict=True):
+        for at, (values, own) in enumerate(zip(given, params.of_parts(), strict=True)):
             params.use(own)
-            found.append(forward(values))
+            with masks_of_part(at):
+                found.append(forward(values))
     finally:
         params.restore()
     return found
@@ -260,17 +290,21 @@ def sum_of_columns(
     return added if layer.bias is None else added + layer.bias
 
 
-def product(layer: nn.Linear | Conv1D, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
+def product(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
     """What a layer computes without its bias."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.product(values)
     return values @ layer.weight if isinstance(layer, Conv1D) else F.linear(values, layer.weight)
 
 
 def _of_columns(module: nn.Module, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
+    if isinstance(module, QuantizedLinear):
+        return module.product(values)
     weight = cast("Tensor", module.weight)
     return ending_product(values, weight, is_turned=isinstance(module, Conv1D))
 
 
-def _total(found: Sequence[Tensor], parts: VirtualParts, layer: nn.Linear | Conv1D) -> Tensor:
+def _total(found: Sequence[Tensor], parts: VirtualParts, layer: LinearLayer) -> Tensor:
     """The sum of all parts, and the layer's bias once."""
     added = add_parts(found, parts)
     return added if layer.bias is None else added + layer.bias

@@ -19,9 +19,9 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models.adapter_dropout import masks_of
-from pipeline.models.asking import Asking, B, Found, StagedAsking
 from pipeline.models.deferred import read_stored
 from pipeline.models.forward import Policy
+from pipeline.models.forward_passes import B, ForwardPasses, Found, StagedForwardPasses
 from pipeline.models.stages import Passage, Stage, blocks_of, cut_stage
 from pipeline.models.tensor_cut import cut_layers, cut_where_possible
 from pipeline.models.trained import trained_causal_lm
@@ -33,7 +33,7 @@ from pipeline.parallel.schedules import Instruction, Schedule, orders_of
 logger = logging.getLogger(__name__)
 
 
-class Passes(Asking):
+class Passes(ForwardPasses):
     """The passes of a model that this process has whole, and that learns."""
 
     def __init__(self, engine: Engine) -> None:
@@ -54,12 +54,12 @@ class Passes(Asking):
         return losses
 
     def _masks(self, number: int) -> AbstractContextManager[None]:
-        """In which a micro-batch of the next optimizer step goes forward."""
+        """The masks of dropout of a micro-batch of the next optimizer step."""
         engine = self.engine
         return masks_of(engine.group.rank, engine.steps, engine.skipped_in_a_row, number)
 
 
-class StagedPasses(StagedAsking, Passes):
+class StagedPasses(StagedForwardPasses, Passes):
     """The passes of a stage of a pipeline that learns, in step with those of the others.
 
     The last stage sends the gradient that each micro-batch finds for its copy of a shared weight to
@@ -75,13 +75,13 @@ class StagedPasses(StagedAsking, Passes):
         passage: nn.Module | None = None,
     ) -> None:
         Passes.__init__(self, engine)
-        StagedAsking.__init__(self, engine, stage, stages, passage)
+        StagedForwardPasses.__init__(self, engine, stage, stages, passage)
         self._schedule: Schedule = schedule
         self._took = 0.0
         """Seconds of the passes of the last optimizer step."""
 
     def learn(self, batches: Iterable[B], loss_of: Found[B], *, divisor: float) -> list[Tensor]:
-        """As one process does, in the order of the schedule; only the last stage has losses."""
+        """Add all gradients in the order of the schedule; only the last stage has losses."""
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
         batches = list(batches)
@@ -273,7 +273,7 @@ def frozen_passes(
     whole: Callable[[nn.Module], nn.Module],
     *,
     name: str,
-) -> tuple[FrozenEngine, Asking]:
+) -> tuple[FrozenEngine, ForwardPasses]:
     """A model that only answers, kept as `like` is, and its passes.
 
     It is cut as the models that learn are. One that can't be, such as an encoder, is whole on each
@@ -282,7 +282,9 @@ def frozen_passes(
     stages = mesh.stages
     cut_where_possible(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
     if stages.size == 1:
-        return FrozenEngine(whole(model), like, name=name), Asking()
+        if like.zero_stage < 3:  # else its engine reads what it keeps
+            read_stored(model, local_device())
+        return FrozenEngine(whole(model), like, name=name), ForwardPasses()
     try:
         own = own_part(model, parallel, stages, whole, kernels=like.kernels, follows=True)
     except (ConfigError, ModelError) as error:
@@ -291,5 +293,5 @@ def frozen_passes(
     read_stored(model, local_device())
     engine = FrozenEngine(own.part, like, name=name)
     if own.stage.count == 1:
-        return engine, Asking()
-    return engine, StagedAsking(engine, own.stage, stages, own.passage)
+        return engine, ForwardPasses()
+    return engine, StagedForwardPasses(engine, own.stage, stages, own.passage)

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from pipeline.models.adapter_parts import halves_of, product_of
 from pipeline.models.layer_variant import LayerVariant, is_turned, variant_in
 
 Kind = Literal["pissa", "olora"]
@@ -52,13 +53,13 @@ class Principal(LayerVariant):
             halves = [half / scaling**0.5 for half in singular_halves(weight, rank)]
         else:
             halves = orthogonal_halves(weight, rank)
-        for half, own, first in zip(halves, _now(layer), _first(layer), strict=True):
+        for half, own, first in zip(halves, halves_of(layer), _first(layer), strict=True):
             own.copy_(half)
             first.copy_(half)
 
     def started(self, layer: LoraLayer) -> list[Tensor]:
         """What `start` has written."""
-        return [*_now(layer), *_first(layer)]
+        return [*halves_of(layer), *_first(layer)]
 
     @staticmethod
     def first(layer: LoraLayer) -> tuple[nn.ParameterDict, nn.ParameterDict]:
@@ -75,14 +76,14 @@ class Principal(LayerVariant):
         **_: Any,  # noqa: ANN401
     ) -> Float[Tensor, "*B out"]:
         """What is above, from `result`, which is W x and the bias."""
-        down, up = widened(*_now(module), *_first(module))
+        down, up = widened(*halves_of(module), *_first(module))
         read = cast("Principal", variant_in(module)).read(x, down)
         return result + F.linear(read, up) * module.scaling[active_adapter]
 
     def merged(self, layer: LoraLayer, weight: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
         """W + s (B A - B0 A0) in fp32, as the layer stores weights."""
-        down, up = widened(*_now(layer), *_first(layer))
-        update = (up @ down).mul_(layer.scaling["default"])
+        down, up = widened(*halves_of(layer), *_first(layer))
+        update = product_of(layer, down, up).mul_(layer.scaling["default"])
         return (update.T if is_turned(layer) else update).add_(weight)
 
 
@@ -132,11 +133,6 @@ def orthogonal_halves(weight: Float[Tensor, "out in"], rank: int) -> list[Float[
 
 def _modules(layer: LoraLayer) -> tuple[nn.Linear, nn.Linear]:
     return cast("nn.Linear", layer.lora_A["default"]), cast("nn.Linear", layer.lora_B["default"])
-
-
-def _now(layer: LoraLayer) -> tuple[Tensor, Tensor]:
-    down, up = _modules(layer)
-    return down.weight, up.weight
 
 
 def _first(layer: LoraLayer) -> tuple[Tensor, Tensor]:

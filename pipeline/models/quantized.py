@@ -19,9 +19,13 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import FrozenModelConfig
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
+from pipeline.engine.tensor_parts import Part, part_of
 from pipeline.engine.units import ROOT, find_units
 from pipeline.errors import ConfigError
-from pipeline.models.block_codes import Form, Part, pack, parts_of, unpack
+from pipeline.models.block_codes import Form, Vector, pack, parts_of, unpack
+from pipeline.models.code_parts import CodePart
+from pipeline.models.cut_parameters import replace_by_part
+from pipeline.parallel.shards import ShardSpec
 
 
 class QuantizedLinear(nn.Module):
@@ -48,31 +52,81 @@ class QuantizedLinear(nn.Module):
         weight = layer.weight
         self.form, self.shape, self.dtype = form, weight.shape, weight.dtype
         self.transposed = isinstance(layer, Conv1D)
-        rows, columns = weight.shape
-        self.in_features, self.out_features = (rows, columns)[:: 1 if self.transposed else -1]
+        self._own: CodePart | None = None
+        self.piece: ShardSpec | None = None
+        """Of the weight, what products are with, while it is computed in parts; None is all."""
         for name, vector in _parameters(weight, form, device or weight.device, lazy=lazy).items():
             self.register_parameter(name, vector)
         self.bias = cast("nn.Parameter | None", layer.bias)
 
     @property
     def weight(self) -> Float[Tensor, "rows columns"]:
-        """What the layer multiplies with, rounded to its number format."""
-        return self.dequantized(self.dtype)
+        """What the layer multiplies with now, rounded to its number format."""
+        return self.weight_of(self.piece)
+
+    @property
+    def part(self) -> Part | None:
+        """What the weight is a part of, where several processes compute with it."""
+        return None if self._own is None else self._own.part
+
+    @property
+    def in_features(self) -> int:
+        """Of this process's part."""
+        return self.shape[0 if self.transposed else 1]
+
+    @property
+    def out_features(self) -> int:
+        """Of this process's part."""
+        return self.shape[1 if self.transposed else 0]
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Of the weight of which this process may have a part."""
+        return self.shape if self.part is None else self.part.whole
 
     @property
     def num_bytes(self) -> int:
-        """Of the weight, where it is whole."""
+        """Of this process's part of the weight, where it is not in codes."""
         return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of the weight, where it is neither in codes nor cut."""
+        return self.whole_shape.numel() * self.dtype.itemsize
+
+    def cut(self, part: Part, *, name: str) -> None:
+        """Leave this process's part, of codes and scales that are those of the whole weight.
+
+        Raises:
+            ConfigError: codes of the weight, which is called `name`, can't be cut so.
+        """
+        own = CodePart(part, self.form, name)
+        for vector in parts_of(self.form):
+            of_vector = own.of(vector)
+            if of_vector is not None:
+                replace_by_part(self, vector, of_vector)
+        self._own, self.shape = own, own.shape
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
         """The weight, computed in fp32 and rounded once to `dtype`."""
         packed = {name: self.get_parameter(name) for name in parts_of(self.form)}
+        if self._own is not None:
+            return self._own.unpack(packed, dtype)
         return unpack(packed, self.shape, self.form, dtype)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """The product of the layer that it stands for, bit for bit."""
-        return _Product.apply(x, self)
+        return _Product.apply(x, self, self.piece, self.bias)
+
+    def product(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
+        """The same without its bias."""
+        return _Product.apply(x, self, self.piece, None)
+
+    def weight_of(self, piece: ShardSpec | None) -> Float[Tensor, "rows columns"]:
+        """Some of this process's weight, lying as a weight of its own; None is all."""
+        weight = self.dequantized(self.dtype)
+        return weight if piece is None else piece.of(weight).contiguous()
 
     def extra_repr(self) -> str:
         """As `nn.Linear` describes itself, and the form."""
@@ -83,18 +137,49 @@ class _Product(torch.autograd.Function):
     """x W^T + b, of which nothing is kept: W is unpacked again for the gradient of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:  # noqa: ANN401
-        ctx.layer = layer
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        layer: QuantizedLinear,
+        piece: ShardSpec | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.layer, ctx.piece = layer, piece
         ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
-        weight = layer.weight
-        return F.linear(x, weight.T if layer.transposed else weight, layer.bias)
+        weight = layer.weight_of(piece)
+        return F.linear(x, weight.T if layer.transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:  # noqa: ANN401
         if not ctx.needs_input_grad[0]:
-            return None, None
-        weight = ctx.layer.weight
-        return grads[0] @ (weight.T if ctx.layer.transposed else weight), None
+            return None, None, None, None
+        weight = ctx.layer.weight_of(ctx.piece)
+        return grads[0] @ (weight.T if ctx.layer.transposed else weight), None, None, None
+
+
+LinearLayer = nn.Linear | Conv1D | QuantizedLinear
+"""What a layer that processes compute together may be."""
+
+
+def weight_shape(layer: LinearLayer) -> torch.Size:
+    """Of this process's part of a layer's weight, however it is stored."""
+    return layer.shape if isinstance(layer, QuantizedLinear) else layer.weight.shape
+
+
+def whole_weight_shape(layer: LinearLayer) -> torch.Size:
+    """The shape of the weight of which this process may have a part."""
+    own = part_of_weight(layer)
+    return weight_shape(layer) if own is None else own.whole
+
+
+def part_of_weight(layer: LinearLayer) -> Part | None:
+    """What a layer's weight is a part of; None of a whole one."""
+    return layer.part if isinstance(layer, QuantizedLinear) else part_of(layer.weight)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether a layer has its weight as (inputs, outputs)."""
+    return layer.transposed if isinstance(layer, QuantizedLinear) else isinstance(layer, Conv1D)
 
 
 def quantized(
@@ -211,27 +296,27 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv
 def _parameters(
     weight: Tensor, form: Form, device: torch.device, *, lazy: bool
 ) -> dict[str, nn.Parameter]:
-    numel, parts = weight.numel(), parts_of(form)
+    numel, vectors = weight.numel(), parts_of(form)
     if not isinstance(weight, StoredParameter):
-        vectors = pack(weight.detach().to(device), form)
+        packed = pack(weight.detach().to(device), form)
     elif not lazy:
-        vectors = pack(weight.read(0, numel).to(device), form)
+        packed = pack(weight.read(0, numel).to(device), form)
     else:
         return {
             name: stored_like(
-                torch.empty(part.numel(numel), dtype=part.dtype, device="meta"),
-                partial(_read, name, part, form, weight.read, numel),
+                torch.empty(vector.numel(numel), dtype=vector.dtype, device="meta"),
+                partial(_read, name, vector, form, weight.read, numel),
                 device,
             )
-            for name, part in parts.items()
+            for name, vector in vectors.items()
         }
-    return {name: nn.Parameter(each, requires_grad=False) for name, each in vectors.items()}
+    return {name: nn.Parameter(each, requires_grad=False) for name, each in packed.items()}
 
 
 def _read(
-    name: str, part: Part, form: Form, read: ReadElements, numel: int, start: int, stop: int
+    name: str, vector: Vector, form: Form, read: ReadElements, numel: int, start: int, stop: int
 ) -> Tensor:
     """Elements `start` to `stop` of one of the vectors of a weight of `numel` numbers in a file."""
-    begin, end, first = part.stretch(start, stop)
+    begin, end, first = vector.stretch(start, stop)
     packed = pack(read(begin, min(end, numel)), form)[name]
     return packed[start - first : stop - first]

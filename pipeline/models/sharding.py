@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.errors import ConfigError, require
+from pipeline.models.quantized import LinearLayer, weight_shape
 from pipeline.models.sharding_plans import FamilyPlan, own_plan
 
 REPLICATED = ("replicate", "embedding")
@@ -116,21 +117,21 @@ class ShardedLayers:
             if each is head and not self.divides_head:
                 continue
             module = layer_of(each)
-            if not isinstance(module, nn.Linear | Conv1D) or style not in STYLES:
+            if not isinstance(module, LinearLayer) or style not in STYLES:
                 raise self.refused(f"{name} would be divided as {style}")
             if style == "colwise_gather_output":
                 # Whole where it is the table of the embeddings, which every process has.
-                is_table = module is head and module.weight is table.weight
+                is_table = head is not None and module is head and head.weight is table.weight
                 if is_table or _outputs(module) % self.size:
                     continue
             yield name, style
 
-    def by_width(self) -> Iterator[tuple[nn.Linear | Conv1D, Style]]:
+    def by_width(self) -> Iterator[tuple[LinearLayer, Style]]:
         """Layers that are cut into equal parts wherever that is; heads of keys may be copied."""
         for name, kind in self.styles.items():
             module = layer_of(self.model.get_submodule(name))
             if not name.endswith(OF_KEYS) and kind != "colwise_one_key_head":
-                assert isinstance(module, nn.Linear | Conv1D)
+                assert isinstance(module, LinearLayer)
                 yield module, STYLES[kind]
 
     def _check_heads(self) -> None:
@@ -173,7 +174,7 @@ def can_shard(model: PreTrainedModel, size: int) -> bool:
     return all(
         _outputs(module) % (style.parts * size) == 0
         if style.by_outputs
-        else module.weight.numel() // _outputs(module) % size == 0
+        else weight_shape(module).numel() // _outputs(module) % size == 0
         for module, style in layers.by_width()
     )
 
@@ -213,5 +214,5 @@ def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
     return None
 
 
-def _outputs(module: nn.Linear | Conv1D) -> int:
+def _outputs(module: LinearLayer) -> int:
     return int(module.nf if isinstance(module, Conv1D) else module.out_features)

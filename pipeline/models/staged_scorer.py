@@ -29,7 +29,7 @@ class StagedScorer(Scorer):
         self._part = passes.engine.model
 
     def thresholds(self) -> Float[Tensor, " cuts"] | None:
-        """Those of the last stage."""
+        """The thresholds of the last stage."""
         own = super().thresholds()
         return None if own is None else self._passes.shared(own.detach().clone())
 

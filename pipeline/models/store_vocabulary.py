@@ -40,7 +40,7 @@ def load_vocabulary(path: str) -> Vocabulary:
 
 
 def load_vocabulary_apart(path: str) -> Vocabulary:
-    """The same, loaded by a process that ends with it.
+    """The vocabulary, loaded by a process that ends with it.
 
     Raises:
         UserError: there is none, or none that can be used.

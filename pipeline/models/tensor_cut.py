@@ -14,18 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
-import torch
 from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from pipeline.engine.part_elements import read_part
-from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
-from pipeline.engine.tensor_parts import Part, mark_part, mark_partial
+from pipeline.engine.tensor_parts import Part, mark_partial
 from pipeline.errors import ModelError
 from pipeline.models.adapter_dropout import AdapterDropout
+from pipeline.models.adapter_parts import divide_adapter
+from pipeline.models.cut_parameters import replace_by_part
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.models.dora import Dora
 from pipeline.models.forward import base_model
@@ -33,6 +31,7 @@ from pipeline.models.layer_variant import variant_in
 from pipeline.models.own_tokens import OwnTokens, why_not
 from pipeline.models.part_by_part import product
 from pipeline.models.principal import Principal
+from pipeline.models.quantized import LinearLayer, QuantizedLinear, weight_shape
 from pipeline.models.sharding import STYLES, can_shard, layer_of, match
 from pipeline.models.stages import block_list
 from pipeline.models.tensor_roles import partial_parameters, why_not_run
@@ -40,7 +39,7 @@ from pipeline.models.tensor_shards import TensorShards
 from pipeline.models.virtual_shards import SETTING as PARTS_SETTING
 from pipeline.models.virtual_shards import VirtualShards
 from pipeline.parallel.group import Group
-from pipeline.parallel.shards import ShardSpec
+from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.tensor import (
     copy_to_group,
     join_over_group,
@@ -264,7 +263,7 @@ def _cut_layer(
     It is one that is cut by its inputs and has a bias, which it doesn't add itself any more. Where
     it computes `by_parts`, all find the gradient of an adapter's whole half.
     """
-    layer = cast("nn.Linear | Conv1D", layer_of(module))
+    layer = cast("LinearLayer", layer_of(module))
     by_outputs = STYLES[shards.styles[name]].by_outputs
     specs = _cut(layer, "weight", shards, name)
     has_bias = layer.bias is not None
@@ -273,78 +272,60 @@ def _cut_layer(
     elif has_bias:
         object.__setattr__(layer, "forward", functools.partial(_product, layer))
     if isinstance(module, LoraLayer):
-        whole = _cut_adapter(shards, module, specs, by_outputs=by_outputs)
-        if not by_parts:
-            mark_partial(whole)
+        for whole in _cut_adapter(shards, module, specs, by_outputs=by_outputs):
+            if not by_parts:
+                mark_partial(whole)
     return layer if has_bias and not by_outputs else None
 
 
 def _cut_adapter(
     shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, by_outputs: bool
-) -> Tensor:
-    """Leave this process's part of an adapter, whose layer has been cut as `specs` say.
-
-    Returns:
-        Of its two matrices the one that is whole.
-    """
+) -> list[Tensor]:
+    """Leave this process's part of an adapter, cut as its layer by `specs`; what of it is whole."""
     down, up = module.lora_A["default"], module.lora_B["default"]
     cut, whole = (up, down) if by_outputs else (down, up)
     of_rows, of_columns = (tuple(replace(spec, dim=dim) for spec in specs) for dim in (0, 1))
     of_cut, group = of_rows if by_outputs else of_columns, shards.tp_group
     _replace(cut, "weight", of_cut, group)
+    wholes = [cast("Tensor", whole.weight)]
     dropout, variant = module.lora_dropout["default"], variant_in(module)
     if isinstance(dropout, AdapterDropout) and not by_outputs:
         columns = max(shard.stop for spec in specs for shard in spec.shards)
-        dropout.divide(columns, specs[group.rank])
+        dropout.divide(columns, (specs[group.rank],))
     if isinstance(variant, Dora):
         lengths = module.lora_magnitude_vector["default"]
         if by_outputs:
             _replace(lengths, "weight", of_rows, group)
         else:
-            variant.columns = group.apart
-            mark_partial(cast("Tensor", lengths.weight))
+            own = ShardSpec(1, (Shard(0, cut.get_parameter("weight").shape[1]),))
+            divide_adapter(module, VirtualParts(group.size, group.apart), (own,))
+            wholes.append(lengths.get_parameter("weight"))
     if isinstance(variant, Principal):
         first_down, first_up = variant.first(module)
         _replace(first_up if by_outputs else first_down, "default", of_cut, group)
-        mark_partial((first_down if by_outputs else first_up)["default"])  # it lies as others do
-    return cast("Tensor", whole.weight)
+        wholes.append((first_down if by_outputs else first_up)["default"])  # it lies as others do
+    return wholes
 
 
-def _cut(layer: nn.Module, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:
-    shape = layer.get_parameter(leaf).shape
-    specs = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
-    known = tuple(spec for spec in specs if spec is not None)
-    _replace(layer, leaf, known, shards.tp_group)
-    return known
+def _cut(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:
+    is_weight = leaf == "weight"
+    shape = weight_shape(layer) if is_weight else layer.get_parameter(leaf).shape
+    found = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
+    specs = tuple(spec for spec in found if spec is not None)
+    if isinstance(layer, QuantizedLinear) and is_weight:
+        layer.cut(Part(shape, specs, shards.tp_group.rank), name=f"{name}.weight")
+    else:
+        _replace(layer, leaf, specs, shards.tp_group)
+    return specs
 
 
 def _replace(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group: Group) -> None:
     """Have a layer's parameter be this process's part of it."""
-    param = layer.get_parameter(leaf)
-    part = Part(param.shape, specs, group.rank)
-    if isinstance(param, StoredParameter):
-        like = torch.empty(part.own.shape(param.shape), dtype=param.dtype, device="meta")
-        read = functools.partial(_read, part, param.read, param.dtype)
-        own: nn.Parameter = stored_like(like, read, param.device)
-    else:
-        own = nn.Parameter(part.own.of(param.detach()).clone(memory_format=torch.contiguous_format))
-    own.requires_grad_(param.requires_grad)
-    mark_part(own, part)
-    setattr(layer, leaf, own)
+    shape = layer.get_parameter(leaf).shape
+    replace_by_part(layer, leaf, Part(shape, specs, group.rank))
 
 
-def _read(part: Part, whole: ReadElements, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    """Elements of a part, from where those of the whole are."""
-    out = torch.empty(stop - start, dtype=dtype)
-
-    def fill(first: int, values: Tensor) -> None:
-        values.copy_(whole(first, first + len(values)))
-
-    read_part(part, start, out, fill)
-    return out
-
-
-def _product(layer: nn.Linear | Conv1D, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
+def _product(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
     """What a layer computes without its bias."""
     return product(layer, values)
 

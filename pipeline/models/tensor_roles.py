@@ -23,8 +23,7 @@ from pipeline.models.forward import ragged_inputs
 from pipeline.models.packing import how_to_run
 from pipeline.models.small_copy import VOCABULARY, small_copy, small_settings
 from pipeline.parallel.device import local_device
-from pipeline.parallel.group import Group
-from pipeline.parallel.rehearsed import rehearsed
+from pipeline.parallel.group import Group, rehearsed
 from pipeline.parallel.sums import tree_sum
 
 LENGTHS = (7, 5)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.errors import require
+from pipeline.models.quantized import is_transposed
 from pipeline.models.sharding import OF_KEYS, STYLES, ShardedLayers, layer_of, match
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
@@ -63,7 +64,7 @@ class TensorShards(ShardedLayers):
             return None
         rank = self.tp_group.rank if rank is None else rank
         style = STYLES[name]
-        transposed = isinstance(layer_of(self.model.get_submodule(owner)), Conv1D)
+        transposed = is_transposed(layer_of(self.model.get_submodule(owner)))
         if leaf == "weight":
             dim = int(style.by_outputs == transposed)
             return ShardSpec(dim, tuple(self._shards(owner, name, shape[dim], rank)))
@@ -123,7 +124,7 @@ class TensorShards(ShardedLayers):
             module.out_features, module.in_features = self._shape(name, rows, columns)
 
     def _shape(self, name: str, rows: int, columns: int) -> tuple[int, int]:
-        """Of this process's part of a weight."""
+        """The shape of this process's part of a weight."""
         whole = torch.Size((rows, columns))
         spec = self.spec(name, "weight", whole)
         assert spec is not None

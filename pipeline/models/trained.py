@@ -3,8 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from peft import PeftModel
@@ -12,17 +10,16 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.config import LORA_RATE, StepConfig, TrainedModelConfig
+from pipeline.config import LORA_RATE, TrainedModelConfig
 from pipeline.errors import ConfigError
 from pipeline.models.adapter_dropout import AdapterDropout, masks_again
 from pipeline.models.chat import untrained_tokens
-from pipeline.models.forward import base_model, context_length
+from pipeline.models.forward import base_model
 from pipeline.models.load import add_tokens, lacks_tokens, load_causal_lm, load_classifier
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantized
 from pipeline.models.variants import start_adapters
-
-StepT = TypeVar("StepT", bound=StepConfig)
+from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +110,9 @@ def _quantize(model: nn.Module, config: TrainedModelConfig) -> None:
     if config.quantize == "none":
         return
     before = frozen_bytes(model)
-    quantized(model, config, lazy=config.zero_stage == 3)
+    # What others keep of it is not to be in memory here meanwhile.
+    lazy = config.zero_stage == 3 or current_mesh().parts.size > 1
+    quantized(model, config, lazy=lazy)
     logger.info(
         "%s: the linear weights of the blocks are stored as %s; all frozen weights take %.1f MB"
         " instead of %.1f MB",
@@ -125,14 +124,8 @@ def _quantize(model: nn.Module, config: TrainedModelConfig) -> None:
 
 
 def frozen_bytes(model: nn.Module) -> int:
-    """Of the weights that don't learn, as they are stored."""
+    """Bytes of the weights that don't learn, as they are stored."""
     return sum(param.nbytes for param in model.parameters() if not param.requires_grad)
-
-
-def within_context(config: StepT, model: nn.Module) -> StepT:
-    """The settings with `data.max_length` no longer than what the model reads."""
-    limit = min(config.data.max_length, context_length(base_model(model)))
-    return replace(config, data=replace(config.data, max_length=limit))
 
 
 def _defers(config: TrainedModelConfig) -> bool:

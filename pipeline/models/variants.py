@@ -110,7 +110,7 @@ def _adapted_layers(model: PeftModel) -> list[tuple[str, LoraLayer]]:
 
 
 def adapter_settings(model: PeftModel) -> PeftLoraConfig:
-    """Those of the adapter that learns, as peft has them."""
+    """The settings of the adapter that learns, as peft has them."""
     return cast("PeftLoraConfig", model.peft_config["default"])
 
 

@@ -3,20 +3,31 @@
 They are what as many processes would have as there are parts (`tensor_shards.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
 
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.engine.tensor_parts import part_of, whole_shape
+from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.errors import require
+from pipeline.models.adapter_dropout import AdapterDropout
+from pipeline.models.adapter_parts import divide_adapter
+from pipeline.models.dora import Dora
+from pipeline.models.layer_variant import variant_in
 from pipeline.models.part_by_part import DividedLayer, Place, compute_by_parts, sum_of_columns
+from pipeline.models.principal import Principal
+from pipeline.models.quantized import (
+    LinearLayer,
+    is_transposed,
+    part_of_weight,
+    whole_weight_shape,
+)
 from pipeline.models.sharding import STYLES, layer_of, match
 from pipeline.models.tensor_shards import TensorShards
 from pipeline.parallel.group import Group
@@ -117,34 +128,62 @@ class VirtualShards(TensorShards):
 
     def _divided(self, name: str) -> DividedLayer:
         module = self.model.get_submodule(name)
-        layer = layer_of(module)
-        assert isinstance(layer, nn.Linear | Conv1D)
+        layer = cast("LinearLayer", layer_of(module))
         by_outputs = STYLES[self.styles[name]].by_outputs
         pieces: dict[Place, list[ShardSpec]] = {(layer, "weight"): self._pieces(name, layer)}
         if by_outputs and layer.bias is not None:
             pieces[layer, "bias"] = self._pieces(name, layer, "bias")
-        if isinstance(module, LoraLayer):
-            cut = cast("nn.Module", (module.lora_B if by_outputs else module.lora_A)["default"])
-            of_weight = self._specs(name, layer, "weight")
+        if not isinstance(module, LoraLayer):
+            return DividedLayer(module, layer, pieces)
+        of_weight = self._specs(name, layer, "weight")
+        for owner, leaf in _cut_of_adapter(module, by_outputs=by_outputs):
+            own = part_of(owner.get_parameter(leaf))
             specs = [replace(spec, dim=int(not by_outputs)) for spec in of_weight]
-            pieces[cut, "weight"] = [_inside(cut.get_parameter("weight"), spec) for spec in specs]
-        return DividedLayer(module, layer, pieces)
+            pieces[owner, leaf] = [_inside(own, spec) for spec in specs]
+        return DividedLayer(module, layer, pieces, self._divide_adapter(module, layer, of_weight))
 
-    def _pieces(self, name: str, layer: nn.Module, leaf: str = "weight") -> list[ShardSpec]:
+    def _divide_adapter(
+        self, module: LoraLayer, layer: LinearLayer, of_weight: Sequence[ShardSpec]
+    ) -> Callable[[], None] | None:
+        """Have an adapter compute by parts; what it is to compute before the first of them."""
+        by_rows = of_weight[0].dim == int(is_transposed(layer))
+        places = [_inside(part_of_weight(layer), spec) for spec in of_weight]
+        own = [replace(each, dim=int(not by_rows)) for each in places]
+        divide_adapter(module, replace(self._parts, group=self._parts.group.apart), own)
+        dropout, variant = module.lora_dropout["default"], variant_in(module)
+        if by_rows:
+            return None
+        if isinstance(dropout, AdapterDropout):
+            dropout.divide(whole_weight_shape(layer)[of_weight[0].dim], of_weight)
+        return partial(variant.measure, module) if isinstance(variant, Dora) else None
+
+    def _pieces(self, name: str, layer: LinearLayer, leaf: str = "weight") -> list[ShardSpec]:
         """Where each part's elements lie in what this process has of a parameter."""
-        param = layer.get_parameter(leaf)
-        return [_inside(param, spec) for spec in self._specs(name, layer, leaf)]
+        own = part_of_weight(layer) if leaf == "weight" else part_of(layer.get_parameter(leaf))
+        return [_inside(own, spec) for spec in self._specs(name, layer, leaf)]
 
-    def _specs(self, name: str, layer: nn.Module, leaf: str) -> list[ShardSpec]:
+    def _specs(self, name: str, layer: LinearLayer, leaf: str) -> list[ShardSpec]:
         """What each part of this process has of the whole parameter."""
-        shape = whole_shape(layer.get_parameter(leaf))
+        is_weight = leaf == "weight"
+        shape = whole_weight_shape(layer) if is_weight else whole_shape(layer.get_parameter(leaf))
         specs = [self.spec(name, leaf, shape, rank=number) for number in self._parts.own]
         return [spec for spec in specs if spec is not None]
 
 
-def _inside(param: Tensor, of_part: ShardSpec) -> ShardSpec:
+def _cut_of_adapter(module: LoraLayer, *, by_outputs: bool) -> Iterator[Place]:
+    """What of an adapter is divided with its layer."""
+    half = module.lora_B if by_outputs else module.lora_A
+    yield cast("nn.Module", half["default"]), "weight"
+    variant = variant_in(module)
+    if isinstance(variant, Dora) and by_outputs:
+        yield module.lora_magnitude_vector["default"], "weight"
+    if isinstance(variant, Principal):
+        down, up = variant.first(module)
+        yield up if by_outputs else down, "default"
+
+
+def _inside(own: Part | None, of_part: ShardSpec) -> ShardSpec:
     """Where the elements of a part lie in what this process has, which has all of them."""
-    own = part_of(param)
     if own is None:
         return of_part
     shards = [

@@ -1,4 +1,6 @@
-"""The device that a process computes on, and what goes there."""
+"""The device that a process computes on, what goes there, and numbers read from it."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,3 +20,14 @@ def send(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     driver has read pageable memory before the call returns.
     """
     return tensor.to(local_device() if device is None else device, non_blocking=True)
+
+
+def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of scalars of one device, exactly, with one copy.
+
+    Reading one waits for all that the device has yet to do, so loops over micro-batches collect
+    what they log, detached, and read it after the last.
+    """
+    if not scalars:
+        return []
+    return torch.stack([each.detach().double() for each in scalars]).tolist()

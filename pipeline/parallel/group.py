@@ -54,12 +54,12 @@ class Group:
 
     @property
     def apart(self) -> "Group":
-        """The same processes, which go their own ways: their collectives aren't counted."""
+        """The same processes, whose collectives aren't counted: they go their own ways."""
         return replace(self, counted=False)
 
     @property
     def global_rank(self) -> int:
-        """Of this process in the whole job, by which people know it."""
+        """This process's rank in the whole job, by which people know it."""
         return self.ranks[self.rank]
 
     def barrier(self) -> None:
@@ -112,7 +112,7 @@ class Group:
         return parts
 
     def exchange(self, parts: Tensor, *, what: str) -> Tensor:
-        """Of what each process has for each, along the first dimension, what is for this one.
+        """What each process has for this one, of parts for each along the first dimension.
 
         It comes in rank order, from each process one.
         """
@@ -126,7 +126,7 @@ class Group:
         return received
 
     def gather_rows(self, values: Sequence[int | float]) -> Float64[Tensor, "ranks values"]:
-        """As many numbers of each process, in rank order, on the host of every process."""
+        """The numbers of each process, as many of each, in rank order, on every process's host."""
         own = torch.tensor([values], dtype=torch.float64, device=local_device())
         if self.process_group is None:
             return own
@@ -219,3 +219,22 @@ class StageGroup(Group):
 
 
 ALONE = Group()
+
+
+@dataclass(frozen=True)
+class RehearsedGroup(Group):
+    """Each process is taken to have what this one has: shapes are right, numbers are not."""
+
+    def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:  # noqa: ARG002
+        """This process's tensor, once for each."""
+        return [tensor.detach() for _ in self.ranks]
+
+    def exchange(self, parts: Tensor, *, what: str) -> Tensor:  # noqa: ARG002
+        """What this process has for itself, once for each."""
+        own = parts.detach()[self.rank]
+        return own.expand(self.size, *own.shape)
+
+
+def rehearsed(size: int) -> RehearsedGroup:
+    """The first of so many processes."""
+    return RehearsedGroup(0, tuple(range(size)))

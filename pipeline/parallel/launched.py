@@ -7,7 +7,7 @@ import os
 
 
 def rank() -> int:
-    """Of this process among all."""
+    """The rank of this process among all."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -17,7 +17,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Of this process among those of its machine."""
+    """The rank of this process among those of its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -238,7 +238,7 @@ def subgroup(
 
 
 def patience(timeout_seconds: float, processes: int) -> timedelta:
-    """For which torch waits in a collective of that many processes.
+    """How long torch waits in a collective of that many processes.
 
     The watchdog has the first word, which names the process; this is for what it can't see. The
     more processes there are, the longer it takes until all have met, and until it has spoken.

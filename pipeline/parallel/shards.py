@@ -44,7 +44,7 @@ class ShardSpec:
         return torch.cat(parts, dim=self.dim) if len(parts) > 1 else parts[0]
 
     def shape(self, whole: torch.Size) -> torch.Size:
-        """Of the part."""
+        """The shape of the part."""
         sizes = list(whole)
         sizes[self.dim] = sum(self._sizes())
         return torch.Size(sizes)

@@ -63,7 +63,7 @@ class _Choice:
     origins: Mapping[str, str]
 
     def settings(self) -> Settings:
-        """Of what fits the fastest; nothing where nothing does."""
+        """The settings of the fastest that fits; nothing where nothing does."""
         _, memory = self.with_settings({})
         if memory.unknown:
             raise ModelError(
@@ -129,7 +129,7 @@ class _Choice:
         return config, step_memory(config, machine=self.machine, origins=self.origins)
 
     def free(self, settings: Settings) -> Settings:
-        """Those that the user has not given."""
+        """The settings that the user has not given."""
         return {name: value for name, value in settings.items() if name not in self.given}
 
     @cached_property

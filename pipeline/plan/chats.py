@@ -72,7 +72,7 @@ class Chats:
     def _with_format(
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
-        """As `pipeline.models.chat.load_chat`, of a model that may not be there yet."""
+        """As `pipeline.models.chat.load_chat`, for a model that may not be there yet."""
         from pipeline.data.resolve_format import resolve_format
 
         tokenizer = self._of(model)

@@ -211,7 +211,7 @@ class Context:
 
 
 def contexts(plan: Plan, stage: Stage) -> Iterator[Context]:
-    """Of the models of a step, as far as that is known.
+    """The contexts of the models of a step, as far as they are known.
 
     A model that is yet to be made reads as much as the one it starts from.
     """

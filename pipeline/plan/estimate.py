@@ -43,7 +43,7 @@ class Estimate:
 
 
 def speed_of(plan: Plan) -> Speed | None:
-    """Of a process of the plan; None where nothing is known of the machine's GPUs."""
+    """The speed of a process of the plan; None where nothing is known of the machine's GPUs."""
     machine = plan.machine
     if machine.has_gpu:
         return gpu_speed(plan.request.plan_for or " ".join(gpu_names()))
@@ -97,7 +97,7 @@ class _Count:
         return -(-self.preview.counts.held_out // self.workload.world)
 
     def seconds(self, steps: int) -> float:
-        """Of that many iterations and the evaluations beside them."""
+        """Seconds of that many iterations and the evaluations beside them."""
         generation = self.workload.generation
         rows = -(-self.workload.iteration_rows // self.workload.world)
         seconds = steps * self._learning(rows)

@@ -111,7 +111,7 @@ def check_sections_run(
 def _directory(
     stage: Stage, method: str, methods: Sequence[str], recorded: Mapping[str, str]
 ) -> str:
-    """Of a method beside others: its own, or the step's where it was trained there alone.
+    """The directory of a method beside others: its own, or the step's where it was trained alone.
 
     Not beside the method whose own directory is the step's.
     """

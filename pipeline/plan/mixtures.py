@@ -83,7 +83,7 @@ def mixtures(
 
 
 def _other_than(present: ParallelConfig, mesh: Mapping[str, int]) -> Settings:
-    """Those of the values that are not there already."""
+    """The settings of the mixture that are not there already."""
     return {
         name: value
         for name, value in mesh.items()

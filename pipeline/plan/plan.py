@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Of the steps, which look at their machine's memory themselves where the plan can't."""
+        """The environment of the steps, which look at memory themselves where the plan can't."""
         environment = step_environment(self.where, self.request)
         has_looked = self.machine.is_known or self.request.plan == "off"
         return {**environment, PLANNED: "1"} if has_looked else environment

@@ -28,7 +28,7 @@ MOST_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of the training rows of a step, by a sample of them."""
+    """Tokens of the training rows of a step, by a sample of them."""
 
     row: float
     """Of a row on the average: a pair has two sequences, a prompt no response."""
@@ -185,7 +185,7 @@ def count_tokens(data: StageData, config: StepConfig, chat: "ChatFormat", stage:
 def _of_prompts(
     data: StageData, rows: Sequence[Example], chat: "ChatFormat", limit: int, section: str
 ) -> Tokens:
-    """Of a step that responds to the rows' prompts."""
+    """Tokens of a step that responds to the rows' prompts."""
     began = time.thread_time()
     lengths = [len(chat.encode_prompt(row.prompt)) for row in rows]
     seconds = (time.thread_time() - began) / len(rows)

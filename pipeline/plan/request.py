@@ -343,5 +343,5 @@ def _as_option(sentence: str, files: Sequence[Layer]) -> str:
 
 
 def _option_name(name: str) -> str:
-    """As `--help` spells it: dashes, except in the settings of a step."""
+    """The name as `--help` spells it: dashes, except in the settings of a step."""
     return "--" + (name if "." in name else name.replace("_", "-"))

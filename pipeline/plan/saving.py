@@ -20,7 +20,7 @@ BYTES_A_SECOND = 1e9
 
 
 def saving(plan: Plan, stage: Stage) -> Iterator[str]:
-    """Of the checkpoints of a step that is to run; nothing where their size is not known."""
+    """Sentences on the checkpoints of a step that is to run; none where their size is not known."""
     config = plan.configs[stage.name]
     total = checkpoint_bytes(config, plan.machine, origins_of(plan.configs))
     if total is None:
@@ -55,7 +55,7 @@ def in_bytes(count: float) -> str:
 
 
 def _free_bytes(place: str) -> int | None:
-    """Of the disk that will have the directory; None where another machine's variable names it."""
+    """Free bytes where the directory will be; None where another machine's variable names it."""
     path = Path(os.path.expandvars(Path(place).expanduser()))
     if names_a_variable(str(path)):
         return None

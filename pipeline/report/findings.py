@@ -135,7 +135,7 @@ def _after(model: str) -> str:
 
 
 def _step_of(model: str) -> str:
-    """Of `step1_sft` "step 1"."""
+    """What sentences call it: step 1 for `step1_sft`."""
     return model.split("_", maxsplit=1)[0].replace("step", "step ")
 
 
@@ -149,7 +149,7 @@ LOST_ENDS = 0.05
 
 
 def _by_reward(results: Results) -> Finding | None:
-    """By the gold reward where there is one, else by what was trained on."""
+    """The finding by the gold reward where there is one, else by what was trained on."""
     step = results.evaluated_by("gold_after") or results.evaluated_by("reward_after")
     if step is None:
         return None
@@ -248,7 +248,7 @@ def _by_accuracy(results: Results) -> Finding | None:
 
 
 def _by_perplexity(results: Results) -> Iterator[Finding]:
-    """Of held-out answers, and of held-out texts where a step learned from such."""
+    """The findings on held-out answers, and on held-out texts where a step learned from such."""
     steps = [step for step in results.steps.values() if step.has("perplexity_after")]
     for reads_texts in (False, True):
         step = next((each for each in reversed(steps) if each.reads_texts is reads_texts), None)

@@ -34,7 +34,7 @@ class GuardEvent:
 
 
 def events_of(step: StepResult) -> list[GuardEvent]:
-    """In the order in which they came."""
+    """The events of the guards, in the order in which they came."""
     return [event for line in step.events if (event := event_of(line)) is not None]
 
 

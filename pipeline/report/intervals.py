@@ -13,7 +13,7 @@ Interval = tuple[float, float]
 
 
 def share_interval(successes: int | float, count: int) -> Interval:
-    """Of the share that `successes` of `count` independent trials estimate (Wilson 1927)."""
+    """95 % interval of the share that `successes` of `count` trials estimate (Wilson 1927)."""
     share = successes / count
     center = share + Z * Z / (2 * count)
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
@@ -22,7 +22,7 @@ def share_interval(successes: int | float, count: int) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Of the mean that two or more independent values estimate, by the normal distribution."""
+    """95 % interval of the mean of two or more independent values, by the normal distribution."""
     count = len(values)
     center = sum(values) / count
     spread = math.sqrt(sum((value - center) ** 2 for value in values) / (count - 1))
@@ -31,7 +31,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def change_interval(gained: float, lost: float, count: int) -> Interval:
-    """Of the change of a share between two models that answered the same `count` prompts.
+    """95 % interval of a share's change between two models that answered the same `count` prompts.
 
     `gained` prompts are right with the new model alone, `lost` with the old one alone; those on
     which both agree tell nothing about the change. Parts of prompts may be gained and lost, whose

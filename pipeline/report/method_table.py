@@ -12,7 +12,7 @@ from pipeline.report.words import nats, percent
 
 @dataclass(frozen=True)
 class Row:
-    """Of a method, in words; a dash where something is not known."""
+    """A method's row, in words; a dash where something is not known."""
 
     title: str
     cells: tuple[str, ...]
@@ -23,7 +23,7 @@ DASH = "\N{EN DASH}"
 
 
 def heads(comparison: Comparison) -> tuple[str, ...]:
-    """Of the columns after the first."""
+    """The heads of the columns after the first."""
     of_equal = ("at equal KL", "the best is") if comparison.equal else ()
     ends = ("95 % interval", "KL", "length", "stops", "time", "samples")
     return (FIGURES[comparison.figure], *ends, *of_equal)

@@ -47,7 +47,7 @@ ANSWERS = ("temperature", "max_new_tokens", "environment", "max_turns")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of a method at one point of its training."""
+    """A method at one point of its training."""
 
     step: float
     kl: float
@@ -158,7 +158,7 @@ def common_figure(steps: Sequence[StepResult]) -> str | None:
 
 
 def evaluations(step: StepResult, figure: str) -> tuple[Evaluation, ...]:
-    """Those of the metrics that have the figure by prompt, and a KL, in the order of training."""
+    """The evaluations that have the figure by prompt, and a KL, in the order of training."""
     found: list[Evaluation] = []
     for line in step.metrics:
         by_prompt, kl, at = (line.get(name) for name in ("eval_by_prompt", "eval_kl", "step"))
@@ -170,7 +170,7 @@ def evaluations(step: StepResult, figure: str) -> tuple[Evaluation, ...]:
 
 
 def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
-    """By prompt, where the path first comes to this KL, in proportion between two evaluations.
+    """Figures by prompt where the path first comes to this KL, in proportion between evaluations.
 
     A prompt is not known where it is not in either of them.
 

@@ -97,7 +97,7 @@ def _is_of_method(directory: Path) -> bool:
 
 
 def _settings(directory: Path) -> Mapping[str, object]:
-    """Those that a step recorded, by dotted name; empty where they can't be read."""
+    """The settings that a step recorded, by dotted name; empty where they can't be read."""
     try:
         settings = yaml.safe_load((directory / "config.yaml").read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -116,7 +116,7 @@ def _side_by_side(files: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
 
 
 def _first_of_each(answers: Sequence[Mapping[str, SampleAnswer]]) -> dict[str, SampleAnswer]:
-    """Of every model the first answer, in the order in which the models come."""
+    """The first answer of every model, in the order in which the models come."""
     found: dict[str, SampleAnswer] = {}
     for each in answers:
         found |= {model: answer for model, answer in each.items() if model not in found}

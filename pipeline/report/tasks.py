@@ -29,7 +29,7 @@ class TaskFigure:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of `after`, 95 % (Wilson 1927)."""
+        """95 % interval of `after` (Wilson 1927)."""
         return share_interval(self.after * self.questions, self.questions)
 
 
@@ -46,7 +46,7 @@ def task_figures(step: StepResult) -> list[TaskFigure]:
 
 
 def task_curves(step: StepResult) -> dict[str, dict[str, str]]:
-    """By task, the metrics whose curves the report draws, and what the curves are called."""
+    """The metrics whose curves the report draws, with what the curves are called, by task."""
     curves: dict[str, dict[str, str]] = {}
     for figure in task_figures(step):
         task, _, metric = figure.name.partition("_")

@@ -57,6 +57,8 @@ def one_sentence(message: str, section: str) -> str:
         return f"{name}: {' '.join(problem.split())}"
     kinds = " or ".join(_in_words(kind) for kind in expected)
     value = got[1].strip()
+    if value.startswith("["):  # words of the command line, which have no quotes there
+        value = value.replace("'", "")
     return f"{name} must be {kinds}, got {'null' if value == 'None' else value}"
 
 
@@ -77,6 +79,6 @@ def _in_words(kind: str) -> str:
     if choices := re.fullmatch(r"(?:typing\.)?Literal\[(.*)\]", kind):
         return "one of " + choices[1]
     if length := re.fullmatch(r"tuple with (\d+) elements", kind):
-        return f"a list of {length[1]}"
+        return f"a list of {length[1]} values"
     name = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", kind).strip()
     return _WORDS.get(name, name)

@@ -93,7 +93,7 @@ class Attribution:
         return None
 
     def out_of_step(self, seen: Mapping[int, Sighting]) -> list[int]:
-        """Those of `seen` that have come to other collectives than this process, a few at most."""
+        """The ranks in `seen` that have come to other collectives than this process, a few."""
         own = {each.number: each.fingerprint for each in self._position.history()}
         strange = (
             other
@@ -119,7 +119,7 @@ class Attribution:
         return None
 
     def furthest(self, seen: Mapping[int, Sighting]) -> int:
-        """Of this process and `seen` the one that came to most, which knows what others lack."""
+        """The rank, of this process and `seen`, that came to most and so knows what others lack."""
         own = (self._position.number, bool(self._position.waits_for), -self.rank)
         places = [(each.number, bool(each.waits_for), -other) for other, each in seen.items()]
         furthest = max(places, default=own)

@@ -70,7 +70,7 @@ class Sighting(NamedTuple):
     """Ranks that it waits for, of a stage of a pipeline."""
 
     def encoded(self) -> str:
-        """As the store has it."""
+        """The sighting as the store has it."""
         values = (self.number, self.fingerprint, self.label, round(self.seconds, 3), self.beat)
         return json.dumps([*values, self.left, _runs(self.waits_for)], separators=(",", ":"))
 
@@ -96,7 +96,7 @@ class Heartbeats:
 
     @classmethod
     def of_job(cls, job: str, world: Group) -> "Heartbeats":
-        """In the store that the job's processes met at, over a connection of its own.
+        """The heartbeats in the store where the job's processes met, by a connection of its own.
 
         `job` tells it from others that used the same store before.
         """
@@ -139,7 +139,7 @@ class Heartbeats:
         return {rank: Sighting.decoded(value) for rank, value in found if value is not None}
 
     def swap_turn(self, key: str, expected: str, desired: str) -> str | None:
-        """Whose turn it is to look, and set to `desired` where it was `expected`."""
+        """Set whose turn it is to look to `desired`, if it was `expected`; return whose it is."""
         found = self._try(lambda: self._store.compare_set(f"turn/{key}", expected, desired))
         return None if found is None else found.decode()
 

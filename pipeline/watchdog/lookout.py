@@ -66,7 +66,7 @@ class Lookout:
         self._suspected: list[int] = []
 
     def seconds_here(self) -> float:
-        """For how long the process has been where it is."""
+        """Seconds for which the process has been where it is."""
         return self._clock() - self._place[1]
 
     def beat(self, *, left: bool = False) -> None:
@@ -172,5 +172,5 @@ class Lookout:
 
     @property
     def _key(self) -> str:
-        """Of the processes that do the same."""
+        """A key of the processes that do the same."""
         return str(self._mesh().in_step[0])

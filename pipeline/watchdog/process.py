@@ -312,7 +312,7 @@ def _summary(error: Exception) -> str:
 
 
 def _show(error: Exception) -> None:
-    """As the command line does: one sentence where that is all, any other with its traceback."""
+    """Show an error as the command line does: one sentence if that is all, else its traceback."""
     if isinstance(error, ONE_SENTENCE):
         _say(f"error: {' '.join(str(error).split())}")
     else:
@@ -320,7 +320,7 @@ def _show(error: Exception) -> None:
 
 
 def _traceback(error: Exception) -> str:
-    """As Python shows it, from where the processes have met."""
+    """The traceback as Python shows it, from where the processes have met."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_name in ("watching", "process_group"):
         frames = frames.tb_next

@@ -14,7 +14,7 @@ from typing import Literal
 from pipeline.errors import ConfigError, require, suggestion
 from pipeline.installation import ROOT
 from rewards.environments.contract import VERBS
-from rewards.functions import read_text
+from rewards.functions import parse_python, read_text
 
 BUILT_IN = {"guessing": "guessing.py:GuessingGame", "calculator": "calculator.py:Calculator"}
 """Our examples, by short name."""
@@ -44,7 +44,7 @@ class EnvironmentFile:
 
     @property
     def sha256(self) -> str:
-        """Of the whole file."""
+        """The hash of the whole file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
@@ -69,12 +69,7 @@ def read_environment(path: str) -> EnvironmentFile:
             f"{where} must be FILE.py:CLASS or one of {', '.join(sorted(BUILT_IN))}, got {path}"
         )
     text = read_text(Path(file), where)
-    try:
-        tree = ast.parse(text, filename=file)
-    except SyntaxError as error:
-        raise ConfigError(
-            f"{where}: {file} line {error.lineno} is not valid Python ({error.msg})"
-        ) from None
+    tree = parse_python(text, file, where)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     require(
         name in classes,

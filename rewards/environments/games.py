@@ -15,6 +15,7 @@ from pipeline.cli import run_main, say
 from pipeline.command import read_command
 from pipeline.errors import require
 from pipeline.files.output import json_lines, write_output
+from pipeline.installation import MODULE
 from rewards.environments.guessing import hint, question
 
 
@@ -99,7 +100,7 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         GamesConfig,
         argv,
-        usage="rewards.environments.games [--SETTING VALUE ...]",
+        usage=f"{MODULE} rewards.environments.games [--SETTING VALUE ...]",
         about="Write guessing games as rows to train on.",
     )
     for name in ("train.jsonl", "test.jsonl"):

@@ -79,7 +79,7 @@ class ToolEnvironment:
         return [Message("user", "\n".join(lines))]
 
     def reward(self) -> float | Mapping[str, float] | None:
-        """By `get_reward()` or `reward`, a method or an attribute; None where there is neither."""
+        """The value of `get_reward()` or `reward`, method or attribute; None without either."""
         for name in REWARDS:
             if hasattr(self._user, name):
                 found: Any = getattr(self._user, name)

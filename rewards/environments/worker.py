@@ -167,7 +167,7 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, length: int = 500) -> str:
-    """In one line of moderate length."""
+    """The text in one line of moderate length."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 3] + "..."
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.cli import run_main
 from pipeline.command import read_command
+from pipeline.installation import MODULE
 from step2_reward.lab.config import LabConfig
 
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         LabConfig,
         argv,
-        usage="step2_reward.lab --path DIR [--data-path FILE | --bench FILE]",
+        usage=f"{MODULE} step2_reward.lab --path DIR [--data-path FILE | --bench FILE]",
         about="Measure how good a reward model is, and how far it can be trusted.",
     )
     from pipeline.logs import configure_logging

@@ -15,7 +15,7 @@ from step2_reward.lab.ranks import area_under_curve
 
 @dataclass(frozen=True)
 class ClassFigures:
-    """Of one class against all others."""
+    """Figures of one class against all others."""
 
     name: str
     rows: int

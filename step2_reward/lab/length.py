@@ -21,7 +21,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Share:
-    """Of pairs that are ordered right."""
+    """A share of pairs that are ordered right."""
 
     right: float
     pairs: int

@@ -19,8 +19,7 @@ from step2_reward.lab.probes import PROBES, probe, probed
 from step2_reward.lab.ranks import concordance, spearman
 from step2_reward.label_rows import OF_CLASSES, OF_LABELS, Labels
 from step2_reward.labelled import LabelledRow, encode_rows, responses_of, target_of
-from step2_reward.losses.ordinal import ordinal_log_probabilities
-from step2_reward.losses.pairs import tie_log_probabilities
+from step2_reward.losses import ordinal_log_probabilities, tie_log_probabilities
 from step2_reward.outputs import outputs_of, scores_of
 
 MOST_PROBED = 256

@@ -26,7 +26,7 @@ def spearman(one: Float[Tensor, " N"], other: Float[Tensor, " N"]) -> float:
 
 
 def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> float:
-    """Of all pairs with different targets the share whose scores are in the same order.
+    """The share of pairs with different targets whose scores are in the same order.
 
     Equal scores count half; without such a pair it is 1/2.
     """

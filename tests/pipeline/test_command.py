@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from pipeline.command import read_command
+from pipeline.command import joined, read_command
 from pipeline.errors import ConfigError, require
 
 
@@ -21,19 +21,30 @@ class Settings:
 
     output: Path = Path("out")
 
+    stop: tuple[str, ...] = ()
+
     def __post_init__(self) -> None:
         require(self.best_of > 1, f"--best-of must be 2 or more, got {self.best_of}")
 
 
 def read(*argv: str) -> Settings:
     return read_command(
-        Settings, argv, usage=("x --best-of N", "x"), about="Do it.", aliases={"out": "output"}
+        Settings,
+        argv,
+        usage=("python -m x --write one", "python -m x"),
+        about="Do it.",
+        aliases={"out": "output"},
+        gather=joined("stop"),
     )
 
 
 def test_dashes_underscores_and_aliases_are_the_same_setting() -> None:
     assert read("--best-of", "3", "--out", "a") == Settings(best_of=3, output=Path("a"))
     assert read("--best_of=3", "--output", "a") == Settings(best_of=3, output=Path("a"))
+
+
+def test_words_of_an_option_that_is_given_twice_are_one_list() -> None:
+    assert read("--stop", "[a", "{b", "--best-of", "2", "--stop", "c").stop == ("[a", "{b", "c")
 
 
 @pytest.mark.parametrize(
@@ -61,5 +72,7 @@ def test_help_has_usage_and_options(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:4] == ["usage: python -m x --best-of N", "       python -m x", "", "Do it."]
+    assert lines[:4] == ["usage: python -m x --write one", "       python -m x", "", "Do it."]
     assert "  --best-of N               Answers to each prompt. (default: 4)" in lines
+    options = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert options == ["--help", "--write", "--best-of", "--output", "--stop"]

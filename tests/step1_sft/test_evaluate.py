@@ -7,7 +7,7 @@ import pytest
 
 from inference.generate import main as generate
 from pipeline.errors import ConfigError
-from step1_sft.evaluate import DEFAULT_PROMPTS, main, parse
+from step1_sft.evaluate import DEFAULT_PROMPTS, main
 
 
 def test_the_comparison_has_the_answers_that_generation_gives(
@@ -42,13 +42,13 @@ def test_without_a_file_the_default_prompts_are_compared_on_a_page(tmp_path: Pat
     assert text.count('class="answer ') == 2 * len(DEFAULT_PROMPTS)
 
 
-def test_the_names_of_deepspeed_chat_work_too() -> None:
-    options = parse(
-        ["--model_name_or_path_baseline", "a", "--model_name_or_path_finetune", "b",
-         "--max_new_tokens", "7"]
-    )  # fmt: skip
+def test_the_names_of_deepspeed_chat_work_too(tmp_path: Path) -> None:
+    out = tmp_path / "comparison.json"
 
-    assert (options.baseline, options.model, options.max_new_tokens) == ("a", "b", 7)
+    main(["--model_name_or_path_baseline", "embedded", "--model_name_or_path_finetune", "embedded",
+          "--max_new_tokens", "1", "--out", str(out)])  # fmt: skip
+
+    assert json.loads(out.read_text())["paths"] == {"baseline": "embedded", "model": "embedded"}
 
 
 def test_an_output_of_another_kind_is_refused_before_a_model_is_loaded() -> None:

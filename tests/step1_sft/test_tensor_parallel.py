@@ -21,11 +21,16 @@ from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.zero import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.engine.predict import predict
+from pipeline.engine.stored import StoredParameter
 from pipeline.errors import ConfigError
 from pipeline.models.divided_vocabulary import LARGE
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.quantized import QuantizedLinear, parts_bytes
+from pipeline.models.tensor_cut import cut_layers
+from pipeline.models.trained import trained_causal_lm
 from pipeline.next_token import next_token_nll
 from pipeline.offline import load_rows
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import current_mesh, cut_mesh
 from pipeline.run import Run
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
@@ -34,6 +39,8 @@ from tests.distributed import run_ranks
 from tests.step1_sft.small_runs import cut_off, ended, held_bytes, make, run, saved, settings
 
 ONE = Machine(1, 1, None, 2**34, "it")
+
+NF4 = {"quantize": "nf4"}
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     # Family, its changes, settings of the model, and how far losses may be apart.
@@ -62,8 +69,36 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
         3e-3,
     ),
     "tied, fp16, adapters": ("opt", {}, {"precision": "fp16", "lora": LoraConfig(rank=2)}, 1e-3),
+    "4 bits, packed layers, biases, stage 3": (
+        "gpt2",
+        {},
+        {"lora": LoraConfig(rank=2), **NF4, "zero_stage": 3},
+        1e-6,
+    ),
+    "4 bits in groups, DoRA": (
+        "llama",
+        {},
+        {"lora": LoraConfig(rank=2, variant="dora"), **NF4, "double_quant": True},
+        1e-6,
+    ),
+    "8 bits, one key head, padded, PiSSA": (
+        "falcon",
+        {},
+        {"lora": LoraConfig(rank=2, variant="pissa"), "quantize": "int8"},
+        2e-6,
+    ),
+    "4 bits, bf16, checkpointing": (
+        "opt",
+        {},
+        {"lora": LoraConfig(rank=2), **NF4, "precision": "bf16", "gradient_checkpointing": True},
+        3e-3,
+    ),
 }
-SOME = ("grouped heads, untied", "adapters, dropout, stage 3")
+SOME = (
+    "grouped heads, untied",
+    "adapters, dropout, stage 3",
+    "4 bits, packed layers, biases, stage 3",
+)
 """That every run of the tests goes through; the others are the grid."""
 
 
@@ -99,7 +134,8 @@ def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
     if bound < 1e-5:
         assert (found - wanted).norm() <= 20 * bound * wanted.norm()
     adapter = tmp_path / "together" / "adapter"
-    if adapter.exists() and bound < 1e-5:  # as peft has it, on the untouched base
+    is_quantized = "quantize" in model  # over whose dequantized base alone the adapter fits
+    if adapter.exists() and bound < 1e-5 and not is_quantized:  # as peft has it, on the base
         adapted = PeftModel.from_pretrained(model_of(start / "base"), str(adapter))
         # What PiSSA and OLoRA began with is subtracted by peft from large products.
         near = 1e-5 if model["lora"].variant in ("lora", "dora") else 3e-5
@@ -123,6 +159,12 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "shards": (4, {"micro_batches": 2}, {**TREE, "zero_stage": 3}),
     "replicas": (4, {"micro_batches": 2, "replicas": 2}, {**TREE, "zero_stage": 2}),
+    "stages of 4 bits": (4, {"pp": 2}, {**NF4, "lora": LoraConfig(rank=2), "zero_stage": 1}),
+    "shards of 8 bits": (
+        4,
+        {"micro_batches": 2},
+        {**TREE, "lora": LoraConfig(rank=2), "quantize": "int8", "zero_stage": 3},
+    ),
 }
 
 
@@ -170,10 +212,26 @@ def take_up(config: SFTConfig, step: int) -> None:
             assert list(checkpoints.steps(enough=lambda: True)) == []  # waits for the files
 
 
+STATES: dict[str, dict[str, Any]] = {
+    "whole weights": {"precision": "bf16"},
+    "4 bits": {"precision": "bf16", "lora": LoraConfig(rank=2), **NF4, "double_quant": True},
+    "lengths": {"lora": LoraConfig(rank=2, variant="dora")},
+    "singular vectors": {"precision": "bf16", "lora": LoraConfig(rank=2, variant="pissa")},
+    "orthogonal columns": {"lora": LoraConfig(rank=2, variant="olora")},
+}
+
+
 @pytest.mark.jobs
-def test_a_state_of_any_division_is_taken_up_by_any_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.grid if "variant" in str(STATES[n]) else ())
+        for n in STATES
+    ],
+)
+def test_a_state_of_any_division_is_taken_up_by_any_other(name: str, tmp_path: Path) -> None:
     start = make(tmp_path, "gpt2", vocab_size=LARGE)
-    often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
+    often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": STATES[name]}
     run_ranks(run, settings(start, tmp_path / "two", tp=2, **often))
     expected = ended(tmp_path / "two")
 
@@ -189,9 +247,26 @@ def test_a_state_of_any_division_is_taken_up_by_any_other(tmp_path: Path) -> Non
         run_ranks(take_up, config, step, world_size=pp * tp)
         assert equal(saved(out, step), state), f"{pp} stages of {tp}"
 
+    if "lora" in STATES[name]:  # of which a checkpoint has adapters alone
+        return
     consolidate([str(tmp_path / "two" / "checkpoints" / "step_00000003"), str(tmp_path / "c")])
     made, model = (load_file(tmp_path / name / "model.safetensors") for name in ("c", "two"))
     assert equal(made, model)
+
+
+@pytest.mark.jobs
+def test_the_codes_and_scales_of_a_checkpoint_are_those_of_one_process(tmp_path: Path) -> None:
+    start = make(tmp_path, "gpt2", vocab_size=LARGE)
+    often: dict[str, Any] = {"save_every": 3, "model": STATES["4 bits"]}
+    run(settings(start, tmp_path / "one", **often))
+    run_ranks(run, settings(start, tmp_path / "two", tp=2, **often))
+
+    one, two = (
+        {name: each for name, each in saved(tmp_path / out, 3).items() if "/frozen/" in name}
+        for out in ("one", "two")
+    )
+    assert sum(name.endswith(("codes", "ranges")) for name in one) == 3 * 4 * 3
+    assert equal(two, one)
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -248,12 +323,50 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
     return held, {kind: sizes[kind] for kind in held}
 
 
-@pytest.mark.grid
-def test_each_process_holds_what_the_plan_says_of_adapters(tmp_path: Path) -> None:
-    model = {"lora": LoraConfig(rank=2, variant="pissa")}
-    config = settings(make(tmp_path, "llama"), tmp_path / "out", tp=2, model=model)
+HELD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # Changes of a Llama, and settings of the model.
+    "PiSSA": ({}, {"lora": LoraConfig(rank=2, variant="pissa")}),
+    "4 bits within blocks": ({}, {"lora": LoraConfig(rank=2), **NF4}),
+    "4 bits in groups": (
+        {"hidden_size": 256, "intermediate_size": 512},
+        {"lora": LoraConfig(rank=2), **NF4, "double_quant": True, "precision": "bf16"},
+    ),
+}
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if "groups" in n else pytest.mark.grid) for n in HELD]
+)
+def test_each_process_holds_what_the_plan_says_of_adapters(name: str, tmp_path: Path) -> None:
+    changes, model = HELD[name]
+    start = make(tmp_path, "llama", **changes)
+    config = settings(start, tmp_path / "out", tp=2, model=model)
 
     assert all(held == predicted for held, predicted in run_ranks(held_and_predicted, config))
+
+
+def quantized_weights(config: SFTConfig) -> tuple[float, set[str]]:
+    """Of frozen bytes the share of those of one process, and frozen weights that are in memory."""
+    with cut_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
+        model = trained_causal_lm(
+            config.model, build_tokenizer(), device=torch.device("cpu"), seed=0, defer=True
+        )
+        frozen = {n: each for n, each in model.named_parameters() if not each.requires_grad}
+        here = {n for n, each in frozen.items() if not isinstance(each, StoredParameter)}
+        cut_layers(model, current_mesh().tensor, sequence=True)
+        layers = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+        own = sum(parts_bytes(each) for each in layers)
+        whole = sum(4.5 / 8 * each.whole_shape.numel() for each in layers)
+    return own / whole, here
+
+
+@pytest.mark.jobs
+def test_a_process_reads_and_quantizes_its_own_half_alone(tmp_path: Path) -> None:
+    start = make(tmp_path, "llama", hidden_size=256, intermediate_size=512)
+    config = settings(start, tmp_path / "out", tp=2, model={"lora": LoraConfig(rank=2), **NF4})
+
+    assert run_ranks(quantized_weights, config) == [(0.5, set())] * 2
 
 
 @pytest.mark.jobs
@@ -284,7 +397,6 @@ def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Pa
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "4 bits": ({"quantize": "nf4", "lora": LoraConfig()}, "model.quantize nf4 stores weights"),
     "compile": ({"zero": ZeroConfig(compile=True)}, "model.zero.compile can't compile blocks"),
 }
 

@@ -8,11 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from step2_reward.losses.classes import balanced_weights, cross_entropy
-from step2_reward.losses.ordinal import ordinal_log_probabilities, ordinal_loss
-from step2_reward.losses.pairs import pairwise_loss, tie_log_probabilities, tie_loss
-from step2_reward.losses.rankings import plackett_luce_loss
-from step2_reward.losses.scalar import binary_cross_entropy, squared_error
+from step2_reward.losses import (
+    balanced_weights,
+    binary_cross_entropy,
+    cross_entropy,
+    ordinal_log_probabilities,
+    ordinal_loss,
+    pairwise_loss,
+    plackett_luce_loss,
+    squared_error,
+    tie_log_probabilities,
+    tie_loss,
+)
 from step2_reward.pair_objective import num_in_order
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from step2_reward.losses.pairs import pairwise_loss
+from step2_reward.losses import pairwise_loss
 
 CHOSEN = torch.tensor([1.0, 0.0, 3.0])
 REJECTED = torch.tensor([0.0, 0.0, 5.0])

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[str, dict[str, Any], float]] = {
     # Kind of label, settings of the model, and how far figures may be apart.
     "pairs": ("pairs", {"zero_stage": 3}, 1e-5),
     "classes, adapters": ("classes", {"lora": LoraConfig(rank=2)}, 1e-5),
+    "pairs, 8 bits": ("pairs", {"lora": LoraConfig(rank=2), "quantize": "int8"}, 5e-5),
     "thresholds, bf16": ("ordinal", {"precision": "bf16", "zero_stage": 1}, 3e-2),
 }
 

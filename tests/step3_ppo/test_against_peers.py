@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from step3_ppo.advantages import ESTIMATORS, Rewarded
-from step3_ppo.kl_losses import KL_LOSSES
+from step3_ppo.kl import KL_LOSSES
 from step3_ppo.losses import k2, k3, value_loss, whiten
-from step3_ppo.policy_losses import LOSSES, TrustRegion
-from step3_ppo.weights import Aggregate, Weighting
+from step3_ppo.policy_losses import LOSSES, Aggregate, TrustRegion, Weighting
 
 MAX_NEW_TOKENS = 8
 LENGTHS = (3, 8, 1, 5, 2, 4)

@@ -15,7 +15,6 @@ from pipeline.errors import ConfigError
 from pipeline.parallel.mesh import current_mesh, cut_mesh
 from rewards.contract import RewardError
 from step3_ppo.config import PPOConfig
-from step3_ppo.episode_statistics import episode_statistics
 from step3_ppo.episodes import EpisodeResponse, episode_seed, play
 from step3_ppo.models import Models
 from step3_ppo.prompts import PromptBatch
@@ -23,6 +22,7 @@ from step3_ppo.response_rewards import rewards_of
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.rollout import generate_responses, score_responses
 from step3_ppo.sampling import sampled_responses
+from step3_ppo.statistics import episode_statistics
 from tests.distributed import rank, run_ranks, world_size
 from tests.step3_ppo.games import game_config, game_models, rows
 from tests.step3_ppo.toy import END

@@ -8,9 +8,8 @@ import pytest
 
 from pipeline.guards.guards import MAX_ROLLBACKS, QUIET, Guards
 from pipeline.guards.settings import completed
-from pipeline.guards.trends import slope_in_errors
 from step3_ppo.guard_settings import WARNING, GuardConfig
-from step3_ppo.guard_signals import RLSignals, diverges
+from step3_ppo.guard_signals import RLSignals, diverges, slope_in_errors
 
 SOUND = {
     "kl": 1.0,

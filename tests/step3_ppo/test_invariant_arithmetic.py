@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import ParallelConfig
+from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.errors import ConfigError
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -19,6 +19,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo, bf16, recomputation": {
         "actor": {"precision": "bf16", "gradient_checkpointing": True, "zero_stage": 3},
         "critic": {"precision": "bf16"},
+    },
+    "ppo, adapters": {
+        "actor": {"zero_stage": 3, "lora": LoraConfig(rank=2, variant="dora")},
+        "critic": {"lora": LoraConfig(rank=2, variant="pissa")},
     },
     "grpo": {
         "method": "grpo",

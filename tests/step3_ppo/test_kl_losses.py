@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from step3_ppo.advantages import ESTIMATORS, Rewarded
-from step3_ppo.kl_losses import KL_LOSSES
+from step3_ppo.kl import KL_LOSSES
 from step3_ppo.losses import policy_ratio, token_rewards
 from step3_ppo.policy_losses import TrustRegion, reinforce
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from step3_ppo.reward_model_check import check_reward_model
+from step3_ppo.reward_model import check_reward_model
 
 
 def warned(directory: Path, result: Any, caplog: pytest.LogCaptureFixture) -> str:

@@ -13,7 +13,7 @@ from pipeline.errors import DivergedError
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardConfig
-from step3_ppo.standard_errors import standard_error
+from step3_ppo.statistics import standard_error
 from step3_ppo.train import train
 from tests.distributed import run_ranks
 from tests.step3_ppo.toy import toy_config

@@ -19,11 +19,23 @@ from step3_ppo.train import train
 from tests.distributed import run_ranks
 from tests.step3_ppo.toy import save_models, toy_config
 
+NF4 = {"quantize": "nf4"}
+
 CASES: dict[str, dict[str, Any]] = {
     "generating together": {"inference_tp_size": 2},
     "generating whole, stage 3, adapters": {
         "actor": {"zero_stage": 3, "lora": LoraConfig(rank=2, variant="dora")},
         "critic": {"zero_stage": 3},
+    },
+    "4 bits, generating together": {
+        "actor": {"lora": LoraConfig(rank=2), **NF4},
+        "critic": {"lora": LoraConfig(rank=2), **NF4, "double_quant": True},
+        "reward": {"quantize": "int8"},
+        "inference_tp_size": 2,
+    },
+    "4 bits, generating whole": {
+        "actor": {"lora": LoraConfig(rank=2), **NF4, "zero_stage": 3},
+        "critic": {"lora": LoraConfig(rank=2), **NF4},
     },
     "programs": {
         "method": "grpo",
@@ -40,7 +52,7 @@ def small(directory: Path, changes: dict[str, Any]) -> PPOConfig:
     changes = dict(changes)
     models = {
         role: replace(getattr(config, role), **changes.pop(role, {}))
-        for role in ("actor", "critic")
+        for role in ("actor", "critic", "reward")
     }
     data = DataConfig(max_length=56, max_eval_rows=4)
     row = METHODS[changes.get("method", "ppo")]

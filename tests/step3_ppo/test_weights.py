@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from step3_ppo.weights import Aggregate, Weighting
+from step3_ppo.policy_losses import Aggregate, Weighting
 
 LENGTHS = torch.tensor([2.0, 2.0, 3.0, 3.0, 3.0])
 """Of each token of two responses."""

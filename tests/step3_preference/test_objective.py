@@ -5,7 +5,7 @@ import torch
 
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.models.asking import Asking
+from pipeline.models.forward_passes import ForwardPasses
 from step3_preference.config import PreferenceConfig
 from step3_preference.objective import Point, objective
 from step3_preference.rows import RowBatch
@@ -24,7 +24,7 @@ def test_responses_of_one_kind_alone_have_a_loss_and_figures(*, good: bool) -> N
 
     # A response is worth 1 - sigmoid(0.5 r) if it is good, 1 - sigmoid(-0.5 r) if not: r is 1, -1.
     assert loss.item() == pytest.approx(1.0)
-    means = figures.means(Asking(), 2, paired=False)
+    means = figures.means(ForwardPasses(), 2, paired=False)
     side = "chosen" if good else "rejected"
     assert means[f"logp_{side}"] == pytest.approx((-1 / 2 - 3 / 4) / 2)
     assert means[f"reward_{side}"] == pytest.approx(0.0)

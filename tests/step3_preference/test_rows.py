@@ -12,9 +12,8 @@ from pipeline.data.stages import StageData
 from pipeline.errors import DataError
 from pipeline.models.chat import load_chat
 from step3_preference.config import PreferenceConfig
-from step3_preference.mismatched import mismatched
 from step3_preference.objective import kto_weights
-from step3_preference.rows import Row, collate_rows, fit
+from step3_preference.rows import Row, collate_rows, fit, mismatched
 from step3_preference.store import RowStore
 from tests.step3_preference.toy import toy_config
 

@@ -18,6 +18,7 @@ from tests.step3_preference.toy import metrics, toy_config
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"zero_stage": 3}),
     "kto, adapters": ("kto", {"lora": LoraConfig(rank=2)}),
+    "dpo, 4 bits": ("dpo", {"lora": LoraConfig(rank=2), "quantize": "nf4"}),
 }
 
 
@@ -28,7 +29,7 @@ def run(config: PreferenceConfig) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=() if n == "dpo" else pytest.mark.grid) for n in CASES]
+    "case", [pytest.param(n, marks=() if n.startswith("dpo") else pytest.mark.grid) for n in CASES]
 )
 def test_two_processes_learn_what_one_does(case: str, toy: Path, tmp_path: Path) -> None:
     method, model = CASES[case]
@@ -46,13 +47,22 @@ def test_two_processes_learn_what_one_does(case: str, toy: Path, tmp_path: Path)
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("method", ["dpo", pytest.param("kto", marks=pytest.mark.grid)])
+@pytest.mark.parametrize(
+    ("method", "lora"),
+    [
+        ("dpo", None),
+        pytest.param("kto", None, marks=pytest.mark.grid),
+        pytest.param("dpo", LoraConfig(rank=2, dropout=0.3), marks=pytest.mark.grid),
+        pytest.param("ipo", LoraConfig(rank=2, variant="olora"), marks=pytest.mark.grid),
+    ],
+)
 def test_with_invariant_arithmetic_one_process_and_two_end_in_the_same_bits(
-    method: str, toy: Path, tmp_path: Path
+    method: str, lora: LoraConfig | None, toy: Path, tmp_path: Path
 ) -> None:
     for tp in (1, 2):
         parallel = ParallelConfig(tp=tp, arithmetic="invariant:2")
         config = toy_config(toy, method, output_dir=tmp_path / str(tp), eval_prompts=4)
+        config = replace(config, model=replace(config.model, lora=lora))
         run_ranks(run, replace(config, parallel=parallel), world_size=tp)
 
     alone, together = (ended(tmp_path / str(tp)) for tp in (1, 2))

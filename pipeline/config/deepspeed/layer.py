@@ -65,7 +65,7 @@ def deepspeed_layer(
 
 
 def _given(others: Mapping[str, Any], role: str) -> dict[str, Any]:
-    """From what "auto" is resolved for the model `role`."""
+    """The values from which "auto" is resolved for the model `role`."""
     given = {name: others[name] for name in STEP_SETTINGS}
     given |= {name: others[f"{role}.{name}"] for name in MODEL_SETTINGS}
     # DeepSpeed's word for no clipping is 0.

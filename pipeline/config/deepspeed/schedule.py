@@ -153,7 +153,7 @@ def _peak(values: Values, name: str, lr: float | None) -> float | None:
 
 
 def _warmup_steps(values: Values) -> int | None:
-    """For "auto" what is known of the run; None leaves our own setting."""
+    """Steps of the warm-up; for "auto" what is known of the run, None for our own setting."""
     key = _KEY + "warmup_num_steps"
     if values.is_auto(key):
         return values.given.get("optim.warmup_steps")
@@ -162,7 +162,7 @@ def _warmup_steps(values: Values) -> int | None:
 
 
 def _total_steps(values: Values) -> int | None:
-    """For "auto" what is known of the run; None is the run's own number."""
+    """Steps in all; for "auto" what is known of the run, None for the run's own number."""
     key = _KEY + "total_num_steps"
     return values.given.get("total_steps") if values.is_auto(key) else values.whole(key, low=1)
 

@@ -79,7 +79,7 @@ def open_corpus(reading: Reading, *, batch_size: int, seed: int) -> Corpus:
 
 
 def open_files(paths: Sequence[CorpusPath], reading: Reading) -> list[TokenFile]:
-    """Those of the paths that are token files already; their tokenizer must be the model's.
+    """The paths that are token files already, open; their tokenizer must be the model's.
 
     Raises:
         DataError: it is another, or a file can't be read.

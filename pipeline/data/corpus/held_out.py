@@ -37,7 +37,7 @@ class HeldOut:
 
 
 def held_out_draw(number: int, seed: int) -> float:
-    """In (0, 1); held out is a document of which it is no more than the fraction."""
+    """A number in (0, 1); a document is held out where it is no more than the fraction."""
     return draw(number, seed=seed, purpose="held out")
 
 

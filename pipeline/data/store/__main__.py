@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.cli import run_main, say
-from pipeline.command import choose_command, read_command
+from pipeline.command import choose_command, read_files_command
 from pipeline.data.store.check import findings
 from pipeline.data.store.config import (
     ChunkConfig,
@@ -25,6 +25,7 @@ from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 from pipeline.files.lock import RunLock
 from pipeline.files.output import check_output
 from pipeline.help import help_entry
+from pipeline.installation import MODULE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from pipeline.data.chat_format import ChatFormat
     from pipeline.data.store.vocabulary import Vocabulary
 
-MODULE = "pipeline.data.store"
+PROGRAM = f"{MODULE} pipeline.data.store"
 C = TypeVar("C")
 
 
@@ -204,13 +205,8 @@ def _read(
     config_class: type[C], words: Sequence[str], name: str, takes: str
 ) -> tuple[list[str], C]:
     """The files before the first option, and the settings."""
-    count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     about = (COMMANDS[name].__doc__ or "").strip()
-    usage = f"{MODULE} {name} {takes}"
-    config = read_command(config_class, words[count:], usage=usage, about=about)
-    if not count:
-        raise ConfigError(f"{name} needs a file: python -m {usage}")
-    return list(words[:count]), config
+    return read_files_command(config_class, words, usage=f"{PROGRAM} {name} {takes}", about=about)
 
 
 def _only(names: Sequence[str], command: str) -> str:
@@ -261,7 +257,7 @@ def _tokenizer_of(file: TokenFile, name: str) -> "PreTrainedTokenizerBase":
 
 
 def _help() -> str:
-    lines = [f"usage: python -m {MODULE} COMMAND ...", ""]
+    lines = [f"usage: {PROGRAM} COMMAND ...", ""]
     for name, command in COMMANDS.items():
         lines += help_entry(name, (command.__doc__ or "").strip())
     return "\n".join([*lines, "", "COMMAND --help lists its options."])

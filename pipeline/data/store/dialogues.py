@@ -94,7 +94,7 @@ class DialogueRecipe:
         return (prompt_hash(example), content_hash(example), uses), self._tokens(example)
 
     def _tokens(self, example: "Example") -> EncodedDialogue:
-        """Of a row without a demonstration, whose prompt alone counts, eos."""
+        """A row without a demonstration, whose prompt alone counts: eos."""
         if not is_usable(example, "demonstrations"):
             return EncodedDialogue.untrained([self.limits.eos])
         (shown,) = histories([example], self.history)

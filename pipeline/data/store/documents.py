@@ -28,7 +28,7 @@ class Documents:
     """Of dialogues."""
 
     def chosen(self, order: NDArray[np.int64]) -> "Documents":
-        """Those of these numbers, in this order."""
+        """The documents of these numbers, in this order."""
         ends = np.cumsum(self.lengths)
         lengths = self.lengths[order]
         shift = (ends - self.lengths)[order] - (np.cumsum(lengths) - lengths)

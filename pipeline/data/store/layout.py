@@ -85,7 +85,7 @@ class Rendering:
 
     @property
     def described(self) -> str:
-        """The same, for messages."""
+        """The rendering in words, for messages."""
         return (
             f"format {self.format} {self.template[:8]}, train_on {self.train_on}, history"
             f" {self.history}"
@@ -188,7 +188,7 @@ class Layout:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the tokens."""
+        """The type of the tokens."""
         return np.dtype(f"<u{self.width}")
 
 

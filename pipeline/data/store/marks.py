@@ -23,7 +23,7 @@ USES: "Sequence[RowUse]" = ("demonstrations", "pairs", "prompts")
 
 @dataclass(frozen=True)
 class Marks:
-    """Of some documents, one after the other."""
+    """The marks of some documents, one after the other."""
 
     trained: NDArray[np.bool_]
     """Whether the prediction of each token is learned: [tokens]."""
@@ -32,7 +32,7 @@ class Marks:
     """[documents] of `RECORD`."""
 
     def chosen(self, places: NDArray[np.int64], order: NDArray[np.int64]) -> "Marks":
-        """Those of these tokens and of these documents."""
+        """The marks of these tokens and of these documents."""
         return Marks(self.trained[places], self.records[order])
 
 

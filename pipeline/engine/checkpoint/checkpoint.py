@@ -37,7 +37,7 @@ class _Stored:
     """Of the tensor, whose elements they are; None counts all of it."""
 
     def to_check(self) -> Checked:
-        """As `verify_fragments` takes it."""
+        """What `verify_fragments` checks."""
         entry = self.entry
         return Checked(self.file, entry.label, entry.position, entry.nbytes, self.crc32)
 
@@ -115,7 +115,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, those of the base included."""
+        """Bytes of all tensors, those of the base included."""
         own = (piece.entry.nbytes for pieces in self._whole().values() for piece in pieces)
         return sum(own) + (self.base.nbytes if self.base else 0)
 
@@ -217,7 +217,7 @@ class Checkpoint:
         return pieces if 0 <= start <= stop <= max(map(_end, pieces)) else None
 
     def _pieces_of(self, name: str) -> list[_Stored]:
-        """Of one file, whose header is read once."""
+        """The pieces of one file, whose header is read once."""
         if name not in self._of_file:
             file = self._near.get(name, self.path / name)
             self._of_file[name] = _open_file(file, self.manifest.files[name])

@@ -171,7 +171,7 @@ class LocalDirectory:
 
     @property
     def name(self) -> str:
-        """Of this process's directory."""
+        """The name of this process's directory."""
         return self._own.name
 
     def keep(self, parts: Sequence[LocalPart], *, strangers: Sequence[str] = ()) -> None:

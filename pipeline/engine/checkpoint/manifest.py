@@ -164,7 +164,7 @@ def now() -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Of what a checkpoint's meaning may depend on."""
+    """The versions of the libraries that a checkpoint's meaning may depend on."""
     libraries = ("torch", "transformers", "safetensors")
     return {"python": platform.python_version(), **{name: version(name) for name in libraries}}
 

@@ -206,7 +206,7 @@ class CheckpointWriter:
         self._bases.pop(name, None)
 
     def base_traces(self, name: str) -> Traces:
-        """For the writer of the next job, or of this one's next save."""
+        """The traces of a base for the writer of the next job, or for this one's next save."""
         return self._bases[name]
 
     def save_base(self, name: str, fragments: Iterable[Fragment]) -> None:

@@ -89,7 +89,7 @@ FORMATS = (None, BF16, F16)
 
 
 def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
-    """As the engine uses it."""
+    """An update, as the engine makes it."""
     for device in devices:
         for copy in FORMATS:
             yield _timed(device, copy, sizes.elements)

@@ -68,7 +68,7 @@ class Weights:
     """Of those of `exp_avg_sq`."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those there are, by name."""
+        """The vectors that are there, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def part(self, place: slice) -> "Weights":

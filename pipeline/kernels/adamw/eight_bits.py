@@ -127,7 +127,7 @@ def decode(
 
 
 def _shifted(bits: Int32[Tensor, " n"], by: int) -> Int32[Tensor, " n"]:
-    """To the right, with zeros behind."""
+    """The bits shifted to the right, with zeros behind."""
     return (bits >> by) & ((1 << (32 - by)) - 1)
 
 

@@ -80,7 +80,7 @@ def forward_library() -> Built | NotBuiltError:
 
 @functools.cache
 def backward_library() -> Built | NotBuiltError:
-    """The same for the way back."""
+    """The library of the backward pass."""
     return _library("cpu_backward.cpp")
 
 

@@ -86,7 +86,7 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
 
 
 def relative_error(inputs: Inputs, out: Tensor) -> float:
-    """Of the norm, against the definition in float64; infinite where a number is NaN."""
+    """The error relative to the norm of the definition in float64; infinite with a NaN."""
     query, key, value = (each.double() for each in (inputs.query, inputs.key, inputs.value))
     expected = definition.decode_attention(query, key, value, inputs.scores)
     error = ((out.double() - expected).norm() / expected.norm()).item()

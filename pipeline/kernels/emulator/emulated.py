@@ -108,7 +108,7 @@ class Emulator:
 
     @property
     def locked_bytes(self) -> int:
-        """Of pages that the driver was asked to lock; it locks a MiB at most."""
+        """Bytes of the pages that the driver was asked to lock; it locks a MiB at most."""
         return self._functions.emulator_locked_bytes()
 
     def _allow(self, tensor: Tensor) -> None:

@@ -40,7 +40,7 @@ class Product(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Order:
-    """In which order the products of an output are added up."""
+    """The order in which the products of an output are added up."""
 
     block: int
     """So many neighbouring inputs are added up by themselves."""
@@ -162,7 +162,7 @@ def order_of(
 
 
 def orders(dtype: torch.dtype, inputs: int) -> Iterator[Order]:
-    """Those in which libraries add up, as far as we have met them."""
+    """The orders in which libraries add up, as far as known."""
     unit = 4 // dtype.itemsize
     for bias_first in (True, False):
         blocks = (inputs, inputs // 2, 192, 512, 1024, 256, 384, 128, 2048, 4096)

@@ -16,7 +16,7 @@ INPUTS = (256, 288, 1024)
 
 @functools.cache
 def fewest_rows(dtype: torch.dtype) -> int:
-    """Of this number of `FEWEST` and the larger ones, rows come out as among many on this machine.
+    """The least of `FEWEST` from which on rows come out as among many on this machine.
 
     Libraries have other kernels for products of few rows. Asked of PyTorch itself, with products
     that come out otherwise in every other order of addition; the least where none does.

@@ -11,7 +11,7 @@ WIDTH, WORDS = 64, 32_768
 
 
 def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
-    """Of that many tokens, forward and backward."""
+    """A pass over that many tokens, forward and backward."""
     for device in devices:
         yield _timed(device, sizes.tokens)
 

@@ -98,7 +98,7 @@ def logprobs_of(
     entropy: bool,
     entropy_learns: bool = True,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
-    """The same from logits, which `temperature` divides; nats, fp32.
+    """Log-probabilities from logits, which `temperature` divides; nats, fp32.
 
     An entropy that nothing learns from has no graph, which would be as large as the logits.
     """

@@ -212,7 +212,7 @@ def tile_gradients(
     temperature: float,
     tile: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Those of hidden states, matrix and bias, as far as they are wanted.
+    """The gradients of hidden states, matrix and bias, as far as they are wanted.
 
     With z the logits, p = softmax(z), H the entropy, t the target, and g and h the gradients of
     log p_t and of H:  dz = g * (1[t] - p) - h * p * (log p + H).
@@ -273,7 +273,7 @@ def _logits(
     words: slice,
     temperature: float,
 ) -> Float[Tensor, "C W"]:
-    """In fp32, in memory of their own."""
+    """Logits in fp32, in memory of their own."""
     logits = F.linear(hidden, weight[words], None if bias is None else bias[words]).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 

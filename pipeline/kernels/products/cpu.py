@@ -99,7 +99,7 @@ def _multiply_few(
     shift: BFloat16[Tensor, "B M N"] | None,
     out: BFloat16[Tensor, "B M N"],
 ) -> bool:
-    """The same by the kernel of few rows, in the same order; whether it takes these."""
+    """Multiply by the kernel of few rows, in the same order; False where it doesn't take these."""
     if len(a) > 1 or a.shape[1] > FEW_ROWS or a.shape[2] % 2:
         return False
     few = linear.library(torch.bfloat16)

@@ -133,7 +133,7 @@ def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
 
 
 def _without_cuts() -> Timed:
-    """From log-probabilities that are there, on the CPU."""
+    """A choice from log-probabilities that are there, on the CPU."""
     logits = 3 * torch.randn(SEQUENCES, WORDS)
     logprobs = logits.log_softmax(dim=-1)
     numbers = torch.arange(2 * SEQUENCES).view(2, -1)

@@ -144,7 +144,7 @@ def _add_golden(state: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
 
 
 def _shifted(state: Int[Tensor, " B"], bits: int) -> Int[Tensor, " B"]:
-    """To the right, zeros coming in."""
+    """The state shifted to the right, zeros coming in."""
     return (state >> bits) & (2 ** (64 - bits) - 1)
 
 

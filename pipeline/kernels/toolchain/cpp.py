@@ -63,7 +63,7 @@ class NotBuiltError(Exception):
 
 
 class CompilerError(NotBuiltError):
-    """It can't be had by this compiler: another, or fewer flags, may do."""
+    """This compiler can't build it: another, or fewer flags, may do."""
 
 
 @dataclass(frozen=True)

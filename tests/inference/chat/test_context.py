@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from inference.chat.context import fit_turns
+from inference.chat.conversation import fit_turns
 from pipeline.data.examples import Message
 from pipeline.errors import DataError
 

@@ -82,9 +82,9 @@ def test_temperature_and_length_change_the_sampling(
     ("line", "answer"),
     [
         ("/temperature hot", "(temperature takes a number, not 'hot')"),
-        ("/temperature -1", "(temperature must be 0 or above: -1.0)"),
+        ("/temperature -1", "(temperature must be 0 or above, got -1.0)"),
         ("/length 1.5", "(max_new_tokens takes a whole number, not '1.5')"),
-        ("/length 0", "(max_new_tokens must be above 0: 0)"),
+        ("/length 0", "(max_new_tokens must be above 0, got 0)"),
         ("/save", "(/save needs a file name)"),
         ("/save /nowhere/at/all.json", "(/nowhere/at/all.json can't be written:"),
         ("/jump", "There is no command /jump; /help lists them."),

@@ -17,7 +17,7 @@ import pytest
 from inference.serve.command import main, open_ratings
 from inference.serve.config import ServeConfig
 from inference.serve.memory import plan_memory
-from inference.serve.models import ModelPath, gather_paths, models_of_run, paths_to_serve
+from inference.serve.models import ModelPath, models_of_run, paths_to_serve
 from pipeline.cli import run_main
 from pipeline.errors import ConfigError
 from tests.inference.serve.serving import CHAT, chat, request_bytes
@@ -87,14 +87,10 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_models_have_the_names_that_are_given_or_those_of_their_directories() -> None:
-    options = [("path", ["a=DIR"]), ("port", ["1"]), ("path", ["OUT/step3_ppo/actor", "o/opt"])]
-    (port, (name, words)) = gather_paths([(name, list(given)) for name, given in options])
     config = ServeConfig(path=("a=DIR", "OUT/step3_ppo/actor", "OUT/step3_ppo/ema", "o/opt-125m"))
 
     found = paths_to_serve(config)
 
-    assert port == ("port", ["1"])
-    assert (name, words) == ("path", ['["a=DIR", "OUT/step3_ppo/actor", "o/opt"]'])
     assert [(each.name, each.path) for each in found] == [
         ("a", "DIR"),
         ("step3_ppo", "OUT/step3_ppo/actor"),

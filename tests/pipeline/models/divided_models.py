@@ -4,16 +4,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from pipeline.config import TrainedModelConfig
+from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.engine.engine import Engine
 from pipeline.engine.tensor_parts import part_of, role_of
+from pipeline.models.adapter_dropout import AdapterDropout, masks_of
 from pipeline.models.divided_vocabulary import LARGE
 from pipeline.models.forward import Policy
+from pipeline.models.lora import add_lora
 from pipeline.models.packing import how_to_run
 from pipeline.models.tensor_cut import cut_layers
+from pipeline.models.variants import start_adapters
 from pipeline.parallel.mesh import Mesh, current_mesh
 from tests.families import FAMILIES, VOCAB, random_rows, tiny_causal_lm
 
@@ -35,6 +40,19 @@ def batch(words: int) -> TokenBatch:
     return collate([replace(row, input_ids=ids) for row, ids in zip(rows, spread, strict=True)])
 
 
+def adapted(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
+    """A model with adapters that have learned something."""
+    trained = add_lora(model, lora, task="causal", seed=0)
+    start_adapters(trained)
+    generator = torch.Generator().manual_seed(0)
+    for param in trained.parameters():
+        if param.requires_grad:
+            param.data += 0.02 * torch.randn(param.shape, generator=generator)
+    for module in trained.modules():
+        module.training = isinstance(module, AdapterDropout)  # other dropout is off in our steps
+    return trained
+
+
 def learned(
     family: str,
     changes: dict[str, Any],
@@ -43,16 +61,18 @@ def learned(
     sequence: bool = True,
     parts: int | None = None,
     dtype: torch.dtype = torch.float32,
+    lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
     """The gradients of a loss, whole, by name; the norm; which parameters have which role."""
     model = tiny_causal_lm(family, **changes)
     nn.Module.to(model, dtype=dtype)
     if how_to_run(model).packed:
         model.set_attn_implementation("ragged")
+    trained = model if lora is None else adapted(model, lora)
     mesh = mesh or current_mesh()
-    cut_layers(model, mesh.tensor, sequence=sequence, parts=parts)
+    cut_layers(trained, mesh.tensor, sequence=sequence, parts=parts)
     engine = Engine(
-        Policy(model),
+        Policy(trained),
         TrainedModelConfig(),
         total_steps=1,
         group=mesh.data,
@@ -61,7 +81,8 @@ def learned(
         exact_norm=parts is not None,
     )
     rows = batch(model.config.vocab_size)
-    outputs = engine(rows, temperature=0.7, entropy=True)
+    with masks_of(0, 1, 2):
+        outputs = engine(rows, temperature=0.7, entropy=True)
     loss = -outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()
     engine.backward(loss)
     params = dict(engine.model.named_parameters())
@@ -73,6 +94,6 @@ def learned(
     roles: dict[str, set[str]] = {}
     for name, param in params.items():
         roles.setdefault(role_of(param), set()).add(name.split(".")[-2])
-    logits = Policy(model).logits(rows).sum().item()
+    logits = Policy(trained).eval().logits(rows).sum().item()
     norm = engine.step().grad_norm
     return {"gradients": found, "norm": norm, "roles": roles, "loss": loss.item(), "logits": logits}

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.models.adapter_dropout import AdapterDropout, masks_again, masks_of
+from pipeline.models.adapter_dropout import (
+    AdapterDropout,
+    masks_again,
+    masks_of,
+    masks_of_part,
+)
 from pipeline.parallel.shards import Shard, ShardSpec
 
 ONES = torch.ones(5, 40)
@@ -41,10 +46,28 @@ def test_processes_take_their_columns_of_the_mask_of_all() -> None:
 
     for own in halves:
         layer = AdapterDropout(0.25, seed=7, name="layers.0.q")
-        layer.divide(40, own)
+        layer.divide(40, (own,))
         columns = replace(own, dim=1)
         with masks_of(0, 1, 2):
             assert torch.equal(layer(columns.of(ONES)), columns.of(mask(0, 1, 2)))
+
+
+def test_parts_of_one_process_draw_the_same_mask_and_take_their_columns_of_it() -> None:
+    halves = tuple(ShardSpec(0, (Shard(first, first + 20),)) for first in (0, 20))
+    layer = AdapterDropout(0.25, seed=7, name="layers.0.q")
+    layer.divide(40, halves)
+    calls: list[Tensor] = []
+
+    with masks_of(0, 1, 2):
+        for _ in range(2):  # groups of padded rows
+            found: list[Tensor] = []
+            for at, own in enumerate(halves):
+                with masks_of_part(at):
+                    found.append(layer(replace(own, dim=1).of(ONES)))
+            calls.append(torch.cat(found, dim=1))
+
+    assert torch.equal(calls[0], mask(0, 1, 2))
+    assert torch.equal(calls[1], mask(0, 1, 2, times=2))
 
 
 def test_a_block_that_is_run_again_draws_the_masks_of_its_first_run() -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig, StableLmConfig
 
+from pipeline.config import LoraConfig
 from pipeline.errors import ConfigError
 from pipeline.models.divided_vocabulary import LARGE
 from pipeline.models.tensor_cut import cut_layers
@@ -89,6 +90,35 @@ def test_parts_learn_what_whole_layers_do(names: tuple[str, ...]) -> None:
         for figure in ("norm", "loss", "logits"):
             assert found[figure] == pytest.approx(whole[figure], rel=1e-5), f"{name}: {figure}"
         assert found["roles"].keys() == {"whole"}
+
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any], LoraConfig]] = {
+    "dropout": ("opt", {}, LoraConfig(rank=2, dropout=0.3)),
+    "dropout, padded": ("bloom", {}, LoraConfig(rank=2, dropout=0.3)),
+    "lengths, dropout": ("gpt2", {}, LoraConfig(rank=2, variant="dora", dropout=0.3)),
+    "lengths, norms of heads": (
+        "qwen3",
+        {"num_key_value_heads": 4, "attention_bias": True},
+        LoraConfig(rank=2, variant="dora"),
+    ),
+    "singular vectors": ("gpt2", {}, LoraConfig(rank=2, variant="pissa")),
+    "orthogonal columns": ("opt", {}, LoraConfig(rank=2, variant="olora")),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_parts_learn_what_whole_ones_do_with_their_masks(name: str) -> None:
+    family, changes, lora = ADAPTERS[name]
+    found, whole = (learned(family, changes, parts=each, lora=lora) for each in (4, None))
+
+    noise = 1e-6 * whole["norm"]
+    assert found["gradients"].keys() == whole["gradients"].keys()
+    for key, expected in whole["gradients"].items():
+        distance = (found["gradients"][key] - expected).norm()
+        assert distance <= 1e-5 * expected.norm() + noise, key
+    for figure in ("norm", "loss", "logits"):
+        assert found[figure] == pytest.approx(whole[figure], rel=1e-5), figure
+    assert found["roles"].keys() == {"whole"}
 
 
 def learned_together(

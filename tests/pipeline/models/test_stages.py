@@ -127,25 +127,37 @@ def test_blocks_are_those_asked_for_or_as_many_as_take_about_as_long() -> None:
     assert blocks_of(model, 3) == [1, 1, 1]
     assert blocks_of(model, 2, (1, 2)) == [1, 2]
     assert blocks_of(model, 2) == [2, 1]  # the last stage has the head
-    assert blocks_of(model_of("llama", 6), 2, chunks=2) == [2, 2, 1, 1]
+    assert blocks_of(model_of("llama", 6), 2, chunks=2) == [1, 2, 2, 1]
     with pytest.raises(ConfigError, match="take 3 at most"):
         blocks_of(model, 4)
 
 
 @pytest.mark.parametrize("last", [0.0, 2.0, 9.0])
-def test_the_slowest_stage_is_as_fast_as_can_be(last: float) -> None:
+def test_the_slowest_stage_is_as_fast_as_can_be_and_the_others_are_alike(last: float) -> None:
     draw = torch.Generator().manual_seed(3)
     for stages in range(1, 6):
         costs = torch.randint(1, 9, (8,), generator=draw).tolist()
         cuts = [(0, *each, 8) for each in combinations(range(1, 8), stages - 1)]
 
-        def slowest(bounds: tuple[int, ...], costs: list[int] = costs) -> float:
-            sums = [float(sum(costs[low:high])) for low, high in pairwise(bounds)]
-            return max([*sums[:-1], sums[-1] + last])
-
         counts = balanced(costs, stages, last=last)
         found = (0, *torch.tensor(counts).cumsum(0).tolist())
 
+        def rank(
+            bounds: tuple[int, ...], costs: list[int] = costs
+        ) -> tuple[float, float, tuple[int, ...]]:
+            sums = [float(sum(costs[low:high])) for low, high in pairwise(bounds)]
+            sums[-1] += last
+            return max(sums), sum(each**2 for each in sums), bounds
+
         assert sum(counts) == 8
         assert min(counts) >= 1
-        assert slowest(found) == min(map(slowest, cuts))
+        assert found == min(cuts, key=rank)
+
+
+def test_stages_are_as_even_as_the_slowest_allows() -> None:
+    assert balanced([1] * 8, 4) == [2, 2, 2, 2]
+    assert balanced([1] * 8, 4, last=1) == [2, 2, 2, 2]  # which is as fast as 3 3 1 1, and 3 2 2 1
+    assert balanced([1] * 8, 4, last=2) == [2, 2, 3, 1]
+    assert balanced([1] * 10, 4) == [2, 2, 3, 3]
+    # Sums whose squares have more digits than a float holds.
+    assert balanced([2**31 - 1] * 80, 8, last=2**31 - 1) == [10] * 8

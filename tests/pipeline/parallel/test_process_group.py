@@ -36,7 +36,7 @@ def test_processes_of_tests_see_no_gpu() -> None:
 
 WAITS = """
 import sys, threading, time
-from pipeline.parallel.leaving import leave
+from pipeline.parallel.process_group import leave
 threading.Thread(target=time.sleep, args=(600,)).start()  # for which the interpreter's end waits
 sys.stdout.write("said before")
 leave(7, {abort}, seconds=0.5)

@@ -110,7 +110,7 @@ def test_numbers_in_exponent_form_are_numbers(number: object) -> None:
         ("count", [], "--s.count takes one value, got none"),
         ("count", ["1", "2"], "--s.count takes one value, got 2: 1 2"),
         ("names", [], "--s.names takes at least one value, got none"),
-        ("split", ["1"], "s.split must be a list of 2, got ['1']"),
+        ("split", ["1"], "s.split must be a list of 2 values, got [1]"),
         ("flag", ["maybe"], "s.flag must be true or false, got maybe"),
         ("inner.rate", ["-1"], "s.inner.rate must be above 0, got -1.0"),
         ("maybe.rate", ["-1"], "s.maybe.rate must be above 0, got -1.0"),

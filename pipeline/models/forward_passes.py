@@ -1,6 +1,6 @@
-"""Passes without gradients, on one process or through the stages of a pipeline.
+"""Forward passes over micro-batches, on one process or through the stages of a pipeline.
 
-A step says what it asks of a micro-batch, and goes on as if the model were whole.
+A step says what is computed of a micro-batch, and goes on as if the model were whole.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +15,10 @@ from pipeline.models.forward import Policy
 from pipeline.models.stages import Stage
 from pipeline.models.stand_ins import Chunk
 from pipeline.parallel.channels import What
-from pipeline.parallel.device import local_device
+from pipeline.parallel.device import local_device, read_scalars
 from pipeline.parallel.group import Group
 from pipeline.parallel.schedules import Instruction, Kind, turns
 from pipeline.parallel.transfer import Transfers
-from pipeline.scalars import read_scalars
 
 AHEAD = 4
 """Micro-batches that a stage may be ahead of the next one, where none goes back."""
@@ -37,7 +36,7 @@ class MicroBatch(Protocol):
 T = TypeVar("T")
 B = TypeVar("B", bound=MicroBatch)
 Found = Callable[[B], Tensor]
-"""What is asked of a micro-batch, such as its loss, summed; it runs the engine over its tokens."""
+"""Computes something of a micro-batch, such as its loss, summed, by running the engine over it."""
 
 
 class Runs(Protocol):
@@ -58,29 +57,29 @@ class Runs(Protocol):
         ...
 
 
-class Asking:
+class ForwardPasses:
     """The passes of a model that this process has whole."""
 
-    def ask(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
+    def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
         """What is found of each batch; on the last stage alone, and none elsewhere.
 
         Without gradients where the caller has turned them off.
         """
         return [found(batch) for batch in batches]
 
-    def ask_all(
+    def forward_everywhere(
         self, batches: Sequence[B], found: Found[B], shape_of: Callable[[B], Sequence[int]]
     ) -> list[Tensor]:
-        """The same on every stage, in fp32; `shape_of` says the shape of what is found."""
+        """What is found of each batch, on every stage, in fp32; `shape_of` says its shape."""
         del shape_of
-        return [each.float() for each in self.ask(batches, found)]
+        return [each.float() for each in self.forward(batches, found)]
 
     def from_last(self, value: T) -> T:
         """What the last stage has, on every stage; something small."""
         return value
 
     def total(self, losses: Sequence[Tensor]) -> float:
-        """The sum of what `ask` gave, on every stage, read from the device."""
+        """The sum of what `forward` gave, on every stage, read from the device."""
         return sum(read_scalars(losses))
 
 
@@ -95,7 +94,7 @@ class Waiting:
     tied: Tensor | None
 
 
-class StagedAsking(Asking):
+class StagedForwardPasses(ForwardPasses):
     """The passes of a stage of a pipeline, in step with those of the others.
 
     A weight that the last stage shares with the first has one home, the first stage. The last one
@@ -123,8 +122,8 @@ class StagedAsking(Asking):
         self._followed = -1
         """How often the weights had changed when the last stage's copy was brought up to date."""
 
-    def ask(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
-        """As one process does; only the last stage has what is found."""
+    def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
+        """What is found of each batch; only the last stage has it."""
         self._follow()
         batches, outputs = list(batches), list[Tensor]()
         for number, chunk in turns(self._stage.count, len(batches), len(self._stage.chunks)):
@@ -135,11 +134,11 @@ class StagedAsking(Asking):
         self._transfers.settle()
         return outputs
 
-    def ask_all(
+    def forward_everywhere(
         self, batches: Sequence[B], found: Found[B], shape_of: Callable[[B], Sequence[int]]
     ) -> list[Tensor]:
         """What is found of each batch, on every stage, in fp32."""
-        outputs = self.ask(batches, found)
+        outputs = self.forward(batches, found)
         shapes = [torch.Size(shape_of(batch)) for batch in batches]
         together = torch.empty(sum(each.numel() for each in shapes), device=local_device())
         parts = together.split([each.numel() for each in shapes])

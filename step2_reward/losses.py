@@ -1,0 +1,174 @@
+"""The losses of step 2, sums over rows, by kind of label.
+
+Pairs and ties, classes, ordered classes, numbers, ranked lists; pure functions of tensors.
+Dimension names: B rows, C classes, K responses of the longest list.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def pairwise_loss(
+    chosen: Float[Tensor, " B"],
+    rejected: Float[Tensor, " B"],
+    *,
+    margin: Float[Tensor, " B"] | None = None,
+    center_coef: float = 0.0,
+    focal_gamma: float = 0.0,
+) -> Float[Tensor, ""]:
+    """-log sigmoid(r_chosen - r_rejected - margin), summed over pairs.
+
+    Ouyang et al. 2022, eq. 1; the margin as in Touvron et al. 2023, eq. 2. `center_coef` adds
+    center_coef * (r_chosen + r_rejected)^2, which holds scores near 0 (Eisenstein et al. 2023,
+    section 3): the pairwise term alone leaves their level free. `focal_gamma` weighs a pair by
+    (1 - p)^gamma, p the probability of its order, so that pairs already in order count less (Lin
+    et al. 2017, eq. 4). The caller divides by the number of pairs of the whole optimizer step.
+    """
+    difference = chosen - rejected
+    if margin is not None:
+        difference = difference - margin
+    nll = -F.logsigmoid(difference)
+    if focal_gamma:
+        # A power below 1 has an infinite slope at 0, where p is 1 after rounding.
+        wrong = torch.sigmoid(-difference).clamp(min=torch.finfo(difference.dtype).tiny)
+        nll = wrong**focal_gamma * nll
+    return (nll + center_coef * (chosen + rejected).square()).sum()
+
+
+def tie_log_probabilities(
+    difference: Float[Tensor, " B"], kappa: Float[Tensor, ""]
+) -> Float[Tensor, "B 3"]:
+    """Log-probabilities of a win, a tie and a loss of the first response.
+
+    Its score is higher by `difference`.
+
+    Rao and Kupper 1967, with threshold kappa >= 0 in units of score: P(win) = sigmoid(d - kappa),
+    P(loss) = sigmoid(-d - kappa), P(tie) = (e^(2 kappa) - 1) P(win) P(loss); for rewards, Liu et
+    al. 2024 (2410.05328). At kappa 0 it is Bradley-Terry.
+    """
+    win, loss = F.logsigmoid(difference - kappa), F.logsigmoid(-difference - kappa)
+    return torch.stack([win, torch.log(torch.expm1(2 * kappa)) + win + loss, loss], dim=1)
+
+
+def tie_loss(
+    chosen: Float[Tensor, " B"],
+    rejected: Float[Tensor, " B"],
+    is_tie: Bool[Tensor, " B"],
+    kappa: Float[Tensor, ""],
+) -> Float[Tensor, ""]:
+    """-log P of what was observed, a win of `chosen` or a tie, summed over pairs.
+
+    P as `tie_log_probabilities` has it.
+    """
+    difference = chosen - rejected
+    wins = -F.logsigmoid(difference - kappa)
+    if not is_tie.any():  # at kappa 0 a tie has probability 0
+        return wins.sum()
+    ties = -tie_log_probabilities(difference, kappa)[:, 1]
+    return torch.where(is_tie, ties, wins).sum()
+
+
+def cross_entropy(
+    logits: Float[Tensor, "B C"],
+    classes: Int[Tensor, " B"],
+    *,
+    weights: Float[Tensor, " C"] | None = None,
+    focal_gamma: float = 0.0,
+) -> Float[Tensor, ""]:
+    """alpha_y (1 - p_y)^gamma (-log p_y), summed over rows.
+
+    Lin et al. 2017 (1708.02002), eq. 5, over the softmax; alpha are `weights` of the classes, 1
+    without them. At gamma 0 it is the weighted cross entropy. The caller divides by the number of
+    rows of the whole optimizer step.
+    """
+    logprobs = F.log_softmax(logits, dim=-1).gather(1, classes[:, None]).squeeze(1)
+    nll = -logprobs
+    if focal_gamma:
+        # A power below 1 has an infinite slope at 0, where p_y is 1 after rounding.
+        others = (-torch.expm1(logprobs)).clamp(min=torch.finfo(logprobs.dtype).tiny)
+        nll = others**focal_gamma * nll
+    if weights is not None:
+        nll = weights[classes] * nll
+    return nll.sum()
+
+
+def balanced_weights(counts: Sequence[int], *, beta: float) -> list[float]:
+    """(1 - beta) / (1 - beta^n) for each class of n rows, scaled to a mean of 1.
+
+    Cui et al. 2019 (1901.05555), eq. 10: the inverse of the effective number of a class's rows.
+    beta 0 weighs all classes alike, beta -> 1 by the inverse of their counts. A class without rows
+    gets the weight of a class of one.
+    """
+    weights = [(1 - beta) / (1 - beta ** max(1, count)) for count in counts]
+    mean = sum(weights) / len(weights)
+    return [weight / mean for weight in weights]
+
+
+def ordinal_log_probabilities(
+    scores: Float[Tensor, " B"], cutpoints: Float[Tensor, " cuts"]
+) -> Float[Tensor, "B classes"]:
+    """The log-probability of each class, worst first.
+
+    log P(y) = log[sigmoid(b_y - s) - sigmoid(b_(y-1) - s)].
+
+    Proportional odds (McCullagh 1980), with increasing cutpoints b, b_(-1) = -inf and b_(K-1) =
+    inf; one score for all classes as in CORAL (Cao et al. 2019, 1901.07884). The difference is
+    computed as sigmoid(a) sigmoid(-b) (1 - e^(b - a)), which loses nothing to cancellation.
+    """
+    below = cutpoints - scores[:, None]  # (B, K - 1)
+    upper, lower = F.logsigmoid(below), F.logsigmoid(-below)
+    gaps = torch.log(-torch.expm1(cutpoints[:-1] - cutpoints[1:]))
+    inner = upper[:, 1:] + lower[:, :-1] + gaps
+    return torch.cat([upper[:, :1], inner, lower[:, -1:]], dim=1)
+
+
+def ordinal_loss(
+    scores: Float[Tensor, " B"], classes: Int[Tensor, " B"], cutpoints: Float[Tensor, " cuts"]
+) -> Float[Tensor, ""]:
+    """-log P of the class of each row, summed; P as `ordinal_log_probabilities` has it.
+
+    With two classes it is the Bradley-Terry loss of score and cutpoint.
+    """
+    logprobs = ordinal_log_probabilities(scores, cutpoints)
+    return -logprobs.gather(1, classes[:, None]).sum()
+
+
+def squared_error(scores: Float[Tensor, " B"], targets: Float[Tensor, " B"]) -> Float[Tensor, ""]:
+    """(s - y)^2 / 2, summed over rows: regression on ratings (HelpSteer2, 2406.08673)."""
+    return 0.5 * (scores - targets).square().sum()
+
+
+def binary_cross_entropy(
+    scores: Float[Tensor, " B"], targets: Float[Tensor, " B"]
+) -> Float[Tensor, ""]:
+    """-y log sigmoid(s) - (1 - y) log sigmoid(-s), summed over rows; targets y in [0, 1].
+
+    At y = 1 it is the Bradley-Terry loss against a score of 0.
+    """
+    return -(targets * F.logsigmoid(scores) + (1 - targets) * F.logsigmoid(-scores)).sum()
+
+
+def plackett_luce_loss(
+    scores: Float[Tensor, "B K"], ranks: Float[Tensor, "B K"]
+) -> Float[Tensor, ""]:
+    """-sum_i log softmax(s_i over i and what ranks no better), summed over lists.
+
+    Plackett 1975, Luce 1959: the best is drawn first, then the best of the rest. Responses of equal
+    rank compete with each other, each against all of them (Breslow 1974). `ranks` are 1 for the
+    best; infinite ranks mark places without a response, as lists differ in length. A stage is
+    written as -log sigmoid(s_i - logsumexp of the others), so that two responses are Bradley-Terry
+    bit for bit.
+    """
+    real = ranks.isfinite()
+    others = ~torch.eye(ranks.shape[1], dtype=torch.bool, device=ranks.device)
+    competes = (ranks[:, None, :] >= ranks[:, :, None]) & real[:, None, :] & others
+    rivals = torch.where(competes, scores[:, None, :], -math.inf)
+    has_rivals = competes.any(dim=2) & real
+    rest = torch.logsumexp(torch.where(has_rivals[..., None], rivals, 0.0), dim=2)
+    stages = -F.logsigmoid(scores - rest)
+    return torch.where(has_rivals, stages, 0.0).sum(dim=1).sum()

@@ -1,1 +1,0 @@
-"""The losses of step 2, a file for each kind of label."""

@@ -1,0 +1,217 @@
+"""Parts of a weight in 4 or 8 bits: the codes, scales and numbers of the whole one."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.engine.part_elements import fragments_of
+from pipeline.engine.stored import StoredParameter, copy_elements, stored_like
+from pipeline.engine.tensor_parts import Part, part_of, whole_shape
+from pipeline.errors import ConfigError
+from pipeline.models.block_codes import GROUP, Form, parts_of
+from pipeline.models.quantized import QuantizedLinear
+from pipeline.parallel.shards import Shard, ShardSpec
+
+FORMS = [Form("nf4"), Form("nf4", double=True), Form("int8")]
+
+Borders = tuple[tuple[tuple[int, int], ...], ...]
+"""Of each process's shards, where they begin and end."""
+
+CUTS: dict[str, tuple[tuple[int, int], int, Borders, tuple[int, ...]]] = {
+    # Shape of the weight, the dimension that is cut, and how; scales of each process.
+    "rows": ((96, 256), 0, (((0, 48),), ((48, 96),)), (192, 192)),
+    "rows of three": (
+        (192, 256),
+        0,
+        (((0, 64),), ((64, 128),), ((128, 192),)),
+        (256, 256, 256),
+    ),
+    "columns": ((256, 384), 1, (((0, 192),), ((192, 384),)), (768, 768)),
+    "columns of parted blocks": (
+        (32, 320),
+        1,
+        (((0, 80),), ((80, 160),), ((160, 240),), ((240, 320),)),
+        (2 * 32, 2 * 32, 2 * 32, 2 * 32),
+    ),
+    "columns that share a block": (
+        (32, 64),
+        1,
+        (((0, 16),), ((16, 32),), ((32, 48),), ((48, 64),)),
+        (32, 32, 32, 32),
+    ),
+    "blocks of several rows": ((64, 172), 1, (((0, 86),), ((86, 172),)), (172, 172)),
+    "rows of parted blocks": ((48, 44), 0, (((0, 24),), ((24, 48),)), (17, 17)),
+    "three of each": (
+        (128, 384),
+        1,
+        (((0, 64), (128, 192), (256, 320)), ((64, 128), (192, 256), (320, 384))),
+        (384, 384),
+    ),
+    "three of each within blocks": (
+        (64, 96),
+        1,
+        (((0, 16), (32, 48), (64, 80)), ((16, 32), (48, 64), (80, 96))),
+        (96, 96),
+    ),
+}
+
+
+def vectors(layer: QuantizedLinear) -> dict[str, Tensor]:
+    return {name: layer.get_parameter(name).detach() for name in parts_of(layer.form)}
+
+
+def numbers(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+    rows = torch.logspace(-2, 1, shape[0])[:, None]  # so that scales and their groups differ
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * rows).to(dtype)
+
+
+def linear(shape: tuple[int, int], form: Form, *, lazy: bool = False) -> QuantizedLinear:
+    plain, weight = nn.Linear(shape[1], shape[0], bias=False), numbers(shape)
+    if lazy:
+        flat = weight.flatten()
+        plain.weight = stored_like(weight, lambda start, stop: flat[start:stop])
+    else:
+        plain.weight.data = weight
+    return QuantizedLinear(plain.requires_grad_(requires_grad=False), form, lazy=lazy)
+
+
+def parts(shape: tuple[int, int], dim: int, borders: Borders) -> list[Part]:
+    specs = tuple(ShardSpec(dim, tuple(Shard(*each) for each in own)) for own in borders)
+    return [Part(torch.Size(shape), specs, rank) for rank in range(len(specs))]
+
+
+def settled(layer: QuantizedLinear) -> None:
+    """Read what is still in a file, a few elements at a time, as an engine does."""
+    for name in parts_of(layer.form):
+        param = layer.get_parameter(name)
+        assert isinstance(param, StoredParameter)
+        data = torch.empty(param.shape, dtype=param.dtype)
+        for start in range(0, len(data), 1000):
+            copy_elements(param, start, data[start : start + 1000])
+        param.data = data
+        param.settle()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_part_is_the_part_of_the_whole_weight_to_the_bit(cut: str, form: Form) -> None:
+    shape, dim, borders, scales_here = CUTS[cut]
+    whole = linear(shape, form)
+    for part in parts(shape, dim, borders):
+        for lazy in (False, True):
+            own = linear(shape, form, lazy=lazy)
+            own.cut(part, name="it")
+            if lazy:
+                settled(own)
+            expected = part.own.of(whole.dequantized())
+            assert torch.equal(own.dequantized(), expected)
+            assert torch.equal(own.dequantized(torch.bfloat16), expected.bfloat16())
+            assert own.weight.is_contiguous()
+            assert (own.out_features, own.in_features) == expected.shape
+            here = vectors(own)
+            assert here["codes"].numel() * parts_of(form)["codes"].grain == expected.numel()
+            scales = here["scale_codes" if form.double else "scales"]
+            assert scales.numel() == scales_here[part.rank]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_processes_write_the_vectors_of_the_whole_weight_once(cut: str, form: Form) -> None:
+    shape, dim, borders, _ = CUTS[cut]
+    whole = vectors(linear(shape, form))
+    found = {name: torch.zeros(each.shape, dtype=torch.float64) for name, each in whole.items()}
+    for part in parts(shape, dim, borders):
+        own = linear(shape, form)
+        own.cut(part, name="it")
+        for name, vector in vectors(own).items():
+            param, into = own.get_parameter(name), found[name]
+            assert whole_shape(param) == whole[name].shape
+            if part_of(param) is None and part.rank > 0:
+                continue  # all have it, and the first one writes it
+            for each in fragments_of("it", part_of(param), 0, vector):
+                if each.columns is None:
+                    into[each.start : each.start + len(each.tensor)] += each.tensor
+                else:
+                    offset, width, stride = each.columns
+                    at = each.start + torch.arange(len(each.tensor))
+                    into[at // width * stride + offset + at % width] += each.tensor
+
+    assert all(torch.equal(found[name], each.double()) for name, each in whole.items())
+
+
+def test_scales_of_a_part_by_hand() -> None:
+    # Blocks of the weight have the scales 0, 1, 2, ..., four to a row; the second process has the
+    # last two of each row. 300 rows have 1,200 blocks, in groups of 256.
+    plain = nn.Linear(256, 300, bias=False).requires_grad_(requires_grad=False)
+    plain.weight.data = torch.arange(1200.0).repeat_interleave(64).view(300, 256)
+    _, part = parts((300, 256), 1, (((0, 128),), ((128, 256),)))
+    layer, double = (QuantizedLinear(plain, Form("nf4", double=way)) for way in (False, True))
+    for each in (layer, double):
+        each.cut(part, name="it")
+
+    assert vectors(layer)["scales"][:5].tolist() == [2, 3, 6, 7, 10]
+    assert [len(each) for each in vectors(layer).values()] == [300 * 64, 600]
+    # A group's range is 0 to 255 more than its first, and 1200 - 4 * 256 blocks are the last one.
+    ranges = [(first, 1.0) for first in range(0, 1024, GROUP)] + [(1024.0, 175 / 255)]
+    assert torch.equal(vectors(double)["scale_ranges"], torch.tensor(ranges).flatten())
+    assert torch.equal(double.dequantized()[:256], part.own.of(plain.weight)[:256])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_parts_add_up_to_that_of_the_whole_layer(form: Form) -> None:
+    plain = Conv1D(96, 256).requires_grad_(requires_grad=False)
+    plain.weight.data, plain.bias.data = numbers((256, 96)), torch.arange(96.0)
+    whole = QuantizedLinear(plain, form)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    total = whole(x) - plain.bias
+    total.sum().backward()
+    gradient, x.grad = x.grad, None
+    found = []
+    for part in parts((256, 96), 0, (((0, 128),), ((128, 256),))):
+        layer = QuantizedLinear(plain, form)
+        layer.cut(part, name="it")
+        found.append(layer.product(x[:, 128 * part.rank :][:, :128]))
+        found[-1].sum().backward()
+
+    torch.testing.assert_close(found[0] + found[1], total, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad, gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_a_piece_of_a_part_is_multiplied_with_alone() -> None:
+    layer = linear((96, 256), FORMS[0])
+    layer.cut(parts((96, 256), 0, (((0, 48),), ((48, 96),)))[1], name="it")
+    x = torch.randn(3, 256).requires_grad_()
+    layer.piece = ShardSpec(0, (Shard(8, 24),))
+    y = layer(x)
+    layer.piece = None  # as it is when gradients come back
+    y.sum().backward()
+
+    weight = linear((96, 256), FORMS[0]).weight[56:72]
+    assert torch.equal(y, torch.nn.functional.linear(x, weight))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(3, 16) @ weight)
+
+
+def test_what_can_not_be_cut_is_refused_in_a_sentence() -> None:
+    for shape, borders, form, sentence in (
+        (
+            (64, 6),
+            (((0, 3),), ((3, 6),)),
+            FORMS[0],
+            r"parallel\.tp 2 would cut the nf4 codes of it \(64 x 6\) between two weights that"
+            r" share a byte; take int8, or another parallel\.tp$",
+        ),
+        (
+            (34, 6),
+            (((0, 2),), ((2, 4),), ((4, 6),)),
+            FORMS[2],
+            r"parallel\.tp 3 would cut the int8 codes of it \(34 x 6\) whose last block of 64 is"
+            r" not full; take quantize none$",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            linear(shape, form).cut(parts(shape, 1, borders)[0], name="it")
+    odd = linear((64, 6), FORMS[2])
+    odd.cut(parts((64, 6), 1, (((0, 3),), ((3, 6),)))[1], name="it")
+    assert torch.equal(odd.dequantized(), linear((64, 6), FORMS[2]).dequantized()[:, 3:])
