@@ -135,23 +135,25 @@ class ServeConfig:
             self.adapter_base is None or bool(self.adapter),
             "adapter_base is given without an adapter; give --adapter NAME=DIR too",
         )
-        require(0 <= self.port < 65536, f"port must lie in [0, 65535]: {self.port}")
+        require(0 <= self.port < 65536, f"port must lie in [0, 65535], got {self.port}")
         if self.watch is not None:
             require(self.watch.is_dir(), f"watch: {self.watch}: no such directory")
         for name in ("slots", "context", "cache_gib", "prefill_chunk"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be above 0: {value}")
+            require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
             self.prefill_gap is None or self.prefill_gap > 1,
-            f"prefill_gap must be above 1: {self.prefill_gap}; at 1 no prompt would be read",
+            f"prefill_gap must be above 1, got {self.prefill_gap}; at 1 no prompt would be read",
         )
         for name in (
             *("queue", "queue_seconds", "request_seconds", "idle_seconds", "max_body_mib"),
             *("max_tokens_default", "max_n"),
         ):
             value = getattr(self, name)
-            require(value > 0, f"{name} must be above 0: {value}")
-        require(self.drain_seconds >= 0, f"drain_seconds must be 0 or above: {self.drain_seconds}")
+            require(value > 0, f"{name} must be above 0, got {value}")
+        require(
+            self.drain_seconds >= 0, f"drain_seconds must be 0 or above, got {self.drain_seconds}"
+        )
         require(
             (self.tls_cert is None) == (self.tls_key is None),
             "tls_cert and tls_key belong together; give both",

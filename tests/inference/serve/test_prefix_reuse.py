@@ -138,5 +138,5 @@ def test_one_client_learns_nothing_of_the_prompts_of_another(
 
 
 def test_a_chunk_has_a_token_at_least() -> None:
-    with pytest.raises(ConfigError, match="prefill_chunk must be above 0: 0"):
+    with pytest.raises(ConfigError, match="prefill_chunk must be above 0, got 0"):
         ServeConfig(path=("embedded",), prefill_chunk=0)
