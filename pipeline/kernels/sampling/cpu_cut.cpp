@@ -89,7 +89,7 @@ void cut_at(const double* weights, int64_t count, double top_p, double* out, Roo
     while (bin < BINS - 1 && before + room.sums[bin] < top_p) before += room.sums[bin++];
     collect(weights, count, bin, room);
     std::sort(room.words.begin(), room.words.end());
-    const Word* last = nullptr;  // that is kept, which there is: the sum passes `top_p` in this bin
+    const Word* last = nullptr;  // that is kept
     for (const Word& word : room.words) {
         const double off = before - top_p;
         if (off > -CLOSE && off < CLOSE) return cut_exactly(weights, count, top_p, out, room);
@@ -97,8 +97,10 @@ void cut_at(const double* weights, int64_t count, double top_p, double* out, Roo
         last = &word;
         before += word.weight;
     }
-    // Behind the last of a bin the next one begins.
-    if (before - top_p > -CLOSE && before - top_p < CLOSE) return cut_exactly(weights, count, top_p, out, room);
+    // Behind the last of a bin the next one begins. None is kept of an empty one, which the last bin may be where
+    // all weights together don't reach `top_p`.
+    if (last == nullptr || (before - top_p > -CLOSE && before - top_p < CLOSE))
+        return cut_exactly(weights, count, top_p, out, room);
     for (int64_t id = 0; id < count; id++) {
         const int64_t own = bin_of(weights[id]);
         const bool is_kept = own < bin || (own == bin && !(*last < Word{weights[id], id}));

@@ -168,6 +168,12 @@ def test_a_cut_where_a_sum_ends_exactly_is_made_as_sorting_makes_it() -> None:
 
 
 @pytest.mark.usefixtures("cuts")
+def test_weights_that_never_reach_the_nucleus_all_stay() -> None:
+    weights = torch.tensor([[0.25, 0.0625, 0.125], [0.0, 0.0, 0.0]], dtype=torch.float64)
+
+    assert torch.equal(nucleus(weights, 0.9), weights)
+
+
 def test_what_is_no_weight_is_left_to_pytorch() -> None:
     weights = torch.tensor([[0.5, 0.5], [math.nan, 0.5]], dtype=torch.float64)
 
