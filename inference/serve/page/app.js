@@ -27,6 +27,7 @@ async function show() {
     const [name, query] = location.hash.slice(1).split("?");
     const view = VIEWS[name] ? name : talks ? "chat" : "watch";
     document.title = view[0].toUpperCase() + view.slice(1);
+    document.getElementById("title").textContent = document.title; // for those who hear the page
     for (const link of document.querySelectorAll("nav a")) {
       const target = link.getAttribute("href").slice(1);
       link.hidden = !offered[target];

@@ -65,7 +65,7 @@ export function watchView(place, server) {
     if (!parts) {
       const canvas = element("canvas", { role: "img" });
       const last = element("span", {});
-      const card = element("div", { class: "card" }, element("h3", {}, chart.title, last), canvas, element("p", {}, chart.note));
+      const card = element("div", { class: "card" }, element("h2", {}, chart.title, last), canvas, element("p", {}, chart.note));
       parts = { canvas, last };
       drawn.set(chart.title, parts);
       charts.append(card);

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from inference.serve.models import ModelPath
 from inference.serve.page_files import HERE
-from tests.inference.serve.serving import Running, in_browser, serving
+from tests.inference.serve.serving import Running, in_browser, serving_page
 
 PAIRS = (
     *(("text", "back"), ("text", "card"), ("text", "mine"), ("dim", "back"), ("dim", "card")),
@@ -40,9 +39,8 @@ def test_texts_stand_out_from_what_is_behind_them(theme: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Running]:
-    models = (ModelPath("first", "embedded"), ModelPath("second", "embedded", seed=1))
-    with serving(models, max_tokens_default=8) as running:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving_page(tmp_path_factory.mktemp("out")) as running:
         yield running
 
 
@@ -79,3 +77,28 @@ def test_each_control_has_a_name_and_is_reached_by_the_keyboard(
         page.keyboard.press("Tab")
     assert reached >= controls_at
     page.close()
+
+
+@in_browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("view", ["chat", "compare", "rate", "watch"])
+def test_axe_finds_no_violation(browser: Any, served: Running, view: str, theme: str) -> None:
+    """Of level AA of WCAG 2.2, and of what axe-core calls best practice."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    context = browser.new_context(color_scheme=theme)
+    page = context.new_page()
+    page.goto(f"{served.url}/#{view}")
+    page.locator("main :is(textarea, button, select, svg)").first.wait_for()
+    if view == "chat":
+        page.get_by_role("button", name="Settings").click()
+        page.locator("main textarea").fill("What is a kettle?")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Regenerate").first.wait_for()
+
+    found = axe.run(page).response
+
+    assert len(found["passes"]) > 15
+    assert not [
+        (each["id"], [node["target"] for node in each["nodes"]]) for each in found["violations"]
+    ]
+    context.close()

@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 
-from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
+from inference.ratings.file import read_ratings, standing_ratings
 from inference.serve.models import ModelPath
 from inference.serve.page_files import HERE
 from inference.serve.watch import WatchedRun
-from tests.inference.serve.serving import Running, chat, get, in_browser, post, serving, until
+from tests.inference.serve.serving import (
+    Running,
+    chat,
+    get,
+    in_browser,
+    post,
+    serving,
+    serving_page,
+    until,
+)
 
 TWO = (ModelPath("first", "embedded"), ModelPath("second", "embedded", seed=1))
 
@@ -43,14 +52,7 @@ def test_the_page_is_small_and_has_no_inline_script_and_no_html_of_a_model() -> 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    out = tmp_path_factory.mktemp("out")
-    step = out / "step1_sft"
-    step.mkdir()
-    lines = [{"step": number, "loss": 3.0 / number} for number in range(1, 30)]
-    (step / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with serving(TWO, max_tokens_default=12) as running:
-        running.state.ratings = RatingsFile(out / "ratings.jsonl")
-        running.state.watched = WatchedRun(out)
+    with serving_page(tmp_path_factory.mktemp("out")) as running:
         yield running
 
 
