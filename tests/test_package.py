@@ -84,7 +84,7 @@ def test_the_installed_commands_run_the_three_steps_and_chat(
     )
     assert answered.returncode == 0, answered.stderr[-2000:]
     refused = run(tmp_path, installed / "rlhf-serve", "--run", "x", "--slots", "0")
-    assert (refused.returncode, refused.stderr) == (2, "error: --slots must be above 0: 0\n")
+    assert (refused.returncode, refused.stderr) == (2, "error: --slots must be above 0, got 0\n")
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
 
 

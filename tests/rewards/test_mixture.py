@@ -207,12 +207,17 @@ def test_nothing_outlives_a_killed_training_process_or_supervisor(victim: str) -
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == b"ready\n"
     below = psutil.Process(trainer.pid)
-    # The supervisor, two workers, and the process that one of them has started.
-    assert until(lambda: len(below.children(recursive=True)) == 4)
+
+    def not_marked() -> list[psutil.Process]:
+        return [each for each in below.children(recursive=True) if mark not in each.cmdline()]
+
+    # The supervisor, two workers, and the process that one of them has started, by a program of its
+    # own as soon as it has the mark.
+    assert until(lambda: len(below.children(recursive=True)) == 4 and len(not_marked()) == 3)
     processes = below.children(recursive=True)
 
     # Without the supervisor a process that a function made independent is nobody's.
-    ours = [each for each in processes if mark not in each.cmdline()]
+    ours = not_marked()
 
     os.kill(trainer.pid if victim == "trainer" else processes[0].pid, signal.SIGKILL)
 

@@ -90,7 +90,7 @@ def test_wrong_commands_are_refused_in_a_sentence(corpus: Path) -> None:
         main(["show", path, "--document", "0", "--tokenizer", f"{corpus}/other"])
     with pytest.raises(ConfigError, match="has the documents 0 to 3"):
         main(["show", path, "--document", "4"])
-    with pytest.raises(ConfigError, match="pack needs a file"):
+    with pytest.raises(ConfigError, match="a file is missing"):
         main(["pack", "--tokenizer", "x", "--out", f"{corpus}/d"])
     with pytest.raises(ConfigError, match="--out is missing"):
         main(["pack", "a.jsonl", "--tokenizer", "x"])
