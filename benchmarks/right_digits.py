@@ -1,0 +1,19 @@
+"""A reward function with partial credit: the share of a number's digits that are right.
+
+python train.py --config arithmetic-grpo.yaml \
+    --reward-function benchmarks/right_digits.py:right_digits --reward math ...
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def right_digits(episodes: Sequence[Any]) -> list[float]:
+    """The share of digits that are right, each in its place; 0 for a number of another length."""
+    return [_share(each.response.strip(), str(each.extra["answer"])) for each in episodes]
+
+
+def _share(given: str, right: str) -> float:
+    if len(given) != len(right):
+        return 0.0
+    return sum(a == b for a, b in zip(given, right, strict=True)) / len(right)
