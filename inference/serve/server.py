@@ -58,12 +58,20 @@ class ImpatientProtocol(H11Protocol):
     """Drops a client that doesn't send its headers, or doesn't read what it was sent, in time."""
 
     seconds = 30.0
+    _silent: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A client has come."""
         super().connection_made(transport)
-        self.loop.call_later(self.seconds, self._close_without_request)
+        self._silent = self.loop.call_later(self.seconds, self._close_without_request)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has gone; a timer that still ran would keep all of it in memory."""
+        super().connection_lost(exc)
+        for timer in (self._silent, self._unread):
+            if timer is not None:
+                timer.cancel()
 
     def pause_writing(self) -> None:
         """Much is unread."""
