@@ -35,6 +35,7 @@ STAGES = (
         models={"model": "pretrain"},
         options={"model": "actor"},
         chat_model=".",
+        learns="step1_sft.batches",
     ),
     Stage(
         2,
@@ -44,6 +45,7 @@ STAGES = (
         "step2_reward.train",
         models={"model": "sft", "actor": "sft"},
         options={"model": "reward"},
+        learns="step2_reward.label_objectives",
     ),
     Stage(
         3,
@@ -68,6 +70,7 @@ STAGES = (
         begins={"orpo": {"model": BEFORE}},
         optional=frozenset({"reward"}),
         own_directories=True,
+        learns="step3_preference.store",
     ),
 )
 

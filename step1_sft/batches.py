@@ -6,7 +6,7 @@ from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate_part
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded
-from pipeline.data.lengths import Fit, RowsFit
+from pipeline.data.lengths import Fit, RowsFit, require_learnable
 from pipeline.data.packed import PackedDialogue
 from pipeline.parallel.device import local_device
 from step1_sft.config import SFTConfig
@@ -33,6 +33,20 @@ def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Demonstration]:
         return [Fit(len(row) > limit, row.head(limit).num_targets) for row in whole]
 
     return RowsFit(fit, end="end", empty="have nothing left to train on")
+
+
+def check_learnable(
+    train: Sequence[Demonstration],
+    held_out: Sequence[Demonstration],
+    chat: ChatFormat,
+    config: SFTConfig,
+) -> None:
+    """Return if a token of a row is left to train on where rows are cut.
+
+    Raises:
+        DataError: there is none to train on, or to evaluate.
+    """
+    require_learnable(train, held_out, rows_fit(chat, config), config.data)
 
 
 def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:

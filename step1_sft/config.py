@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from evaluation.settings import TaskSettings, check_tasks
 from pipeline.config import (
@@ -14,12 +13,6 @@ from pipeline.config import (
     Workload,
 )
 from pipeline.errors import require
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pipeline.data.chat_format import ChatFormat
-    from step1_sft.rows import Demonstration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +47,6 @@ class SFTConfig(TaskSettings, StepConfig):
     def reads_packed(self) -> bool:
         """Whether the data paths are token files."""
         return self.data.is_packed
-
-    def check_learnable(
-        self,
-        train: "Sequence[Demonstration]",
-        held_out: "Sequence[Demonstration]",
-        chat: "ChatFormat",
-    ) -> None:
-        """Whether a token of a row is left to train on where rows are cut.
-
-        Raises:
-            DataError: there is none to train on, or to evaluate.
-        """
-        from pipeline.data.lengths import require_learnable
-        from step1_sft.batches import rows_fit
-
-        require_learnable(train, held_out, rows_fit(chat, self), self.data)
 
     def workload(self, world: int) -> Workload:
         """One language model learns from whole rows."""

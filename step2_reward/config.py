@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pipeline.config import (
     FrozenModelConfig,
@@ -18,10 +18,7 @@ from pipeline.config import (
 from pipeline.data.examples import Example
 from pipeline.errors import require
 from step2_reward.label_config import LabelSettings
-from step2_reward.label_rows import resolve, rows_of_kind
-
-if TYPE_CHECKING:
-    from pipeline.data.chat_format import ChatFormat
+from step2_reward.label_rows import rows_of_kind
 
 GENERATED_AT_ONCE = 64
 """Responses of step 1's model, as `inference.generation` generates them by default."""
@@ -97,20 +94,6 @@ class RewardConfig(LabelSettings, StepConfig):
     ) -> tuple[list[Example], list[Example]]:
         """The rows of the kind of label that the settings, or the rows' columns, choose."""
         return rows_of_kind(self, train, held_out)
-
-    def check_learnable(
-        self, train: Sequence[Example], held_out: Sequence[Example], chat: "ChatFormat"
-    ) -> None:
-        """Whether the responses of a row differ where they are cut, or a labelled step is left.
-
-        Raises:
-            DataError: there is none to train on, or to evaluate; or steps can't be told apart.
-        """
-        from pipeline.data.lengths import require_learnable
-        from step2_reward.label_objectives import objective_of
-
-        objective = objective_of(resolve(self, train, held_out), self)
-        require_learnable(train, held_out, objective.rows_fit(chat, self), self.data)
 
     @property
     def sequences_per_row(self) -> int:

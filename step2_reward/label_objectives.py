@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.lengths import Fit, RowsFit
+from pipeline.data.lengths import Fit, RowsFit, require_learnable
 from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.trained import evaluating
@@ -23,7 +23,7 @@ from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.lab.classes import class_report
 from step2_reward.lab.ranks import concordance, spearman
-from step2_reward.label_rows import Labels
+from step2_reward.label_rows import Labels, resolve
 from step2_reward.labelled import LabelledBatch, LabelledRow, cut_rows, encode_rows
 from step2_reward.losses import (
     balanced_weights,
@@ -273,3 +273,15 @@ def objective_of(
 ) -> PairObjective | LabelObjective | StepObjective:
     """What the labels make of rows."""
     return OBJECTIVES[labels.kind](labels, config)
+
+
+def check_learnable(
+    train: Sequence[Example], held_out: Sequence[Example], chat: ChatFormat, config: RewardConfig
+) -> None:
+    """Return if the responses of a row differ where they are cut, or a labelled step is left.
+
+    Raises:
+        DataError: there is none to train on, or to evaluate; or steps can't be told apart.
+    """
+    objective = objective_of(resolve(config, train, held_out), config)
+    require_learnable(train, held_out, objective.rows_fit(chat, config), config.data)

@@ -1,9 +1,9 @@
 """Settings of step 3 where it learns from preferences."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from evaluation.settings import TaskSettings, check_tasks
 from pipeline.config import (
@@ -16,14 +16,10 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
-from pipeline.data.examples import Example
 from pipeline.errors import require
 from pipeline.guards.settings import check_guards, completed
 from step3_preference.guard_settings import KNOWN, OF_ANSWERS, WARNING, GuardSettings
 from step3_preference.methods import METHODS
-
-if TYPE_CHECKING:
-    from pipeline.data.chat_format import ChatFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,18 +141,6 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     def row_share(self) -> RowShare:
         """Pairs, or of kto responses, of the parts that are its own."""
         return RowShare("responses" if self.is_unpaired else "pairs", tuple(sorted(self.shares)))
-
-    def check_learnable(
-        self, train: Sequence[Example], held_out: Sequence[Example], chat: "ChatFormat"
-    ) -> None:
-        """Whether a row fits whose responses differ, and of kto's responses a good and a bad one.
-
-        Raises:
-            DataError: there is none to train on, or to evaluate.
-        """
-        from step3_preference.store import check_learnable
-
-        check_learnable(train, held_out, chat, self)
 
     def workload(self, world: int) -> Workload:
         """A language model learns from both responses of each row; it answers held-out prompts."""

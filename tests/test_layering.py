@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,21 @@ def test_rooms_of_a_package_import_lower_rooms_alone(
                 wrong.add(f"{path} imports {module}")
 
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Not within a function either; a package's face, which hands names on, is no file of it."""
+    packages = [package for package in MAY_IMPORT if (ROOT / package).is_dir()]
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    names = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts): file
+        for file in files
+        if file.name != "__init__.py"
+    }
+    graph = {name: names.keys() & set(modules(file)) for name, file in names.items()}
+
+    assert sum(map(len, graph.values())) > 3000
+    TopologicalSorter(graph).prepare()
 
 
 def test_nothing_below_the_steps_knows_one_by_name() -> None:

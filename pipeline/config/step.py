@@ -201,16 +201,6 @@ class StepConfig(ABC):
             DataError: they can't be read, or lack what they need.
         """
 
-    def check_learnable(self, train: Any, held_out: Any, chat: Any) -> None:  # noqa: ANN401, B027
-        """Whether one of the step's examples to train on, and one to evaluate, teaches anything.
-
-        It ends at the first of each and loads no model, so that it is asked before steps run. Those
-        that respond to prompts need no more than these.
-
-        Raises:
-            DataError: none does, in the model's `ChatFormat` and within `data.max_length`.
-        """
-
     @property
     def reads_packed(self) -> bool:
         """Whether its dialogues are tokens already, whose texts are not read."""

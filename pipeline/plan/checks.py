@@ -170,13 +170,13 @@ def _chat(plan: Plan, stage: Stage, chats: Chats, previews: dict[str, Preview]) 
         return
     chat = chats.of_step(stage)
     if plan.configs[stage.name].reads_packed:
-        previews[stage.name] = count_packed(_within_context(plan, stage), chat)
+        previews[stage.name] = count_packed(_within_context(plan, stage), chat, stage)
         return
     preview = previews.get(stage.name)
     if chat is not None and preview is not None and preview.data is not None:
         data, config = preview.data, plan.configs[stage.name]
         previews[stage.name] = replace(preview, tokens=count_tokens(data, config, chat, stage))
-        _within_context(plan, stage).check_learnable(data.train, data.eval, chat)
+        stage.check_learnable(data.train, data.eval, chat, _within_context(plan, stage))
 
 
 def _within_context(plan: Plan, stage: Stage) -> StepConfig:

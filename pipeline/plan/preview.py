@@ -115,7 +115,7 @@ def count_corpus(config: StepConfig, tokenizer: "PreTrainedTokenizerBase | None"
     return Preview(None, counts, "", seconds, Tokens(counts.tokens, 0.0, 0.0))
 
 
-def count_packed(config: StepConfig, chat: "ChatFormat | None") -> Preview:
+def count_packed(config: StepConfig, chat: "ChatFormat | None", stage: Stage) -> Preview:
     """What is known of dialogues that are tokens already, with the format of the step's model.
 
     Raises:
@@ -128,7 +128,7 @@ def count_packed(config: StepConfig, chat: "ChatFormat | None") -> Preview:
     began = time.thread_time()
     model = config.workload(1).models[0].settings
     data = load_packed(config.data, chat, str(model.path))
-    config.check_learnable(data.train, data.eval, chat)
+    stage.check_learnable(data.train, data.eval, chat, config)
     lengths, limit = data.train.lengths, config.data.max_length
     counts = RowCounts(train=len(data.train), held_out=len(data.eval), notes=tuple(data.notes))
     tokens = Tokens(float(lengths.clip(max=limit).mean()), float((lengths > limit).mean()), 0.0)
