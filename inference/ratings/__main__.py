@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> None:
 def export_rows(words: Sequence[str]) -> None:
     """One row for each pair, by the majority of its raters, and for each correction."""
     files, config = _read(ExportConfig, words, "export", "FILE ... --out FILE")
-    found = export(standing_ratings(merge(files)), config.format)
+    found = export(standing_ratings(merge(files.values())), config.format)
     if not found.rows:
-        raise DataError("no rating in these files prefers a response")
+        raise DataError(f"no rating prefers a response: {', '.join(files)}")
     write_output({config.out: as_lines(found.rows)}, option="--out")
     undecided = (
         f"; {found.undecided} pairs without a preference left out" if found.undecided else ""
@@ -70,7 +70,7 @@ def export_rows(words: Sequence[str]) -> None:
 def merge_files(words: Sequence[str]) -> None:
     """Several files as one, each rating once."""
     files, config = _read(MergeConfig, words, "merge", "FILE ... --out FILE")
-    ratings = merge(files)
+    ratings = merge(files.values())
     write_output({config.out: as_lines(ratings)}, option="--out")
     say(f"{config.out}: {len(ratings)} lines")
 
@@ -78,7 +78,7 @@ def merge_files(words: Sequence[str]) -> None:
 def show_agreement(words: Sequence[str]) -> None:
     """How far raters agree, and whether place or length decides."""
     files, _ = _read(AgreementConfig, words, "agreement", "FILE ...")
-    say("\n".join(table(agreement(standing_ratings(merge(files))))))
+    say("\n".join(table(agreement(standing_ratings(merge(files.values()))))))
 
 
 def table(found: Agreement) -> list[str]:
@@ -107,13 +107,13 @@ COMMANDS = {"export": export_rows, "merge": merge_files, "agreement": show_agree
 
 def _read(
     config_class: type[C], words: Sequence[str], name: str, takes: str
-) -> tuple[list[list[Rating]], C]:
-    """The ratings of the files before the first option, and the settings."""
+) -> tuple[dict[str, list[Rating]], C]:
+    """The ratings of each file before the first option, and the settings."""
     about = (COMMANDS[name].__doc__ or "").strip()
     files, config = read_files_command(
         config_class, words, usage=f"{PROGRAM} {name} {takes}", about=about
     )
-    return [read_ratings(Path(file)) for file in files], config
+    return {file: read_ratings(Path(file)) for file in files}, config
 
 
 def _help() -> str:

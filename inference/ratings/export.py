@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,7 +79,7 @@ def _dialogue(rating: Rating, response: str) -> str:
     return "".join(f"\n\n{names[turn['role']]}: {turn['content']}" for turn in turns)
 
 
-def merge(files: Sequence[Sequence[Rating]]) -> list[Rating]:
+def merge(files: Iterable[Sequence[Rating]]) -> list[Rating]:
     """All ratings of several files, each id once, oldest first."""
     found: dict[str, Rating] = {}
     for ratings in files:

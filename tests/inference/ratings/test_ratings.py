@@ -223,6 +223,16 @@ def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
         RatingsFile(tmp_path)
 
 
+def test_files_without_a_preference_are_named(tmp_path: Path) -> None:
+    path, out = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    written(path, pair(None))
+
+    with pytest.raises(DataError, match=re.escape(f"no rating prefers a response: {path}")):
+        main(["export", str(path), "--out", str(out)])
+
+    assert not out.exists()
+
+
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk."""
     path = tmp_path / "ratings.jsonl"

@@ -43,7 +43,10 @@ def refused(*argv: str) -> str:
         (("--path", "a=x", "--path", "a=y"), "error: --path: two models are called a; name them"),
         (("--run", "none"), "error: --run none: no such directory"),
         (("--path", "embedded", "--prot", "1"), "error: there is no option --prot; did you mean"),
-        (("--path", "embedded", "--port", "70000"), "error: --port must lie in [0, 65535], got 7"),
+        (
+            ("--path", "embedded", "--port", "70000"),
+            "error: --port must lie in [0, 65535], got 70000",
+        ),
         (("--path", "embedded", "--slots", "0"), "error: --slots must be above 0, got 0"),
         (("--path", "embedded", "--cors", "x"), "error: --cors takes origins, as https://"),
         (("--path", "embedded", "--host", "0.0.0.0"), "error: --host 0.0.0.0 lets other"),
