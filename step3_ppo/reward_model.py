@@ -26,6 +26,11 @@ from pipeline.parallel.mesh import current_mesh
 from rewards.config import Pool
 from step3_ppo.reward_text import RewardText
 
+logger = logging.getLogger(__name__)
+
+CHANCE = 0.55
+"""Held-out accuracy of a reward model at which a policy has nothing to climb."""
+
 
 class RewardModel:
     """A frozen reward model, with the mean and standard deviation that step 2 stored, if any.
@@ -135,12 +140,6 @@ def stored_normalization(model: nn.Module) -> tuple[float, float]:
     """Mean and standard deviation in the model's config.json; 0 and 1 where it has none."""
     settings = base_model(model).config
     return float(getattr(settings, "score_mean", 0.0)), float(getattr(settings, "score_std", 1.0))
-
-
-logger = logging.getLogger(__name__)
-
-CHANCE = 0.55
-"""Held-out accuracy of a reward model at which a policy has nothing to climb."""
 
 
 def check_reward_model(path: str | None) -> None:
