@@ -16,6 +16,7 @@ from pipeline.cli import run_main
 from pipeline.command import joined, read_command
 from pipeline.errors import require
 from pipeline.installation import MODULE
+from pipeline.report.find_model import find_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,10 @@ class GenerateConfig(SamplingOptions):
     """Which model answers which prompts, and how."""
 
     path: str = ""
-    """Model directory, such as OUT/step3_ppo/actor, or Hub id."""
+    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
+
+    method: str | None = None
+    """Of a run's output directory the model of this method: ppo, grpo, ..."""
 
     prompts: Path = Path()
     """File of prompts, a JSON object a line."""
@@ -89,7 +93,8 @@ def main(argv: Sequence[str]) -> None:
 
     configure_logging(is_main=True)
     prompts = read_prompts(config.prompts)
-    model, tokenizer = load_for_inference(config.path)
+    path = find_model(config.path, config.method)
+    model, tokenizer = load_for_inference(path)
     responder = Responder(
         model,
         tokenizer,
@@ -99,9 +104,7 @@ def main(argv: Sequence[str]) -> None:
         stop_strings=config.stop,
         cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
     )
-    write_responses(
-        responder, prompts, config.out, model_path=config.path, batch_size=config.batch_size
-    )
+    write_responses(responder, prompts, config.out, model_path=path, batch_size=config.batch_size)
     logging.getLogger(__name__).info("%d prompts answered in %s", len(prompts), config.out)
 
 
