@@ -5,6 +5,7 @@ Prints a table and writes all figures, with their settings, to evaluation.json.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from evaluation.config import EvaluationConfig
@@ -14,6 +15,7 @@ from pipeline.cli import run_main, say
 from pipeline.command import read_command
 from pipeline.files.output import check_output, write_output
 from pipeline.installation import MODULE
+from pipeline.report.find_model import find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
     from pipeline.models.ready import check_ready
 
     configure_logging(is_main=True)
+    config = replace(config, path=find_model(config.path, config.method))
     check_ready(config.path)
     model, tokenizer = load_for_inference(config.path)
     chat = Chat(tokenizer, resolve_format(tokenizer, "auto"))

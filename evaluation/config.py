@@ -14,7 +14,10 @@ class EvaluationConfig:
     """Which model answers which tasks, and how."""
 
     path: str = ""
-    """Model directory, such as OUT/step3_ppo/actor, or Hub id."""
+    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
+
+    method: str | None = None
+    """Of a run's output directory the model of this method: ppo, grpo, ..."""
 
     tasks: tuple[str, ...] = ()
     """gsm8k, ifeval, embedded, arithmetic."""

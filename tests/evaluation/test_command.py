@@ -1,6 +1,7 @@
 """`python -m evaluation`, as a user runs it, on a tiny model made on the spot."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,19 @@ def test_a_model_is_evaluated_on_several_tasks(
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["task", "metric", "value", "95", "%", "interval", "questions"]
     assert table[2].startswith("gsm8k       strict pass@2")
+
+
+def test_of_a_run_the_model_is_that_of_the_chat(model: Path, tmp_path: Path) -> None:
+    step = tmp_path / "run" / "step1_sft"
+    shutil.copytree(model, step)
+    (step / "metrics.jsonl").write_text("")
+    (step / "result.json").write_text('{"eval": {"perplexity_after": 2.0}}')
+    words = ("--tasks", "arithmetic", "--limit", "1", "--max-new-tokens", "1")
+
+    found = evaluated(tmp_path / "run", tmp_path / "evaluation.json", *words)
+
+    assert found["path"] == found["settings"]["path"] == str(step)
+    assert found["weights_hash"] == weights_hash(load_for_inference(model)[0])
 
 
 def test_the_right_answers_are_found_in_the_answers(model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Answers to a file of prompts."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError, DataError
 PROMPTS = ["What is 3 plus 4?", "Hi", "Name a colour.", "Spell cat.", "Is 5 even?"]
 
 
-def write(path: Path, rows: list[object]) -> Path:
+def write(path: Path, rows: Sequence[object]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
