@@ -20,8 +20,8 @@ from pipeline.report.find_model import find_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evaluation.answering import Chat
     from evaluation.figures import Figure
+    from evaluation.responding import Chat
 
 
 def main(argv: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     # All rows are read before the model, which takes longer.
     questions = {task.name: task.read(config.reading(task)) for task in tasks}
 
-    from evaluation.answering import Chat
+    from evaluation.responding import Chat
     from evaluation.results import as_table, document
     from inference.weights.hash import weights_hash
     from pipeline.data.resolve_format import resolve_format

@@ -1,9 +1,9 @@
 """Answer a file of prompts: `python -m inference.generate --path DIR --prompts IN --out OUT`.
 
 Reads a JSON object a line, `{"prompt": "..."}` or `{"messages": [...]}`, and writes one a line, in
-the same order: the prompt, `answers`, `token_ids`, `logprobs` and why each answer ended (`stop`).
-OUT appears when all is done; until then its lines are in a file beside it, and the same command
-goes on from there.
+the same order: the prompt, and of its responses the texts (`answers`), `token_ids`, `logprobs` and
+why each ended (`stop`). OUT appears when all is done; until then its lines are in a file beside it,
+and the same command goes on from there.
 """
 
 import logging
@@ -33,28 +33,28 @@ class GenerateConfig(SamplingOptions):
     """File of prompts, a JSON object a line."""
 
     out: Path = Path()
-    """File for the answers, a JSON object a line."""
+    """File for the responses, a JSON object a line."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
 
     samples: int = 1
-    """Answers to each prompt."""
+    """Responses to each prompt."""
 
     raw: bool = False
     """Prompts are text to continue: no chat template."""
 
     stop: tuple[str, ...] = ()
-    """Texts before which answers end."""
+    """Texts before which responses end."""
 
     batch_size: int = 32
-    """Answers computed at once; changes none of them."""
+    """Responses computed at once; changes none of them."""
 
     cache_gib: float | None = None
     """Memory for keys and values; null takes what a GPU has free, or half of the machine's."""
 
     seed: int = 0
-    """The same seed gives the same answers."""
+    """The same seed gives the same responses."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: give the model that answers")
