@@ -16,6 +16,9 @@ from pipeline.report.intervals import Interval, change_interval
 ELO = 400 / math.log(10)
 """Points of a strength of 1: ten times the odds are 400 points, as in chess."""
 
+NEWTON_STEPS = 50
+"""Steps of a fit by Newton's method, each at most 2 long; it stands still long before the last."""
+
 DRAWS = 1000
 """Samples of the prompts that the bootstrap draws."""
 
@@ -64,9 +67,7 @@ class Match:
         return length_controlled(self.points[known], self.longer[known])
 
 
-def length_controlled(
-    points: Float[ndarray, " P"], longer: Float[ndarray, " P"], *, steps: int = 50
-) -> float:
+def length_controlled(points: Float[ndarray, " P"], longer: Float[ndarray, " P"]) -> float:
     """The win rate without the part that a difference in length explains.
 
         P(win) = sigma(theta + phi tanh(d / std(d)))
@@ -83,7 +84,7 @@ def length_controlled(
     inputs = np.stack([np.ones(len(targets)), np.append(effect, 0.0)], axis=1)
     prior = np.diag([0.0, 1.0])
     weights = np.zeros(2)
-    for _ in range(steps):
+    for _ in range(NEWTON_STEPS):
         chance = 1 / (1 + np.exp(-inputs @ weights))
         gradient = inputs.T @ (targets - chance) - prior @ weights
         curvature = (inputs * (chance * (1 - chance))[:, None]).T @ inputs + prior
@@ -116,9 +117,7 @@ def strength_intervals(
     return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
 
 
-def _fitted(
-    matches: Sequence[tuple[int, int, ndarray]], num_models: int, *, steps: int = 30
-) -> Float[ndarray, " M"]:
+def _fitted(matches: Sequence[tuple[int, int, ndarray]], num_models: int) -> Float[ndarray, " M"]:
     sums = np.array([points.sum() + 0.5 for _, _, points in matches])
     counts = np.array([len(points) + 1.0 for _, _, points in matches])
     # A row for each match: 1 of ours, -1 of theirs.
@@ -126,7 +125,7 @@ def _fitted(
     for row, (ours, theirs, _) in enumerate(matches):
         signs[row, ours], signs[row, theirs] = 1.0, -1.0
     found = np.zeros(num_models)
-    for _ in range(steps):
+    for _ in range(NEWTON_STEPS):
         chance = 1 / (1 + np.exp(-signs @ found))
         gradient = signs.T @ (sums - counts * chance)
         curvature = (signs * (counts * chance * (1 - chance))[:, None]).T @ signs

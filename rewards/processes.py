@@ -105,9 +105,9 @@ def kill_descendants(pid: int) -> None:
         _kill(each)
 
 
-def kill_children(seconds: float = 5.0) -> None:
-    """Kill all descendants of this process and wait for them, at most so long."""
-    deadline = time.monotonic() + seconds
+def kill_children() -> None:
+    """Kill all descendants of this process and wait for them, 5 seconds at most."""
+    deadline = time.monotonic() + 5.0
     own = psutil.Process()
     while (below := own.children(recursive=True)) and time.monotonic() < deadline:
         for each in below:

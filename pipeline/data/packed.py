@@ -149,16 +149,14 @@ def load_packed(
     chat: "ChatFormat",
     model: str,
     *,
-    step: int = 1,
     earlier: PromptRecord | None = None,
 ) -> PackedData:
-    """The dialogues that a step trains on and is evaluated on; the log gets the notes.
+    """The dialogues that step 1 trains on and is evaluated on; the log gets the notes.
 
     Args:
         config: the token files, and how their rows are shared out.
         chat: the format of the step, with the tokenizer of its model.
         model: where that is, for messages.
-        step: its number.
         earlier: the prompts of the steps before, which stay apart.
 
     Raises:
@@ -183,10 +181,10 @@ def load_packed(
         earlier or PromptRecord(),
         uses_of(RowColumns()),
         notes,
-        step=step,
+        step=1,
     )
     for note in notes:
-        logger.info("data for step %d: %s", step, note)
+        logger.info("data for step 1: %s", note)
     train, held_out = (
         PackedRows(files, [(row.file, row.document) for row in rows])
         for rows in (shared.train, shared.eval)

@@ -12,7 +12,6 @@ from pipeline.engine.collectives import make_collectives
 from pipeline.engine.setup import build_units, placement_of
 from pipeline.engine.zero import ZeroModel
 from pipeline.parallel.device import local_device
-from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 
 
@@ -20,23 +19,17 @@ class FrozenEngine:
     """Runs a frozen model the way `like`, a trained one, is kept.
 
     At stage 3 a process keeps its piece of the weights, offloaded if `like`'s are, and gathers a
-    block when it is needed; below, the model is left as it is. `name` is that of its collectives;
-    `group`, the processes that keep it: those of `mesh.data`, unless others are named.
+    block when it is needed; below, the model is left as it is. `name` is that of its collectives.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        like: TrainedModelConfig,
-        *,
-        name: str = "frozen engine",
-        group: Group | None = None,
+        self, model: nn.Module, like: TrainedModelConfig, *, name: str = "frozen engine"
     ) -> None:
         self.model = model.requires_grad_(False)
         self._zero: ZeroModel | None = None
         if like.zero_stage == 3:
             device = local_device()
-            comm = make_collectives(device, like.zero, group or current_mesh().data, name=name)
+            comm = make_collectives(device, like.zero, current_mesh().data, name=name)
             placement = placement_of(like, device)
             units = build_units(model, like, comm, BufferPool(comm, device), placement)
             self._zero = ZeroModel(model, units, comm, prefetch_units=like.zero.prefetch_units)

@@ -80,7 +80,6 @@ def predict(
     replicas: int = 1,
     device: torch.device | None = None,
     micro_batches: int = 1,
-    generates: bool = False,
 ) -> dict[str, int]:
     """Bytes that the engine holds on each process, by kind; activations come on top.
 
@@ -91,7 +90,6 @@ def predict(
         replicas: copies of it, each shared by so many processes.
         device: where it computes; by default this process's.
         micro_batches: of one process in an optimizer step.
-        generates: whether it answers prompts as well, for which all weights are gathered.
 
     Returns:
         `weights`: as the model has them, at stage 3 the own piece; `masters`: fp32 copies of
@@ -125,7 +123,7 @@ def predict(
         "moments": int(updated * moment_bytes(config.optim)),
         "gradient_buffers": _gradient_buffers(units, config, placement, world, micro_batches)
         + _pieces_of_copies(units, config, placement, world, replicas),
-        "gathered": _gathered(units, config, placement, world, generates=generates),
+        "gathered": _gathered(units, config, placement, world),
     }
 
 
@@ -318,18 +316,11 @@ def _buffers_of_pass(units: Sequence[Unit], *, narrow: bool, apart: bool) -> lis
 
 
 def _gathered(
-    units: Sequence[Unit],
-    config: TrainedModelConfig,
-    placement: Placement,
-    world: int,
-    *,
-    generates: bool,
+    units: Sequence[Unit], config: TrainedModelConfig, placement: Placement, world: int
 ) -> int:
     if not placement.shard_params:
         return 0
     *others, root = (sum(vector.num_bytes for vector in unit) for unit in units)
-    if generates:
-        return root + sum(others)
     overlaps = through_a_group(config, placement.device, world)
     at_once = 1 + (config.zero.prefetch_units if overlaps else 0)
     windows = (sum(others[first : first + at_once]) for first in range(len(others)))

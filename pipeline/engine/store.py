@@ -96,11 +96,8 @@ class TensorStore:
         self._slots.update(slots)
         self._size = end
 
-    def write(self, key: str, tensor: Shaped[Tensor, " n"], *, after: str | None = None) -> None:
-        """Begin to write; `tensor` stays unchanged until `wait`.
-
-        With `after`, the operation under way on that key ends first.
-        """
+    def write(self, key: str, tensor: Shaped[Tensor, " n"]) -> None:
+        """Begin to write; `tensor` stays unchanged until `wait`."""
         slot = self._slot(key, tensor)
         slot.generation += 1
         parts, file, position = (
@@ -113,7 +110,7 @@ class TensorStore:
             fault_point("offload.write")
             write_at(file.fileno(), parts, position)
 
-        self._begin(key, after, "written", work)
+        self._begin(key, None, "written", work)
 
     def read(self, key: str, out: Shaped[Tensor, " n"], *, after: str | None = None) -> None:
         """Begin to read into `out`, which holds the tensor after `wait`.

@@ -228,14 +228,14 @@ def _first_keys(keys: Float[Tensor, "1 G M D"], count: int, heads: int) -> Float
     return keys if shared_by == 1 else keys.repeat_interleave(shared_by, dim=1)
 
 
-def similar_lengths(lengths: Sequence[int], max_padding: float = MAX_PADDING) -> list[list[int]]:
-    """Cut the sequences, sorted by length, so that padding each part wastes little."""
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Cut the sequences, sorted by length, so that padding wastes little (`MAX_PADDING`)."""
     by_length = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     parts: list[list[int]] = []
     tokens = 0
     for row in by_length:
         tokens += lengths[row]
-        if parts and lengths[parts[-1][0]] * (len(parts[-1]) + 1) <= max_padding * tokens:
+        if parts and lengths[parts[-1][0]] * (len(parts[-1]) + 1) <= MAX_PADDING * tokens:
             parts[-1].append(row)
         else:
             parts.append([row])

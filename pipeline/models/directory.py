@@ -45,7 +45,6 @@ JSON_FILES = (
 def check_model_directory(
     path: str | Path,
     *,
-    tokenizer: bool = True,
     generates: bool = False,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
@@ -57,7 +56,6 @@ def check_model_directory(
 
     Args:
         path: of the directory; `~` is the home directory.
-        tokenizer: whether it must hold a tokenizer too.
         generates: whether it must be a language model.
         allow_pickle: whether weights in `pytorch_model*.bin` will do.
         trust_remote_code: whether Python code in the directory may run.
@@ -72,8 +70,7 @@ def check_model_directory(
     if generates:
         require_language_model(directory, settings.get("architectures"))
     check_weights(directory, allow_pickle=allow_pickle)
-    if tokenizer:
-        check_tokenizer(directory)
+    check_tokenizer(directory)
 
 
 def are_of_classifier(architectures: Iterable[str] | None) -> bool:

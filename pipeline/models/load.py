@@ -208,15 +208,13 @@ def load_for_inference(
     return load_causal_lm(config, device=device), load_tokenizer(config)
 
 
-def load_reward_for_inference(
-    path: str | Path, *, precision: Precision = "auto"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_reward_for_inference(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A reward model and its tokenizer, to score with on this machine's GPU or CPU."""
-    return load_reward(FrozenModelConfig(path=str(path), precision=precision))
+    return load_reward(FrozenModelConfig(path=str(path)))
 
 
 def load_reward(config: FrozenModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The same, as its settings say."""
+    """The reward model of these settings and its tokenizer, likewise."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_classifier(config, device=device), load_tokenizer(config)
 

@@ -108,10 +108,12 @@ class DeadlockError(RuntimeError):
     """Stages wait for each other."""
 
 
-def simulate(
-    orders: Sequence[Sequence[Instruction]], *, forward: float = 1.0, backward: float = 2.0
-) -> Timetable:
-    """Run the lists of all stages, each pass of which takes as long on every stage.
+TIMES = {"forward": 1.0, "backward": 2.0}
+"""How long a pass takes on any stage: a backward pass has twice the products."""
+
+
+def simulate(orders: Sequence[Sequence[Instruction]]) -> Timetable:
+    """Run the lists of all stages, each pass of which takes as long on every stage (`TIMES`).
 
     Raises:
         DeadlockError: they can't be run to their ends.
@@ -131,14 +133,14 @@ def simulate(
             moved = True
             done[stage] += 1
             starts[stage][left] = max(free[stage], ready)
-            free[stage] = starts[stage][left] + (forward if left.kind == "forward" else backward)
+            free[stage] = starts[stage][left] + TIMES[left.kind]
             ends[stage][left] = free[stage]
         if not moved:
             places = enumerate(zip(done, orders, strict=True))
             waiting = [f"stage {n} at {order[at]}" for n, (at, order) in places if at < len(order)]
             raise DeadlockError(f"no stage can go on: {', '.join(waiting)}")
     total = max(free)
-    busy = sum((forward if each.kind == "forward" else backward) for o in orders for each in o)
+    busy = sum(TIMES[each.kind] for order in orders for each in order)
     kept = [most_kept(order, [1.0] * chunks).total() for order in orders]
     return Timetable(starts, total, 1 - busy / (stages * total) if total else 0.0, kept)
 

@@ -111,9 +111,9 @@ def thinned(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
     return kept
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers within [low, high]."""
-    rough = (high - low) / count
+def ticks(low: float, high: float) -> list[float]:
+    """About five round numbers within [low, high]."""
+    rough = (high - low) / 5
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -54,13 +54,13 @@ class Values:
         whole = _is_number(value) and float(value).is_integer() and value >= low
         return int(value) if whole else self._refuse(key, f"a whole number of at least {low}")
 
-    def number(self, key: str, ours: str | None = None, *, low: float = 0.0) -> float | None:
-        """A finite number of at least `low`."""
+    def number(self, key: str, ours: str | None = None) -> float | None:
+        """A finite number, 0 or above."""
         value = self.raw(key, ours)
         if value is None:
             return None
-        fits = _is_number(value) and value >= low
-        return float(value) if fits else self._refuse(key, f"a number of at least {low:g}")
+        fits = _is_number(value) and value >= 0
+        return float(value) if fits else self._refuse(key, "a number of at least 0")
 
     def pair(self, key: str, ours: str | None = None) -> tuple[float, float] | None:
         """A list of two numbers."""

@@ -244,13 +244,6 @@ def test_without_gathering_ahead_one_block_is_there_at_a_time() -> None:
     assert predict(Blocks(), settings(3), world=2, device=CPU)["gathered"] == 4 * (256 + 2048)
 
 
-def test_to_generate_all_weights_are_there() -> None:
-    kinds = predict(Blocks(), settings(3), world=2, device=GPU, generates=True)
-
-    assert kinds["gathered"] == 4 * 3328
-    assert predict(Blocks(), settings(2), world=2, generates=True)["gathered"] == 0
-
-
 def test_a_model_without_memory_is_predicted_alike() -> None:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(

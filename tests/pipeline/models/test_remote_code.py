@@ -13,6 +13,7 @@ from pipeline.errors import ModelError
 from pipeline.models.directory import check_model_directory
 from pipeline.models.load import load_causal_lm
 from tests.families import saved, tiny_causal_lm
+from tests.pipeline.data.tokenizers import byte_level
 
 CODE = """
 import os
@@ -33,6 +34,7 @@ class OwnModel(LlamaForCausalLM):
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A directory with a model whose classes are in a file beside its weights."""
     path = saved(tiny_causal_lm("llama"), tmp_path / "model")
+    byte_level().save_pretrained(path)
     config = Path(path) / "config.json"
     settings = json.loads(config.read_text())
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
@@ -54,7 +56,7 @@ def test_code_of_a_model_is_refused_in_one_sentence(foreign: str) -> None:
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
         load_causal_lm(FrozenModelConfig(path=foreign), device=torch.device("cpu"))
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
-        check_model_directory(foreign, tokenizer=False)  # as a plan does, for every step's models
+        check_model_directory(foreign)  # as a plan does, for every step's models
 
     assert not has_run()
 
@@ -62,7 +64,7 @@ def test_code_of_a_model_is_refused_in_one_sentence(foreign: str) -> None:
 def test_code_of_a_model_runs_where_it_is_trusted(foreign: str) -> None:
     config = FrozenModelConfig(path=foreign, trust_remote_code=True)
 
-    check_model_directory(foreign, tokenizer=False, trust_remote_code=True)
+    check_model_directory(foreign, trust_remote_code=True)
     model = load_causal_lm(config, device=torch.device("cpu"))
 
     assert type(model).__name__ == "OwnModel"
