@@ -1,21 +1,26 @@
 """Everything that is measured on one GPU, in parts of at most nine minutes: one page at the end.
 
     bash scripts/measure_gpu.sh all [--output DIRECTORY] [--parts kernels ppo] [--again]
-    bash scripts/measure_gpu.sh all --tiny      # the same course with toys, without a GPU
+    bash scripts/measure_gpu.sh all --minutes 9     # what comes first, where a GPU is lent
+    bash scripts/measure_gpu.sh all --tiny          # the same course with toys, without a GPU
 
-Each part is a command of its own with a limit. Its output goes to DIRECTORY/PART.log as it comes,
-and how it ended to DIRECTORY/PART.json: a part that has ended well is not run again unless
-`--again` asks for it, so that a course that was cut off goes on where it stood. `page.md` has what
-the parts printed and a line for each gate: what was asked, what was found, whether it holds. A gate
-that fails, or a part that didn't end well, is exit code 1. No network is needed.
+Each part is a command of its own with a limit, at which it is ended with all that it has started.
+Its output goes to DIRECTORY/PART.log as it comes, and how it ended to DIRECTORY/PART.json: a part
+that has ended well is not run again unless `--again` asks for it, so that a course that was cut off
+goes on where it stood. `page.md`, written after each part, has what the parts printed and a line
+for each gate: what was asked, what was found, whether it holds. A gate that fails, or a part that
+didn't end well or had no time, is exit code 1. No network is needed.
 """
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +45,11 @@ REPLAYED = 0.9
 TAIL = 80
 """Lines of a part on the page."""
 
+LEAST = 20.0
+"""Seconds without which no part is begun."""
+
+TESTS = Path(__file__).parents[1] / "tests"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -57,6 +67,13 @@ class Part:
 def module(name: str, *options: str) -> Callable[[Path], list[str]]:
     """A program of this repository that takes `--output`."""
     return lambda out: [sys.executable, "-m", name, *options, "--output", str(out)]
+
+
+def gpu_tests(_: Path) -> list[str]:
+    """The tests that need a GPU, by the files that mark some: to read all takes a minute."""
+    files = (each for each in sorted(TESTS.rglob("test_*.py")) if "mark.gpu\n" in each.read_text())
+    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    return [*pytest, *(str(each.relative_to(TESTS.parent)) for each in files)]
 
 
 def overhead_gates(out: Path) -> Iterator[Gate]:
@@ -118,8 +135,8 @@ PARTS = (
     Part(
         "tests",
         "tests that need a GPU",
-        lambda _: [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"],
-        lambda _: [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"],
+        gpu_tests,
+        gpu_tests,
     ),
     Part(
         "kernels",
@@ -140,12 +157,6 @@ PARTS = (
         "copies of parameters beside the computation",
         module("benchmarks.engine_gpu", "--parts", "overlap"),
         module("benchmarks.engine_gpu", "--parts", "overlap", "--tiny", "--device", "cpu"),
-    ),
-    Part(
-        "engine",
-        "the engine's tests, on the device and with it hidden",
-        module("benchmarks.engine_gpu", "--parts", "tests"),
-        module("benchmarks.engine_gpu", "--parts", "tests", "--tiny", "--device", "cpu"),
     ),
     Part(
         "generation",
@@ -175,11 +186,17 @@ PARTS = (
         lambda out: [*TRAIN, "--output-dir", str(out / "run"), *FEW],
         train_gates,
     ),
+    Part(
+        "engine",
+        "the engine's tests, on the device and with it hidden",
+        module("benchmarks.engine_gpu", "--parts", "tests"),
+        module("benchmarks.engine_gpu", "--parts", "tests", "--tiny", "--device", "cpu"),
+    ),
 )  # fmt: skip
 
 
-def run(part: Part, args: argparse.Namespace) -> dict[str, Any]:
-    """Run a part, unless it has ended well before; how it ended."""
+def run(part: Part, args: argparse.Namespace, *, deadline: float) -> dict[str, Any]:
+    """Run a part, unless it has ended well before or there is no time; how it ended."""
     directory, log = args.output / part.name, args.output / f"{part.name}.log"
     ended = args.output / f"{part.name}.json"
     if ended.exists() and not args.again:
@@ -189,25 +206,44 @@ def run(part: Part, args: argparse.Namespace) -> dict[str, Any]:
             return before
     directory.mkdir(parents=True, exist_ok=True)
     command = (part.tiny if args.tiny else part.command)(directory)
+    limit = min(60.0 * MINUTES, deadline - time.monotonic())
+    if limit < LEAST:
+        print(f"{part.name}: no time is left", flush=True)
+        log.write_text("no time was left\n")
+        return {"command": command, "code": None, "seconds": 0.0}
     print(f"{part.name}: {part.about}", flush=True)
     began = time.monotonic()
-    with log.open("w") as file:
-        try:
-            code: int | None = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=60 * MINUTES
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
+    code = run_command(command, log, limit)
     result = {"command": command, "code": code, "seconds": time.monotonic() - began}
     ended.write_text(json.dumps(result))
-    how = f"was ended after {MINUTES} minutes" if code is None else f"exit code {code}"
-    print(f"{part.name}: {how}, {result['seconds']:.0f} s, {log}", flush=True)
+    how = "was ended" if code is None else f"exit code {code}"
+    print(f"{part.name}: {how} after {result['seconds']:.0f} s, {log}", flush=True)
     return result
+
+
+def run_command(command: Sequence[str], log: Path, seconds: float) -> int | None:
+    """Run it with its output in a file; its exit code, or None if its time was over.
+
+    Then all that it has started is ended with it: a GPU is measured by one at a time.
+    """
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def gates_of(part: Part, result: Mapping[str, Any], args: argparse.Namespace) -> list[Gate]:
     """What was asked of a part; of toys the gates need their figures alone."""
-    found = [(f"{part.name} ended with code {result['code']}", result["code"] == 0)]
+    how = "had no time to end" if result["code"] is None else f"ended with code {result['code']}"
+    found = [(f"{part.name} {how}", result["code"] == 0)]
     if result["code"] is None:
         return found
     try:
@@ -241,6 +277,7 @@ def main(argv: Sequence[str]) -> int:
     names = [part.name for part in PARTS]
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--output", type=Path, default=Path("output/gpu_all"))
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="for all parts")
     parser.add_argument("--again", action="store_true", help="also what has ended well before")
     parser.add_argument("--tiny", action="store_true", help="toys, without a GPU")
     args = parser.parse_args(argv)
@@ -250,9 +287,14 @@ def main(argv: Sequence[str]) -> int:
         if not torch.cuda.is_available():
             parser.error("there is no GPU; --tiny runs the same course anywhere")
     args.output.mkdir(parents=True, exist_ok=True)
-    results = {part: run(part, args) for part in PARTS if part.name in args.parts}
-    text, holds = page(results, args)
-    (args.output / "page.md").write_text(text)
+    deadline = time.monotonic() + 60 * args.minutes
+    results: dict[Part, dict[str, Any]] = {}
+    text, holds = "", False
+    for part in PARTS:
+        if part.name in args.parts:
+            results[part] = run(part, args, deadline=deadline)
+            text, holds = page(results, args)
+            (args.output / "page.md").write_text(text)
     print(text.partition("\n## ")[0])
     print(f"{args.output / 'page.md'} has the tables")
     return 0 if holds else 1

@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels_gpu [--phases correct time] [--budget 540] [--output DIRECTORY]
     python -m benchmarks.kernels_gpu --backend emulator     # the same course, tiny, without a GPU
+    python -m benchmarks.kernels_gpu --tiny                 # tiny on a GPU: tries the course itself
 
 Phases, each of which leaves off what its share of the budget has no room for and says so:
 `compile` builds each specialisation and counts registers and spills; `correct` runs the operators'
@@ -19,7 +20,6 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1.
 import argparse
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +35,7 @@ from benchmarks.kernel_gates import report
 from benchmarks.kernels_gpu_bench import Bench
 from benchmarks.kernels_gpu_decode import Decoding, run_decode
 from benchmarks.kernels_gpu_small import run_small
+from benchmarks.revision import revision
 from pipeline.kernels.adamw import cuda as adamw
 from pipeline.kernels.adamw.definition import AdamW, Weights
 from pipeline.kernels.decode_attention import cases as attention_cases
@@ -59,6 +60,9 @@ TIMED = {"adam", "decode", "small", "loop"}
 
 LENGTHS = (64, 256)
 """New tokens of the phase `loop`."""
+
+FEW = (4, 8)
+"""Of a tiny one."""
 
 Phase = Callable[[Bench, argparse.Namespace], None]
 
@@ -219,42 +223,46 @@ def run_loop(bench: Bench, args: argparse.Namespace) -> None:
     del args
     from transformers import OPTConfig, OPTForCausalLM
 
+    tiny, on_gpu = bench.tiny, bench.gpu.device.type == "cuda"
+    width = 128 if tiny and on_gpu else 2048
     config = OPTConfig(
         vocab_size=50_272,
-        hidden_size=2048,
-        word_embed_proj_dim=2048,
-        ffn_dim=8192,
-        num_hidden_layers=24,
-        num_attention_heads=32,
+        hidden_size=width,
+        word_embed_proj_dim=width,
+        ffn_dim=4 * width,
+        num_hidden_layers=2 if tiny and on_gpu else 24,
+        num_attention_heads=width // 64,
         max_position_embeddings=2048,
     )
-    with torch.device("meta" if bench.tiny else bench.gpu.device):
+    with torch.device(bench.gpu.device if on_gpu else "meta"):
         model = OPTForCausalLM(config).to(torch.bfloat16).eval()
+    lengths, num_prompts = (FEW, 2) if tiny else (LENGTHS, 64)
     weights = sum(param.nbytes for param in model.parameters())
     length = 256 + sum(LENGTHS) // 2  # of a sequence, at the tokens that make the difference
     keys = Decoding("OPT-1.3B", 64, length).num_bytes * config.num_hidden_layers
     floor = (weights + keys) / bench.copy_bandwidth
-    if bench.tiny:
+    if not on_gpu:
         bench.record("loop", floor=floor, not_run="a model under the emulator takes minutes")
         return
     for system in bench.in_time("loop", ["kernel", "PyTorch", "transformers"]):
-        for new_tokens in LENGTHS:  # what is compiled, loaded and captured once
-            _generate(model, system, num_prompts=64, new_tokens=new_tokens)
+        for new_tokens in lengths:  # what is compiled, loaded and captured once
+            _generate(model, system, num_prompts=num_prompts, new_tokens=new_tokens)
         few, many = (
-            _seconds_to_generate(model, system, new_tokens=new_tokens) for new_tokens in LENGTHS
+            _seconds_to_generate(model, system, num_prompts=num_prompts, new_tokens=new_tokens)
+            for new_tokens in lengths
         )
         bench.record(
             "loop",
             system=system,
-            seconds_per_token=(many - few) / (LENGTHS[1] - LENGTHS[0]),
+            seconds_per_token=(many - few) / (lengths[1] - lengths[0]),
             floor=floor,
         )
 
 
-def _seconds_to_generate(model: Any, system: str, *, new_tokens: int) -> float:  # noqa: ANN401
+def _seconds_to_generate(model: Any, system: str, **sizes: int) -> float:  # noqa: ANN401
     torch.cuda.synchronize()
     start = time.perf_counter()
-    _generate(model, system, num_prompts=64, new_tokens=new_tokens)
+    _generate(model, system, **sizes)
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
@@ -290,13 +298,10 @@ def _generate(model: Any, system: str, *, num_prompts: int, new_tokens: int) -> 
 
 def environment(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
     """Card, commit and versions."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    card = "emulator" if bench.tiny else torch.cuda.get_device_name()
+    card = "emulator" if args.backend == "emulator" else torch.cuda.get_device_name()
     return {
         "card": card,
-        "commit": commit,
+        "commit": revision(),
         "torch": torch.__version__,
         "nvrtc": bench.nvrtc.path,
         "phases": args.phases,
@@ -310,6 +315,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backend", choices=["cuda", "emulator"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, and no gates of speed")
     parser.add_argument("--phases", nargs="+", choices=list(SHARES), default=list(SHARES))
     parser.add_argument("--budget", type=float, default=540, help="seconds for all phases")
     parser.add_argument("--cases", type=int, default=204, help="of the phase correct")
@@ -355,7 +361,7 @@ def make_bench(args: argparse.Namespace, scratch: Path) -> Bench:
     """With the GPU there is, or the emulated one."""
     if args.backend == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-        return Bench(gpu_of(device), find_nvrtc(), tiny=False, output=args.output)
+        return Bench(gpu_of(device), find_nvrtc(), tiny=args.tiny, output=args.output)
     emulator = Emulator(scratch)
     return Bench(
         emulator.gpu(),

@@ -15,7 +15,6 @@ fails is exit code 1.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from benchmarks.revision import revision
 
 PROMPT, ANSWER = 256, 256
 VOCABULARY = 50_272
@@ -215,11 +216,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch, process_group(watching):
         vocabulary = save_models(Path(scratch), tiny=args.tiny)
         found = measure(Path(scratch), vocabulary, args)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    found |= {"card": card, "commit": commit, "torch": torch.__version__}
+    found |= {"card": card, "commit": revision(), "torch": torch.__version__}
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "results.json").write_text(json.dumps(found, indent=1))
     print("| iteration | sync | generation | experience | training | sequences/s | token alone |")

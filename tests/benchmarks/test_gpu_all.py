@@ -38,6 +38,36 @@ def test_a_part_that_failed_is_named_and_run_again(
     assert "environment: exit code 0" in capsys.readouterr().out
 
 
+def test_a_part_without_time_is_not_begun_and_the_page_says_so(tmp_path: Path) -> None:
+    options = ["--parts", "environment", "--minutes", "0", "--output", str(tmp_path)]
+
+    assert gpu_all.main(["--tiny", *options]) == 1
+    assert "| **no** | environment had no time to end |" in (tmp_path / "page.md").read_text()
+    assert not (tmp_path / "environment.json").exists()  # so that it is run the next time
+
+
+def test_what_a_part_has_started_is_ended_with_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = ["sh", "-c", "sleep 600 & echo $!; wait"]
+
+    assert gpu_all.run_command(command, log, seconds=1.0) is None
+    child = Path("/proc", log.read_text().strip(), "stat")
+    # The system may not have taken leave of it yet.
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert gpu_all.run_command(["sh", "-c", "exit 3"], log, seconds=60.0) == 3
+
+
+def test_the_files_with_tests_that_need_a_gpu_are_found(tmp_path: Path) -> None:
+    names = gpu_all.gpu_tests(tmp_path)
+
+    assert "tests/pipeline/kernels/test_device.py" in names
+    marked = [
+        each for each in (ROOT / "tests").rglob("*.py") if "pytest.mark.gpu" in each.read_text()
+    ]
+    found = {str(each.relative_to(ROOT)) for each in marked if each != Path(__file__)}
+    assert found == {name for name in names if name.startswith("tests/")}
+
+
 def test_a_gate_holds_at_its_number_and_fails_beyond_it(tmp_path: Path) -> None:
     def overhead(stage_0: float, stage_3: float) -> list[bool]:
         rows = {"plain": 1.0, "stage 0": stage_0, "stage 3": stage_3}
