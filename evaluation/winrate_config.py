@@ -24,7 +24,7 @@ class WinrateConfig:
     judge: str = ""
     """What is asked: '{kind: model, path: OUT/step2_reward}', a reward model; file.py:function, or
     a kind as math, programs whose numbers are compared; '{kind: judge, path: https://HOST/v1,
-    model: NAME}', a language model that sees both answers, in both orders."""
+    model: NAME}', a language model that sees both responses, in both orders."""
 
     limit: int | None = None
     """Prompts, from the first; null is all."""
@@ -33,10 +33,10 @@ class WinrateConfig:
     """Of sampling; 0 takes the likeliest token."""
 
     max_new_tokens: int = 512
-    """Longest answer, in tokens."""
+    """Longest response, in tokens."""
 
     batch_size: int = 32
-    """Answers in a batch; changes none of them."""
+    """Responses in a batch; changes none of them."""
 
     seed: int = 0
     """Of sampling and of the bootstrap."""

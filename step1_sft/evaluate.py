@@ -47,7 +47,7 @@ class CompareConfig:
     """File of prompts, as inference.generate reads it; null takes six of our own."""
 
     max_new_tokens: int = 100
-    """Longest answer, in tokens."""
+    """Longest response, in tokens."""
 
     temperature: float = 0.0
     """Of sampling; 0 takes the likeliest token."""

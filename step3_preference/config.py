@@ -105,7 +105,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """
 
     max_new_tokens: int = 256
-    """Longest answer to a held-out prompt, in tokens, its end-of-turn token included."""
+    """Longest response to a held-out prompt, in tokens, its end-of-turn token included."""
 
     temperature: float = 1.0
     """Of sampled answers to held-out prompts."""

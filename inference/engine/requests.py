@@ -34,7 +34,7 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass
 class Response:
-    """What the model answered to one prompt."""
+    """What the model generated for one prompt."""
 
     ids: list[int] = field(default_factory=list)
     """Sampled tokens, the stop token included."""
