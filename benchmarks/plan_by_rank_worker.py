@@ -46,6 +46,9 @@ class Case:
     double_quant: bool | None = None
     """Over a base in nf4, with adapters of rank 8, how scales are kept; None trains all weights."""
 
+    tied: bool = False
+    """Whether the output matrix is the embedding."""
+
 
 INTERLEAVED = {"pp": 2, "schedule": "interleaved", "chunks": 2}
 
@@ -54,8 +57,10 @@ CASES: Mapping[str, Case] = {
     "pp 2, gpipe": Case(2, {"pp": 2, "schedule": "gpipe"}),
     "pp 2, interleaved": Case(2, INTERLEAVED),
     "pp 2, recomputing": Case(2, {"pp": 2}, recomputes=True),
+    "pp 2, tied": Case(2, {"pp": 2}, tied=True),
     "tp 2": Case(2, {"tp": 2}),
     "pp 4": Case(4, {"pp": 4}),
+    "pp 4, tied": Case(4, {"pp": 4}, tied=True),
     "pp 2 x tp 2": Case(4, {"pp": 2, "tp": 2}),
     "pp 2 x tp 2, interleaved": Case(4, {"tp": 2, **INTERLEAVED}),
     "pp 2 x shards 2": Case(4, {"pp": 2}, stage=2),
@@ -65,6 +70,7 @@ CASES: Mapping[str, Case] = {
     "tp 2, nf4": Case(2, {"tp": 2}, double_quant=False),
     "tp 2, nf4, double": Case(2, {"tp": 2}, double_quant=True),
     "tp 2 x shards 2, nf4": Case(4, {"tp": 2}, stage=3, double_quant=False),
+    "pp 2 x tp 2, nf4": Case(4, {"pp": 2, "tp": 2}, double_quant=False),
 }
 
 
@@ -84,10 +90,9 @@ class Shape:
     """Micro-batches of a step on each data process."""
 
     precision: Precision = "fp32"
-    tied: bool = False
 
-    def config(self) -> LlamaConfig:
-        """The model's."""
+    def config(self, *, tied: bool) -> LlamaConfig:
+        """The model's; `tied` says whether the output matrix is the embedding."""
         return LlamaConfig(
             vocab_size=self.words,
             hidden_size=self.hidden,
@@ -95,7 +100,7 @@ class Shape:
             num_hidden_layers=self.blocks,
             num_attention_heads=8,
             max_position_embeddings=self.length,
-            tie_word_embeddings=self.tied,
+            tie_word_embeddings=tied,
             use_cache=False,
         )
 
@@ -110,7 +115,7 @@ class Peak:
 
 def peak_of(case: Case, shape: Shape, directory: Path) -> Peak:
     """Of this process; all of a job that has as many as the case call it."""
-    settings = shape.config()
+    settings = shape.config(tied=case.tied)
     config = settings_of(case, shape, directory / f"model-{dist.get_rank()}")
     axes = {name: case.parallel.get(name, 1) for name in ("replicas", "pp", "tp")}
     with cut_mesh(**axes, timeout_seconds=600.0) as mesh:
@@ -133,7 +138,7 @@ def peak_of(case: Case, shape: Shape, directory: Path) -> Peak:
 
 def settings_of(case: Case, shape: Shape, directory: Path) -> SFTConfig:
     """Step 1 as the case has it, of a model whose configuration is written to `directory`."""
-    shape.config().save_pretrained(directory)
+    shape.config(tied=case.tied).save_pretrained(directory)
     parallel = ParallelConfig(**case.parallel, micro_batches=shape.count)
     model = TrainedModelConfig(
         path=str(directory),

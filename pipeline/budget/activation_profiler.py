@@ -8,7 +8,7 @@ what it does, recomputation and frozen weights with it.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,10 @@ class PassBytes:
     def peak(self) -> int:
         """Bytes at the highest moment of all."""
         return max(self.blocks, self.head)
+
+    def beside(self, others: int) -> "PassBytes":
+        """While there are so many bytes of others."""
+        return PassBytes(*(others + each for each in astuple(self)))
 
     def plus(self, times: int, more: "PassBytes") -> "PassBytes":
         """With that many times what `more` has more than this; the tail is that of `more`."""
@@ -266,18 +270,20 @@ def measure_pass(
     trains: bool,
     narrow: bool = False,
     on_cpu: bool = False,
+    beside: Sequence[Tensor] = (),
 ) -> PassBytes:
     """Bytes of a forward pass and, if it `trains`, of the backward pass.
 
     Args:
         model: on the meta device.
-        run: the forward pass; returns the loss.
+        run: the forward pass; returns the loss, or hidden states, of which a gradient comes then.
         first: the first block.
         last: the last block.
         trains: whether gradients are found. Those of weights are added to buffers that are not
             counted.
         narrow: whether these are of the weights' own types rather than fp32.
         on_cpu: whether a processor computes.
+        beside: weights that are no parameters; gradients of these are counted.
     """
     params = [param for param in model.parameters() if param.requires_grad and trains]
     for param in params:
@@ -286,6 +292,7 @@ def measure_pass(
         param.grad = torch.empty_like(param, dtype=dtype)
     kept = head = 0
     with profiled(model, on_cpu=on_cpu) as profiler, torch.set_grad_enabled(trains):
+        profiler.ignore(beside)
 
         def head_begins(*_: object) -> None:
             nonlocal kept, head
@@ -303,15 +310,17 @@ def measure_pass(
                     hooks += [
                         hook for part in block.children() for hook in _again(part, on_cpu=on_cpu)
                     ]
-            loss = run()
+            found = run()
             waits = profiler.held
             if trains:
-                torch.autograd.backward(loss)  # not its method, inside which modes are off
+                gradient = None if found.ndim == 0 else torch.empty_like(found)
+                # Not its method, inside which modes are off.
+                torch.autograd.backward(found, gradient)
         finally:
             for hook in hooks:
                 hook.remove()
-            for param in params:
-                param.grad = None
+            for each in (*params, *beside):
+                each.grad = None
     blocks = [peak for index, peak in enumerate(profiler.peaks) if index != head]
     tail = profiler.peaks[-1] if trains else 0
     return PassBytes(kept, max(blocks), profiler.peaks[head], tail, waits)

@@ -1,9 +1,10 @@
 """What the passes of a step's models take: training, scoring, reading prompts."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -26,6 +27,8 @@ from pipeline.models.forward import (
     run_padded,
 )
 from pipeline.models.packing import how_to_run
+from pipeline.models.stages import Passage, Stage
+from pipeline.models.stand_ins import Chunk, Passed
 from pipeline.models.trained import prepared
 
 META = torch.device("meta")
@@ -89,6 +92,39 @@ def pass_bytes(model: nn.Module, how: Pass) -> PassBytes:
     Raises:
         UnknownPassError: its code can't be run without numbers.
     """
+    return _by_a_few(model, how, lambda: _run(model, how))
+
+
+@functools.lru_cache(maxsize=256)
+def chunk_bytes(model: nn.Module, stage: Stage, chunk: Chunk, how: Pass) -> PassBytes:
+    """Bytes of a pass through a chunk of a stage, whose model this is; else as `pass_bytes`.
+
+    With what it receives and hands on: hidden states, and in training their gradients.
+    """
+    received: list[Tensor] = []  # a stage has it until its gradient has been sent
+
+    def receive() -> None:
+        if chunk.inlet is not None:
+            tokens = how.rows.count * how.rows.length
+            hidden = torch.empty(1, tokens, stage.width, dtype=stage.dtype, device=META)
+            received[:] = [hidden.requires_grad_(torch.is_grad_enabled())]
+            chunk.inlet.received = hidden
+
+    def run() -> Tensor:
+        if chunk.is_last:
+            return _run(model, how, receive)
+        receive()
+        return Passage(model, kernels=how.kernels)(how.rows.batch())
+
+    beside = () if stage.borrowed is None else (stage.borrowed,)
+    with chunk.at_work():
+        return _by_a_few(model, how, run, beside)
+
+
+def _by_a_few(
+    model: nn.Module, how: Pass, run: Callable[[], Tensor], beside: Sequence[Tensor] = ()
+) -> PassBytes:
+    """Bytes of `run`, by those of a few blocks; `beside` are weights that are no parameters."""
     plain = base_model(model)
     if how_to_run(plain).packed:
         plain.set_attn_implementation(RAGGED)
@@ -103,29 +139,32 @@ def pass_bytes(model: nn.Module, how: Pass) -> PassBytes:
         if isinstance(block, GradientCheckpointingLayer) and how.checkpoint_every is None:
             block.gradient_checkpointing = False
     model.train(how.does == "train")
+    measured = partial(_measured, model, how, run, beside)
     blocks = _equal_blocks(plain)
-    count = 0 if blocks is None else len(blocks)
+    count = 0 if blocks is None else len(_present(blocks))
     few = 2 * every + count % every
     if blocks is None or count <= few + every:
-        return _measured(model, how)
+        return measured()
     with _shortened(plain, blocks, few):
-        one = _measured(model, how)
+        one = measured()
     with _shortened(plain, blocks, few + every):
-        other = _measured(model, how)
+        other = measured()
     return one.plus((count - few) // every, other)
 
 
-def _measured(model: nn.Module, how: Pass) -> PassBytes:
-    batch = how.rows.batch()
+def _measured(
+    model: nn.Module, how: Pass, run: Callable[[], Tensor], beside: Sequence[Tensor]
+) -> PassBytes:
     first, last = _ends(model)
     return measure_pass(
         model,
-        lambda: _run(model, batch, how),
+        run,
         first=first,
         last=last,
         trains=how.does == "train",
         narrow=how.narrow,
         on_cpu=not how.gpu,
+        beside=beside,
     )
 
 
@@ -143,9 +182,14 @@ def _equal_blocks(model: nn.Module) -> nn.ModuleList | None:
     found = [
         each
         for each in model.modules()
-        if isinstance(each, nn.ModuleList) and len({_looks(block) for block in each}) == 1
+        if isinstance(each, nn.ModuleList) and len({_looks(block) for block in _present(each)}) == 1
     ]
-    return max(found, key=len, default=None)
+    return max(found, key=lambda each: len(_present(each)), default=None)
+
+
+def _present(blocks: nn.ModuleList) -> list[nn.Module]:
+    """The blocks that are not on another stage."""
+    return [each for each in blocks if not isinstance(each, Passed)]
 
 
 def _looks(block: nn.Module) -> tuple[object, ...]:
@@ -157,21 +201,27 @@ def _looks(block: nn.Module) -> tuple[object, ...]:
 
 @contextmanager
 def _shortened(model: nn.Module, blocks: nn.ModuleList, count: int) -> Iterator[None]:
-    """The model with its first blocks alone."""
+    """The model with the first of its blocks alone."""
     owner, name = next(
         (module, name)
         for module in model.modules()
         for name, child in module.named_children()
         if child is blocks
     )
-    setattr(owner, name, blocks[:count])
+    left = set(_present(blocks)[count:])
+    setattr(owner, name, nn.ModuleList(each for each in blocks if each not in left))
     try:
         yield
     finally:
         setattr(owner, name, blocks)
 
 
-def _run(model: nn.Module, batch: TokenBatch, how: Pass) -> Tensor:
+def _run(model: nn.Module, how: Pass, receive: Callable[[], None] = lambda: None) -> Tensor:
+    """What a pass ends in: a loss, or what stands for it.
+
+    `receive` puts hidden states in their place, before the pass itself.
+    """
+    batch = how.rows.batch()
     if how.does == "read":
         backbone = cast("nn.Module", base_model(model).base_model)
         ragged = Ragged(batch.lengths, META)
@@ -179,8 +229,11 @@ def _run(model: nn.Module, batch: TokenBatch, how: Pass) -> Tensor:
             return backbone(**ragged_inputs(batch, ragged))[0]
         return run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])
     if how.scores:
+        receive()
         return Scorer(model)(batch).sum()
     policy = Policy(model, kernels=how.kernels, tile=TILE["cuda"] if how.gpu else None)
+    policy.settle(batch)
+    receive()
     outputs = policy(batch, temperature=how.temperature, entropy=how.entropy, uniform=how.uniform)
     loss = outputs.logprobs.sum()
     return loss if outputs.entropy is None else loss + outputs.entropy.sum()

@@ -1,19 +1,25 @@
 """What each part of a model takes; of the stages of a pipeline the one that takes most counts."""
 
 import copy
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+
+from torch import nn
 
 from pipeline.budget.activation_profiler import PassBytes
 from pipeline.budget.models import CountedModel
-from pipeline.budget.passes import Pass
+from pipeline.budget.passes import Pass, chunk_bytes
 from pipeline.budget.table import Item
 from pipeline.config import Workload
 from pipeline.errors import ConfigError, ModelError
+from pipeline.models.forward_passes import AHEAD
 from pipeline.models.sharding import can_shard
 from pipeline.models.stages import Stage, blocks_of, cut_stage
 from pipeline.models.tensor_cut import cut_for_plan
+from pipeline.parallel.channels import What
+from pipeline.parallel.places import most_sent, on_the_way
 from pipeline.parallel.schedules import Instruction, orders_of
 
 
@@ -28,81 +34,74 @@ class Part:
 
     stage: Stage
 
-    shares: tuple[float, ...]
-    """Of the blocks, of each of its chunks."""
+    orders: tuple[tuple[Instruction, ...], ...]
+    """The passes of each stage in an optimizer step."""
 
-    order: tuple[Instruction, ...]
-    """Its passes in an optimizer step."""
+    most_sent: int | None
+    """As `pipeline.parallel.places.on_the_way` has it."""
 
-    def takes(self, taken: PassBytes, how: Pass, *, begins: bool = False) -> PassBytes:
-        """What this stage takes at once, given what a pass of the whole model takes.
+    def takes(self, how: Pass, *, begins: bool = False) -> PassBytes:
+        """What this stage takes at once, in passes so run.
 
-        Activations go with blocks. Hidden states that have come in and gone out stay with each
-        micro-batch, and on the last stage logits, or what was computed of them.
+        Of each micro-batch that waits for its gradient what its pass keeps, of one chunk what is at
+        work, and what has been sent and may not have arrived.
 
         Args:
-            taken: by a pass of the whole model.
             how: it is run.
             begins: whether that is before any gradient has been found, or after.
-        """
-        tokens = how.rows.count * how.rows.length
-        edge = tokens * self.stage.width * self.stage.dtype.itemsize
-        chunks = self.stage.chunks
-        edges = [edge * (2 - chunk.is_first - chunk.is_last) for chunk in chunks]
-        if how.does != "train":
-            return _at_work(taken, max(edges) + taken.kept, 0, has_head=self.stage.is_last)
-        own = [
-            edge + round(taken.kept * share) for edge, share in zip(edges, self.shares, strict=True)
-        ]
-        waiting = [
-            size + (taken.waits - taken.kept if chunk.is_last else 0)
-            for size, chunk in zip(own, chunks, strict=True)
-        ]
-        moments = [
-            _at_work(
-                taken,
-                own[chunk],
-                sum(number * waiting[each] for each, number in now.items()) - waiting[chunk],
-                has_head=chunks[chunk].is_last,
-            )
-            for chunk, now in self._moments(begins=begins)
-        ]
-        return PassBytes(*(max(each) for each in zip(*map(astuple, moments), strict=True)))
 
-    def _moments(self, *, begins: bool) -> Iterator[tuple[int, Counter[int]]]:
-        """The chunk at work in each of its passes, and how many of each chunk are kept with it.
+        Raises:
+            UnknownPassError: the model's code can't be run without numbers.
+        """
+        stage = self.stage
+        taken = [chunk_bytes(self.own.present, stage, each, how) for each in stage.chunks]
+        edge = how.rows.count * how.rows.length * stage.width * stage.dtype.itemsize
+        if how.does != "train":
+            sends = sum(not each.is_last for each in stage.chunks)
+            ahead = edge * min(AHEAD, sends * len(self.orders[0]))
+            return _highest(each.beside(ahead) for each in taken)
+        sizes = {"gradients": edge}
+        if stage.borrowed is not None and stage.borrowed.requires_grad:
+            sizes["tied gradients"] = stage.borrowed.nbytes
+        return _highest(
+            taken[chunk].beside(
+                sum(number * taken[each].waits for each, number in kept.items())
+                - taken[chunk].waits
+                + sum(number * sizes.get(what, 0) for what, number in sent.items())
+            )
+            for chunk, kept, sent in self._moments(begins=begins)
+        )
+
+    def _moments(self, *, begins: bool) -> Iterator[tuple[int, Counter[int], Counter[What]]]:
+        """The chunk at work in each of its passes, how many of each are kept, and what was sent.
 
         Of those until the first one back, or of those after it.
         """
         now, is_back = Counter[int](), False
-        for each in self.order:
+        sent = on_the_way(
+            self.orders, self.stage.number, chunks=len(self.stage.chunks), most=self.most_sent
+        )
+        for each, gradients in zip(self.orders[self.stage.number], sent, strict=True):
             now[each.chunk] += each.kind == "forward"
             if begins != is_back:
-                yield each.chunk, now.copy()
+                yield each.chunk, now.copy(), gradients
             is_back |= each.kind == "backward"
             now[each.chunk] -= each.kind == "backward"
 
     def shared(self, *, trains: bool) -> Iterator[Item]:
-        """The output matrix that the last stage has from the first one, and its gradient."""
+        """The output matrix that the last stage has from the first, which receives gradients."""
         tied = self.stage.tied if self.stage.borrowed is None else self.stage.borrowed
         if tied is None:
             return
         if self.stage.borrowed is not None:
             yield Item("weights", self.own.role, tied.nbytes)
-        if trains and tied.requires_grad:
+        elif trains and tied.requires_grad:
             yield Item("gradient_buffers", self.own.role, tied.nbytes)
 
 
-def _at_work(taken: PassBytes, own: int, others: int, *, has_head: bool) -> PassBytes:
-    """While a pass keeps `own` bytes, and those that wait `others`."""
-    in_head, waits = (each - taken.kept if has_head else 0 for each in (taken.head, taken.waits))
-    return PassBytes(
-        kept=others + own,
-        blocks=others + own + taken.blocks - taken.kept,
-        head=others + own + in_head,
-        tail=others + min(own, taken.tail),
-        waits=others + own + waits,
-    )
+def _highest(moments: Iterable[PassBytes]) -> PassBytes:
+    """The most of each kind."""
+    return PassBytes(*(max(each) for each in zip(*map(astuple, moments), strict=True)))
 
 
 def part_of_layers(model: CountedModel, workload: Workload) -> CountedModel:
@@ -116,9 +115,16 @@ def part_of_layers(model: CountedModel, workload: Workload) -> CountedModel:
         return model
     if not use.learns and not can_shard(model.plain, parallel.parts or parallel.tp):
         return model
-    module = copy.deepcopy(model.module)
-    cut_for_plan(module, parallel.tp, sequence=parallel.sequence, parts=parallel.parts)
+    module = _divided(model.module, parallel.tp, parallel.parts, sequence=parallel.sequence)
     return replace(model, module=module)
+
+
+@functools.lru_cache(maxsize=64)
+def _divided(model: nn.Module, size: int, parts: int | None, *, sequence: bool) -> nn.Module:
+    """A copy of which one process's part is left, the same at each call."""
+    module = copy.deepcopy(model)
+    cut_for_plan(module, size, sequence=sequence, parts=parts)
+    return module
 
 
 def stages_of(models: Sequence[CountedModel], workload: Workload) -> list[dict[str, Part]]:
@@ -163,11 +169,19 @@ def parts_of(model: CountedModel, workload: Workload, *, follows: bool = False) 
         count=workload.micro_batches,
         chunks=parallel.chunks,
     )
+    most = most_sent(parallel.schedule, parallel.pp)
     parts: list[Part] = []
-    for number, order in enumerate(orders):
-        module = copy.deepcopy(model.present)
-        stage = cut_stage(module, number=number, blocks=blocks, stages=parallel.pp)
+    for number in range(parallel.pp):
+        module, stage = _cut(model.present, number, tuple(blocks), parallel.pp)
         own = replace(model, module=module)
-        shares = [count / sum(blocks) for count in blocks[number :: parallel.pp]]
-        parts.append(Part(model, own, stage, tuple(shares), tuple(order)))
+        parts.append(Part(model, own, stage, tuple(map(tuple, orders)), most))
     return parts
+
+
+@functools.lru_cache(maxsize=64)
+def _cut(
+    model: nn.Module, number: int, blocks: tuple[int, ...], stages: int
+) -> tuple[nn.Module, Stage]:
+    """A copy of which a stage is left, the same at each call, so that passes are run once."""
+    module = copy.deepcopy(model)
+    return module, cut_stage(module, number=number, blocks=blocks, stages=stages)

@@ -379,7 +379,7 @@ class _Step:
         try:
             part = self.parts.get(model.role)
             if part is not None and model is part.own:
-                return part.takes(pass_bytes(part.whole.present, how), how, begins=begins)
+                return part.takes(how, begins=begins)
             return pass_bytes(model.present, how)
         except UnknownPassError as error:
             reason = str(error).strip().split("\n")[0]

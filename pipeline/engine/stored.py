@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from pipeline.engine.tensor_parts import MarkedParameter
+
 ReadElements = Callable[[int, int], Shaped[Tensor, " n"]]
 """Elements `start` to `stop` of a flattened tensor, in its own dtype, on the CPU."""
 
@@ -13,7 +15,7 @@ READ_AT_ONCE = 2**21
 """Elements: the memory between file and vector."""
 
 
-class StoredParameter(nn.Parameter):
+class StoredParameter(MarkedParameter):
     """A parameter with shape, dtype and device and no memory: every element reads as NaN, or 0.
 
     It makes room for models that no process could hold whole. Until the engine has laid it out, it
@@ -25,13 +27,14 @@ class StoredParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StoredParameter":
         copy = stored_like(self, self.read)
+        copy.part, copy.is_partial = self.part, self.is_partial
         memo[id(self)] = copy
         return copy
 
     def settle(self) -> None:
         """Be an ordinary parameter from now on: its data is set by someone who has read it."""
         del self.read
-        self.__class__ = nn.Parameter  # pyright: ignore[reportAttributeAccessIssue]
+        self.__class__ = MarkedParameter  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def stored_like(

@@ -9,11 +9,11 @@ norm and in a checkpoint.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 from pipeline.parallel.device import local_device
@@ -25,8 +25,20 @@ Role = Literal["whole", "partial", "part", "shared"]
 """whole: every process has all of it and finds its gradient; partial: has all of it, and finds a
 part of its gradient; part: has elements that no other has; shared: some of them others have too."""
 
-_PART, _ROLE = "tensor_part", "tensor_role"
-"""Attributes that a parameter has where layers are divided: its part, and its role."""
+
+class MarkedParameter(nn.Parameter):
+    """A parameter that says what of a layer's it is to this process, as its copies do."""
+
+    part: "Part | None" = None
+    """What it is a part of."""
+
+    is_partial: bool = False
+    """Whether each process finds a part of its gradient."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "MarkedParameter":
+        copy = cast("MarkedParameter", super().__deepcopy__(memo))
+        copy.part, copy.is_partial = self.part, self.is_partial
+        return copy
 
 
 @dataclass(frozen=True)
@@ -102,17 +114,25 @@ class Part:
 
 def mark_part(param: Tensor, part: Part) -> None:
     """Say that a parameter is a part of a whole one."""
-    setattr(param, _PART, part)
+    _marked(param).part = part
 
 
 def mark_partial(param: Tensor) -> None:
     """Say that each process finds a part of a parameter's gradient."""
-    setattr(param, _ROLE, "partial")
+    _marked(param).is_partial = True
+
+
+def _marked(param: Tensor) -> MarkedParameter:
+    """The same parameter, which all who have it know."""
+    if not isinstance(param, MarkedParameter):
+        param.__class__ = MarkedParameter  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(param, MarkedParameter)
+    return param
 
 
 def part_of(param: Tensor) -> Part | None:
     """What a parameter is a part of; None of a whole one."""
-    return getattr(param, _PART, None)
+    return param.part if isinstance(param, MarkedParameter) else None
 
 
 def part_in_blocks(name: str, param: Tensor, block: int) -> Part | None:
@@ -140,7 +160,8 @@ def role_of(param: Tensor) -> Role:
     part = part_of(param)
     if part is not None:
         return part.role
-    return getattr(param, _ROLE, "whole") if param.requires_grad else "whole"
+    is_partial = isinstance(param, MarkedParameter) and param.is_partial
+    return "partial" if is_partial and param.requires_grad else "whole"
 
 
 def whole_shape(param: Tensor) -> torch.Size:

@@ -70,7 +70,8 @@ def divide_table(module: nn.Module, rows: int, parts: VirtualParts) -> None:
         setattr(module, _WORDS, words)
         object.__setattr__(module, "forward", partial(_logits, module, parts))
     elif group.size > 1:
-        _divide_embedding(cast("nn.Embedding", module), words)
+        table = cast("nn.Embedding", module)
+        object.__setattr__(table, "forward", partial(_look_up, table, words))
 
 
 def _logits(
@@ -84,16 +85,12 @@ def _logits(
     return join_parts([F.linear(*each) for each in own], parts)
 
 
-def _divide_embedding(module: nn.Embedding, words: Words) -> None:
-    padding = module.padding_idx
-
-    def look_up(ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
-        count = module.weight.shape[0]
-        here = (ids >= words.first) & (ids < words.first + count)
-        found = F.embedding(torch.where(here, ids - words.first, 0), module.weight)
-        learns = here if padding is None else here & (ids != padding)
-        found = torch.where(learns[..., None], found, found.detach())
-        # Of which zeros every number is the sum with itself, the negative zero as well.
-        return sum_over_group(torch.where(here[..., None], found, -0.0), words.parts.group)
-
-    object.__setattr__(module, "forward", look_up)
+def _look_up(module: nn.Embedding, words: Words, ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
+    """The rows of all tokens, of which the process that has each gives it."""
+    count, padding = module.weight.shape[0], module.padding_idx
+    here = (ids >= words.first) & (ids < words.first + count)
+    found = F.embedding(torch.where(here, ids - words.first, 0), module.weight)
+    learns = here if padding is None else here & (ids != padding)
+    found = torch.where(learns[..., None], found, found.detach())
+    # Of which zeros every number is the sum with itself, the negative zero as well.
+    return sum_over_group(torch.where(here[..., None], found, -0.0), words.parts.group)

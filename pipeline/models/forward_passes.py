@@ -17,7 +17,8 @@ from pipeline.models.stand_ins import Chunk
 from pipeline.parallel.channels import What
 from pipeline.parallel.device import local_device, read_scalars
 from pipeline.parallel.group import Group
-from pipeline.parallel.schedules import Instruction, Kind, turns
+from pipeline.parallel.places import Places
+from pipeline.parallel.schedules import Instruction, turns
 from pipeline.parallel.transfer import Transfers
 
 AHEAD = 4
@@ -117,8 +118,8 @@ class StagedForwardPasses(ForwardPasses):
         self._transfers = Transfers(stages)
         self._waiting: dict[tuple[int, int], Waiting] = {}
         """By micro-batch and chunk."""
-        self._places: list[dict[Instruction, int]] = []
-        """Of each stage, while all go through orders that are known, its passes by their places."""
+        self._places: Places | None = None
+        """Of all passes, while all stages go through orders that are known."""
         self._followed = -1
         """How often the weights had changed when the last stage's copy was brought up to date."""
 
@@ -196,7 +197,7 @@ class StagedForwardPasses(ForwardPasses):
 
     def _send(self, tensor: Tensor, what: What, number: int, to_chunk: int) -> None:
         """Send a micro-batch's tensor to the stage that has this chunk of the whole model."""
-        to, taken_at = to_chunk % self._stage.count, self._place(what, number, to_chunk)
+        to, taken_at = to_chunk % self._stage.count, self._taken_at(what, number, to_chunk)
         self._transfers.send(tensor, to, what, number, to_chunk, taken_at=taken_at)
 
     def _receive(
@@ -205,17 +206,13 @@ class StagedForwardPasses(ForwardPasses):
         """Have in `out` what comes for one of this stage's chunks from another chunk."""
         stage = from_chunk % self._stage.count
         self._transfers.receive(out, stage, what, number, chunk.number)
-        place = self._place(what, number, from_chunk)
-        if place is not None:
-            self._transfers.reached(stage, place)
+        if self._places is not None:
+            for other, place in self._places.passed(what, number, from_chunk):
+                self._transfers.reached(other, place)
 
-    def _place(self, what: What, number: int, chunk: int) -> int | None:
-        """Where the stage that has this chunk of the whole model makes, or takes, such a tensor."""
-        if not self._places:
-            return None
-        at, stage = divmod(chunk, self._stage.count)
-        kind: Kind = "forward" if what == "hidden states" else "backward"
-        return self._places[stage][Instruction(kind, number, at)]
+    def _taken_at(self, what: What, number: int, chunk: int) -> int | None:
+        """Where in its order the stage that has this chunk of the whole model takes a tensor."""
+        return None if self._places is None else self._places.of(what, number, chunk)[1]
 
     def _follow(self) -> None:
         """Have the last stage's copy of a shared weight be what the first stage has now."""

@@ -28,6 +28,7 @@ from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.places import Places, most_sent
 from pipeline.parallel.schedules import Instruction, Schedule, orders_of
 
 logger = logging.getLogger(__name__)
@@ -85,13 +86,12 @@ class StagedPasses(StagedForwardPasses, Passes):
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
         batches = list(batches)
+        chunks = len(self._stage.chunks)
         orders = orders_of(
-            self._schedule,
-            stages=self._stage.count,
-            count=len(batches),
-            chunks=len(self._stage.chunks),
+            self._schedule, stages=self._stage.count, count=len(batches), chunks=chunks
         )
-        self._places = [{each: at for at, each in enumerate(order)} for order in orders]
+        self._places = Places(orders, chunks=chunks)
+        most = most_sent(self._schedule, self._stage.count)
         losses: list[Tensor] = []
         for each in orders[self._stage.number]:
             if each.kind == "forward":
@@ -100,8 +100,10 @@ class StagedPasses(StagedForwardPasses, Passes):
                     losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
             else:
                 self._back(each, divisor)
+                if most is not None:
+                    self._transfers.settle(but=most)
         self._transfers.settle()
-        self._places = []
+        self._places = None
         self._took = time.perf_counter() - began
         return losses
 
@@ -140,7 +142,7 @@ class StagedPasses(StagedForwardPasses, Passes):
             return
         gradient, borrowed.grad = borrowed.grad, None
         gradient = torch.zeros_like(borrowed) if gradient is None else gradient
-        taken_at = self._place("tied gradients", number, 0)
+        taken_at = self._taken_at("tied gradients", number, 0)
         self._transfers.send(gradient, 0, "tied gradients", number, taken_at=taken_at)
 
 

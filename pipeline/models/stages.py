@@ -37,6 +37,7 @@ from pipeline.models.forward import (
     require_context,
 )
 from pipeline.models.packing import how_to_run
+from pipeline.models.quantized import quantized_layers
 from pipeline.models.sharding import layer_of
 from pipeline.models.small_copy import VOCABULARY, small_copy, small_settings
 from pipeline.models.stand_ins import Absent, Chunk, Inlet, Passed, Place
@@ -136,7 +137,8 @@ def blocks_of(
 ) -> list[int]:
     """Blocks of each chunk of each stage: as given, or so that all take about as long.
 
-    A block's time goes with its weights in matrices, as does that of the output matrix. With
+    A block's time goes with its weights in matrices, in codes or not, as does that of the output
+    matrix. With
     `follows` those given are of another model, which has perhaps more or fewer.
 
     Raises:
@@ -165,9 +167,15 @@ def blocks_of(
             )
         return list(given)
     head = plain.get_output_embeddings()
-    costs = [sum(p.numel() for p in each.parameters() if p.ndim > 1) for each in every]
+    costs = [_matrix_weights(each) for each in every]
     last = 0 if head is None else sum(param.numel() for param in head.parameters())
     return balanced(costs, count, last=last)
+
+
+def _matrix_weights(block: nn.Module) -> int:
+    """Weights of a block's matrices."""
+    coded = sum(each.shape.numel() for each in quantized_layers(block).values())
+    return coded + sum(param.numel() for param in block.parameters() if param.ndim > 1)
 
 
 def _chunks_at_most(blocks: int, stages: int) -> str:

@@ -8,6 +8,7 @@ never are in one place. Sums over the parts are trees in their order.
 Dimension names: K targets, d hidden size, W words of this process.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,10 +114,15 @@ class _Divided(torch.autograd.Function):
         parts: VirtualParts = ctx.words.parts
         return (
             parts.total(of_hidden, "gradients of hidden states") if wanted[0] else None,
-            torch.cat(of_weight) if wanted[1] else None,
-            torch.cat(of_bias) if wanted[2] else None,
+            _joined(of_weight) if wanted[1] else None,
+            _joined(of_bias) if wanted[2] else None,
             *[None] * 5,
         )
+
+
+def _joined(of_parts: Sequence[Tensor]) -> Tensor:
+    """The gradient of all rows, which may be as large as all else in the pass: no copy of one."""
+    return of_parts[0] if len(of_parts) == 1 else torch.cat(list(of_parts))
 
 
 def _of_parts(

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from pipeline.data.batches import TokenBatch
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models.attention import RAGGED
+from pipeline.models.block_codes import Form
 from pipeline.models.forward import Policy
 from pipeline.models.packing import how_to_run
+from pipeline.models.quantized import quantize_layers
 from pipeline.models.stages import Passage, blocks_of, cut_stage, order_of, require_exact
 from pipeline.parallel.partition import balanced
 from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
@@ -161,3 +163,11 @@ def test_stages_are_as_even_as_the_slowest_allows() -> None:
     assert balanced([1] * 10, 4) == [2, 2, 3, 3]
     # Sums whose squares have more digits than a float holds.
     assert balanced([2**31 - 1] * 80, 8, last=2**31 - 1) == [10] * 8
+
+
+def test_blocks_of_codes_weigh_what_they_stand_for() -> None:
+    model = model_of("llama", 8)
+    expected = blocks_of(model, 4)
+    quantize_layers(model, Form("nf4"))
+
+    assert blocks_of(model, 4) == expected

@@ -1,15 +1,22 @@
 """Two processes that compute each layer together find the gradients of one, parameter by name."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, StableLmConfig
 
+from pipeline.config import LoraConfig
+from pipeline.engine.tensor_parts import part_of, role_of
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.tensor_cut import cut_layers, divide
+from pipeline.models.block_codes import Form
+from pipeline.models.divided_vocabulary import LARGE
+from pipeline.models.lora import add_lora
+from pipeline.models.quantized import quantize_layers
+from pipeline.models.tensor_cut import cut_for_plan, cut_layers, divide
 from pipeline.models.tensor_roles import partial_parameters
-from pipeline.parallel.group import Group
+from pipeline.parallel.group import Group, rehearsed
 from pipeline.parallel.mesh import cut_mesh
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
@@ -58,6 +65,36 @@ def test_two_processes_find_the_gradients_of_one_in_every_family(sequence: bool)
         assert found["roles"].get("shared", set()) == SHARED.get(name, set())
         theirs = other[name]["gradients"]
         assert all(torch.equal(found["gradients"][key], each) for key, each in theirs.items())
+
+
+def test_a_copy_of_a_divided_model_has_the_marks_of_its_parts() -> None:
+    """Rows of a table of words, norms of which a process finds a part, codes, adapters."""
+    model = add_lora(
+        tiny_causal_lm("qwen3", vocab_size=LARGE), LoraConfig(rank=2), task="causal", seed=0
+    )
+    quantize_layers(model, Form("int8"))
+    for param in model.parameters():
+        param.requires_grad_(param.is_floating_point())
+    cut_for_plan(model, 2, sequence=True)
+
+    marks, copied = (
+        {name: (part_of(each), role_of(each)) for name, each in one.named_parameters()}
+        for one in (model, copy.deepcopy(model))
+    )
+
+    assert copied == marks
+    assert {role for _, role in copied.values()} == {"whole", "partial", "part"}
+
+
+def test_a_copy_of_a_divided_model_computes_with_its_own_weights() -> None:
+    model = tiny_causal_lm("llama")
+    divide(model, rehearsed(2), sequence=True, words=True)
+    copied = copy.deepcopy(model)
+    copied.model.embed_tokens.weight.data.zero_()  # without biases all is zero then
+    ids = torch.tensor([[3, 5, 7, 9]])
+
+    assert not copied(ids).logits.any()
+    assert model(ids).logits.all()
 
 
 TOKENS = ("llama", "phi", "bloom")
