@@ -22,6 +22,7 @@ from pipeline.models.small_copy import small_copy, small_settings
 ALL = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 LAYERS = 4
+_OF_THE_CLASS = {"model_type", "transformers_version", "architectures"}
 NAMES_OF_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
@@ -99,6 +100,16 @@ CHANGES: dict[str, dict[str, Any]] = {
 """What a family's defaults leave open, or have as no model that is trained to generate has it."""
 
 
+_FEW_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+AFTER: dict[str, dict[str, Any]] = {
+    "dots3_note_text": {
+        "head_dim": 16,
+        "per_layer_config": {layer: {"kv_lora_rank": 8, **_FEW_HEADS} for layer in (2, 3)},
+    },
+    "xlnet": {"d_head": 8},
+}
+"""Of small settings, what must fit the others for a model to be read again from its files."""
+
 _NOT_CAUSAL = "what it says of a token depends on what follows, and it is refused"
 _HELPS = "it drafts for another model, whose hidden states it reads"
 _NO_SMALL_ONE = "its defaults make no small model to try"
@@ -145,7 +156,12 @@ def tiny_settings(family: str) -> PreTrainedConfig:
         for name in NAMES_OF_LAYERS:
             if isinstance(getattr(defaults, name, None), int):
                 changes[name] = min(LAYERS, getattr(defaults, name))
-    return small_settings(type(defaults)(**changes | own))
+    small = small_settings(type(defaults)(**changes | own))
+    more = AFTER.get(small.model_type)
+    if more is None:
+        return small
+    given = small.to_dict() | more
+    return type(small)(**{name: given[name] for name in given if name not in _OF_THE_CLASS})
 
 
 def tiny_model(family: str) -> PreTrainedModel:
