@@ -113,7 +113,7 @@ class Course:
         if checkpoints.is_new:
             greedy = self.before.greedy
             self.best.update(-self.start, step=0)
-            greedy_score = {self._scores_are: mean_score(greedy)}
+            greedy_score = {self._score_name: mean_score(greedy)}
             greedy_score |= {"stop_rate": stop_rate(greedy)}
             details = {
                 "eval_by_prompt": self.watched.by_prompt(responses),
@@ -121,7 +121,7 @@ class Course:
             }
             run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
 
-    def look(self, step: int, run: Run) -> None:
+    def evaluate(self, step: int, run: Run) -> None:
         """After iteration `step` print samples and evaluate the actor, where that is due.
 
         Raises:
@@ -146,7 +146,7 @@ class Course:
         say_where_it_ended(self.best, self.start, self.config)
         after = self.held_out.answer_all()
         evaluation = {
-            **summarize(self.before, after, name=self._scores_are),
+            **summarize(self.before, after, name=self._score_name),
             "best_step": self.best.step if self.config.keep_best else run.step,
         }
         exported = {"exported": self.held_out.by_prompt(after.sampled)}
@@ -174,7 +174,7 @@ class Course:
         """Figures of sampled responses to the watched prompts; the win rate is against step 1's."""
         return {
             "objective": self.watched.objective(responses, kl=kl),
-            f"sampled_{self._scores_are}": mean_score(responses),
+            f"sampled_{self._score_name}": mean_score(responses),
             "kl": kl,
             "sampled_length": mean_length(responses),
             "sampled_stop_rate": stop_rate(responses),
@@ -183,7 +183,7 @@ class Course:
         }
 
     @property
-    def _scores_are(self) -> str:
+    def _score_name(self) -> str:
         """What figures call the scores of responses."""
         return "reward" if self.config.rewards else "score"
 

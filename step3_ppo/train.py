@@ -52,8 +52,8 @@ def train(config: PPOConfig) -> Path:
         with keeping_best(run, ppo.course.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps(enough=lambda: ppo.guards.stopped):
                 metrics = iterate(ppo, config, run, step=step)
-                ppo.course.look(step, run)
-                ppo.guarded.look(step, metrics)
+                ppo.course.evaluate(step, run)
+                ppo.guarded.check(step, metrics)
         export_models(ppo.models, ppo.ema, run, best=ppo.course.best)
         ppo.course.end(run, ppo.guards)
     return config.output_dir

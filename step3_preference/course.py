@@ -119,7 +119,7 @@ class Course:
             run.evaluated(0, {**figures, **self.first_tasks}, details=details)
         return figures
 
-    def look(self, step: int, run: Run) -> dict[str, float]:
+    def evaluate(self, step: int, run: Run) -> dict[str, float]:
         """After optimizer step `step` evaluate the actor, where that is due; its figures.
 
         Raises:

@@ -46,9 +46,9 @@ def train(config: PreferenceConfig) -> Path:
         with keeping_best(run, course.best, setup.export, model=config.model):
             for step in training.checkpoints.steps(enough=enough):
                 learn(setup, run, step=step)
-                figures = course.look(step, run)
+                figures = course.evaluate(step, run)
                 if figures:
-                    setup.guarded.look(step, figures)
+                    setup.guarded.check(step, figures)
         course.best.restore()
         setup.export()
         course.end(run, setup.guards)

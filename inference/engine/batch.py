@@ -237,7 +237,7 @@ class OpenBatch:
         logits are None where nothing runs or a prompt is still to be read to its end.
         """
         rows = self._rows
-        rows.take(self._waiting)
+        rows.admit(self._waiting)
         self._decoded = len(rows.running)
         if rows.reads and (self._closed or not self._decoded):
             return self._read(self._chunk)

@@ -77,7 +77,7 @@ class Exchange:
         return min(self.tp_group.gather_objects(number))
 
     def on_token(self, on_token: OnToken | None) -> OnToken | None:
-        """Called for this process's tokens alone, with its own indices."""
+        """Calls `on_token` for this process's own tokens alone, by its own indices."""
         if on_token is None or self.tp_group.size == 1:
             return on_token
 
@@ -88,7 +88,7 @@ class Exchange:
         return own
 
     def stop_when(self, stop_when: StopWhen | None) -> StopWhen | None:
-        """Called with the indices of each prompt's own process; must return the same on all."""
+        """Calls `stop_when` by the indices of each prompt's own process; it must agree on all."""
         if stop_when is None or self.tp_group.size == 1:
             return stop_when
         return lambda index, ids: stop_when(self.firsts[index], ids)

@@ -67,7 +67,7 @@ class PaddedRows:
     def free(self, tickets: Sequence[Ticket]) -> None:
         """Nothing: their rows leave the batch, or it ends."""
 
-    def take(self, waiting: Waiting) -> None:
+    def admit(self, waiting: Waiting) -> None:
         """Begin a batch with the shortest of the oldest prompts, if none runs."""
         if self.running:
             return

@@ -163,7 +163,7 @@ class Slots:
                 reading.slot = heir
         return bool(reading.tickets)
 
-    def take(self, waiting: Waiting) -> None:
+    def admit(self, waiting: Waiting) -> None:
         """Give free slots to the waiting, oldest first."""
         # While others go on, slots that are read into stay behind theirs.
         self._close_gaps()
@@ -249,7 +249,7 @@ class Slots:
         tickets, self._ready = self._ready, []
         while self._readings and chunk:
             parts = self._parts(chunk)
-            tickets += self._store(parts, self._read_pieces(parts))
+            tickets += self._record_read(parts, self._read_pieces(parts))
             if not to_the_end:
                 break
         return tickets, self._take_logits(tickets, waiting)
@@ -267,7 +267,7 @@ class Slots:
         counts = share_out([each.left for each in self._readings], chunk)
         return [each for each in zip(self._readings, counts, strict=True) if each[1]]
 
-    def _store(self, parts: Sequence[Part], logits: Float[Tensor, "B V"]) -> list[Ticket]:
+    def _record_read(self, parts: Sequence[Part], logits: Float[Tensor, "B V"]) -> list[Ticket]:
         """Note what a pass has read, with the logits after it; the tickets whose prompts are read.
 
         The logits of prompts that are not at their end are looked at by nobody.
@@ -351,7 +351,7 @@ class Slots:
         layout = NextTokenAndPieces(layout, Pieces(pieces), reads_pieces=is_end)
         logits = self._decode(columns, layout, spare=self._spare)
         ends = len(running) - 1 + torch.tensor([piece.length for piece in pieces]).cumsum(0)
-        read = self._store(parts, logits[ends.to(self.device)])
+        read = self._record_read(parts, logits[ends.to(self.device)])
         after = self._take_logits(read, waiting)
         logits = logits[: len(running)]
         return [*running, *read], logits if after is None else torch.cat([logits, after])

@@ -22,7 +22,7 @@ class _Buffer:
     zero: bool = False
 
     since: int = 0
-    """The meeting after which the others may still have read it."""
+    """`Collectives.rendezvous` when it was given back, for `has_been_read`."""
 
     after: Mark | None = None
     """The moment after which this process has read it."""
@@ -57,9 +57,9 @@ class BufferPool:
         """
         kind = (numel, dtype)
         free = self._free.setdefault(kind, [])
-        if free and self._made[kind] >= at_most and not any(map(self._read, free)):
+        if free and self._made[kind] >= at_most and not any(map(self._has_been_read, free)):
             self.comm.meet()
-        index = next((n for n, each in enumerate(free) if self._read(each)), None)
+        index = next((n for n, each in enumerate(free) if self._has_been_read(each)), None)
         if index is None:
             self._made[kind] += 1
             memory = self.comm.empty(numel, dtype, self.device)
@@ -90,7 +90,7 @@ class BufferPool:
     def release(self) -> None:
         """Give the memory of all free buffers back until they are borrowed again."""
         free = [each for kind in self._free.values() for each in kind]
-        if not all(map(self._read, free)):
+        if not all(map(self._has_been_read, free)):
             self.comm.meet()
         if not self.comm.starts_zero:
             self._free.clear()
@@ -100,7 +100,7 @@ class BufferPool:
             if self.comm.release(each.memory):
                 each.used, each.zero = 0, True
 
-    def _read(self, free: _Buffer) -> bool:
+    def _has_been_read(self, free: _Buffer) -> bool:
         return self.comm.has_been_read(free.since)
 
     @property

@@ -341,7 +341,10 @@ class Engine:
         self._step_joined(joined, multiplier, lr_share)
 
     def _step_joined(
-        self, joined: Sequence[tuple[TrainedParams, list[Shard]]], multiplier: float, rate: float
+        self,
+        joined: Sequence[tuple[TrainedParams, list[Shard]]],
+        multiplier: float,
+        lr_share: float,
     ) -> None:
         """One step of vectors that a kernel takes together, on a GPU in one launch.
 
@@ -354,7 +357,7 @@ class Engine:
         for number, shards in by_number.items():
             (settings,) = joined[0][0].optimizer.param_groups
             step = AdamW(
-                lr=rate,
+                lr=lr_share,
                 betas=settings["betas"],
                 eps=settings["eps"],
                 weight_decay=0.0,

@@ -140,6 +140,7 @@ class FlatGradients:
         self.found.clear()
 
     def _direct(self) -> Tensor | None:
+        """The sum, where what is found can be written straight into it; else None."""
         placement = self.flat.placement
         offloaded = placement.gradient_device != placement.device
         return None if offloaded else self.sum.direct

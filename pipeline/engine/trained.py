@@ -186,7 +186,7 @@ class TrainedParams:
             self.gradients.clear()
             return
         self.comm.synchronize()  # before weights change that are being copied to the GPU
-        self._set_numbers(lr_share, momentum)
+        self._set_rates(lr_share, momentum)
         gathers = not self.flat.placement.shard_optimizer and self.comm.size > 1
         gradient = self._gradient()
         if multiplier != 1.0 and not self.one_pass:
@@ -217,7 +217,7 @@ class TrainedParams:
             return None
         if self.flat.placement.shard_params and placement.param_device != placement.device:
             return None
-        self._set_numbers(lr_share, momentum)
+        self._set_rates(lr_share, momentum)
         gradient = self._gradient()
         vectors = self._next_vectors(gradient, masters.room_for_weights())
         return [
@@ -248,7 +248,7 @@ class TrainedParams:
         flat = self.flat
         return flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0
 
-    def _set_numbers(self, lr_share: float, momentum: float | None) -> None:
+    def _set_rates(self, lr_share: float, momentum: float | None) -> None:
         (settings,) = self.optimizer.param_groups
         settings["lr"] = self.flat.settings.lr * lr_share
         if momentum is not None and "betas" in settings:

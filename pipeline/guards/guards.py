@@ -1,6 +1,6 @@
 """Watches a run by its metrics: warns, or decides that the run ends or goes back.
 
-All that is looked at is the same on all processes, so that all decide alike.
+All that is checked is the same on all processes, so that all decide alike.
 """
 
 import copy
@@ -36,36 +36,36 @@ class Trip:
 
 @dataclass
 class Guards:
-    """What has been seen so far, and what the run looked like at first."""
+    """Checks a run's metrics, and remembers what the run was at first and what has tripped."""
 
     guards: Sequence[Guard]
     signals: Signals
 
     interval: int = 1
-    """Steps from one look to the next."""
+    """Steps from one check to the next."""
 
     first: dict[str, float] = field(default_factory=dict)
-    """`signals.OF_THE_START`, of the first look unless it is given."""
+    """Metrics of the first check, unless they are given: those of `signals.OF_THE_START`."""
 
     step: int = 0
-    """The step after which was looked last."""
+    """The step of the last check."""
 
     beyond: dict[str, int] = field(default_factory=dict)
-    """By guard, the last such step after which its signal was beyond the limit."""
+    """By guard, the step of the last check at which its signal was beyond the limit."""
 
     in_a_row: dict[str, int] = field(default_factory=dict)
-    """By guard, for how many looks it has been."""
+    """By guard, for how many checks in a row it has been beyond the limit."""
 
     tripped: dict[str, int] = field(default_factory=dict)
-    """By guard, the last step after which it was for the whole of its window."""
+    """By guard, the step of the last check at which it had been so for the whole of its window."""
 
     history: list[dict[str, float]] = field(default_factory=list)
-    """`signals.OF_TRENDS` of the last looks."""
+    """Metrics of the last checks: those of `signals.OF_TRENDS`."""
 
     acted: list[dict[str, Any]] = field(default_factory=list)
     """Of each time that the run went back: trip and `to`, the step after which it went on."""
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> list[Trip]:
+    def check(self, step: int, metrics: Mapping[str, float]) -> list[Trip]:
         """The guards that have something new to say of the run after `step`, the gravest first.
 
         The first one alone is to be acted on.
@@ -75,10 +75,10 @@ class Guards:
         longest = max((each.window for each in self.guards), default=1)
         seen = {name: metrics[name] for name in self.signals.OF_TRENDS if name in metrics}
         self.history = [*self.history, seen][-longest:]
-        trips = [trip for guard in self.guards if (trip := self._look(guard, metrics))]
+        trips = [trip for guard in self.guards if (trip := self._check(guard, metrics))]
         return sorted(trips, key=lambda trip: ("stop", "rollback", "warn").index(trip.action))
 
-    def _look(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
+    def _check(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
         """What the guard has to say, if it is out of order and has not said so just now."""
         name, step = str(guard), self.step
         if guard.action == "none" or not self._is_out_of_order(guard, metrics):

@@ -21,13 +21,13 @@ class Guarded:
     slow_down: Callable[[], None]
     """Has what was loaded learn as slowly as `guards.rollbacks` asks."""
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """After `step` say what is out of order, and go back where a guard wants that.
 
         Raises:
             DivergedError: it wants to, and no healthy checkpoint can be read.
         """
-        trips = self.guards.look(step, metrics)
+        trips = self.guards.check(step, metrics)
         for trip in trips:
             if trip.action == "warn":
                 logger.warning("%s %d: %s", trip.unit, step, trip.sentence)

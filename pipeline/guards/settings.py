@@ -80,7 +80,7 @@ G = TypeVar("G", bound=Guard)
 def words(usual: Usual) -> dict[str, list[dict[str, Any]]]:
     """What `warn`, `strict` and `none` stand for in place of a list of guards.
 
-    Under `strict` what a single look shows is a reason to warn at most.
+    Under `strict` what a single check shows is a reason to warn at most.
     """
     actions = {"warn": ("warn", "warn"), "strict": ("warn", "rollback"), "none": ("none", "none")}
     return {

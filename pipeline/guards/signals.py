@@ -16,7 +16,7 @@ class Signals(ABC):
     """Metrics as the run begins that later ones are compared with."""
 
     OF_TRENDS: ClassVar[Sequence[str]] = ()
-    """Metrics whose course over some looks counts."""
+    """Metrics whose course over some checks counts."""
 
     UNIT: ClassVar[str]
     """What a run's steps are called: iteration, step."""
@@ -29,7 +29,7 @@ class Signals(ABC):
         """The signal in the unit of its limit; None where it was not measured.
 
         Args:
-            signal: none of a trend, which is not a number of one look.
+            signal: none of a trend, which is not a number of one check.
             metrics: as they are now.
             first: `OF_THE_START`.
         """
@@ -49,7 +49,7 @@ class Signals(ABC):
             guard: whose signal is beyond its limit.
             metrics: as they are now.
             first: `OF_THE_START`.
-            history: the last looks, where the guard watches a trend.
+            history: the last checks, where the guard watches a trend.
         """
 
 

@@ -21,6 +21,7 @@ from pipeline.parallel.group import ALONE, DataGroup, Group, StageGroup
 from pipeline.parallel.neighbours import neighbours
 
 SECOND_WORD_SECONDS = 30
+"""For which torch waits longer than the watchdog, which can name a process."""
 
 PROCESSES_A_SECOND = 64
 """Whose connections are made in a second, on the safe side."""

@@ -25,7 +25,8 @@ TAGS: dict[What, int] = {
         ("hidden states", "gradients", "tied gradients", "tied weights"), start=1
     )
 }
-"""Of a tensor; its header has the next one. They tell transfers apart where backends heed tags."""
+"""The tag of each kind of tensor; its header has the next one. Where backends heed tags they tell
+transfers apart."""
 
 
 class Sent(NamedTuple):

@@ -71,7 +71,7 @@ def windows(name: str) -> int:
 
 
 def sentences(guards: Guards, step: int, metrics: dict[str, float]) -> list[str]:
-    return [trip.sentence for trip in guards.look(step, metrics)]
+    return [trip.sentence for trip in guards.check(step, metrics)]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -131,7 +131,7 @@ def test_responses_that_no_longer_end_name_what_ends_them(
     by_limit = {f"ended_by_{name}": share for name, share in ended.items()}
     guard = GuardConfig(signal="stop_rate", limit=0.2, window=1)
     guards = Guards([guard], RLSignals(scores_ends=scores_ends))
-    guards.look(1, SOUND)
+    guards.check(1, SOUND)
 
     (sentence,) = sentences(guards, 2, SOUND | {"stop_rate": 0.75} | by_limit)
 
@@ -141,10 +141,10 @@ def test_responses_that_no_longer_end_name_what_ends_them(
 def test_what_a_run_that_learns_looks_like_trips_nothing() -> None:
     """The last iteration of the embedded default, after forty."""
     guards = Guards(WARNING, RLSignals())
-    guards.look(1, SOUND | {"entropy": 0.352, "response_length": 11.8, "ratio_max": 3.17})
+    guards.check(1, SOUND | {"entropy": 0.352, "response_length": 11.8, "ratio_max": 3.17})
 
     last = {"kl": 1.68, "ratio_max": 5.45, "entropy": 0.167, "response_length": 11.9}
-    assert [guards.look(step, SOUND | last) for step in (38, 39, 40)] == [[], [], []]
+    assert [guards.check(step, SOUND | last) for step in (38, 39, 40)] == [[], [], []]
 
 
 def test_the_slope_of_equally_spaced_means_in_its_standard_errors() -> None:
@@ -183,7 +183,7 @@ def test_divergence_is_seen_from_the_third_iteration_on_over_a_window_at_most() 
     assert said[2][0].startswith(
         "over 3 iterations what is trained on rose by 0.2 and gold fell by 0.2: the actor exploits"
     )
-    flat = [guards.look(step, SOUND | measured(0.3, -0.3)) for step in range(4, 20)]
+    flat = [guards.check(step, SOUND | measured(0.3, -0.3)) for step in range(4, 20)]
     assert flat == [[]] * 16
     assert len(guards.history) == 4
 
@@ -198,23 +198,23 @@ def test_a_guard_that_acts_comes_first_and_a_run_is_unhealthy_for_its_window() -
     bad = SOUND | {"repetition": 0.5, "ratio_max": 30.0}
     healthy, said = [], []
     for step, metrics in enumerate([SOUND, bad, SOUND, SOUND, bad, bad], start=1):
-        said.append(guards.look(step, metrics))
+        said.append(guards.check(step, metrics))
         healthy.append(guards.is_healthy)
 
     assert [(trip.signal, trip.action) for trip in said[-1]] == [("repetition", "rollback")]
     assert healthy == [True, False, False, True, False, False]
     assert (guards.window, Guards(WARNING, RLSignals()).window) == (2, None)
-    ended = acting("stop").look(1, bad), acting("stop", window=1).look(1, bad)
+    ended = acting("stop").check(1, bad), acting("stop", window=1).check(1, bad)
     assert [[trip.action for trip in trips] for trips in ended] == [["warn"], ["stop", "warn"]]
 
 
 def test_after_two_rollbacks_the_next_one_ends_the_run() -> None:
     guards, bad = acting("rollback", window=1), SOUND | {"repetition": 0.5}
-    guards.look(1, SOUND)
+    guards.check(1, SOUND)
 
     actions = []
     for _ in range(MAX_ROLLBACKS + 1):
-        (trip,) = guards.look(2, bad)
+        (trip,) = guards.check(2, bad)
         actions.append(trip.action)
         guards.load_state_dict(json.loads(json.dumps(guards.after(trip, to=1))))
 
@@ -225,14 +225,14 @@ def test_after_two_rollbacks_the_next_one_ends_the_run() -> None:
 
 def test_a_resumed_run_knows_what_was_said_and_where_it_began() -> None:
     whole = Guards(WARNING, RLSignals())
-    whole.look(1, SOUND)
+    whole.check(1, SOUND)
     wrong = SOUND | WRONG["repetition>0.3"][0]
-    whole.look(2, wrong)
+    whole.check(2, wrong)
     resumed = Guards(WARNING, RLSignals())
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
 
     for step in (3, 4, 5):
-        assert resumed.look(step, wrong) == whole.look(step, wrong)
+        assert resumed.check(step, wrong) == whole.check(step, wrong)
     assert resumed.state_dict() == whole.state_dict()
 
 

@@ -53,22 +53,22 @@ def test_each_usual_signal_is_one_sentence_once_its_window_of_evaluations_is_ove
     watched, wrong = guards(), {**SOUND, **changes}
     (window,) = (each.window for each in WARNING if str(each) == name)
 
-    trips = [watched.look(5 * place, wrong) for place in range(1, 5)]
+    trips = [watched.check(5 * place, wrong) for place in range(1, 5)]
 
     spoke = [trip for each in trips for trip in each]
     assert [trip.step for trip in spoke] == [5 * window]
     assert spoke[0].sentence.startswith(sentence)
     assert (spoke[0].window, spoke[0].unit) == (5 * window, "step")
-    assert watched.look(25, SOUND) == []
+    assert watched.check(25, SOUND) == []
 
 
 def test_without_answers_only_the_rows_are_watched() -> None:
     rows_alone = {"logp_chosen": -2.0}
     budget = GuardConfig(signal="kl", limit=1.0, window=1)
 
-    (trip,) = guards(*WARNING, budget).look(5, rows_alone)
+    (trip,) = guards(*WARNING, budget).check(5, rows_alone)
     assert trip.signal == "chosen_nll"
-    (trip,) = guards(budget).look(5, SOUND)
+    (trip,) = guards(budget).check(5, SOUND)
     assert trip.sentence.startswith("the actor is 2 nats an answer from where it began, beyond 1")
 
 
@@ -76,7 +76,7 @@ def test_what_an_evaluation_found_holds_for_the_steps_until_the_next() -> None:
     watched = guards(replace(ALWAYS, signal="kl", limit=3.0, window=2))
     healthy = []
     for place, kl in enumerate([1.0, 4.0, 1.0, 1.0], start=1):
-        watched.look(5 * place, {**SOUND, "kl": kl})
+        watched.check(5 * place, {**SOUND, "kl": kl})
         healthy.append(watched.is_healthy)
 
     assert healthy == [True, False, False, True]
