@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 FORMATS = (torch.bfloat16, torch.float16)
 
 LARGEST = 256
-"""Head size."""
+"""Largest head size that the kernel takes."""
 
 NEAR = 0.05
 """How far the two may be apart, on numbers of size 1 in bf16."""
