@@ -7,7 +7,7 @@ def revision() -> str:
     """The commit of the working directory; empty where git or its history is not there."""
     command = ["git", "rev-parse", "HEAD"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=False)
+        output = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:  # no git
         return ""
-    return said.stdout.strip()
+    return output.stdout.strip()

@@ -16,7 +16,8 @@ def gpu_numerics(config: StepConfig) -> Iterator[None]:
 
     With `tf32` products of fp32 matrices have 10 bits of mantissa (Ampere and later). Where a model
     has `zero.reduction: deterministic`, operators with a kernel of one order of additions take it,
-    the backward pass of FlashAttention among them, and cuBLAS has the workspace that this needs.
+    and cuBLAS has the workspace that this needs. Others warn; attention, whose backward passes take
+    such a kernel only where they may not, is held to it by `pipeline.models.in_order`.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = config.tf32

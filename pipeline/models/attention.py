@@ -11,7 +11,7 @@ Dimension names: N tokens of all sequences, H query heads, G key heads, D and E 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -27,6 +27,7 @@ from pipeline.kernels.causal_attention.dispatch import causal_attention, leave_o
 from pipeline.kernels.causal_attention.dispatch import continued_attention as by_kernel
 from pipeline.kernels.decode_attention.pieces import whole_pieces
 from pipeline.models import varlen
+from pipeline.models.in_order import in_order
 from pipeline.models.padding import pad, unpad
 from pipeline.parallel.device import send
 
@@ -136,13 +137,14 @@ class Ragged:
         token sees is added up alike on a CPU, bit for bit, whatever comes after it.
         """
         if self.kernels != "off" and varlen.takes(query, key, value, dropout=dropout):
-            return varlen.attend(
-                *(query, key, value),
+            together = partial(
+                varlen.attend,
                 bounds=self._bounds,
                 longest=max(self.lengths),
                 scaling=scaling,
                 sliding_window=sliding_window,
             )
+            return in_order(together, query, key, value)
         if key.shape[1] != query.shape[1]:
             key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
             value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
@@ -157,16 +159,16 @@ class Ragged:
             length, seen = taken[0].shape[2], taken[1].shape[2]
             window = window_mask(length, sliding_window, query.device, more=seen - length)
             if window is None and dropout == 0.0:
-                attended = causal_attention(*taken, scaling=scaling, kernels=self.kernels)
+                attend = partial(causal_attention, scaling=scaling, kernels=self.kernels)
             else:
-                attended = F.scaled_dot_product_attention(
-                    *taken,
+                attend = partial(
+                    F.scaled_dot_product_attention,
                     attn_mask=window,
                     is_causal=window is None,
                     dropout_p=dropout,
                     scale=scaling,
                 )
-            outputs.append(attended)  # (B, H, T, E)
+            outputs.append(in_order(attend, *taken))  # (B, H, T, E)
         return self.padded.collect(outputs)
 
     @cached_property
@@ -295,9 +297,13 @@ def ragged_attention(
     """
     if ragged is None:
         _require_mask(module, query, key, attention_mask)
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+
+        def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout, scaling, **kwargs
+            )[0]
+
+        return in_order(whole, query, key, value), None
     attended = ragged.attend(
         query,
         key,

@@ -114,6 +114,8 @@ QUICK += [
     Case(F16, 80, 7, 1, RAGGED, window=40, num_splits=2),
     Case(F32, 96, 3, 3, (0, 5, 33), num_splits=2, schedule=1),
     Case(BF16, 256, 16, 2, (64, 200), num_splits=None),
+    Case(BF16, 48, 6, 6, RAGGED, num_splits=2, schedule=7),
+    Case(F32, 8, 8, 4, RAGGED, num_splits=1, schedule=1),
     Case(F32, 256, 9, 1, (64, 200), num_splits=2, schedule=7),
 ]
 """A little of everything, with as few specialisations as that takes."""

@@ -11,7 +11,7 @@ from pipeline.kernels.decode_attention import definition
 from pipeline.kernels.decode_attention.definition import Scores
 from pipeline.kernels.toolchain.gpu import DTYPES, NUMBERS, Gpu, Macros
 
-HEAD_SIZES = (64, 80, 96, 128, 256)
+HEAD_SIZES = (8, 32, 48, 64, 80, 96, 128, 256)
 
 WARPS = 4
 """Warps of a block, as in the source."""

@@ -118,6 +118,7 @@ def test_on_a_gpu_outputs_and_gradients_are_near_those_of_the_padded_calls(
 
     assert varlen.takes(*heads(dtype, device, shared_by=shared_by, size=size), dropout=0.0)
     for ours, theirs in zip(run("auto"), run("off"), strict=True):
-        torch.testing.assert_close(ours.float(), theirs.float(), rtol=3e-2, atol=3e-2)
+        # By the norm: an element of a gradient is a sum whose terms are rounded to 16 bits.
+        assert (ours.float() - theirs.float()).norm() <= 2e-2 * theirs.float().norm()
     again = zip(run("auto"), run("auto"), strict=True)
     assert torch.equal(*next(again))  # the forward pass; the backward one adds in any order
