@@ -5,6 +5,7 @@ Prints a table and writes all figures, with their settings, to evaluation.json.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from evaluation.config import EvaluationConfig
@@ -14,12 +15,13 @@ from pipeline.cli import run_main, say
 from pipeline.command import read_command
 from pipeline.files.output import check_output, write_output
 from pipeline.installation import MODULE
+from pipeline.report.find_model import find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evaluation.answering import Chat
     from evaluation.figures import Figure
+    from evaluation.responding import Chat
 
 
 def main(argv: Sequence[str]) -> None:
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     # All rows are read before the model, which takes longer.
     questions = {task.name: task.read(config.reading(task)) for task in tasks}
 
-    from evaluation.answering import Chat
+    from evaluation.responding import Chat
     from evaluation.results import as_table, document
     from inference.weights.hash import weights_hash
     from pipeline.data.resolve_format import resolve_format
@@ -49,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
     from pipeline.models.ready import check_ready
 
     configure_logging(is_main=True)
+    config = replace(config, path=find_model(config.path, config.method))
     check_ready(config.path)
     model, tokenizer = load_for_inference(config.path)
     chat = Chat(tokenizer, resolve_format(tokenizer, "auto"))

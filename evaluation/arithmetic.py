@@ -24,9 +24,9 @@ def read(reading: Reading) -> list[Question]:
     return [_question(row) for row in rows]
 
 
-def grade(question: Question, answer: str) -> Grades:
-    """Whether the answer is the right sum."""
-    return {"correct": (response_answer(answer) == gold_answer(question.extra["answer"]),)}
+def grade(question: Question, response: str) -> Grades:
+    """Whether the response has the right sum."""
+    return {"correct": (response_answer(response) == gold_answer(question.extra["answer"]),)}
 
 
 def _question(row: Row) -> Question:

@@ -1,11 +1,11 @@
-"""The answers of the model before step 1, for the comparison in the report."""
+"""The responses of the model before step 1, for the comparison in the report."""
 
 import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from evaluation.answers import Answer
 from evaluation.held_out import HeldOutPrompts
+from evaluation.scored import ScoredResponse
 from inference.generation import Response, free_bytes
 from pipeline.config import FrozenModelConfig
 from pipeline.errors import ModelError
@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def answers_of_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> list[Answer] | None:
-    """Sampled answers of the model before step 1, which is loaded whole on every process.
+def responses_of_base(
+    held_out: HeldOutPrompts, base: FrozenModelConfig
+) -> list[ScoredResponse] | None:
+    """Sampled responses of the model before step 1, which is loaded whole on every process.
 
     None where none is named, where it numbers its tokens in another way than the actor, and where
     it can't be loaded or has no room beside the others: the run itself is done and shall not be
@@ -32,7 +34,7 @@ def answers_of_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> list[A
     # All processes look before any of them loads, and do the same afterwards.
     seen = _on_all(lambda: _look(held_out, base), base)
     responses = None if seen is None else _on_all(lambda: _respond(held_out, base), base)
-    return None if responses is None else held_out.answers(responses)
+    return None if responses is None else held_out.scored(responses)
 
 
 def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
@@ -50,7 +52,7 @@ def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
 
 
 def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
-    """Raise ModelError where this process sees that the base can't answer; else True."""
+    """Raise ModelError where this process sees that the base can't respond; else True."""
     known = held_out.chat.tokenizer.get_vocab().items()
     if not load_tokenizer(base).get_vocab().items() <= known:
         raise ModelError("it has another tokenizer")

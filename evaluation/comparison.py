@@ -17,7 +17,7 @@ ELO = 400 / math.log(10)
 """Points of a strength of 1: ten times the odds are 400 points, as in chess."""
 
 DRAWS = 1000
-"""Of the bootstrap."""
+"""Samples of the prompts that the bootstrap draws."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Match:
     """1 where ours is better, 0.5 for a tie, 0 else; NaN where it is not known."""
 
     longer: Float[ndarray, " P"]
-    """By how many characters our answer is longer."""
+    """By how many characters our response is longer."""
 
     @property
     def known(self) -> Float[ndarray, " K"]:
@@ -59,7 +59,7 @@ class Match:
 
     @property
     def length_controlled(self) -> float:
-        """The win rate that answers of equal length would have, by `length_controlled`."""
+        """The win rate that responses of equal length would have, by `length_controlled`."""
         known = ~np.isnan(self.points)
         return length_controlled(self.points[known], self.longer[known])
 
@@ -71,7 +71,7 @@ def length_controlled(
 
         P(win) = sigma(theta + phi tanh(d / std(d)))
 
-    is fitted to the points by logistic regression, d being how much longer an answer is; with d = 0
+    is fitted to the points by logistic regression, d being how much longer a response is; at d = 0
     it is sigma(theta) (Dubois et al. 2024, arXiv:2404.04475, eq. 1, without its term of the
     prompt's difficulty, which takes many models to fit). phi has a Gaussian prior of variance 1,
     and half a win and half a loss at d = 0 are added, so that one-sided verdicts stay finite.

@@ -14,28 +14,32 @@ class EvaluationConfig:
     """Which model answers which tasks, and how."""
 
     path: str = ""
-    """Model directory, such as OUT/step3_ppo/actor, or Hub id."""
+    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
+
+    method: str | None = None
+    """Of a run's output directory the model of this method: ppo, grpo, ..."""
 
     tasks: tuple[str, ...] = ()
-    """gsm8k, ifeval, embedded, arithmetic."""
+    """Tasks to ask, by name: gsm8k, ifeval, embedded, arithmetic."""
 
     data: tuple[str, ...] = ()
     """Rows of a task, as gsm8k=FILE_OR_NAME; of a set with a test split that split is asked."""
 
     k: tuple[int, ...] = (1,)
-    """Of pass@k: how likely one of k answers is right. 1 is the share of right answers."""
+    """Of pass@k: how likely one of k responses is right. 1 is the share of right ones."""
 
     samples: int | None = None
-    """Answers to each question; null takes the largest k."""
+    """Responses to each question; null takes the largest k."""
 
     temperature: float | None = None
-    """Of sampling; null takes 0, the likeliest token, for one answer and 1 for several."""
+    """Temperature of sampling; null takes 0, the likeliest token, for one response and 1 for
+    several."""
 
     top_p: float = 1.0
     """Sample from the likeliest tokens that together have this probability."""
 
     max_new_tokens: int | None = None
-    """Longest answer, in tokens; null takes each task's own."""
+    """Longest response, in tokens; null takes each task's own."""
 
     shots: int = 0
     """Demonstrations in front of each question of gsm8k, as earlier turns of the dialogue."""
@@ -47,10 +51,10 @@ class EvaluationConfig:
     """Questions of each task, from the first; null is all."""
 
     seed: int = 0
-    """The same seed draws the same answers."""
+    """The same seed draws the same responses."""
 
     batch_size: int = 32
-    """Answers in a batch; changes no figure."""
+    """Responses in a batch; changes no figure."""
 
     output: Path = Path("evaluation.json")
     """File for all figures and what they were measured with, as JSON; replaced where it exists."""
@@ -65,12 +69,12 @@ class EvaluationConfig:
         )
         require(
             max(self.k) <= self.num_samples,
-            f"--k {max(self.k)} needs as many answers to each question, and --samples is"
+            f"--k {max(self.k)} needs as many responses to each question, and --samples is"
             f" {self.samples}; raise --samples",
         )
         require(
             self.num_samples == 1 or self.temperature != 0,
-            f"--temperature 0 gives the same answer {self.num_samples} times; raise it, or leave"
+            f"--temperature 0 gives the same response {self.num_samples} times; raise it, or leave"
             " --k and --samples at 1",
         )
         require(self.shots >= 0, f"--shots must be 0 or above, got {self.shots}")
@@ -100,7 +104,7 @@ class EvaluationConfig:
 
     @property
     def num_samples(self) -> int:
-        """Answers to each question."""
+        """Responses to each question."""
         return max(self.k) if self.samples is None else self.samples
 
     @property

@@ -1,4 +1,4 @@
-"""What a task is: questions, and a program that grades answers to them."""
+"""What a task is: questions, and a program that grades responses to them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from typing import Any
 from pipeline.data.examples import Message
 
 Grades = Mapping[str, Sequence[bool]]
-"""By metric, what an answer got right: one thing for most, of IFEval one for each instruction."""
+"""By metric, what a response got right: one thing for most, of IFEval one for each instruction."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt of a task, and what its answers are compared with."""
+    """A prompt of a task, and what its responses are compared with."""
 
     messages: tuple[Message, ...]
     """Ends in a user turn."""
@@ -40,7 +40,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Task:
-    """A set of questions that a program checks the answers to."""
+    """A set of questions that a program checks the responses to."""
 
     name: str
 
@@ -48,10 +48,10 @@ class Task:
     """Raises DataError where a row lacks what it needs."""
 
     grade: Callable[[Question, str], Grades]
-    """Of one answer. The metrics are the same for all questions."""
+    """Grades one response. The metrics are the same for all questions."""
 
     max_new_tokens: int
-    """Of an answer, where the settings name no other number."""
+    """Tokens of the longest response, where the settings name no other number."""
 
     needs_path: bool = False
     """Whether it has no rows of its own."""

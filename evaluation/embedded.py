@@ -27,9 +27,9 @@ def read(reading: Reading) -> list[Question]:
     ]
 
 
-def grade(question: Question, answer: str) -> Grades:
-    """Whether an answer is the right sentence, whether it is polite, and both."""
-    found = verdict(question.extra["kind"], question.extra["answer"], answer)
+def grade(question: Question, response: str) -> Grades:
+    """Whether a response is the right sentence, whether it is polite, and both."""
+    found = verdict(question.extra["kind"], question.extra["answer"], response)
     return {"both": (found.both,), "correct": (found.correct,), "polite": (found.polite,)}
 
 

@@ -1,12 +1,12 @@
-"""A model on a task: its answers, graded, as figures."""
+"""A model on a task: its responses, graded, as figures."""
 
 from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from evaluation.answering import Chat, answers_to
 from evaluation.contract import Question, Task
 from evaluation.figures import Figure, figures_of
+from evaluation.responding import Chat, responses_to
 from inference.settings import Sampling
 
 
@@ -21,22 +21,22 @@ def evaluate(
     num_samples: int = 1,
     batch_size: int = 32,
 ) -> list[Figure]:
-    """The figures of a model's answers to the questions of a task, the same on all processes.
+    """The figures of a model's responses to the questions of a task, the same on all processes.
 
     Args:
-        task: grades the answers.
+        task: grades the responses.
         questions: what `task.read` gave.
         model: in evaluation mode.
         chat: its tokenizer and chat format.
-        sampling: how answers are drawn.
+        sampling: how responses are drawn.
         ks: of pass@k, none larger than `num_samples`.
-        num_samples: answers to each question.
+        num_samples: responses to each question.
         batch_size: sequences in a batch; changes no figure.
 
     Raises:
         DataError: a question is too long for the model.
     """
-    answers = answers_to(
+    responses = responses_to(
         questions,
         model,
         chat,
@@ -46,7 +46,7 @@ def evaluate(
         batch_size=batch_size,
     )
     grades = [
-        [task.grade(question, answer) for answer in of_question]
-        for question, of_question in zip(questions, answers, strict=True)
+        [task.grade(question, response) for response in of_question]
+        for question, of_question in zip(questions, responses, strict=True)
     ]
     return figures_of(task.name, grades, ks)

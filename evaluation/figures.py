@@ -18,12 +18,12 @@ class Figure:
     metric: str
 
     k: int
-    """Answers of which one must be right; 1 is the share of right answers."""
+    """Responses of which one must be right; 1 is the share of right answers."""
 
     value: float
 
     count: int
-    """What was graded of each answer, over all questions: instructions, else questions."""
+    """What was graded of each response, over all questions: instructions, else questions."""
 
     questions: int
 
@@ -36,23 +36,23 @@ class Figure:
     def interval(self) -> Interval:
         """95 % by Wilson (1927), with the questions as independent trials.
 
-        Where several answers to each were drawn, the mean over them varies less than a trial does,
-        so that the interval is on the safe side.
+        Where several responses to each were drawn, their mean varies less than a trial does, and
+        the interval is on the safe side.
         """
         return share_interval(self.value * self.questions, self.questions)
 
 
 def pass_at_k(count: int, right: int, k: int) -> float:
-    """Probability that one of k answers is right, of `count` of which `right` are.
+    """Probability that one of k responses is right, of `count` of which `right` are.
 
     The unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1),
     computed exactly.
 
     Raises:
-        ValueError: k is larger than the number of answers.
+        ValueError: k is larger than the number of responses.
     """
     if not 0 < k <= count:
-        raise ValueError(f"pass@{k} of {count} answers")
+        raise ValueError(f"pass@{k} of {count} responses")
     return float(1 - Fraction(math.comb(count - right, k), math.comb(count, k)))
 
 
@@ -61,12 +61,12 @@ def figures_of(task: str, grades: Sequence[Sequence[Grades]], ks: Sequence[int])
 
     Args:
         task: its name.
-        grades: by question, those of its answers.
-        ks: none larger than the number of answers.
+        grades: by question, those of its responses.
+        ks: none larger than the number of responses.
     """
     figures = []
     for metric in grades[0][0]:
-        # By thing that is graded, and answer: whether it is right.
+        # By thing that is graded, and response: whether it is right.
         things = [thing for of_question in grades for thing in _by_thing(of_question, metric)]
         for k in ks:
             values = [pass_at_k(len(thing), sum(thing), k) for thing in things]

@@ -1,7 +1,7 @@
 r"""GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv:2110.14168).
 
 Rows have the public schema: `question`, and `answer`, a solution that ends in `#### 18`. Two
-readings of an answer are graded side by side, because the choice moves the figure more than many a
+readings of a response are graded side by side, because the choice moves the figure more than many a
 training run does: `strict` takes the number that is marked as the answer, by #### or \boxed, and
 `flexible` the last number of the text. Numbers are compared exactly, as fractions.
 """
@@ -33,12 +33,12 @@ def read(reading: Reading) -> list[Question]:
     return [_question(row, demonstrations, reading.instruction) for row in queried]
 
 
-def grade(question: Question, answer: str) -> Grades:
-    """Whether the marked number, and the last number, of an answer is the right one."""
+def grade(question: Question, response: str) -> Grades:
+    """Whether the marked number, and the last number, of a response is the right one."""
     gold = gold_answer(question.extra["answer"])
     return {
-        "strict": (marked_answer(answer) == gold,),
-        "flexible": (last_number(answer) == gold,),
+        "strict": (marked_answer(response) == gold,),
+        "flexible": (last_number(response) == gold,),
     }
 
 

@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from torch import nn
 
-from evaluation.answering import Chat
-from evaluation.answers import Answer
 from evaluation.in_training import Generating
+from evaluation.responding import Chat
+from evaluation.scored import ScoredResponse
 from inference.generation import Response, generate
 from pipeline.data.embedded import verify
 from pipeline.data.examples import Message
@@ -19,7 +19,7 @@ from pipeline.parallel.mesh import current_mesh
 
 @dataclass(frozen=True)
 class Prompt:
-    """A dialogue that waits for its answer."""
+    """A dialogue that waits for its response."""
 
     messages: tuple[Message, ...]
     input_ids: list[int]
@@ -72,7 +72,7 @@ class HeldOutPrompts(ABC):
         """Other prompts, answered and judged in the same way."""
 
     @abstractmethod
-    def answers(self, responses: Sequence[Response]) -> list[Answer]:
+    def scored(self, responses: Sequence[Response]) -> list[ScoredResponse]:
         """Text and score of the responses of all processes, in the order of the prompts."""
 
     def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
@@ -102,10 +102,10 @@ class HeldOutPrompts(ABC):
             batch_size=self.batch_size,
         )
 
-    def merged(self, mine: Sequence[Answer]) -> list[Answer]:
-        """The answers of all processes, in the order of the prompts; `mine` to this one's."""
+    def merged(self, mine: Sequence[ScoredResponse]) -> list[ScoredResponse]:
+        """The responses of all processes, in the order of the prompts; `mine` to this one's."""
         everyones = self.data.gather_objects(dict(zip(self.rows, mine, strict=True)))
-        merged = {row: answer for answers in everyones for row, answer in answers.items()}
+        merged = {row: response for responses in everyones for row, response in responses.items()}
         return [merged[row] for row in range(len(self.prompts))]
 
     @property
@@ -114,13 +114,13 @@ class HeldOutPrompts(ABC):
         size, rank = self.data.size, self.data.rank
         return [rank + place * size < len(self.prompts) for place in range(len(self.rows))]
 
-    def verdicts(self, answers: Sequence[Answer]) -> list[bool | None]:
-        """Whether each answer is correct and polite; None where the prompt is not of that task."""
+    def verdicts(self, responses: Sequence[ScoredResponse]) -> list[bool | None]:
+        """Whether each response is correct and polite; None where that task has no such prompt."""
         verdicts = [
-            verify(prompt.messages[-1].content, answer.text)
-            if len(prompt.messages) == 1 and not answer.opening
+            verify(prompt.messages[-1].content, response.text)
+            if len(prompt.messages) == 1 and not response.opening
             else None
-            for prompt, answer in zip(self.prompts, answers, strict=True)
+            for prompt, response in zip(self.prompts, responses, strict=True)
         ]
         return [None if verdict is None else verdict.both for verdict in verdicts]
 

@@ -7,8 +7,8 @@ from functools import cache
 from torch import nn
 from transformers import PreTrainedModel
 
-from evaluation.answering import Chat
 from evaluation.evaluate import evaluate
+from evaluation.responding import Chat
 from evaluation.settings import TaskSettings, questions_of
 from inference.settings import Sampling
 from inference.weights.replica import Replica

@@ -14,7 +14,7 @@ from pipeline.models.load import load_for_inference
 from pipeline.parallel.device import local_device
 
 MAX_NEW_TOKENS = 256
-"""Of a generation whose settings don't say."""
+"""Longest response, in tokens, to a request of the harness that sets none."""
 
 
 class TextModel:
@@ -86,8 +86,8 @@ class TextModel:
             # The end of a context that leaves no room is what counts.
             room = max(1, self.limit - sampling.max_new_tokens)
             prompt = (self.encode(context) or [self.first])[-room:]
-            (answers,) = responder.responses([prompt], first_row=number, batch_size=1)
-            texts[number] = answers[0].text
+            (responses,) = responder.responses([prompt], first_row=number, batch_size=1)
+            texts[number] = responses[0].text
         return texts
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

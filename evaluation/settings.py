@@ -22,7 +22,7 @@ class TaskSettings:
     """Questions of each task, at most."""
 
     eval_task_tokens: int | None = None
-    """Longest answer to them, in tokens; null takes each task's own."""
+    """Longest response to them, in tokens; null takes each task's own."""
 
     def check_task_rows(self) -> None:
         """Read the rows of the tasks.

@@ -1,4 +1,4 @@
-"""Answers of several models to the same prompts, and which of two is better."""
+"""Responses of several models to the same prompts, and which of two is better."""
 
 import itertools
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ def columns_read(config: WinrateConfig) -> RowColumns:
     return row_columns(read_sources([source]))
 
 
-def answers_of(path: str, examples: Sequence[Example], config: WinrateConfig) -> list[Episode]:
-    """What the model at `path` answers to each prompt.
+def responses_of(path: str, examples: Sequence[Example], config: WinrateConfig) -> list[Episode]:
+    """What the model at `path` responds to each prompt.
 
     Raises:
         ModelError: there is no model.
@@ -51,21 +51,21 @@ def answers_of(path: str, examples: Sequence[Example], config: WinrateConfig) ->
     responder = Responder(*load_for_inference(path), sampling)
     encoded = [responder.encode(Prompt(None, each.prompt, None, each.origin)) for each in examples]
     rows = responder.responses(encoded, first_row=0, batch_size=config.batch_size)
-    return [episode_of(examples[slot], answer, slot) for slot, (answer,) in enumerate(rows)]
+    return [episode_of(examples[slot], response, slot) for slot, (response,) in enumerate(rows)]
 
 
-def matches(answers: Sequence[Sequence[Episode]], config: WinrateConfig) -> list[Match]:
+def matches(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> list[Match]:
     """Every two models, the later one first, on all prompts.
 
     Raises:
         RewardError: more verdicts failed than `max_failures` allows.
     """
-    pairs = [(theirs, ours) for ours, theirs in itertools.combinations(range(len(answers)), 2)]
-    longer = [np.array([float(len(each.response)) for each in of_model]) for of_model in answers]
+    pairs = [(theirs, ours) for ours, theirs in itertools.combinations(range(len(responses)), 2)]
+    longer = [np.array([float(len(each.response)) for each in of_model]) for of_model in responses]
     if config.source.kind == "judge":
-        points = _by_judge(answers, pairs, config)
+        points = _by_judge(responses, pairs, config)
     else:
-        rewards = [_rewards(of_model, config) for of_model in answers]
+        rewards = [_rewards(of_model, config) for of_model in responses]
         points = [_by_rewards(rewards[ours], rewards[theirs]) for ours, theirs in pairs]
     return [
         Match(ours, theirs, of_pair, longer[ours] - longer[theirs])
@@ -74,14 +74,14 @@ def matches(answers: Sequence[Sequence[Episode]], config: WinrateConfig) -> list
 
 
 def _by_judge(
-    answers: Sequence[Sequence[Episode]], pairs: Sequence[tuple[int, int]], config: WinrateConfig
+    responses: Sequence[Sequence[Episode]], pairs: Sequence[tuple[int, int]], config: WinrateConfig
 ) -> list[np.ndarray]:
     judge = pairwise_judge(
         config.source, cache_dir=config.cache_dir, timeout_seconds=config.timeout_seconds
     )
     found = []
     for ours, theirs in pairs:
-        outcomes = judge.compare(answers[ours], answers[theirs])
+        outcomes = judge.compare(responses[ours], responses[theirs])
         failures = [each.failure for each in outcomes if each.failure is not None]
         if len(failures) > config.max_failures * len(outcomes):
             raise RewardError(
@@ -92,12 +92,12 @@ def _by_judge(
     return found
 
 
-def _rewards(answers: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
-    """What a reward model or program gives for a model's answers; NaN where nothing is known."""
+def _rewards(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
+    """What a reward model or program gives for a model's responses; NaN where nothing is known."""
     source = config.source
     if source.kind == "model":
         assert source.path is not None
-        dialogues = [(each.prompt, each.response) for each in answers]
+        dialogues = [(each.prompt, each.response) for each in responses]
         return np.array(score_responses(source.path, dialogues))
     with Rewards(
         [source],
@@ -106,11 +106,11 @@ def _rewards(answers: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
         max_failures=config.max_failures,
         cache_dir=config.cache_dir,
     ) as rewards:
-        rewards.submit(answers)
+        rewards.submit(responses)
         (scored,) = rewards.results().sources.values()
         rewards.check_failures(
             {source.name: scored.num_failed},
-            num_rows=len(answers),
+            num_rows=len(responses),
             first={source.name: scored.first_failure},
         )
     return _numbers(scored.values)

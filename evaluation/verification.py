@@ -1,6 +1,6 @@
-"""What the embedded task's judge says at the end of a run: of answers, and of trivial policies.
+"""What the embedded task's judge says at the end of a run: of responses, and of trivial policies.
 
-Also the answers that the report shows, with that judge's verdicts.
+Also the responses that the report shows, with that judge's verdicts.
 """
 
 import json
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.answers import Answer
 from evaluation.held_out import HeldOutPrompts, Prompt
+from evaluation.scored import ScoredResponse
 from inference.chat.command import ChatConfig
 from pipeline.data.embedded import verify
 from pipeline.data.embedded_policies import trivial_rates
@@ -19,33 +19,34 @@ from pipeline.data.examples import Message
 from pipeline.parallel.mesh import current_mesh
 
 NUM_SAMPLES = 12
-"""Held-out prompts whose answers the report shows."""
+"""Held-out prompts whose responses the report shows."""
 
 TRIES = 5
-"""Answers to each prompt that was written by hand."""
+"""Responses to each prompt that was written by hand."""
 
 
 @dataclass(frozen=True)
 class Talk:
-    """The actor's answers to the prompts that were written by hand, sampled as chat.py samples."""
+    """The actor's responses to the prompts written by hand, sampled as chat.py samples."""
 
     held_out: HeldOutPrompts
-    """Each prompt `TRIES` times."""
+    """The prompts written by hand, each of them `TRIES` times."""
 
-    answers: list[Answer]
+    responses: list[ScoredResponse]
 
     @property
     def rate(self) -> float:
-        """Share of the answers that are correct and polite."""
-        verdicts = self.held_out.verdicts(self.answers)
+        """Share of the responses that are correct and polite."""
+        verdicts = self.held_out.verdicts(self.responses)
         return sum(verdict is True for verdict in verdicts) / len(verdicts)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Each prompt with its first answer, as JSON."""
-        pairs = zip(self.held_out.prompts, self.answers, strict=True)
+        """Each prompt with its first response, as JSON."""
+        pairs = zip(self.held_out.prompts, self.responses, strict=True)
         rows = [
-            {"prompt": prompt.messages[-1].content} | describe(prompt.messages[-1].content, answer)
-            for prompt, answer in pairs
+            {"prompt": prompt.messages[-1].content}
+            | describe(prompt.messages[-1].content, response)
+            for prompt, response in pairs
         ]
         return rows[::TRIES]
 
@@ -63,11 +64,11 @@ def talk(held_out: HeldOutPrompts) -> Talk | None:
     by_hand = held_out.on(prompts)
     with held_out.generating() as actor:
         responses = by_hand.respond(actor, temperature=ChatConfig.temperature)
-    return Talk(by_hand, by_hand.answers(responses))
+    return Talk(by_hand, by_hand.scored(responses))
 
 
 def conclude(
-    held_out: HeldOutPrompts, sampled: Mapping[str, list[Answer]], samples: Path
+    held_out: HeldOutPrompts, sampled: Mapping[str, list[ScoredResponse]], samples: Path
 ) -> dict[str, object]:
     """Write the report's samples to the file `samples`; return the judge's part of `eval`.
 
@@ -88,19 +89,19 @@ def conclude(
 
 
 def verification(
-    held_out: HeldOutPrompts, sampled: Mapping[str, list[Answer]]
+    held_out: HeldOutPrompts, sampled: Mapping[str, list[ScoredResponse]]
 ) -> dict[str, object]:
     """What the embedded task's judge says of the models; empty on any other data.
 
     Args:
         held_out: the prompts.
-        sampled: answers to them by model, those of step 3 the last, what it began with before it.
+        sampled: responses to them by model, those of step 3 the last, what it began with before it.
 
     Returns:
         `judge`: the share of right answers by model; `judge_counts`: the number of prompts, and on
         how many of them step 3 alone (gained) or what it began with alone (lost) is right.
     """
-    verdicts = {name: held_out.verdicts(answers) for name, answers in sampled.items()}
+    verdicts = {name: held_out.verdicts(responses) for name, responses in sampled.items()}
     known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}
     if any(len(known[name]) < len(verdicts[name]) for name in verdicts):
         return {}
@@ -118,18 +119,18 @@ def verification(
 
 def write_samples(
     held_out: HeldOutPrompts,
-    sampled: Mapping[str, list[Answer]],
+    sampled: Mapping[str, list[ScoredResponse]],
     path: Path,
     *,
     talk: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write the first answers of each model, side by side, for the report; and those of a talk."""
+    """Write each model's first responses, side by side, for the report; and those of a talk."""
     rows = [
         {
-            "prompt": _prompt(prompt, [answers[row] for answers in sampled.values()]),
+            "prompt": _prompt(prompt, [responses[row] for responses in sampled.values()]),
             "answers": {
-                name: describe(prompt.messages[-1].content, answers[row])
-                for name, answers in sampled.items()
+                name: describe(prompt.messages[-1].content, responses[row])
+                for name, responses in sampled.items()
             },
         }
         for row, prompt in enumerate(held_out.prompts[:NUM_SAMPLES])
@@ -138,22 +139,22 @@ def write_samples(
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def _prompt(prompt: Prompt, answers: Sequence[Answer]) -> Sequence[Mapping[str, str]]:
+def _prompt(prompt: Prompt, responses: Sequence[ScoredResponse]) -> Sequence[Mapping[str, str]]:
     """What was answered, as JSON: the prompt, or what its environment began with."""
-    given = next((answer.opening for answer in answers if answer.opening), None)
+    given = next((response.opening for response in responses if response.opening), None)
     own = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
     return own if given is None else given
 
 
-def describe(question: str, answer: Answer) -> dict[str, Any]:
-    """An answer as JSON, with the judge's verdict where the question is of the embedded task."""
+def describe(question: str, response: ScoredResponse) -> dict[str, Any]:
+    """A response as JSON, with the judge's verdict where the question is of the embedded task."""
     described: dict[str, Any] = {
-        "text": answer.text,
-        "score": answer.score,
-        "stopped": answer.stopped,
+        "text": response.text,
+        "score": response.score,
+        "stopped": response.stopped,
     }
-    described |= {"rewards": dict(answer.rewards)} if answer.rewards else {}
-    verdict = verify(question, answer.text)
+    described |= {"rewards": dict(response.rewards)} if response.rewards else {}
+    verdict = verify(question, response.text)
     if verdict is not None:
         described |= {"correct": verdict.correct, "polite": verdict.polite}
     return described

@@ -1,4 +1,4 @@
-r"""How often a model's answers are better than another's: `python -m evaluation.winrate`.
+r"""How often a model's responses are better than another's: `python -m evaluation.winrate`.
 
 python -m evaluation.winrate --paths OUT/step1_sft OUT/step3_ppo/actor --prompts FILE \
         --judge '{kind: model, path: OUT/step2_reward}'
@@ -35,12 +35,12 @@ def main(argv: Sequence[str]) -> None:
         argv,
         usage=f"{MODULE} evaluation.winrate --paths A B ... --prompts FILE --judge SOURCE"
         " [--SETTING VALUE ...]",
-        about="How often a model's answers are better than another's: docs/evaluation.md.",
+        about="How often a model's responses are better than another's: docs/evaluation.md.",
     )
     check_output(config.output, option="--output")
 
     from evaluation.comparison import strength_intervals, strengths
-    from evaluation.verdicts import answers_of, columns_read, matches
+    from evaluation.verdicts import columns_read, matches, responses_of
     from pipeline.logs import configure_logging
     from pipeline.models.ready import check_ready
     from rewards.prompts import read_prompts
@@ -58,11 +58,11 @@ def main(argv: Sequence[str]) -> None:
         check_ready(path, examples)
     if config.source.kind == "model":
         check_ready(str(config.source.path), examples, scores=True)
-    found = matches([answers_of(path, examples, config) for path in config.paths], config)
+    found = matches([responses_of(path, examples, config) for path in config.paths], config)
     for each in found:
         if not len(each.known):
             raise DataError(
-                f"no answer of {config.paths[each.ours]} or {config.paths[each.theirs]} has a"
+                f"no response of {config.paths[each.ours]} or {config.paths[each.theirs]} has a"
                 " verdict: the judge applies to none of the prompts; look at the columns it reads"
             )
     points = strengths(found, len(config.paths)).tolist()

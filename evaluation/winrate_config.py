@@ -24,25 +24,25 @@ class WinrateConfig:
     judge: str = ""
     """What is asked: '{kind: model, path: OUT/step2_reward}', a reward model; file.py:function, or
     a kind as math, programs whose numbers are compared; '{kind: judge, path: https://HOST/v1,
-    model: NAME}', a language model that sees both answers, in both orders."""
+    model: NAME}', a language model that sees both responses, in both orders."""
 
     limit: int | None = None
     """Prompts, from the first; null is all."""
 
     temperature: float = 0.0
-    """Of sampling; 0 takes the likeliest token."""
+    """Temperature of sampling; 0 takes the likeliest token."""
 
     max_new_tokens: int = 512
-    """Longest answer, in tokens."""
+    """Longest response, in tokens."""
 
     batch_size: int = 32
-    """Answers in a batch; changes none of them."""
+    """Responses in a batch; changes none of them."""
 
     seed: int = 0
-    """Of sampling and of the bootstrap."""
+    """Seed of sampling, and of the bootstrap of the intervals."""
 
     timeout_seconds: float = 60.0
-    """Time of one call or request."""
+    """Seconds that one call of a program, or one request, may take."""
 
     workers: int = 2
     """Processes in which programs run."""

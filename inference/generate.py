@@ -1,9 +1,9 @@
 """Answer a file of prompts: `python -m inference.generate --path DIR --prompts IN --out OUT`.
 
 Reads a JSON object a line, `{"prompt": "..."}` or `{"messages": [...]}`, and writes one a line, in
-the same order: the prompt, `answers`, `token_ids`, `logprobs` and why each answer ended (`stop`).
-OUT appears when all is done; until then its lines are in a file beside it, and the same command
-goes on from there.
+the same order: the prompt, and of its responses the texts (`answers`), `token_ids`, `logprobs` and
+why each ended (`stop`). OUT appears when all is done; until then its lines are in a file beside it,
+and the same command goes on from there.
 """
 
 import logging
@@ -16,6 +16,7 @@ from pipeline.cli import run_main
 from pipeline.command import joined, read_command
 from pipeline.errors import require
 from pipeline.installation import MODULE
+from pipeline.report.find_model import find_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,34 +24,37 @@ class GenerateConfig(SamplingOptions):
     """Which model answers which prompts, and how."""
 
     path: str = ""
-    """Model directory, such as OUT/step3_ppo/actor, or Hub id."""
+    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
+
+    method: str | None = None
+    """Of a run's output directory the model of this method: ppo, grpo, ..."""
 
     prompts: Path = Path()
     """File of prompts, a JSON object a line."""
 
     out: Path = Path()
-    """File for the answers, a JSON object a line."""
+    """File for the responses, a JSON object a line."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
 
     samples: int = 1
-    """Answers to each prompt."""
+    """Responses to each prompt."""
 
     raw: bool = False
     """Prompts are text to continue: no chat template."""
 
     stop: tuple[str, ...] = ()
-    """Texts before which answers end."""
+    """Texts before which responses end."""
 
     batch_size: int = 32
-    """Answers computed at once; changes none of them."""
+    """Responses computed at once; changes none of them."""
 
     cache_gib: float | None = None
     """Memory for keys and values; null takes what a GPU has free, or half of the machine's."""
 
     seed: int = 0
-    """The same seed gives the same answers."""
+    """The same seed gives the same responses."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: give the model that answers")
@@ -89,7 +93,8 @@ def main(argv: Sequence[str]) -> None:
 
     configure_logging(is_main=True)
     prompts = read_prompts(config.prompts)
-    model, tokenizer = load_for_inference(config.path)
+    path = find_model(config.path, config.method)
+    model, tokenizer = load_for_inference(path)
     responder = Responder(
         model,
         tokenizer,
@@ -99,9 +104,7 @@ def main(argv: Sequence[str]) -> None:
         stop_strings=config.stop,
         cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
     )
-    write_responses(
-        responder, prompts, config.out, model_path=config.path, batch_size=config.batch_size
-    )
+    write_responses(responder, prompts, config.out, model_path=path, batch_size=config.batch_size)
     logging.getLogger(__name__).info("%d prompts answered in %s", len(prompts), config.out)
 
 

@@ -20,7 +20,7 @@ class GenerationMismatchError(RuntimeError):
 
 @torch.no_grad()
 def check_generation(model: nn.Module, prompts: Sequence[Sequence[int]]) -> None:
-    """Compare greedy answers with plain forward passes, which know no cache and no other sequence.
+    """Compare greedy responses with plain forward passes, without a cache or other sequences.
 
     Raises:
         GenerationMismatchError: a token is not among the likeliest.
@@ -46,5 +46,5 @@ def check_generation(model: nn.Module, prompts: Sequence[Sequence[int]]) -> None
             raise GenerationMismatchError(
                 f"generation with {base_model(model).config.model_type} in {logits.dtype} chose a"
                 f" token whose logit is {behind:.2g} below the likeliest in a plain forward pass:"
-                " its answers would not be the model's; please report the model"
+                " its responses would not be the model's; please report the model"
             )

@@ -1,4 +1,4 @@
-"""How answers are drawn."""
+"""How responses are drawn."""
 
 from dataclasses import dataclass, fields
 
@@ -7,13 +7,13 @@ from pipeline.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How answers are drawn from a model, as a command that has a seed of its own takes it."""
+    """How responses are drawn from a model, as a command that has a seed of its own takes it."""
 
     max_new_tokens: int = 128
-    """Longest answer, in tokens."""
+    """Longest response, in tokens."""
 
     min_new_tokens: int = 0
-    """Shortest answer, in tokens: until then the tokens that end one are not chosen."""
+    """Shortest response, in tokens: until then the tokens that end one are not chosen."""
 
     temperature: float = 0.7
     """Divides the logits before sampling; 0 takes the likeliest token (greedy)."""
@@ -56,7 +56,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(SamplingOptions):
-    """How answers are drawn from a model."""
+    """How responses are drawn from a model."""
 
     seed: int = 0
-    """The same seed gives the same answers."""
+    """The same seed gives the same responses."""

@@ -29,7 +29,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD where the answer ended inside a character."""
+        """What was held back, with U+FFFD where the response ended inside a character."""
         piece = self._piece()
         self._context, self._pending = [], []
         return piece

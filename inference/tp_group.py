@@ -13,35 +13,33 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.sums import tree_sum
 from pipeline.position import HERE
 
 _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
-"""Attributes of a model that is divided."""
+"""Attributes that a divided model has: its group, and its heads of keys and values."""
 
 _SHARING = "same_prompts_group"
 """Attribute of a model that others with the same prompts have too."""
 _OF_SHARDING = "is_of_sharding"
-"""Attribute of a hook."""
+"""Attribute that marks a hook which sharding has put on a module."""
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 
 def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
     """Sum over the group, in place; the same bits on each process."""
-    if group.size > 1:
-        with HERE.waiting():
+    if group.size > 1 and values.is_cuda:
+        with HERE.waiting(group.others):
             dist.all_reduce(values, group=group.process_group)
+    elif group.size > 1:
+        values.copy_(tree_sum(group.gather(values, what="hidden states")))
     return values
 
 
 def join_columns(part: Float[Tensor, "*B n"], group: Group) -> Float[Tensor, "*B m"]:
     """The processes' last dimensions side by side, in rank order; all are as long."""
-    if group.size == 1:
-        return part
-    parts = [torch.empty_like(part) for _ in range(group.size)]
-    with HERE.waiting():
-        dist.all_gather(parts, part.contiguous(), group=group.process_group)
-    return torch.cat(parts, dim=-1)
+    return torch.cat(group.gather(part, what="outputs"), dim=-1)
 
 
 def mark(model: nn.Module, group: Group, *, kv_heads: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from pipeline.config import LENGTH, StepConfig, affects_result
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.engine import Engine
-from pipeline.engine.lr import goes_on_alike
+from pipeline.engine.lr import goes_on_alike, length_dependence
 from pipeline.errors import ConfigError
 from pipeline.settings.plain import plain, portable, with_defaults
 
@@ -61,9 +61,9 @@ def check_length(checkpoint: Checkpoint, engines: Mapping[str, Engine], total_st
         before = max(1, engine.total_steps * there // total_steps)
         if not goes_on_alike(before, engine.total_steps, optim=engine.optim):
             raise ConfigError(
-                f"{ends}: the learning rates of {name}.optim.schedule {engine.optim.schedule},"
-                f" or its warm-up, depend on that; {hint}. A run can be made longer whose"
-                " schedule has no end, such as constant, with warmup_steps set"
+                f"{ends}, and its learning rates depend on that: {name}."
+                f"{length_dependence(engine.optim)}; {hint}. A run can be made longer whose"
+                " schedule has no end, such as constant, and whose warmup_steps are set"
             )
 
 

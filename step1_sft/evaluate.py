@@ -47,13 +47,13 @@ class CompareConfig:
     """File of prompts, as inference.generate reads it; null takes six of our own."""
 
     max_new_tokens: int = 100
-    """Longest answer, in tokens."""
+    """Longest response, in tokens."""
 
     temperature: float = 0.0
-    """Of sampling; 0 takes the likeliest token."""
+    """Temperature of sampling; 0 takes the likeliest token."""
 
     seed: int = 0
-    """Of sampling."""
+    """Seed of sampling: the same seed draws the same responses."""
 
     out: Path | None = None
     """File for the comparison, .html or .json; null only prints it."""

@@ -13,8 +13,8 @@ if __name__ == "__main__":
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from evaluation.answering import Chat
 from evaluation.in_training import TaskEvaluations, generating_from
+from evaluation.responding import Chat
 from pipeline.cli import run_main
 from pipeline.data.examples import Encoded
 from pipeline.divergence import check_finite, check_start, keeping_best

@@ -5,10 +5,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from evaluation.answering import Chat
-from evaluation.answers import (
-    Answer,
-    Answers,
+from evaluation.base_model import responses_of_base
+from evaluation.in_training import TaskEvaluations
+from evaluation.responding import Chat
+from evaluation.scored import (
+    HeldOutResponses,
+    ScoredResponse,
     mean_length,
     mean_score,
     source_means,
@@ -16,8 +18,6 @@ from evaluation.answers import (
     summarize,
     win_rate,
 )
-from evaluation.base_model import answers_of_base
-from evaluation.in_training import TaskEvaluations
 from evaluation.verification import conclude
 from pipeline.checkpoints import Checkpoints
 from pipeline.divergence import check_finite, check_start
@@ -54,7 +54,7 @@ TITLES = {
 class Course:
     """Evaluates the actor at the start, now and then, and at the end.
 
-    In between, sampled answers to the first held-out prompts, as many as a rollout has, are enough:
+    In between, sampled responses to the first held-out prompts, as many as a rollout has, will do:
     the best actor is that of the highest objective, mean reward less kl_coef times the KL. Where a
     guard acts on divergence, it is one whose gold is no lower than at the start.
     """
@@ -85,7 +85,7 @@ class Course:
 
         Raises:
             ModelError: its figures are not finite.
-            RewardError: a source of rewards fails on too many answers.
+            RewardError: a source of rewards fails on too many responses.
             ConfigError: no source applies to any; or the run goes on, and the model that it began
                 from is no longer there.
         """
@@ -97,14 +97,14 @@ class Course:
             " restore that one, or pass --overwrite to start again",
         )
         plain = checkpoints.once("before", lambda: asdict(self.held_out.answer_all(strict=True)))
-        self.before = Answers.read(plain)
-        answers = self.before.sampled[: len(self.watched.prompts)]
+        self.before = HeldOutResponses.read(plain)
+        responses = self.before.sampled[: len(self.watched.prompts)]
         require(
-            any(answer.score is not None for answer in answers),
-            "no answer to a held-out prompt has a reward: no source of ppo.rewards applies to one;"
-            " look at the columns that they read, such as an answer that is not a number",
+            any(response.score is not None for response in responses),
+            "no response to a held-out prompt has a reward: no source of ppo.rewards applies to"
+            " one; look at the columns that they read, such as an answer that is not a number",
         )
-        figures = self._figures(answers, kl=self.before.kl)
+        figures = self._figures(responses, kl=self.before.kl)
         check_start(self.config.actor.path, figures)
         self.start = figures["objective"]
         if any(guard.signal == "divergence" for guard in self.config.acting_guards):
@@ -116,7 +116,7 @@ class Course:
             greedy_score = {self._scores_are: mean_score(greedy)}
             greedy_score |= {"stop_rate": stop_rate(greedy)}
             details = {
-                "eval_by_prompt": self.watched.by_prompt(answers),
+                "eval_by_prompt": self.watched.by_prompt(responses),
                 "began_from": training or path,
             }
             run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
@@ -133,11 +133,11 @@ class Course:
             return
         with self.watched.models.hybrid_engine.generating() as actor:
             responses = self.watched.respond(actor, temperature=self.config.temperature)
-        answers = self.watched.answers(responses)
-        figures = self._figures(answers, kl=self.watched.kl(responses))
+        scored = self.watched.scored(responses)
+        figures = self._figures(scored, kl=self.watched.kl(responses))
         is_sound = figures.get(GOLD, math.inf) >= self.least_gold
         self.best.update(-figures["objective"], step=step, may_be_best=is_sound)
-        details = {"eval_by_prompt": self.watched.by_prompt(answers)}
+        details = {"eval_by_prompt": self.watched.by_prompt(scored)}
         run.evaluated(step, {**figures, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out prompts after iteration {step}", figures)
 
@@ -154,7 +154,7 @@ class Course:
         changed = self.best.step != self.best.last_step or guards.stopped
         tasks = self.tasks.summary(self.first, changed=changed)
         sampled = {"step1_sft": self.before.sampled, self.config.step_name: after.sampled}
-        base = answers_of_base(self.held_out, self.config.base)
+        base = responses_of_base(self.held_out, self.config.base)
         if base is not None:
             sampled = {"base": base, **sampled}
         verification = conclude(self.held_out, sampled, run.path("samples.json"))
@@ -170,21 +170,21 @@ class Course:
             **({"guards": guards.acted} if guards.acted else {}),
         )
 
-    def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
-        """Figures of sampled answers to the watched prompts; the win rate is against step 1's."""
+    def _figures(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
+        """Figures of sampled responses to the watched prompts; the win rate is against step 1's."""
         return {
-            "objective": self.watched.objective(answers, kl=kl),
-            f"sampled_{self._scores_are}": mean_score(answers),
+            "objective": self.watched.objective(responses, kl=kl),
+            f"sampled_{self._scores_are}": mean_score(responses),
             "kl": kl,
-            "sampled_length": mean_length(answers),
-            "sampled_stop_rate": stop_rate(answers),
-            "sampled_win_rate": win_rate(answers, self.before.sampled[: len(answers)]),
-            **source_means(answers),
+            "sampled_length": mean_length(responses),
+            "sampled_stop_rate": stop_rate(responses),
+            "sampled_win_rate": win_rate(responses, self.before.sampled[: len(responses)]),
+            **source_means(responses),
         }
 
     @property
     def _scores_are(self) -> str:
-        """What figures call the scores of answers."""
+        """What figures call the scores of responses."""
         return "reward" if self.config.rewards else "score"
 
 

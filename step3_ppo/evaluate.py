@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from evaluation.answering import Chat
-from evaluation.answers import Answer, Answers, mean
 from evaluation.held_out import HeldOutPrompts
+from evaluation.responding import Chat
+from evaluation.scored import HeldOutResponses, ScoredResponse, mean
 from inference.generation import Response
 from pipeline.models.chat import decode_response
 from pipeline.parallel.device import local_device
@@ -26,7 +26,7 @@ from step3_ppo.statistics import parts_of
 logger = logging.getLogger(__name__)
 
 SHOWN = 2
-"""Prompts whose answers are printed during training."""
+"""Prompts whose responses are printed during training."""
 
 
 def opening_of(response: Response) -> list[Mapping[str, str]]:
@@ -85,8 +85,8 @@ class HeldOut(HeldOutPrompts):
             )
         ]
 
-    def answer_all(self, *, strict: bool = False) -> Answers:
-        """The actor's two sets of answers, as it is now: greedy, and sampled.
+    def answer_all(self, *, strict: bool = False) -> HeldOutResponses:
+        """The actor's two sets of responses, as it is now: greedy, and sampled.
 
         Raises:
             RewardError: with `strict`, where rewards fail.
@@ -94,13 +94,15 @@ class HeldOut(HeldOutPrompts):
         with self.generating() as actor:
             sampled = self.respond(actor, temperature=self.config.temperature)
             greedy = self.respond(actor, temperature=0.0)
-        return Answers(
-            greedy=self.answers(greedy, strict=strict),
-            sampled=self.answers(sampled, strict=strict),
+        return HeldOutResponses(
+            greedy=self.scored(greedy, strict=strict),
+            sampled=self.scored(sampled, strict=strict),
             kl=self.kl(sampled),
         )
 
-    def answers(self, responses: Sequence[Response], *, strict: bool = False) -> list[Answer]:
+    def scored(
+        self, responses: Sequence[Response], *, strict: bool = False
+    ) -> list[ScoredResponse]:
         """Text and score of the responses of all processes, in the order of the prompts.
 
         Raises:
@@ -111,7 +113,7 @@ class HeldOut(HeldOutPrompts):
         scores = [score if is_known else None for score, is_known in known]
         by_source = rewards.by_source()
         mine = [
-            Answer(
+            ScoredResponse(
                 text=self._text(response),
                 score=scores[place],
                 length=len(response.ids),
@@ -138,25 +140,25 @@ class HeldOut(HeldOutPrompts):
         total, count = self.data.sums([log_ratio.double().sum().item(), sum(own)])
         return total / count
 
-    def by_prompt(self, answers: Sequence[Answer]) -> dict[str, list[float | None]]:
-        """What tells best how good each answer is, under its name; None where it is not known.
+    def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
+        """What tells best how good each response is, under its name; None where it is not known.
 
         The verdicts of the embedded task's program, else the gold source, else what is trained on.
         """
         if self.is_verifiable:
-            return {"judge": [float(bool(verdict)) for verdict in self.verdicts(answers)]}
+            return {"judge": [float(bool(verdict)) for verdict in self.verdicts(responses)]}
         if self.config.gold is not None:
-            return {GOLD: [answer.rewards.get(GOLD) for answer in answers]}
+            return {GOLD: [response.rewards.get(GOLD) for response in responses]}
         name = "reward" if self.config.rewards else "score"
-        return {name: [answer.score for answer in answers]}
+        return {name: [response.score for response in responses]}
 
     @property
     def is_verifiable(self) -> bool:
-        """Every prompt is one of the embedded task's, and its answer is one turn."""
+        """Every prompt is one of the embedded task's, and its response is one turn."""
         return self.config.environment is None and super().is_verifiable
 
     def print_samples(self, iteration: int) -> None:
-        """Log the actor's greedy answers to the first prompts."""
+        """Log the actor's greedy responses to the first prompts."""
         shown = self.prompts[:SHOWN]
         with self.generating() as actor:
             responses = self._respond(
@@ -191,15 +193,15 @@ class HeldOut(HeldOutPrompts):
         stopped = torch.tensor([each.stopped for each in responses], device=local_device())
         return rewards_of(models, score, stopped, self.config, learns=False, strict=strict)
 
-    def objective(self, answers: Sequence[Answer], *, kl: float) -> float:
+    def objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
         """What is maximized, on these prompts: mean reward less kl_coef times the KL in nats.
 
         The higher, the better; kl_coef is the setting, where it adapts as well.
         """
         if self.config.rewards:  # whose scores are what is maximized
-            known = [answer.score for answer in answers if answer.score is not None]
+            known = [response.score for response in responses if response.score is not None]
             return mean(known) - self.config.kl_coef * kl
-        score = torch.tensor([answer.score for answer in answers])
-        stopped = torch.tensor([answer.stopped for answer in answers])
+        score = torch.tensor([response.score for response in responses])
+        stopped = torch.tensor([response.stopped for response in responses])
         reward = reward_of(score, stopped, self.models, self.config)
         return reward.double().mean().item() - self.config.kl_weight * kl

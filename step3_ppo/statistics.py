@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from evaluation.answers import repeated_trigrams
+from evaluation.scored import repeated_trigrams
 from inference.generation import Response
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig

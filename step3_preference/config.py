@@ -105,10 +105,10 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """
 
     max_new_tokens: int = 256
-    """Longest answer to a held-out prompt, in tokens, its end-of-turn token included."""
+    """Longest response to a held-out prompt, in tokens, its end-of-turn token included."""
 
     temperature: float = 1.0
-    """Of sampled answers to held-out prompts."""
+    """Temperature at which responses to held-out prompts are sampled."""
 
     eval_prompts: int = 128
     """Held-out prompts that are answered in evaluations during training; 0 answers none."""

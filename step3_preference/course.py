@@ -4,11 +4,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from evaluation.answering import Chat
-from evaluation.answers import Answer, Answers, comparison, mean_length, mean_score, stop_rate
-from evaluation.base_model import answers_of_base
+from evaluation.base_model import responses_of_base
 from evaluation.held_out import Prompt
 from evaluation.in_training import TaskEvaluations, generating_from
+from evaluation.responding import Chat
+from evaluation.scored import (
+    HeldOutResponses,
+    ScoredResponse,
+    comparison,
+    mean_length,
+    mean_score,
+    stop_rate,
+)
 from evaluation.verification import conclude
 from pipeline.checkpoints import Checkpoints
 from pipeline.config import EMBEDDED
@@ -100,13 +107,15 @@ class Course:
         )
         self.first = checkpoints.once("rows", self._rows)
         check_start(self.config.model.path, self.first)
-        self.before = Answers.read(checkpoints.once("before", lambda: asdict(self._answer_all())))
+        self.before = HeldOutResponses.read(
+            checkpoints.once("before", lambda: asdict(self._answer_all()))
+        )
         self.first_tasks = checkpoints.once("tasks", self.tasks.metrics)
-        answers = self.before.sampled[: len(self.watched.prompts)]
-        figures = {**self.first, **self._answered(answers, kl=self.before.kl)}
+        responses = self.before.sampled[: len(self.watched.prompts)]
+        figures = {**self.first, **self._answered(responses, kl=self.before.kl)}
         if checkpoints.is_new:
             self.best.update(self.first["loss"], step=0)
-            details = {"began_from": training or path, **self._by_prompt(answers)}
+            details = {"began_from": training or path, **self._by_prompt(responses)}
             run.evaluated(0, {**figures, **self.first_tasks}, details=details)
         return figures
 
@@ -124,10 +133,10 @@ class Course:
         if self.watched.prompts:
             with self.watched.generating() as actor:
                 responses = self.watched.respond(actor, temperature=self.config.temperature)
-            answers = self.watched.answers(responses)
-            figures |= self._answered(answers, kl=self.watched.kl(responses))
+            scored = self.watched.scored(responses)
+            figures |= self._answered(scored, kl=self.watched.kl(responses))
             figures["sampled_repetition"] = self.watched.repetition(responses)
-            details = self._by_prompt(answers)
+            details = self._by_prompt(scored)
         run.evaluated(step, {**figures, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out rows after step {step}", figures)
         return figures
@@ -158,7 +167,7 @@ class Course:
         begins_with_base = config.model.path == config.base.path
         before = "base" if begins_with_base else "step1_sft"
         sampled = {before: self.before.sampled, config.step_name: after.sampled}
-        base = None if begins_with_base else answers_of_base(self.held_out, config.base)
+        base = None if begins_with_base else responses_of_base(self.held_out, config.base)
         if base is not None:
             sampled = {"base": base, **sampled}
         verification = conclude(self.held_out, sampled, run.path("samples.json"))
@@ -178,39 +187,39 @@ class Course:
     def _rows(self) -> dict[str, float]:
         return evaluate_rows(self.training.held_out, self.reference, self.config)
 
-    def _answer_all(self) -> Answers:
+    def _answer_all(self) -> HeldOutResponses:
         with self.held_out.generating() as actor:
             sampled = self.held_out.respond(actor, temperature=self.config.temperature)
             greedy = self.held_out.respond(actor, temperature=0.0)
-        return Answers(
-            greedy=self.held_out.answers(greedy),
-            sampled=self.held_out.answers(sampled),
+        return HeldOutResponses(
+            greedy=self.held_out.scored(greedy),
+            sampled=self.held_out.scored(sampled),
             kl=self.held_out.kl(sampled),
         )
 
-    def _answered(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
-        """Figures of sampled answers to the watched prompts."""
-        if not answers:
+    def _answered(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
+        """Figures of sampled responses to the watched prompts."""
+        if not responses:
             return {}
-        scored = {"sampled_score": mean_score(answers)} if self.config.reward.path else {}
+        scored = {"sampled_score": mean_score(responses)} if self.config.reward.path else {}
         return {
             "kl": kl,
-            "sampled_length": mean_length(answers),
-            "sampled_stop_rate": stop_rate(answers),
+            "sampled_length": mean_length(responses),
+            "sampled_stop_rate": stop_rate(responses),
             **scored,
         }
 
-    def _by_prompt(self, answers: Sequence[Answer]) -> dict[str, object]:
-        found = self.watched.by_prompt(answers) if answers else {}
+    def _by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, object]:
+        found = self.watched.by_prompt(responses) if responses else {}
         return {"eval_by_prompt": found} if found else {}
 
-    def _summary(self, after: Answers) -> dict[str, float | None]:
-        """Figures of greedy answers to all prompts, but the KL; win rate null without a judge."""
+    def _summary(self, after: HeldOutResponses) -> dict[str, float | None]:
+        """Figures of greedy responses to all prompts, but the KL; win rate null without a judge."""
         before = self.before
         new, old = (
             [
-                replace(answer, score=value)
-                for answer, value in zip(each, self.held_out.values(each), strict=True)
+                replace(response, score=value)
+                for response, value in zip(each, self.held_out.values(each), strict=True)
             ]
             for each in (after.greedy, before.greedy)
         )

@@ -1,14 +1,14 @@
-"""How the actor does on held-out rows and prompts: loss, order, answers, their judges, the KL."""
+"""How the actor does on held-out rows and prompts: loss, order, responses, their judges, the KL."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from evaluation.answering import Chat
-from evaluation.answers import Answer, repeated_trigrams
 from evaluation.held_out import HeldOutPrompts, Prompt
 from evaluation.in_training import Generating
+from evaluation.responding import Chat
+from evaluation.scored import ScoredResponse, repeated_trigrams
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
@@ -85,7 +85,7 @@ def order(parts: Sequence[Mapping[int, float]], rows: Sequence[Row]) -> float:
 
 
 class HeldOut(HeldOutPrompts):
-    """Prompts that no step trained on, whose answers the reward model scores where there is one."""
+    """Prompts that no step trained on; a reward model, where there is one, scores the responses."""
 
     def __init__(
         self,
@@ -111,13 +111,13 @@ class HeldOut(HeldOutPrompts):
         """Other prompts, answered and judged in the same way."""
         return HeldOut(prompts, self.chat, self.generating, self.start, self.config)
 
-    def answers(self, responses: Sequence[Response]) -> list[Answer]:
+    def scored(self, responses: Sequence[Response]) -> list[ScoredResponse]:
         """Text and score of the responses of all processes, in the order of the prompts."""
         texts = [decode_response(self.chat.tokenizer, each.ids) for each in responses]
         scores = self._scores(texts, self.config.reward)
         return self.merged(
             [
-                Answer(text, score, length=len(response.ids), stopped=response.stopped)
+                ScoredResponse(text, score, length=len(response.ids), stopped=response.stopped)
                 for text, score, response in zip(texts, scores, responses, strict=True)
             ]
         )
@@ -177,17 +177,17 @@ class HeldOut(HeldOutPrompts):
                 found[row] = values.sum()
         return passes.from_last(found)
 
-    def by_prompt(self, answers: Sequence[Answer]) -> dict[str, list[float | None]]:
-        """What tells best how good each answer is, under its name; empty without a judge.
+    def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
+        """What tells best how good each response is, under its name; empty without a judge.
 
         The verdicts of the embedded task's program, else the reward model's scores.
         """
         if self.is_verifiable:
-            return {"judge": [float(bool(verdict)) for verdict in self.verdicts(answers)]}
+            return {"judge": [float(bool(verdict)) for verdict in self.verdicts(responses)]}
         if self.config.reward.path is not None:
-            return {"score": [answer.score for answer in answers]}
+            return {"score": [response.score for response in responses]}
         return {}
 
-    def values(self, answers: Sequence[Answer]) -> list[float | None]:
-        """The judge's value of each answer; None of each without a judge."""
-        return next(iter(self.by_prompt(answers).values()), [None] * len(answers))
+    def values(self, responses: Sequence[ScoredResponse]) -> list[float | None]:
+        """The judge's value of each response; None of each without a judge."""
+        return next(iter(self.by_prompt(responses).values()), [None] * len(responses))

@@ -226,8 +226,16 @@ def test_a_run_that_is_made_longer_ends_as_one_that_was_so_from_the_start(
 @pytest.mark.parametrize(
     ("changes", "steps", "sentence"),
     [
-        ({"schedule": "cosine", "warmup_ratio": 0.0}, 2 * CUT, "schedule cosine, or its warm-up"),
-        ({"schedule": "constant"}, 2 * CUT, "schedule constant, or its warm-up, depend on that"),
+        (
+            {"schedule": "cosine", "warmup_ratio": 0.0},
+            2 * CUT,
+            r"depend on that: model\.optim\.schedule cosine ends with the run; keep max_steps",
+        ),
+        (
+            {"schedule": "constant"},
+            2 * CUT,
+            r"depend on that: model\.optim\.warmup_steps is null, so that the warm-up is a share",
+        ),
         ({"schedule": "constant", "warmup_steps": 1}, 1, r"has 1, of which 2 are done already;"),
     ],
 )

@@ -38,16 +38,16 @@ def read(reading: Reading) -> list[Question]:
     ]
 
 
-def grade(question: Question, answer: str) -> Grades:
-    """Which instructions an answer follows, and whether all; strict and loose.
+def grade(question: Question, response: str) -> Grades:
+    """Which instructions a response follows, and whether all; strict and loose.
 
-    Loose takes an instruction as followed if it is by the answer without its first or last line,
+    Loose takes an instruction as followed if it is by the response without its first or last line,
     or without asterisks: an opening, a closing sentence or bold letters spoil many a check.
     """
     instructions: list[tuple[str, Arguments]] = question.extra["instructions"]
-    strict = [follows(answer, name, arguments) for name, arguments in instructions]
+    strict = [follows(response, name, arguments) for name, arguments in instructions]
     loose = [
-        any(follows(text, name, arguments) for text in variants(answer))
+        any(follows(text, name, arguments) for text in variants(response))
         for name, arguments in instructions
     ]
     return {
@@ -58,14 +58,14 @@ def grade(question: Question, answer: str) -> Grades:
     }
 
 
-def follows(answer: str, name: str, arguments: Arguments) -> bool:
-    """Whether an answer follows an instruction; an empty one follows none."""
-    return bool(answer.strip()) and INSTRUCTIONS[name].follows(answer, arguments)
+def follows(response: str, name: str, arguments: Arguments) -> bool:
+    """Whether a response follows an instruction; an empty one follows none."""
+    return bool(response.strip()) and INSTRUCTIONS[name].follows(response, arguments)
 
 
-def variants(answer: str) -> Iterator[str]:
-    """The answer, and it without its first line, its last, both; each also without asterisks."""
-    lines = answer.split("\n")
+def variants(response: str) -> Iterator[str]:
+    """The response, and it without its first line, its last, both; each also without asterisks."""
+    lines = response.split("\n")
     for kept in (lines, lines[1:], lines[:-1], lines[1:-1]):
         text = "\n".join(kept).strip()
         yield text

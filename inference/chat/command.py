@@ -28,7 +28,7 @@ class ChatConfig(SamplingOptions):
     """System message."""
 
     seed: int | None = None
-    """Makes the answers repeatable; null draws one."""
+    """Makes the responses repeatable; null draws one."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: give a model, such as OUT/step3_ppo/actor")

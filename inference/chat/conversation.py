@@ -1,4 +1,4 @@
-"""A dialogue with a model: its messages, and answers that come word by word."""
+"""A dialogue with a model: its messages, and responses that come word by word."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from pipeline.models.forward import context_length
 
 @dataclass(frozen=True)
 class Reply:
-    """How an answer came about; its text is the last of the messages."""
+    """How a response came about; its text is the last of the messages."""
 
     text: str
 
@@ -43,7 +43,7 @@ class Conversation:
         self.chat_format = chat_format
         self.sampling = sampling
         self.messages: list[Message] = []
-        self._num_answers = 0
+        self._num_responses = 0
 
     def reset(self, system: str | None = None) -> None:
         """Begin anew, with `system` as the system message if given."""
@@ -55,10 +55,10 @@ class Conversation:
         has_system = self.messages and self.messages[0].role == "system"
         return self.messages[0].content if has_system else None
 
-    def answer(self, text: str, write: Callable[[str], None]) -> Reply:
-        """Reply the user's `text`, handing pieces of the answer to `write` as they come.
+    def respond(self, text: str, write: Callable[[str], None]) -> Reply:
+        """Reply to the user's `text`, handing pieces of the response to `write` as they come.
 
-        KeyboardInterrupt ends the answer; what was written until then stays in the dialogue.
+        KeyboardInterrupt ends the response; what was written until then stays in the dialogue.
 
         Raises:
             DataError: `text` alone does not fit the model's context; the dialogue is as before.
@@ -81,7 +81,7 @@ class Conversation:
         interrupted = False
         try:
             token_ids, num_left_out = self._encode(dialogue)
-            sampling = replace(self.sampling, seed=self.sampling.seed + self._num_answers)
+            sampling = replace(self.sampling, seed=self.sampling.seed + self._num_responses)
             list(
                 generate_each(
                     self.model,
@@ -94,19 +94,19 @@ class Conversation:
             emit(stream.finish())
         except KeyboardInterrupt:
             interrupted = True
-        self._num_answers += 1
-        answer = "".join(pieces).strip()
-        self.messages = [*dialogue, Message("assistant", answer)]
-        return Reply(answer, num_left_out, interrupted)
+        self._num_responses += 1
+        response = "".join(pieces).strip()
+        self.messages = [*dialogue, Message("assistant", response)]
+        return Reply(response, num_left_out, interrupted)
 
     def leave_unanswered(self, text: str) -> None:
-        """Keep the user's `text` in the dialogue with an empty answer."""
+        """Keep the user's `text` in the dialogue with an empty response."""
         self.messages = [*self.messages, Message("user", text), Message("assistant", "")]
 
     def _encode(self, dialogue: list[Message]) -> tuple[list[int], int]:
         """Token ids of the turns that fit the context, and how many messages do not."""
         limit = context_length(self.model)
-        # No more than half of the context is kept free for the answer, so that some dialogue stays.
+        # At most half of the context is kept free for the response, so that some dialogue stays.
         room = limit - min(self.sampling.max_new_tokens, limit // 2)
         return fit_turns(dialogue, self.chat_format.encode_prompt, room)
 
@@ -118,7 +118,7 @@ def fit_turns(
 ) -> tuple[list[int], int]:
     """Leave out the oldest turns until the rest has at most `max_tokens` tokens.
 
-    A turn goes as a whole, the user's message with its answer; the system message stays.
+    A turn goes as a whole, the user's message with its response; the system message stays.
 
     Returns:
         (token ids, number of messages left out).
@@ -137,6 +137,6 @@ def fit_turns(
         if num_tokens <= max_tokens:
             return token_ids, start
     raise DataError(
-        f"the message has {num_tokens} tokens, and {max_tokens} fit beside an answer"
+        f"the message has {num_tokens} tokens, and {max_tokens} fit beside a response"
         " in the model's context; shorten it"
     )

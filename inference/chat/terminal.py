@@ -1,6 +1,6 @@
-"""The chat's terminal: reads messages, runs commands, prints answers as they come.
+"""The chat's terminal: reads messages, runs commands, prints responses as they come.
 
-What is logged meanwhile waits for the end of the answer.
+What is logged meanwhile waits for the end of the response.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)
 /system TEXT     begin again with TEXT as the system message; without TEXT, with none
 /temperature X   0 takes the likeliest token, 1 samples as the model says
-/length N        longest answer, in tokens
+/length N        longest response, in tokens
 /save FILE       write the dialogue as a JSON list of messages
 /help            this list
 /quit            leave (also: quit, Ctrl-D)
-Ctrl-C           stop the answer
+Ctrl-C           stop the response
 
-Pasted lines are one message. What is typed during an answer waits for the next prompt."""
+Pasted lines are one message. What is typed during a response waits for the next prompt."""
 
 ALIASES = {"clear": "/reset", "quit": "/quit", "exit": "/quit"}
 """Words that are commands when they are the whole line, as in DeepSpeed-Chat."""
@@ -85,7 +85,7 @@ class Terminal:
             return True
 
     def take(self, text: str) -> bool:
-        """Run the command that `text` is, or answer it; False where the chat is to end."""
+        """Run the command that `text` is, or respond to it; False where the chat is to end."""
         word, _, rest = text.partition(" ")
         word = ALIASES.get(text.lower(), word)
         if "\n" in text:  # was pasted: whatever it begins with, it is a message
@@ -97,7 +97,7 @@ class Terminal:
         elif word.startswith("/"):
             self.say(f"There is no command {word}; /help lists them.")
         elif text:
-            self.answer(text)
+            self.respond(text)
         return True
 
     def read(self) -> str | None:
@@ -116,25 +116,25 @@ class Terminal:
                     raise
                 self.say("\n(Ctrl-D or /quit leaves; the dialogue is still there)")
 
-    def answer(self, text: str) -> None:
-        """Print the model's answer as it comes; log lines wait for its end."""
+    def respond(self, text: str) -> None:
+        """Print the model's response as it comes; log lines wait for its end."""
         so_far = len(self.conversation.messages)
         with held_logs():
             try:
                 if self.interactive:
                     self.write("Model: ")
-                answer = self.conversation.answer(text, self.write)
+                reply = self.conversation.respond(text, self.write)
             except UserError as error:
                 self.say(f"({error})")
                 return
-            except KeyboardInterrupt:  # just before the answer began, or just after it ended
+            except KeyboardInterrupt:  # just before the response began, or just after it ended
                 if len(self.conversation.messages) == so_far:
                     self.conversation.leave_unanswered(text)
                 raise
-            self.say(" [stopped]" if answer.interrupted else "")
-            if answer.num_left_out:
+            self.say(" [stopped]" if reply.interrupted else "")
+            if reply.num_left_out:
                 self.say(
-                    f"(the {answer.num_left_out} oldest messages no longer fit the model's context"
+                    f"(the {reply.num_left_out} oldest messages no longer fit the model's context"
                     " and were left out)"
                 )
 
@@ -153,7 +153,7 @@ class Terminal:
         self._change("temperature", text, float)
 
     def length(self, text: str) -> None:
-        """Set the longest answer."""
+        """Set the longest response."""
         self._change("max_new_tokens", text, int)
 
     def save(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Answers to many prompts, in a file that survives being killed."""
+"""Responses to many prompts, in a file that survives being killed."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ from pipeline.progress import Progress
 
 @dataclass(frozen=True)
 class TextResponse:
-    """One answer, cut where it ends."""
+    """One response, cut where it ends."""
 
     text: str
     token_ids: list[int]
@@ -35,7 +35,7 @@ class TextResponse:
 
 
 class Responder:
-    """A model with all that decides what it answers."""
+    """A model with all that decides its responses."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Responder:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
+        """Tokens that end a response."""
         if self.chat_format is not None:
             return self.chat_format.stop_ids
         eos = self.tokenizer.eos_token_id
@@ -89,9 +89,9 @@ class Responder:
     def responses(
         self, prompts: Sequence[Sequence[int]], *, first_row: int, batch_size: int
     ) -> Iterator[list[TextResponse]]:
-        """`num_samples` answers to each prompt, prompt after prompt as they are ready.
+        """`num_samples` responses to each prompt, prompt after prompt as they are ready.
 
-        An answer depends on its prompt, its row in the file, the number of the sample and the
+        A response depends on its prompt, its row in the file, the number of the sample and the
         settings, not on what is answered beside it: `first_row` is the row of the first prompt.
         """
         count = self.num_samples
@@ -128,10 +128,10 @@ class Responder:
         )
 
     def finish(self, prompt: Sequence[int], response: Response) -> TextResponse:
-        """The answer in a response to `prompt`: its text, cut before the first stop string."""
+        """The text of a response to `prompt`, cut before the first stop string, with its tokens."""
 
         def read(token_ids: list[int]) -> str:
-            # A text goes on where it was: its first word keeps its space. An answer begins anew.
+            # A text goes on where it was: its first word keeps its space. A response begins anew.
             return continuation(self.tokenizer, list(prompt) if self.raw else [], token_ids)
 
         text = read(response.ids)
@@ -149,11 +149,11 @@ class Responder:
         return TextResponse(self._trim(text[: min(found)]), ids, logprobs, "stop_string")
 
     def _trim(self, text: str) -> str:
-        """An answer without the space around it; a text that goes on keeps it."""
+        """A response without the space around it; a text that goes on keeps it."""
         return text if self.raw else text.strip()
 
     def fingerprint(self, prompts: Sequence[Prompt], model_path: str) -> str:
-        """Eight hexadecimal digits that change with whatever changes the answers."""
+        """Eight hexadecimal digits that change with whatever changes the responses."""
         directory = Path(model_path)
         files = sorted(directory.glob("*")) if directory.is_dir() else []
         identity = {
@@ -168,7 +168,7 @@ class Responder:
 def write_responses(
     responder: Responder, prompts: Sequence[Prompt], out: Path, *, model_path: str, batch_size: int
 ) -> None:
-    """Write a line of answers for each prompt to `out`, which appears when all are there.
+    """Write a line of responses for each prompt to `out`, which appears when all are there.
 
     Until then the lines are in `<out>.<fingerprint>.partial`; the same call goes on from them.
 
@@ -186,9 +186,9 @@ def write_responses(
             progress.start()
             started, num_tokens = time.perf_counter(), 0
             rows = responder.responses(encoded[done:], first_row=done, batch_size=batch_size)
-            for row, answers in enumerate(rows, start=done):
-                file.write(as_line(prompts[row], answers))
-                num_tokens += sum(len(answer.token_ids) for answer in answers)
+            for row, responses in enumerate(rows, start=done):
+                file.write(as_line(prompts[row], responses))
+                num_tokens += sum(len(response.token_ids) for response in responses)
                 seconds = time.perf_counter() - started
                 rate = {"tokens_per_second": num_tokens / seconds}
                 progress.update(row + 1, rate, seconds=seconds)
@@ -199,14 +199,14 @@ def write_responses(
         progress.stop()
 
 
-def as_line(prompt: Prompt, answers: Sequence[TextResponse]) -> bytes:
+def as_line(prompt: Prompt, responses: Sequence[TextResponse]) -> bytes:
     """One line of the output."""
     row = {
         "prompt": prompt.given,
-        "answers": [answer.text for answer in answers],
-        "token_ids": [answer.token_ids for answer in answers],
-        "logprobs": [answer.logprobs for answer in answers],
-        "stop": [answer.stop for answer in answers],
+        "answers": [response.text for response in responses],
+        "token_ids": [response.token_ids for response in responses],
+        "logprobs": [response.logprobs for response in responses],
+        "stop": [response.stop for response in responses],
     }
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 

@@ -7,10 +7,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inference.serve.answers import RowSoFar, Usage, chat_logprobs, head, new_id
 from inference.serve.body import read_json
 from inference.serve.errors import json_response
 from inference.serve.generation import Job, Piece, Wanted
+from inference.serve.openai_objects import RowSoFar, Usage, chat_logprobs, head, new_id
 from inference.serve.sampling import seed_of, wanted_of
 from inference.serve.schema import ChatRequest, read_request
 from inference.serve.served import ServedModel

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inference.engine.requests import Reported
-from inference.serve.answers import RowSoFar, Usage, head, new_id, text_logprobs
 from inference.serve.body import read_json
 from inference.serve.errors import ApiError, json_response
 from inference.serve.followers import Score
 from inference.serve.generation import Piece, Wanted
+from inference.serve.openai_objects import RowSoFar, Usage, head, new_id, text_logprobs
 from inference.serve.prompt_logprobs import prompt_logprobs
 from inference.serve.sampling import check_prompt, check_tokens, seed_of, wanted_of
 from inference.serve.schema import CompletionRequest, read_request

@@ -5,9 +5,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inference.serve.answers import new_id
 from inference.serve.body import read_json
 from inference.serve.errors import ApiError, json_response
+from inference.serve.openai_objects import new_id
 from inference.serve.schema import (
     DetokenizeRequest,
     ScoreRequest,

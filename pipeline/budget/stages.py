@@ -24,7 +24,7 @@ class Part:
     whole: CountedModel
 
     own: CountedModel
-    """Without what other stages have."""
+    """The model without what other stages have."""
 
     stage: Stage
 

@@ -7,8 +7,9 @@ import torch
 from pipeline.config.zero import ZeroConfig
 from pipeline.engine.comm import Collectives, GroupCollectives
 from pipeline.engine.copies import CollectivesOverCopies
-from pipeline.engine.shared_memory import SharedMemoryCollectives, on_one_machine
+from pipeline.engine.shared_memory import SharedMemoryCollectives
 from pipeline.parallel.group import DataGroup, Group
+from pipeline.parallel.shared_memory import on_one_machine
 from pipeline.position import SAME_ORDER, DesyncError
 
 _TAKEN = Counter[str]()

@@ -1,6 +1,7 @@
 """The learning rate of a step, as the settings give it."""
 
 import math
+from dataclasses import replace
 
 from pipeline.config import OptimConfig
 from pipeline.config.schedule_params import keyword_only
@@ -52,6 +53,16 @@ def goes_on_alike(total_steps: int, longer: int, *, optim: OptimConfig) -> bool:
     )
 
 
-def has_no_end(optim: OptimConfig) -> bool:
-    """Whether a run under this schedule can be made longer at any time."""
-    return goes_on_alike(1000, 3001, optim=optim)
+def length_dependence(optim: OptimConfig) -> str:
+    """What ties the learning rates to the number of steps, in words; empty where nothing does.
+
+    A run without it can be made longer at any time.
+    """
+    if not goes_on_alike(1000, 3001, optim=replace(optim, warmup_steps=0)):
+        return f"optim.schedule {optim.schedule} ends with the run"
+    if not goes_on_alike(1000, 3001, optim=optim):
+        return (
+            "optim.warmup_steps is null, so that the warm-up is a share of all steps"
+            f" (warmup_ratio {optim.warmup_ratio:g})"
+        )
+    return ""

@@ -21,7 +21,7 @@ class StoredParameter(nn.Parameter):
     """
 
     read: ReadElements
-    """Where its elements are."""
+    """Reads elements of the parameter from where they are stored."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StoredParameter":
         copy = stored_like(self, self.read)

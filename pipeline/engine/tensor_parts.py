@@ -26,7 +26,7 @@ Role = Literal["whole", "partial", "part", "shared"]
 part of its gradient; part: has elements that no other has; shared: some of them others have too."""
 
 _PART, _ROLE = "tensor_part", "tensor_role"
-"""Attributes of parameters."""
+"""Attributes that a parameter has where layers are divided: its part, and its role."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Part:
     """What each process of the group has, in rank order."""
 
     rank: int
-    """Of this process."""
+    """Rank of this process in the group."""
 
     stored: torch.Size | None = None
     """The shape that the parameter has where it is whole, if it lies otherwise than `whole`."""

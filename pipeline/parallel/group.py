@@ -103,13 +103,10 @@ class Group:
         if self.size == 1:
             return [tensor]
         own = tensor.detach().contiguous()
-        parts = [torch.empty_like(own) for _ in self.ranks]
         if own.is_meta:  # where memory is counted there are no numbers to exchange
-            return parts
+            return [torch.empty_like(own) for _ in self.ranks]
         self._enter_collective("all_gather", what)
-        with HERE.waiting(self.others):
-            dist.all_gather(parts, own, group=self.process_group)
-        return parts
+        return self._gather(own, what)
 
     def exchange(self, parts: Tensor, *, what: str) -> Tensor:
         """What each process has for this one, of parts for each along the first dimension.
@@ -118,12 +115,8 @@ class Group:
         """
         if self.size == 1 or parts.is_meta:
             return parts
-        own = parts.detach().contiguous()
-        received = torch.empty_like(own)
         self._enter_collective("all_to_all", what)
-        with HERE.waiting(self.others):
-            dist.all_to_all_single(received, own, group=self.process_group)
-        return received
+        return self._exchange(parts.detach().contiguous(), what)
 
     def gather_rows(self, values: Sequence[int | float]) -> Float64[Tensor, "ranks values"]:
         """The numbers of each process, as many of each, in rank order, on every process's host."""
@@ -168,6 +161,18 @@ class Group:
             raise DesyncError(self._first_difference())
         return values
 
+    def _gather(self, own: Tensor, what: str) -> list[Tensor]:  # noqa: ARG002
+        parts = [torch.empty_like(own) for _ in self.ranks]
+        with HERE.waiting(self.others):
+            dist.all_gather(parts, own, group=self.process_group)
+        return parts
+
+    def _exchange(self, own: Tensor, what: str) -> Tensor:  # noqa: ARG002
+        received = torch.empty_like(own)
+        with HERE.waiting(self.others):
+            dist.all_to_all_single(received, own, group=self.process_group)
+        return received
+
     def _reduced(self, values: Sequence[int | float], op: dist.ReduceOp.RedOpType) -> list[float]:
         if self.process_group is None:
             return [float(value) for value in values]
@@ -204,10 +209,10 @@ class DataGroup(Group):
     """
 
     shards: Group = field(kw_only=True)
-    """Those of this process's copy."""
+    """The processes that have this process's copy of the model."""
 
     copies: Group = field(kw_only=True)
-    """Those that keep the same piece as this one, of each copy one."""
+    """The processes that keep the same piece as this one, one of each copy."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +231,11 @@ class RehearsedGroup(Group):
     """Each process is taken to have what this one has: shapes are right, numbers are not."""
 
     def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:  # noqa: ARG002
-        """This process's tensor, once for each."""
+        """This process's tensor, once for each process of the group."""
         return [tensor.detach() for _ in self.ranks]
 
     def exchange(self, parts: Tensor, *, what: str) -> Tensor:  # noqa: ARG002
-        """What this process has for itself, once for each."""
+        """The piece that this process has for itself, once for each process of the group."""
         own = parts.detach()[self.rank]
         return own.expand(self.size, *own.shape)
 

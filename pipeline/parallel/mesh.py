@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pipeline.errors import require
 from pipeline.parallel.channels import CHANNELS, Channel
 from pipeline.parallel.group import ALONE, DataGroup, Group, StageGroup
+from pipeline.parallel.neighbours import neighbours
 
 SECOND_WORD_SECONDS = 30
 
@@ -93,7 +94,7 @@ class Mesh:
         if size == 1:
             return ALONE
         rows = [range(first, first + size) for first in range(0, number, size)]
-        return subgroup(rows, timeout_seconds=timeout_seconds, counted=False)
+        return neighbours(subgroup(rows, timeout_seconds=timeout_seconds, counted=False))
 
 
 def current_mesh() -> Mesh:
@@ -161,7 +162,7 @@ def _in_parts(
 
     rows = [_rows(stage, tp) for stage in stages]
     world, own = replace(mesh.world, in_step=in_step), cut(data)
-    tensor = cut(chain(*rows)) if tp > 1 else ALONE
+    tensor = neighbours(cut(chain(*rows))) if tp > 1 else ALONE
     if in_step:
         return Mesh(world=world, data=own, tensor=tensor, parts=tensor)
     of_stages = pipeline_of(

@@ -17,7 +17,7 @@ import yaml
 from pipeline.budget.fallbacks import trained_models
 from pipeline.config import LENGTH, StepConfig, affects_result
 from pipeline.engine.checkpoint.run_id import REPLACED_ID, may_hold_a_state, set_aside_run_id
-from pipeline.engine.lr import has_no_end
+from pipeline.engine.lr import length_dependence
 from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
@@ -153,7 +153,17 @@ def _is_longer(directory: Path, config: StepConfig) -> bool:
     more = epochs if steps == (None, None) else steps
     if None in more or more[0] >= more[1]:
         return False
-    return all(has_no_end(model.optim) for model in trained_models(config).values())
+    return not _length_dependence(config)
+
+
+def _length_dependence(config: StepConfig) -> str:
+    """What ties the learning rates of one of its models to the number of steps, if anything."""
+    found = (
+        f"{role}.{how}"
+        for role, model in trained_models(config).items()
+        if (how := length_dependence(model.optim))
+    )
+    return next(found, "")
 
 
 def files_of_others(out: Path, name: str) -> set[str]:
@@ -303,8 +313,10 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
     recorded = with_defaults(_recorded(directory), config)
     wanted = portable(plain(config))
     longer = request.resume and _is_longer(directory, config)
-    # A method decides many other settings: it is what the user would have to change.
-    for name in sorted(recorded.keys() | wanted.keys(), key=lambda name: (name != "method", name)):
+    # A method decides many other settings, and some others whether the length may change: what the
+    # user would have to change comes first.
+    names = recorded.keys() | wanted.keys()
+    for name in sorted(names, key=lambda name: (name != "method", name in LENGTH, name)):
         role, _, field = name.rpartition(".")
         begins = field == "path" and stage.models.get(role) == BEFORE and role == stage.main_role
         own = not stage.config_class.reads_dialogues and name.startswith("data.")
@@ -315,7 +327,11 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
         if _has_names_below(recorded, name) or _has_names_below(wanted, name):
             continue  # a mapping that is empty on the other side: its first name is the difference
         if there != here and affects_result(name) and not (longer and name in LENGTH):
-            return f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}"
+            tied = _length_dependence(config) if name in LENGTH and request.resume else ""
+            reason = f", and {stage.section}.{tied}" if tied else ""
+            return (
+                f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}{reason}"
+            )
     return ""
 
 

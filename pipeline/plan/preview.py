@@ -38,7 +38,7 @@ class Tokens:
     """Share of the rows that are longer than the step reads."""
 
     seconds: float
-    """Of processor time to encode a row."""
+    """Seconds of processor time to encode a row."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Preview:
     """Why they were not."""
 
     seconds: float
-    """Of processor time to read them."""
+    """Seconds of processor time to read the rows."""
 
     tokens: Tokens | None = None
 

@@ -1,4 +1,4 @@
-"""Which model to talk to, where the directory of a whole run is named."""
+"""Which model is meant where the output directory of a whole run is named."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def find_model(path: str, method: str | None = None) -> str:
         return path
     chosen = model_to_talk_to(steps)
     if chosen is None:
-        raise ModelError(f"{path} has no model to talk to yet; finish its steps with --resume")
+        raise ModelError(f"{path} has no finished model yet; finish its steps with --resume")
     beside = [each for each in steps.values() if each.stage == chosen.stage and each.finished]
     if method is not None:
         of_method = [each for each in beside if each.method == method]

@@ -1,6 +1,7 @@
 """`python -m evaluation`, as a user runs it, on a tiny model made on the spot."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 
 from evaluation.__main__ import main
-from evaluation.answering import Chat, answers_to
 from evaluation.contract import Question, Reading
+from evaluation.responding import Chat, responses_to
 from evaluation.tasks import TASKS
 from inference.settings import Sampling
 from inference.weights.hash import weights_hash
@@ -72,12 +73,25 @@ def test_a_model_is_evaluated_on_several_tasks(
     assert table[2].startswith("gsm8k       strict pass@2")
 
 
+def test_of_a_run_the_model_is_that_of_the_chat(model: Path, tmp_path: Path) -> None:
+    step = tmp_path / "run" / "step1_sft"
+    shutil.copytree(model, step)
+    (step / "metrics.jsonl").write_text("")
+    (step / "result.json").write_text('{"eval": {"perplexity_after": 2.0}}')
+    words = ("--tasks", "arithmetic", "--limit", "1", "--max-new-tokens", "1")
+
+    found = evaluated(tmp_path / "run", tmp_path / "evaluation.json", *words)
+
+    assert found["path"] == found["settings"]["path"] == str(step)
+    assert found["weights_hash"] == weights_hash(load_for_inference(model)[0])
+
+
 def test_the_right_answers_are_found_in_the_answers(model: Path, tmp_path: Path) -> None:
     """A task whose answers are what the model says is solved, and by other answers not at all."""
     chat, network = loaded(model)
     sampling = Sampling(max_new_tokens=6, temperature=0.0)
     questions = [Question((Message("user", f"Say {n}"),)) for n in range(3)]
-    given = answers_to(questions, network, chat, sampling, task="t")
+    given = responses_to(questions, network, chat, sampling, task="t")
     solved = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(3)]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in solved))
@@ -103,7 +117,7 @@ def sampled(model: Path) -> list[list[str]]:
     chat, network = loaded(model)
     questions = TASKS["arithmetic"].read(Reading(limit=5))
     sampling = Sampling(max_new_tokens=6, temperature=1.0, seed=3)
-    return answers_to(questions, network, chat, sampling, task="arithmetic", num_samples=2)
+    return responses_to(questions, network, chat, sampling, task="arithmetic", num_samples=2)
 
 
 def test_two_processes_draw_the_answers_of_one(model: Path) -> None:
@@ -118,7 +132,7 @@ def test_a_question_that_is_too_long_is_said(model: Path) -> None:
     long = [Question((Message("user", "word " * 300),))]
 
     with pytest.raises(DataError, match=r"task t has \d+ tokens, and the model reads 256"):
-        answers_to(long, network, chat, Sampling(), task="t")
+        responses_to(long, network, chat, Sampling(), task="t")
 
 
 WRONG = {
@@ -129,10 +143,10 @@ WRONG = {
     "no such file or directory": [
         *("--path", "embedded", "--tasks", "gsm8k", "--data", "gsm8k=none.jsonl"),
     ],
-    "--k 4 needs as many answers": [
+    "--k 4 needs as many responses": [
         *("--path", "embedded", "--tasks", "embedded", "--k", "1", "4", "--samples", "2"),
     ],
-    "gives the same answer 4 times": [
+    "gives the same response 4 times": [
         *("--path", "embedded", "--tasks", "embedded", "--k", "4", "--temperature", "0"),
     ],
     "--shots is for gsm8k": ["--path", "embedded", "--tasks", "embedded", "--shots", "8"],

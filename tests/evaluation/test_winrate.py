@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.verdicts import answers_of, matches
+from evaluation.verdicts import matches, responses_of
 from evaluation.winrate import main
 from evaluation.winrate_config import WinrateConfig
 from pipeline.data.examples import Example, Message
@@ -77,7 +77,8 @@ def test_every_two_models_are_compared_by_what_a_program_gives(
     config = WinrateConfig(**given)
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]
     lengths = [
-        [len(each.response) for each in answers_of(path, examples, config)] for path in config.paths
+        [len(each.response) for each in responses_of(path, examples, config)]
+        for path in config.paths
     ]
     expected = {
         (ours, theirs): np.mean(
@@ -104,7 +105,7 @@ def test_a_reward_model_prefers_what_it_scores_higher(home: Path) -> None:
     judge = json.dumps({"kind": "model", "path": str(home / "reward")})
     config = WinrateConfig(**{**settings(home, "length", "a", "b"), "judge": judge})
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]
-    answers = [answers_of(path, examples, config) for path in config.paths]
+    answers = [responses_of(path, examples, config) for path in config.paths]
 
     (match,) = matches(answers, config)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.answers import Answer
-from evaluation.base_model import answers_of_base
+from evaluation.base_model import responses_of_base
+from evaluation.scored import ScoredResponse
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
 from step3_ppo.evaluate import HeldOut
@@ -23,9 +23,9 @@ def held_out(toy: Path) -> HeldOut:
     return HeldOut(toy_models(config), prompts, config)
 
 
-def answers(toy: Path, base: Path | None) -> list[Answer] | None:
+def answers(toy: Path, base: Path | None) -> list[ScoredResponse] | None:
     path = None if base is None else str(base)
-    return answers_of_base(held_out(toy), FrozenModelConfig(path=path))
+    return responses_of_base(held_out(toy), FrozenModelConfig(path=path))
 
 
 def copied(toy: Path, directory: Path) -> Path:
@@ -35,10 +35,10 @@ def copied(toy: Path, directory: Path) -> Path:
 def test_the_base_answers_each_prompt_as_the_actor_does_before_it_has_learned(toy: Path) -> None:
     held = held_out(toy)
     with held.models.hybrid_engine.generating() as actor:
-        expected = held.answers(held.respond(actor, temperature=held.config.temperature))
+        expected = held.scored(held.respond(actor, temperature=held.config.temperature))
 
-    assert answers_of_base(held, FrozenModelConfig(path=str(toy / "actor"))) == expected
-    assert answers_of_base(held, FrozenModelConfig()) is None
+    assert responses_of_base(held, FrozenModelConfig(path=str(toy / "actor"))) == expected
+    assert responses_of_base(held, FrozenModelConfig()) is None
 
 
 def test_a_base_without_room_is_left_out_before_it_is_loaded(

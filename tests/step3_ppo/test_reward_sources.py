@@ -223,7 +223,7 @@ WRONG: Sequence[tuple[str, str]] = (
     ("one_less", "one_less failed on 4 of 4.*3 results for 4 responses"),
     ("not_a_number", "not_a_number failed on 4 of 4.*nan, which is not finite"),
     ("word", "word failed on 4 of 4.*str 'good' where a number or None belongs"),
-    ("nothing", "no answer to a held-out prompt has a reward: no source"),
+    ("nothing", "no response to a held-out prompt has a reward: no source"),
     ("missing", "has no `def missing` at its top level"),
 )
 """What a function does, and the sentence that ends the run before any training."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation.answers import Answer, Answers, summarize
+from evaluation.scored import HeldOutResponses, ScoredResponse, summarize
 from inference.generation import Response
 from pipeline.data.examples import Message
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
@@ -70,14 +70,14 @@ def test_held_out_figures_count_unfinished_answers_as_the_reward_does(
     raw = raw_scores(models, PROMPTS[:2], [whole, cut_off], config).tolist()
     models.reward.mean = raw[1] - 3.0  # so that the raw score of the unfinished one is high
 
-    first, second = held_out.answers([whole, cut_off])
+    first, second = held_out.scored([whole, cut_off])
 
     assert first.score == raw[0]
     assert second.score == pytest.approx(models.reward.mean - 2.0)
     assert second.score < raw[1]
-    sampled = [Answer("", 0.0, 2, stopped=True)] * 2
-    before = Answers([first, replace(second, score=raw[0] - 1)], sampled, kl=0.0)
-    after = Answers([first, second], sampled, kl=0.0)
+    sampled = [ScoredResponse("", 0.0, 2, stopped=True)] * 2
+    before = HeldOutResponses([first, replace(second, score=raw[0] - 1)], sampled, kl=0.0)
+    after = HeldOutResponses([first, second], sampled, kl=0.0)
     figures = summarize(before, after)
     assert figures["score_after"] == pytest.approx((raw[0] + second.score) / 2)
     assert figures["win_rate"] == (0.5 + (second.score > raw[0] - 1)) / 2

@@ -30,7 +30,7 @@ def test_on_the_embedded_task_the_run_is_judged_beside_trivial_policies_and_by_h
 ) -> None:
     held = held_out(toy, [question.text for question in held_out_questions()[:2]])
     with held.models.hybrid_engine.generating() as actor:
-        answers = held.answers(held.respond(actor, temperature=1.0))
+        answers = held.scored(held.respond(actor, temperature=1.0))
 
     figures = conclude(
         held, {"step1_sft": answers, "step3_ppo": answers}, tmp_path / "samples.json"
@@ -50,7 +50,7 @@ def test_on_the_embedded_task_the_run_is_judged_beside_trivial_policies_and_by_h
 def test_on_other_data_there_is_no_judge(toy: Path, tmp_path: Path) -> None:
     held = held_out(toy, ["two and two"])
     with held.models.hybrid_engine.generating() as actor:
-        answers = held.answers(held.respond(actor, temperature=1.0))
+        answers = held.scored(held.respond(actor, temperature=1.0))
 
     figures = conclude(
         held, {"step1_sft": answers, "step3_ppo": answers}, tmp_path / "samples.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers import repeated_trigrams
+from evaluation.scored import repeated_trigrams
 from pipeline.errors import ConfigError
 from pipeline.guards.guards import Guards
 from step3_preference.config import PreferenceConfig

@@ -18,7 +18,7 @@ def test_the_pieces_are_the_answer_that_generation_gives(converse: Converse) -> 
     conversation.messages = [Message("user", "Hi"), Message("assistant", "Hello.")]
     pieces: list[str] = []
 
-    answer = conversation.answer("What is 3 plus 4?", pieces.append)
+    answer = conversation.respond("What is 3 plus 4?", pieces.append)
 
     dialogue = [*conversation.messages[:2], Message("user", "What is 3 plus 4?")]
     (response,) = generate(
@@ -44,12 +44,12 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(converse: Converse) -> N
         if len(pieces) == 2:
             raise KeyboardInterrupt
 
-    answer = conversation.answer("Hi", write)
+    answer = conversation.respond("Hi", write)
 
     assert answer.interrupted
     assert len(pieces) == 2
     assert conversation.messages[-1] == Message("assistant", "".join(pieces).strip())
-    assert not conversation.answer("Go on", lambda _: None).interrupted
+    assert not conversation.respond("Go on", lambda _: None).interrupted
 
 
 def test_the_same_seed_says_the_same_and_the_next_answer_differs(converse: Converse) -> None:
@@ -58,7 +58,7 @@ def test_the_same_seed_says_the_same_and_the_next_answer_differs(converse: Conve
         answers: list[str] = []
         for _ in range(2):
             conversation.reset()
-            answers.append(conversation.answer("Hi", lambda _: None).text)
+            answers.append(conversation.respond("Hi", lambda _: None).text)
         return answers
 
     first, second = say_twice(), say_twice()
@@ -74,7 +74,7 @@ def test_a_dialogue_longer_than_the_context_goes_on_without_its_oldest_turns(
     conversation.reset("Be brief.")
     assert context_length(conversation.model) == 256
 
-    answers = [conversation.answer("tell me " * 12, lambda _: None) for _ in range(6)]
+    answers = [conversation.respond("tell me " * 12, lambda _: None) for _ in range(6)]
 
     assert answers[0].num_left_out == 0
     assert answers[-1].num_left_out > 0
@@ -85,10 +85,10 @@ def test_a_dialogue_longer_than_the_context_goes_on_without_its_oldest_turns(
 
 def test_a_message_that_is_too_long_leaves_the_dialogue_as_it_was(converse: Converse) -> None:
     conversation = converse()
-    conversation.answer("Hi", lambda _: None)
+    conversation.respond("Hi", lambda _: None)
     before = list(conversation.messages)
 
     with pytest.raises(DataError, match="shorten it"):
-        conversation.answer("word " * 500, lambda _: None)
+        conversation.respond("word " * 500, lambda _: None)
 
     assert conversation.messages == before

@@ -176,7 +176,7 @@ def test_a_message_stays_where_ctrl_c_comes_before_its_answer_begins(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(Terminal, "write", lambda *_: signal.raise_signal(signal.SIGINT))
     with contextlib.suppress(KeyboardInterrupt):
-        terminal.answer("Hi")
+        terminal.respond("Hi")
     signal.signal(signal.SIGINT, before)
 
     assert [(m.role, m.content) for m in conversation.messages] == [

@@ -1,7 +1,7 @@
 """Answers to a file of prompts."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError, DataError
 PROMPTS = ["What is 3 plus 4?", "Hi", "Name a colour.", "Spell cat.", "Is 5 even?"]
 
 
-def write(path: Path, rows: list[object]) -> Path:
+def write(path: Path, rows: Sequence[object]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -62,6 +62,27 @@ def test_the_command_answers_in_the_order_of_the_input(tmp_path: Path) -> None:
             assert 1 <= len(ids) == len(logprobs) <= 5
             assert all(logprob <= 0 for logprob in logprobs)
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_of_a_run_the_model_is_that_of_the_chat(
+    embedded: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, method in (("step3_grpo", "grpo"), ("step3_ppo", "ppo")):
+        step = tmp_path / "run" / name
+        for part in embedded:
+            part.save_pretrained(step / "actor")
+        (step / "config.yaml").write_text(f"method: {method}\n")
+        (step / "metrics.jsonl").write_text("")
+        (step / "result.json").write_text('{"eval": {"win_rate": 0.5}}')
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "Hi"}])
+    command = ["--prompts", str(prompts), "--max-new-tokens", "3", "--out"]
+    run = ["--path", str(tmp_path / "run"), "--method", "grpo"]
+
+    main([*command, str(tmp_path / "of_run.jsonl"), *run])
+    main([*command, str(tmp_path / "of_model.jsonl"), "--path", "embedded"])
+
+    assert f"the model is {tmp_path}/run/step3_grpo/actor\n" in capsys.readouterr().err
+    assert read(tmp_path / "of_run.jsonl") == read(tmp_path / "of_model.jsonl")
 
 
 def test_answers_do_not_depend_on_the_batch_size(

@@ -10,8 +10,8 @@ from pipeline.config.zero import ZeroConfig
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.comm import tree_sum
 from pipeline.engine.engine import Engine
-from pipeline.engine.rendezvous import MOST_AHEAD, SLOTS
 from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.rendezvous import MOST_AHEAD, SLOTS
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 

@@ -154,17 +154,59 @@ def test_resume_names_the_first_setting_that_differs(tmp_path: Path) -> None:
 
 def test_a_finished_step_goes_on_where_its_learning_rates_have_no_end(tmp_path: Path) -> None:
     endless = ("--sft.model.optim.schedule", "constant", "--sft.model.optim.warmup_steps", "3")
-    run_step(tmp_path / "endless", 1, "--sft.max_steps", "20", *endless)
-    run_step(tmp_path / "cosine", 1, "--sft.max_steps", "20")
-    longer = ("--step", "1", "--resume", "--sft.max_steps", "30")
+    run_step(tmp_path, 1, "--sft.max_steps", "20", *endless)
+    more = ("--step", "1", "--resume", "--sft.max_steps")
 
-    assert finished(tmp_path / "endless", *longer, *endless) == set()
-    assert finished(tmp_path / "endless", *longer[:-1], "20", *endless) == {"step1_sft"}
-    for out, words in (
-        ("endless", (*longer[:-1], "10", *endless)),
-        ("cosine", longer),
-    ):
-        assert "was finished with sft.max_steps 20" in complaint(tmp_path / out, *words)
+    assert finished(tmp_path, *more, "30", *endless) == set()
+    assert finished(tmp_path, *more, "20", *endless) == {"step1_sft"}
+    assert "was finished with sft.max_steps 20 where this run has 10;" in complaint(
+        tmp_path, *more, "10", *endless
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "reason"),
+    [
+        # Of several differences the one that is in the way of the length.
+        (
+            ("schedule=constant", "warmup_steps=3"),
+            ("schedule=constant",),
+            "sft.model.optim.warmup_steps 3 where this run has null;",
+        ),
+        (
+            ("schedule=constant",),
+            ("schedule=constant",),
+            "sft.max_steps 20 where this run has 30, and sft.model.optim.warmup_steps is null, so"
+            " that the warm-up is a share of all steps (warmup_ratio 0.03);",
+        ),
+        (
+            (),
+            ("warmup_steps=0",),
+            "sft.model.optim.warmup_steps null where this run has 0;",
+        ),
+        (
+            ("warmup_steps=2000",),
+            ("warmup_steps=2000",),
+            "sft.max_steps 20 where this run has 30, and sft.model.optim.schedule cosine ends with"
+            " the run;",
+        ),
+    ],
+)
+def test_a_refusal_to_make_a_step_longer_names_the_setting_in_the_way(
+    before: tuple[str, ...], now: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    directory = run_step(tmp_path, 1, "--sft.max_steps", "20", *optim_options(before))
+
+    assert complaint(
+        tmp_path, "--step", "1", "--resume", "--sft.max_steps", "30", *optim_options(now)
+    ) == (
+        f"step 1 in {directory} was finished with {reason} keep that setting, choose another"
+        " --output-dir, or pass --overwrite"
+    )
+
+
+def optim_options(settings: tuple[str, ...]) -> list[str]:
+    return [f"--sft.model.optim.{setting}" for setting in settings]
 
 
 def test_another_run_is_refused_by_its_shared_settings(tmp_path: Path) -> None:

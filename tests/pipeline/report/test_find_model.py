@@ -1,4 +1,4 @@
-"""Which model the chat takes where a run's output directory is named."""
+"""Which model commands take where a run's output directory is named."""
 
 import json
 from pathlib import Path
@@ -71,5 +71,5 @@ def test_a_run_without_a_finished_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step1_sft").mkdir()
     (tmp_path / "step1_sft" / "metrics.jsonl").write_text("")
 
-    with pytest.raises(ModelError, match="has no model to talk to yet"):
+    with pytest.raises(ModelError, match="has no finished model yet"):
         find_model(str(tmp_path))

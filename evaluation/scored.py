@@ -1,4 +1,4 @@
-"""Answers to held-out prompts, and the figures of two models that follow from them."""
+"""Responses to held-out prompts, and the figures of two models that follow from them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A model's answer to a held-out prompt."""
+class ScoredResponse:
+    """A model's response to a held-out prompt."""
 
     text: str
     """Of an episode all its turns."""
@@ -25,20 +25,20 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Two sets of answers of one model to the held-out prompts."""
+class HeldOutResponses:
+    """Two sets of responses of one model to the held-out prompts."""
 
-    greedy: list[Answer]
-    sampled: list[Answer]
+    greedy: list[ScoredResponse]
+    sampled: list[ScoredResponse]
     kl: float
     """Nats per sampled response to the reference."""
 
     @classmethod
-    def read(cls, plain: Mapping[str, Any]) -> "Answers":
-        """Answers again from what `dataclasses.asdict` makes of them."""
+    def read(cls, plain: Mapping[str, Any]) -> "HeldOutResponses":
+        """Itself again from what `dataclasses.asdict` makes of them."""
         return cls(
-            greedy=[Answer(**answer) for answer in plain["greedy"]],
-            sampled=[Answer(**answer) for answer in plain["sampled"]],
+            greedy=[ScoredResponse(**response) for response in plain["greedy"]],
+            sampled=[ScoredResponse(**response) for response in plain["sampled"]],
             kl=plain["kl"],
         )
 
@@ -48,7 +48,9 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def scored_pairs(new: Sequence[Answer], old: Sequence[Answer]) -> list[tuple[float, float]]:
+def scored_pairs(
+    new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]
+) -> list[tuple[float, float]]:
     """The scores of both, on the prompts on which both are known."""
     return [
         (a.score, b.score)
@@ -57,12 +59,14 @@ def scored_pairs(new: Sequence[Answer], old: Sequence[Answer]) -> list[tuple[flo
     ]
 
 
-def win_rate(new: Sequence[Answer], old: Sequence[Answer]) -> float:
-    """Share of prompts on which the new answer scores higher; ties count half."""
+def win_rate(new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]) -> float:
+    """Share of prompts on which the new response scores higher; ties count half."""
     return mean([(a > b) + 0.5 * (a == b) for a, b in scored_pairs(new, old)])
 
 
-def comparison(new: Sequence[Answer], old: Sequence[Answer]) -> dict[str, int | float]:
+def comparison(
+    new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]
+) -> dict[str, int | float]:
     """The win rate and what its uncertainty follows from: prompts, wins and losses."""
     pairs = scored_pairs(new, old)
     return {
@@ -73,33 +77,35 @@ def comparison(new: Sequence[Answer], old: Sequence[Answer]) -> dict[str, int | 
     }
 
 
-def mean_score(answers: Sequence[Answer]) -> float:
-    """Mean score of the answers whose score is known."""
-    return mean([answer.score for answer in answers if answer.score is not None])
+def mean_score(responses: Sequence[ScoredResponse]) -> float:
+    """Mean score of the responses whose score is known."""
+    return mean([response.score for response in responses if response.score is not None])
 
 
-def source_means(answers: Sequence[Answer]) -> dict[str, float]:
+def source_means(responses: Sequence[ScoredResponse]) -> dict[str, float]:
     """Mean of what each source gave, by the name of its metric; of those that gave anything."""
-    names = dict.fromkeys(name for answer in answers for name in answer.rewards)
+    names = dict.fromkeys(name for response in responses for name in response.rewards)
     values = {
-        name: [value for each in answers if (value := each.rewards.get(name)) is not None]
+        name: [value for each in responses if (value := each.rewards.get(name)) is not None]
         for name in names
     }
     return {name: mean(known) for name, known in values.items() if known}
 
 
-def mean_length(answers: Sequence[Answer]) -> float:
+def mean_length(responses: Sequence[ScoredResponse]) -> float:
     """Mean length in tokens."""
-    return sum(answer.length for answer in answers) / len(answers)
+    return sum(response.length for response in responses) / len(responses)
 
 
-def stop_rate(answers: Sequence[Answer]) -> float:
-    """Share of answers that ended by themselves."""
-    return sum(answer.stopped for answer in answers) / len(answers)
+def stop_rate(responses: Sequence[ScoredResponse]) -> float:
+    """Share of responses that ended by themselves."""
+    return sum(response.stopped for response in responses) / len(responses)
 
 
-def summarize(before: Answers, after: Answers, *, name: str = "score") -> dict[str, int | float]:
-    """The `eval` object of step 3: greedy answers, except for the KL.
+def summarize(
+    before: HeldOutResponses, after: HeldOutResponses, *, name: str = "score"
+) -> dict[str, int | float]:
+    """The `eval` object of step 3: greedy responses, except for the KL.
 
     Args:
         before: those of step 1's model.
@@ -122,8 +128,8 @@ def summarize(before: Answers, after: Answers, *, name: str = "score") -> dict[s
     }
 
 
-def _by_source(answers: Sequence[Answer], when: str) -> dict[str, float]:
-    return {f"{name}_{when}": value for name, value in source_means(answers).items()}
+def _by_source(responses: Sequence[ScoredResponse], when: str) -> dict[str, float]:
+    return {f"{name}_{when}": value for name, value in source_means(responses).items()}
 
 
 def repeated_trigrams(ids: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """Where processes of one machine wait for one another: a control block that all of them map.
 
 A process that comes to a meeting writes a label there, the same on all processes, and counts up;
-the others poll. Who is gone, or has come with another label, is named.
+the others sleep until it does. Who is gone, or has come with another label, is named.
 """
 
 import mmap
@@ -13,12 +13,19 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.engine.board import Board
+from pipeline.parallel.board import Board
+from pipeline.parallel.futex import Futex
 from pipeline.parallel.group import Group
 from pipeline.position import HERE, SAME_ORDER, DesyncError
 
 MOST_AHEAD = 8
 """Meetings that a process may have announced and not waited for."""
+
+POLLS = 20
+"""Of another process before this one sleeps until it comes."""
+
+LOOK_SECONDS = 0.02
+"""After which a process that waits looks whether the other one is still there."""
 
 SLOTS = 2 * MOST_AHEAD
 """Another process can announce as many meetings before we have read its note of the first."""
@@ -71,6 +78,7 @@ class Rendezvous:
         self.timeout = _timeout_seconds(table.group)
         rows = [table.bytes[n * ROW_BYTES : (n + 1) * ROW_BYTES] for n in range(len(self.ranks))]
         self._counts = [row[:8].cast("q") for row in rows]
+        self._futexes = [Futex(row) for row in rows]
         self._slots = [
             [row[8 + n * SLOT_BYTES : 8 + (n + 1) * SLOT_BYTES] for n in range(SLOTS)]
             for row in rows
@@ -106,6 +114,7 @@ class Rendezvous:
         slot[:LABEL_BYTES] = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
         slot[LABEL_BYTES] = note
         self._counts[self.rank][0] = self.announced
+        self._futexes[self.rank].wake()
         return self.announced
 
     def complete(self, number: int) -> list[int]:
@@ -140,11 +149,11 @@ class Rendezvous:
         HERE.waits_for = (self.ranks[other],)
         while counts[0] < number:
             polls += 1
-            if polls < 200:
+            if polls < POLLS:
                 os.sched_yield()
                 continue
-            time.sleep(min(1e-3, 2e-5 * (1 + polls // 500)))
-            if polls % 50 == 0:
+            seen = counts[0]
+            if seen < number and not self._futexes[other].wait(seen, seconds=LOOK_SECONDS):
                 self._look_after(other, number, deadline)
         HERE.waits_for = ()
         HERE.add_wait(time.perf_counter() - start)

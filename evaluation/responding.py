@@ -1,4 +1,4 @@
-"""Answers of a model to the questions of a task, divided among the processes of a run."""
+"""Responses of a model to the questions of a task, divided among the processes of a run."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Chat:
         """Token ids of the questions to a model that reads `context` tokens.
 
         Raises:
-            DataError: one of them leaves no room for an answer.
+            DataError: one of them leaves no room for a response.
         """
         encoded = [self.format.encode_prompt(each.messages) for each in questions]
         longest = max(map(len, encoded))
@@ -41,7 +41,7 @@ class Chat:
         return encoded
 
 
-def answers_to(
+def responses_to(
     questions: Sequence[Question],
     model: PreTrainedModel,
     chat: Chat,
@@ -51,10 +51,10 @@ def answers_to(
     num_samples: int = 1,
     batch_size: int = 32,
 ) -> list[list[str]]:
-    """`num_samples` answers to each question, the same on any number of processes.
+    """`num_samples` responses to each question, the same on any number of processes.
 
     What is drawn follows from the seed, the number of the question and that of the sample. All
-    processes call it; each answers its share, and all get all answers.
+    processes call it; each generates its share, and all get all responses.
 
     Raises:
         DataError: as `Chat.encode`.
@@ -77,6 +77,6 @@ def answers_to(
         places[each.index]: decode_response(chat.tokenizer, each.response.ids) for each in finished
     }
     merged: dict[tuple[int, int], str] = {}
-    for answers in data.gather_objects(mine):
-        merged |= answers
+    for responses in data.gather_objects(mine):
+        merged |= responses
     return [[merged[row, sample] for sample in range(num_samples)] for row in range(len(prompts))]
