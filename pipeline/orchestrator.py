@@ -18,8 +18,10 @@ from pipeline.errors import (
 from pipeline.installation import CHAT
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import Check, insist, look
+from pipeline.plan.last_command import record_command, with_last_options
 from pipeline.plan.make import make_plan
 from pipeline.plan.output import (
+    COMMAND,
     REPORT,
     SUMMARY,
     add_to_summary,
@@ -111,7 +113,10 @@ def follow_plan(plan: Plan) -> None:
 
 def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     """`train.py`: make the plan, then print it or run it."""
+    given, argv = argv, with_last_options(argv)
     plan = make_plan(argv, stages)
+    if len(argv) > len(given):
+        remark(f"the options are those of the run, in {plan.request.output_dir / COMMAND}")
     if plan.request.zero_config is not None and (notice := notice_of(plan.request.zero_config)):
         remark(notice)
     if plan.request.dry_run or plan.request.plan_for is not None:
@@ -143,6 +148,7 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
 
                 plan = tune(plan)
             if plan.request.autotune != "tune":
+                record_command(plan.request.output_dir, argv)
                 run_plan(plan)
 
 
@@ -292,7 +298,7 @@ def _closing_table(plan: Plan) -> Iterator[str]:
     talking.sort(key=lambda stage: (stage.number, stage.name == chosen))
     actors = [out / stage.name / str(stage.chat_model) for stage in talking]
     for model in [path for path in actors if (path / "config.json").is_file()][-1:]:
-        yield f"chat     {CHAT} --path {model}"
+        yield f"chat     {CHAT} --path {shlex.quote(str(model))}"
         if all(config.data.path == (EMBEDDED,) for config in plan.configs.values()):
             yield from (f"try      {prompt}" for prompt in to_try())
 

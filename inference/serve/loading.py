@@ -17,6 +17,7 @@ from inference.serve.reward import load_reward
 from inference.serve.served import load_model, serve_model
 from inference.serve.state import State
 from pipeline.cli import remark
+from pipeline.errors import ModelError
 from pipeline.models.ready import check_ready
 from pipeline.parallel.group import ALONE, Group
 
@@ -35,9 +36,7 @@ def load(
     Raises:
         UserError: there is no such model, or no room for it.
     """
-    for place in places:
-        if place.adapter is None:
-            check_ready(place.path)
+    places = _ready(places)
     if reward is not None:
         check_ready(reward, scores=True)
     own = plan_memory(places, reward, config, group) if group.rank == 0 else None
@@ -66,6 +65,26 @@ def load(
         state.models[name] = served
         state.metrics.serves(name, served.lane.num_slots)
     return state
+
+
+def _ready(places: Sequence[ModelPath]) -> list[ModelPath]:
+    """Those that can be loaded: all but the model that a run began from, where it is gone.
+
+    A run is moved to other machines, and finished models outlive what they were made of.
+    """
+    found: list[ModelPath] = []
+    needed = {place.base for place in places}
+    for place in places:
+        try:
+            if place.adapter is None:
+                check_ready(place.path)
+        except ModelError as error:
+            if not place.begins_run or place.name in needed:
+                raise
+            remark(f"{place.name} is left out, the model that the run began from: {error}")
+        else:
+            found.append(place)
+    return found
 
 
 def _what(place: ModelPath) -> str:

@@ -34,6 +34,11 @@ class ModelPath:
     base: str | None = None
     """Name of the model under the adapter; None without one."""
 
+    @property
+    def begins_run(self) -> bool:
+        """Whether it is what a run's first step began from, which that step names by its format."""
+        return self.format_of is not None
+
 
 def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
     """The models of `--path` and `--run`, and those with an adapter, each with a name of its own.

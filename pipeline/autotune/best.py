@@ -1,5 +1,6 @@
 """The file of the best settings: `python train.py --config FILE` runs with them."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -54,7 +55,8 @@ def write_best(
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
-    partial.write_text(f"# Run it: {TRAIN} --config {file}\n{text}", encoding="utf-8")
+    command = f"{TRAIN} {shlex.join(['--config', str(file)])}"
+    partial.write_text(f"# Run it: {command}\n{text}", encoding="utf-8")
     partial.replace(file)
 
 

@@ -7,6 +7,7 @@ OUT/autotune/best.yaml        the best settings of the steps tuned so far
 While trials run, .trial and .models have what they make.
 """
 
+import shlex
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -59,7 +60,8 @@ def tune(plan: Plan) -> Plan:
                 make_warmup_checkpoint(plan, stage)
     finally:
         shutil.rmtree(warmup_checkpoints(plan), ignore_errors=True)
-    say(f"the best settings: {out / BEST}; `{TRAIN} --config {out / BEST}` runs with them")
+    command = shlex.join(["--config", str(out / BEST)])
+    say(f"the best settings: {out / BEST}; `{TRAIN} {command}` runs with them")
     return plan
 
 

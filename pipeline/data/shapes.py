@@ -127,6 +127,8 @@ def _unlearned_where_empty(turn: Message) -> Message:
 
 
 def _unknown_shape(row: Row, columns: Collection[str]) -> str:
+    if not columns:
+        return f"{row.origin}: the row is empty; remove it"
     return (
         f"{row.origin}: no known shape of row has the columns {names(columns)};"
         " needed are prompt + chosen + rejected, chosen + rejected dialogues, messages,"

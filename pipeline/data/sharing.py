@@ -273,9 +273,11 @@ def _share(
             f" choose the steps with --step, without {step}"
         )
     if len(usable) < len(rows):
+        others = len(rows) - len(usable)
+        lack, are = ("lacks", "is") if others == 1 else ("lack", "are")
         notes.append(
-            f"{_rows(len(rows) - len(usable))} of {len(rows)} lack what step {step} needs,"
-            f" {NEEDS[part.use]}, and are left to other steps"
+            f"{_rows(others)} of {len(rows)} {lack} what step {step} needs, {NEEDS[part.use]}, and"
+            f" {are} left to other steps"
         )
     steps: dict[int, set[int]] = {}
     for row in rows:

@@ -234,7 +234,15 @@ def _text(path: Path) -> str:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return data.decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error) as error:
+    except gzip.BadGzipFile as error:
+        raise DataError(
+            f"{path} can't be read: {_one_line(error)}; name it without .gz, or compress it"
+        ) from error
+    except (EOFError, zlib.error) as error:
+        raise DataError(
+            f"{path} can't be read: {_one_line(error)}; compress it, or download it, again"
+        ) from error
+    except OSError as error:
         raise DataError(f"{path} can't be read: {_one_line(error)}") from error
     except UnicodeDecodeError as error:
         raise DataError(

@@ -175,7 +175,7 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
     kind = "iteration" if config.workload(1).generates_first else "optimizer step"
     kind += "" if steps == 1 else "s"
     rows = rows_of_a_step(config)
-    passes = f"{epochs:.2g}"
+    passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
     passes += " pass" if passes == "1" else " passes"
     yield _line("steps", f"{steps:,} {kind} of {rows:,} rows: {passes} over the rows")
     if tokens is not None:

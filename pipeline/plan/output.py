@@ -37,6 +37,8 @@ LOCK = ".lock"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FILES = "run.json"
+COMMAND = "command.txt"
+"""The options of `train.py` that the last run had."""
 RATINGS = "ratings.jsonl"
 """What people rated in the page of `python -m inference.serve --run`."""
 AUTOTUNE = "autotune"
@@ -189,7 +191,7 @@ def record_step(out: Path, name: str, *, others: Collection[str] = ()) -> None:
 
 @contextmanager
 def only_job(out: Path) -> Iterator[None]:
-    """Have the directory for ourselves; where nothing is left in it, it goes.
+    """Have the directory for ourselves; where nothing but the command is left in it, it goes.
 
     Raises:
         ConfigError: another job is at work in it, or it can't be made.
@@ -203,6 +205,8 @@ def only_job(out: Path) -> Iterator[None]:
             yield
     finally:
         with suppress(OSError):  # it is not empty
+            if [path.name for path in out.iterdir()] == [COMMAND]:
+                (out / COMMAND).unlink()
             out.rmdir()
 
 
@@ -240,7 +244,7 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Names in the output directory that no run makes; hidden files don't count."""
-    ours = {SUMMARY, REPORT, FILES, AUTOTUNE, RATINGS, *directories(stages)}
+    ours = {SUMMARY, REPORT, FILES, COMMAND, AUTOTUNE, RATINGS, *directories(stages)}
     if not out.is_dir():
         return []
     # A run that was cut off while it wrote one of them leaves it under a temporary name.
@@ -320,6 +324,8 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
         if stage.number not in request.step and not shared:
             continue
         there, here = recorded.get(name), wanted.get(name)
+        if _has_names_below(recorded, name) or _has_names_below(wanted, name):
+            continue  # a mapping that is empty on the other side: its first name is the difference
         if there != here and affects_result(name) and not (longer and name in LENGTH):
             tied = _length_dependence(config) if name in LENGTH and request.resume else ""
             reason = f", and {stage.section}.{tied}" if tied else ""
@@ -327,6 +333,10 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
                 f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}{reason}"
             )
     return ""
+
+
+def _has_names_below(settings: Mapping[str, Any], name: str) -> bool:
+    return any(each.startswith(f"{name}.") for each in settings)
 
 
 def _recorded(directory: Path) -> dict[str, Any]:

@@ -165,8 +165,8 @@ class Request(Deployment, Autotuning):
     report what is wrong; run nothing. multi_node does so automatically."""
 
     resume: bool = False
-    """Continue the last run of the output directory: skip finished steps, and resume an unfinished
-    one from its newest checkpoint."""
+    """Continue the last run of the output directory, with its options if you give none: skip
+    finished steps, resume an unfinished one."""
 
     overwrite: bool = False
     """Replace what an earlier run left in the output directory; other files stay."""

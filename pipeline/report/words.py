@@ -31,7 +31,7 @@ def title(name: str, results: Results) -> str:
 
 def points(change: float) -> str:
     """A change of a share, in percentage points with its sign."""
-    return f"{100 * change:+.1f}".replace("-", "\u2212")
+    return f"{100 * change:+z.1f}".replace("-", "\u2212")
 
 
 def percent(share: float) -> str:
@@ -41,17 +41,17 @@ def percent(share: float) -> str:
 
 def score(value: float) -> str:
     """A reward-model score, with its sign."""
-    return f"{value:+.2f}".replace("-", "\u2212")
+    return f"{value:+z.2f}".replace("-", "\u2212")
 
 
 def plain(value: float) -> str:
     """A figure with two decimals, or none where it is large."""
-    return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:z,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def nats(value: float) -> str:
     """A figure in nats."""
-    return f"{value:.2f} nats"
+    return f"{value:z.2f} nats"
 
 
 def tokens(value: float) -> str:

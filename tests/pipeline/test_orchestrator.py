@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.embedded_talk import to_try
+from pipeline.errors import ConfigError
 from pipeline.orchestrator import main
 from tests.pipeline.stages import TOY_STAGES
 
@@ -20,17 +21,17 @@ def run(out: Path, *argv: str) -> None:
 def test_the_steps_run_one_after_the_other_and_are_summed_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(
-        tmp_path / "out", "--step", "1", "3", "--ppo.critic.path", "a/b", "--ppo.reward.path", "a/b"
-    )
+    out = tmp_path / "my out"
 
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    run(out, "--step", "1", "3", "--ppo.critic.path", "a/b", "--ppo.reward.path", "a/b")
+
+    summary = json.loads((out / "summary.json").read_text())
     said = capsys.readouterr().out
     assert list(summary["steps"]) == ["step1_sft", "step3_ppo"]
     assert summary["seconds"] == 3.0
-    assert (tmp_path / "out" / "report.html").is_file()
-    assert f"report   {tmp_path}/out/report.html" in said
-    assert f"chat     python chat.py --path {tmp_path}/out/step1_sft" in said
+    assert (out / "report.html").is_file()
+    assert f"report   {out}/report.html" in said
+    assert f"chat     python chat.py --path '{out}/step1_sft'" in said
     # The embedded task's run ends with something to say to its model: a prompt of each kind.
     assert said.splitlines()[-9:] == [f"try      {prompt}" for prompt in to_try()]
 
@@ -47,6 +48,25 @@ def test_resume_skips_what_is_finished_and_runs_the_rest(
     assert "step 1 is finished, skipped" in capsys.readouterr().out
     assert (tmp_path / "step1_sft" / "result.json").stat().st_mtime_ns == before
     assert (tmp_path / "step2_reward" / "result.json").is_file()
+
+
+def test_resume_alone_repeats_the_options_of_the_last_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "my out"
+    run(out, "--step", "1", "--seed", "7", "--fields", '{"prompt": "a b"}')
+
+    main(["--output-dir", str(out), "--resume"], TOY_STAGES)
+
+    assert (out / "command.txt").read_text() == (
+        """python train.py --plan off --step 1 --seed 7 --fields '{"prompt": "a b"}'\n"""
+    )
+    shown = capsys.readouterr()
+    assert "step 1 is finished, skipped" in shown.out
+    assert shown.err == f"the options are those of the run, in {out}/command.txt\n"
+    # An option beside it: the command is as it stands.
+    with pytest.raises(ConfigError, match=r"with sft\.data\.fields\.prompt a b where this run has"):
+        run(out, "--resume", "--step", "1", "--seed", "7")
 
 
 @pytest.mark.jobs

@@ -16,10 +16,11 @@ import pytest
 
 from inference.serve.command import main, open_ratings
 from inference.serve.config import ServeConfig
+from inference.serve.loading import load
 from inference.serve.memory import plan_memory
 from inference.serve.models import ModelPath, models_of_run, paths_to_serve
 from pipeline.cli import run_main
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ModelError
 from tests.inference.serve.serving import CHAT, chat, request_bytes
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -121,6 +122,21 @@ def test_the_models_of_a_run_are_found_with_the_base_that_it_began_from(tmp_path
         ModelPath("step1_sft", sft),
         ModelPath("step3_grpo", str(tmp_path / "step3_grpo" / "actor")),
     ]
+
+
+def test_a_run_is_served_without_the_model_that_it_began_from_where_that_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = str(tmp_path / "gone")
+    own = ModelPath("step1_sft", "embedded")
+
+    state = load(ServeConfig(run=tmp_path), [ModelPath("base", gone, 0, "a"), own], None, {})
+
+    assert list(state.models) == ["step1_sft"]
+    remarks = capsys.readouterr().err
+    assert "base is left out, the model that the run began from: no such model" in remarks
+    with pytest.raises(ModelError, match="gone"):
+        load(ServeConfig(path=(gone,)), [ModelPath("base", gone), own], None, {})
 
 
 def test_memory_is_shared_out_before_anything_is_loaded() -> None:

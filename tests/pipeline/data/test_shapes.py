@@ -382,6 +382,7 @@ def test_a_row_without_a_known_shape_says_what_it_has_and_what_is_needed() -> No
     )
     assert "prompt + chosen + rejected" in message
     assert "--fields" in message
+    assert refused() == "rows.jsonl line 17: the row is empty; remove it"
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,11 @@ def test_files_that_can_not_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "f").mkdir()
 
     assert f"{tmp_path}/a.parquet is not a readable parquet file" in refused(tmp_path / "a.parquet")
-    assert f"{tmp_path}/b.jsonl.gz can't be read" in refused(tmp_path / "b.jsonl.gz")
-    assert f"{tmp_path}/c.jsonl.gz can't be read" in refused(tmp_path / "c.jsonl.gz")
+    of_text, of_a_part = (refused(tmp_path / f"{name}.jsonl.gz") for name in "bc")
+    assert of_text.startswith(f"{tmp_path}/b.jsonl.gz can't be read")
+    assert of_text.endswith("; name it without .gz, or compress it")
+    assert of_a_part.startswith(f"{tmp_path}/c.jsonl.gz can't be read")
+    assert of_a_part.endswith("; compress it, or download it, again")
     assert f"{tmp_path}/d.jsonl is not UTF-8 text" in refused(tmp_path / "d.jsonl")
     assert ".txt can't be read; give one of .json" in refused(tmp_path / "e.txt")
     assert "holds no .json" in refused(tmp_path / "f")
