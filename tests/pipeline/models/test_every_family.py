@@ -55,14 +55,24 @@ def test_the_documentation_says_which_transformers_it_lists() -> None:
     assert f"transformers=={listed}." in LOCK.read_text(encoding="utf-8")
 
 
+def hangs_on_length(model: PreTrainedModel) -> bool:
+    """Whether the number of tokens behind one changes what plain `transformers` says of it."""
+    ids = torch.tensor([rows(seed=0)[2].input_ids])
+    whole = model(input_ids=ids).logits
+    found = (model(input_ids=ids[:, :n]).logits - whole[:, :n] for n in range(1, ids.shape[1]))
+    return max(each.abs().max().item() for each in found) > TOLERANCE["atol"]
+
+
 def tiny_or_skip(family: str) -> PreTrainedModel:
     """A small model of a family; the settings below `tests` are those of the listed version."""
     try:
-        return tiny_model(family)
+        model = tiny_model(family)
+        model(input_ids=torch.tensor([rows(seed=0)[2].input_ids]))
     except Exception as error:
         if TRANSFORMERS == LISTED:
             raise
         pytest.skip(f"no small model of it with this transformers: {error}")
+    return model
 
 
 @pytest.mark.grid
@@ -81,6 +91,8 @@ def test_a_batch_says_what_each_sequence_says_alone(family: str, tmp_path: Path)
         with pytest.raises(ModelError, match=f"what {family} says of"):
             load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU)
         return
+    elif hangs_on_length(plain):
+        pytest.skip("what plain transformers says of a token hangs on how many follow")
     mine = rows(seed=0)
     alone: list[torch.Tensor] = []
     for row in mine:
