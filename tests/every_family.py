@@ -21,6 +21,9 @@ from pipeline.models.small_copy import small_copy, small_settings
 
 ALL = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
+LISTED = (5, 23)
+"""The `transformers` that docs/models.md lists, which `requirements.lock` has."""
+
 LAYERS = 4
 _OF_THE_CLASS = {"model_type", "transformers_version", "architectures"}
 NAMES_OF_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")

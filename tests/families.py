@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,6 +18,8 @@ from transformers import (
 )
 
 from pipeline.data.examples import Encoded
+
+TRANSFORMERS = tuple(int(each) for each in transformers.__version__.split(".")[:2])
 
 VOCAB = 101
 WINDOW = 4
@@ -46,7 +49,7 @@ RAGGED_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**_GROUPED, "head_dim": 8},
     "phi": _LLAMA,
 }
-"""Model types whose attention takes concatenated sequences."""
+"""Model types whose attention takes concatenated sequences, in all versions of `transformers`."""
 
 PADDED_FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {
@@ -68,7 +71,7 @@ PADDED_FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "gemma2": {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW},
 }
-"""Model types that are padded instead, with attention of their own."""
+"""Model types that are padded instead, with attention of their own; GPT-J's from 5.24 on is not."""
 
 FAMILIES = {**RAGGED_FAMILIES, **PADDED_FAMILIES}
 
@@ -99,6 +102,19 @@ SCALED: dict[str, dict[str, Any]] = {
     "granite": {**_GROUPED, "logits_scaling": 8.0},
 }
 """Model types whose logits are more than the product with their output matrix; so are gemma2's."""
+
+
+def looks_ahead(model: PreTrainedModel) -> bool:
+    """Whether what a model says of a token depends on one behind it.
+
+    In some versions of `transformers` the code of a family that is trained to generate does.
+    """
+    ids = torch.randint(4, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids[1] = ids[0]
+    ids[1, -2] ^= 1
+    with torch.no_grad():
+        one, other = model(input_ids=ids).logits[:, :-2]
+    return (one - other).abs().max().item() > 1e-3
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:

@@ -286,10 +286,7 @@ def measure_pass(
         beside: weights that are no parameters; gradients of these are counted.
     """
     params = [param for param in model.parameters() if param.requires_grad and trains]
-    for param in params:
-        dtype = param.dtype if narrow else torch.float32
-        param.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
-        param.grad = torch.empty_like(param, dtype=dtype)
+    _give_buffers(params, narrow=narrow)
     kept = head = 0
     with profiled(model, on_cpu=on_cpu) as profiler, torch.set_grad_enabled(trains):
         profiler.ignore(beside)
@@ -324,6 +321,14 @@ def measure_pass(
     blocks = [peak for index, peak in enumerate(profiler.peaks) if index != head]
     tail = profiler.peaks[-1] if trains else 0
     return PassBytes(kept, max(blocks), profiler.peaks[head], tail, waits)
+
+
+def _give_buffers(params: Iterable[nn.Parameter], *, narrow: bool) -> None:
+    """Have buffers that gradients are added to."""
+    for param in params:
+        dtype = param.dtype if narrow else torch.float32
+        param.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
+        param.grad = torch.empty_like(param, dtype=dtype)
 
 
 def _on_the_way_back(profiler: ActivationProfiler) -> Callable[..., None]:

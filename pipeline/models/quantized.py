@@ -22,8 +22,8 @@ from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.tensor_parts import Part, part_of
 from pipeline.engine.units import ROOT, find_units
 from pipeline.errors import ConfigError
-from pipeline.models.block_codes import Form, Vector, pack, parts_of, unpack
-from pipeline.models.code_parts import CodePart
+from pipeline.models.block_codes import Form, Vector, pack, parts_of, scales_of
+from pipeline.models.code_parts import CodePart, decoded
 from pipeline.models.cut_parameters import replace_by_part
 from pipeline.parallel.shards import ShardSpec
 
@@ -108,12 +108,15 @@ class QuantizedLinear(nn.Module):
         self._own, self.shape = own, own.shape
 
     @torch.no_grad()
-    def dequantized(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
-        """The weight, computed in fp32 and rounded once to `dtype`."""
+    def dequantized(
+        self, dtype: torch.dtype = torch.float32, piece: ShardSpec | None = None
+    ) -> Float[Tensor, "rows columns"]:
+        """The weight, or a piece of it, computed in fp32 and rounded once to `dtype`."""
         packed = {name: self.get_parameter(name) for name in parts_of(self.form)}
         if self._own is not None:
-            return self._own.unpack(packed, dtype)
-        return unpack(packed, self.shape, self.form, dtype)
+            return self._own.unpack(packed, dtype, piece)
+        scales = scales_of(packed, self.form)
+        return decoded(packed["codes"], scales, self.shape, self.form, dtype, piece)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """The product of the layer that it stands for, bit for bit."""
@@ -125,8 +128,7 @@ class QuantizedLinear(nn.Module):
 
     def weight_of(self, piece: ShardSpec | None) -> Float[Tensor, "rows columns"]:
         """Some of this process's weight, lying as a weight of its own; None is all."""
-        weight = self.dequantized(self.dtype)
-        return weight if piece is None else piece.of(weight).contiguous()
+        return self.dequantized(self.dtype, piece)
 
     def extra_repr(self) -> str:
         """As `nn.Linear` describes itself, and the form."""

@@ -174,12 +174,10 @@ def test_what_cannot_be_divided_is_one_sentence(
 
 
 def test_a_family_without_a_plan_is_named() -> None:
-    config = AutoConfig.for_model(
-        "codegen", n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=101
-    )
+    config = AutoConfig.for_model("ctrl", n_embd=32, n_layer=1, n_head=4, dff=48, vocab_size=101)
     model = AutoModelForCausalLM.from_config(config)
 
-    with pytest.raises(ConfigError, match="no plan to divide codegen; set it to 1"):
+    with pytest.raises(ConfigError, match="no plan to divide ctrl; set it to 1"):
         Sharding(model, Group(0, (0, 1)))
     assert Sharding(model, Group()).styles == {}
 

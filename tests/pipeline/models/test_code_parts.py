@@ -10,6 +10,7 @@ from pipeline.engine.stored import StoredParameter, copy_elements, stored_like
 from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.errors import ConfigError
 from pipeline.models.block_codes import GROUP, Form, parts_of
+from pipeline.models.code_parts import codes_of_piece, decoded
 from pipeline.models.quantized import QuantizedLinear
 from pipeline.parallel.shards import Shard, ShardSpec
 
@@ -215,3 +216,48 @@ def test_what_can_not_be_cut_is_refused_in_a_sentence() -> None:
     odd = linear((64, 6), FORMS[2])
     odd.cut(parts((64, 6), 1, (((0, 3),), ((3, 6),)))[1], name="it")
     assert torch.equal(odd.dequantized(), linear((64, 6), FORMS[2]).dequantized()[:, 3:])
+
+
+def pieces(part: tuple[int, ...], dim: int) -> list[ShardSpec]:
+    """Halves, thirds and two of four quarters of a part of a weight."""
+    found: list[ShardSpec] = []
+    for count in (2, 3):
+        share, left = divmod(part[dim], count)
+        if not left:
+            found += [ShardSpec(dim, (Shard(n * share, (n + 1) * share),)) for n in range(count)]
+    half = part[dim] // 4
+    return [*found, ShardSpec(dim, (Shard(0, half), Shard(2 * half, 3 * half)))]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", CUTS)
+def test_a_piece_of_a_part_is_decoded_from_its_own_codes_to_the_same_bits(
+    name: str, form: Form
+) -> None:
+    shape, dim, borders, _ = CUTS[name]
+    layer = linear(shape, form)
+    layer.cut(parts(shape, dim, borders)[-1], name="weight")
+    whole = layer.weight_of(None)
+
+    for each in pieces(layer.shape, dim):
+        found = layer.weight_of(each)
+        assert torch.equal(found, each.of(whole))
+        assert found.is_contiguous()
+
+
+def test_of_a_piece_no_other_codes_are_read() -> None:
+    """Of 8 x 64 weights columns 16 to 32 of four; not where two weights of them share a byte."""
+    packed = vectors(linear((8, 64), FORMS[0]))
+    codes, scales, shape = packed["codes"], packed["scales"], torch.Size((8, 64))
+
+    found = codes_of_piece(codes, scales, shape, FORMS[0], ShardSpec(1, (Shard(16, 32),)))
+
+    assert found is not None
+    assert torch.equal(found[0].view(8, 8), codes.view(8, 32)[:, 8:16])
+    assert torch.equal(found[1], scales)
+    odd = ShardSpec(1, (Shard(15, 32),))
+    assert codes_of_piece(codes, scales, shape, FORMS[0], odd) is None
+    assert torch.equal(
+        decoded(codes, scales, shape, FORMS[0], torch.float32, odd),
+        decoded(codes, scales, shape, FORMS[0], torch.float32)[:, 15:32],
+    )
