@@ -17,7 +17,7 @@ ELO = 400 / math.log(10)
 """Points of a strength of 1: ten times the odds are 400 points, as in chess."""
 
 DRAWS = 1000
-"""Of the bootstrap."""
+"""Samples of the prompts that the bootstrap draws."""
 
 
 @dataclass(frozen=True)

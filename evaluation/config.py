@@ -20,7 +20,7 @@ class EvaluationConfig:
     """Of a run's output directory the model of this method: ppo, grpo, ..."""
 
     tasks: tuple[str, ...] = ()
-    """gsm8k, ifeval, embedded, arithmetic."""
+    """Tasks to ask, by name: gsm8k, ifeval, embedded, arithmetic."""
 
     data: tuple[str, ...] = ()
     """Rows of a task, as gsm8k=FILE_OR_NAME; of a set with a test split that split is asked."""
@@ -32,7 +32,8 @@ class EvaluationConfig:
     """Responses to each question; null takes the largest k."""
 
     temperature: float | None = None
-    """Of sampling; null takes 0, the likeliest token, for one response and 1 for several."""
+    """Temperature of sampling; null takes 0, the likeliest token, for one response and 1 for
+    several."""
 
     top_p: float = 1.0
     """Sample from the likeliest tokens that together have this probability."""

@@ -48,10 +48,10 @@ class Task:
     """Raises DataError where a row lacks what it needs."""
 
     grade: Callable[[Question, str], Grades]
-    """Of one response. The metrics are the same for all questions."""
+    """Grades one response. The metrics are the same for all questions."""
 
     max_new_tokens: int
-    """Of a response, where the settings name no other number."""
+    """Tokens of the longest response, where the settings name no other number."""
 
     needs_path: bool = False
     """Whether it has no rows of its own."""

@@ -14,7 +14,7 @@ from pipeline.models.load import load_for_inference
 from pipeline.parallel.device import local_device
 
 MAX_NEW_TOKENS = 256
-"""Of a generation whose settings don't say."""
+"""Longest response, in tokens, to a request of the harness that sets none."""
 
 
 class TextModel:

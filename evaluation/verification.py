@@ -30,7 +30,7 @@ class Talk:
     """The actor's responses to the prompts written by hand, sampled as chat.py samples."""
 
     held_out: HeldOutPrompts
-    """Each prompt `TRIES` times."""
+    """The prompts written by hand, each of them `TRIES` times."""
 
     responses: list[ScoredResponse]
 

@@ -30,7 +30,7 @@ class WinrateConfig:
     """Prompts, from the first; null is all."""
 
     temperature: float = 0.0
-    """Of sampling; 0 takes the likeliest token."""
+    """Temperature of sampling; 0 takes the likeliest token."""
 
     max_new_tokens: int = 512
     """Longest response, in tokens."""
@@ -39,10 +39,10 @@ class WinrateConfig:
     """Responses in a batch; changes none of them."""
 
     seed: int = 0
-    """Of sampling and of the bootstrap."""
+    """Seed of sampling, and of the bootstrap of the intervals."""
 
     timeout_seconds: float = 60.0
-    """Time of one call or request."""
+    """Seconds that one call of a program, or one request, may take."""
 
     workers: int = 2
     """Processes in which programs run."""

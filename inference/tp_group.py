@@ -17,12 +17,12 @@ from pipeline.parallel.sums import tree_sum
 from pipeline.position import HERE
 
 _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
-"""Attributes of a model that is divided."""
+"""Attributes that a divided model has: its group, and its heads of keys and values."""
 
 _SHARING = "same_prompts_group"
 """Attribute of a model that others with the same prompts have too."""
 _OF_SHARDING = "is_of_sharding"
-"""Attribute of a hook."""
+"""Attribute that marks a hook which sharding has put on a module."""
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
 

@@ -102,3 +102,17 @@ def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
     """Raise `ConfigError(sentence)` unless `condition` holds."""
     if not condition:
         raise ConfigError(sentence)
+
+
+def raise_all(errors: Iterable[ConfigError]) -> None:
+    """Raise the only error, or all of them as one; nothing where there is none.
+
+    Raises:
+        ConfigError: one thing is wrong.
+        UserErrors: several are.
+    """
+    found = list(errors)
+    if len(found) > 1:
+        raise UserErrors(list(map(str, found)))
+    for error in found:
+        raise error

@@ -84,7 +84,7 @@ class Outcome:
     perplexity: float
 
     step: int
-    """After which they were so."""
+    """The optimizer step after which the weights were these."""
 
     is_last: bool
     """Whether they are those of the last evaluation."""

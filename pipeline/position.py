@@ -25,7 +25,7 @@ class Collective(NamedTuple):
     unit: str = ""
     num_bytes: int = 0
     fingerprint: int = 0
-    """Of all collectives so far, this one included, in their order."""
+    """Fingerprint of all collectives so far, this one included, in their order."""
 
     def __str__(self) -> str:
         name = f"{self.kind} of {self.unit}" if self.unit else self.kind
@@ -105,4 +105,4 @@ class Position:
 
 
 HERE = Position()
-"""Of this process, which is at one place at a time."""
+"""The position of this process, which is at one place at a time."""

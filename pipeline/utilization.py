@@ -39,7 +39,7 @@ class Peak:
     """Operations a second that processors do at most."""
 
     flops: float
-    """Of one process's device, or of all of them, 1/s."""
+    """Operations per second of one process's device, or of all of them."""
 
     basis: str
     """Where the figure comes from."""

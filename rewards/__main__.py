@@ -44,10 +44,10 @@ class VerifyConfig:
     """Rows to read, from the first."""
 
     timeout_seconds: float = 10.0
-    """Time of one call."""
+    """Seconds that one call of a source may take; a longer one has failed."""
 
     workers: int = 2
-    """Processes that compute."""
+    """Processes in which programs compute rewards."""
 
     cache_dir: Path | None = None
     """Where answers of endpoints are kept."""

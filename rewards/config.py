@@ -40,7 +40,7 @@ Pool = Literal["mean", "uwo", "min"]
 """How the scores of several reward models become one."""
 
 SCALE = (0.0, 10.0)
-"""Of judges, where the settings name no other."""
+"""The lowest and highest score a judge may give, where the settings name no other."""
 
 _USED_BY: dict[str, set[str]] = {
     "path": {"model", "function", "json_schema", "remote", "judge", "generative"},

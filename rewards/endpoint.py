@@ -22,10 +22,10 @@ FIRST_PAUSE = 0.5
 """Seconds before the second attempt."""
 
 LONGEST_PAUSE = 30.0
-"""The server's Retry-After is followed up to this."""
+"""Seconds: a server's Retry-After is followed up to this."""
 
 LARGEST_ANSWER = 16 << 20
-"""Bytes."""
+"""Bytes of a server's answer that are read at most."""
 
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
 

@@ -42,7 +42,7 @@ class Collected:
     """The reply to it."""
 
     outcomes: list[list[Outcome]]
-    """By source, the episodes in the order of their submission."""
+    """For each source, its outcome of each episode, in the order of submission."""
 
     seconds: list[float]
     """By source, the time of its calls."""

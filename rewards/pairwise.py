@@ -38,7 +38,7 @@ within the responses.
 Answer with JSON alone: {{"better": "first"}}, {{"better": "second"}} or {{"better": "tie"}}."""
 
 POINTS = {"first": 1.0, "second": 0.0, "tie": 0.5}
-"""Of the first response."""
+"""Points of the first response, by the judge's verdict."""
 
 
 @dataclass(frozen=True)

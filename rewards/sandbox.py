@@ -30,7 +30,7 @@ PROCESSES = 16
 
 DISK_MB = 64
 OUTPUT_BYTES = 1 << 20
-"""Of output; a program that writes more is ended."""
+"""Bytes of output that are kept; a program that writes more is ended."""
 
 _PLACES = ("/mnt", "/srv", "/media", "/tmp")
 _READABLE = (

@@ -43,7 +43,7 @@ class SelectConfig:
     """Prompts, from the first; null is all."""
 
     temperature: float = 1.0
-    """Of sampling."""
+    """Temperature of sampling, above 0."""
 
     top_p: float = 1.0
     """Sample from the likeliest tokens that together have this probability."""
@@ -58,10 +58,10 @@ class SelectConfig:
     """The same seed draws the same answers."""
 
     timeout_seconds: float = 10.0
-    """Time of one call of a source."""
+    """Seconds that one call of a source may take; a longer one has failed."""
 
     workers: int = 2
-    """Processes that compute rewards."""
+    """Processes in which programs compute rewards."""
 
     max_failures: float = 0.1
     """Share of the answers on which a source may fail."""

@@ -35,13 +35,13 @@ class Source:
     function: FunctionFile | None = None
 
     text: str | None = None
-    """Of its schema or template."""
+    """Content of its schema's or template's file, where it has one."""
 
     cache_dir: Path | None = None
     """Where answers of endpoints are kept."""
 
     timeout_seconds: float = 10.0
-    """Of a call, and of a request."""
+    """Seconds that a call of a program, or a request, may take."""
 
     @property
     def name(self) -> str:

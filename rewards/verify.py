@@ -21,7 +21,7 @@ class Rows:
     """Rows with a response, as episodes."""
 
     episodes: list[Episode]
-    """Slots number them from 0."""
+    """The rows' own responses as episodes, whose slots number them from 0."""
 
     origins: list[str]
 

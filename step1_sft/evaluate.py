@@ -50,10 +50,10 @@ class CompareConfig:
     """Longest response, in tokens."""
 
     temperature: float = 0.0
-    """Of sampling; 0 takes the likeliest token."""
+    """Temperature of sampling; 0 takes the likeliest token."""
 
     seed: int = 0
-    """Of sampling."""
+    """Seed of sampling: the same seed draws the same responses."""
 
     out: Path | None = None
     """File for the comparison, .html or .json; null only prints it."""

@@ -50,7 +50,7 @@ class Labels:
     """Of the training rows' numbers, by which they are shifted and scaled."""
 
     tie_share: float = 0.0
-    """Of the training pairs."""
+    """Share of the training pairs that are ties, from 0 to 1."""
 
     @property
     def num_labels(self) -> int:

@@ -31,7 +31,7 @@ class LabelledRow:
     """The number of the class, or the number to be learned, shifted and scaled; 1 for a tie."""
 
     ranks: tuple[float, ...] = ()
-    """Of each sequence, 1 for the best."""
+    """The rank of each sequence, 1 for the best; empty unless the row is a ranked list."""
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +50,7 @@ class LabelledBatch:
     """Where in the batch each sequence of a row lies; 0 where it has fewer."""
 
     ranks: Float[Tensor, "B K"]
-    """Infinite where a row has fewer sequences."""
+    """The rank of each sequence, 1 for the best; infinite where a row has fewer."""
 
     targets: Float[Tensor, " B"]
 

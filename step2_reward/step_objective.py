@@ -52,7 +52,7 @@ class StepBatch:
 
     tokens: TokenBatch
     ends: Int[Tensor, " E"]
-    """In the batch, row after row."""
+    """Where in the batch each labelled step ends, row after row."""
     targets: Float[Tensor, " E"]
     weight: float
     """Of a step, so that all steps of all rows weigh as much as there are rows."""

@@ -56,7 +56,7 @@ class EpisodeResponse(Response):
 
     end: End = "environment"
     verdict: Verdict = field(default_factory=lambda: Verdict(Outcome()))
-    """What the environment's reward is."""
+    """What the environment's `reward` gave for the episode."""
 
     @property
     def num_turns(self) -> int:
@@ -111,16 +111,16 @@ class _Playing:
     """An episode under way."""
 
     index: int
-    """Place of its prompt."""
+    """Which of the given prompts it began from."""
 
     number: int
-    """Of its environment."""
+    """Number of its environment, which no other episode of the run has."""
 
     prompt: Prompt
     key: int
     episode: EpisodeResponse = field(default_factory=EpisodeResponse)
     limit: int = 0
-    """Tokens of the whole sequence."""
+    """Tokens that the whole sequence may have, the opening included."""
 
 
 def play(

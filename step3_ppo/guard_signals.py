@@ -11,7 +11,7 @@ OF_DIVERGENCE = ("score", "score_stderr", "gold", "gold_stderr")
 """Metrics whose course over some iterations is looked at: means and their standard errors."""
 
 LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tokens"}
-"""Of an episode, by the metric of the share that each ended."""
+"""The limits of an episode, by the metric that has the share of episodes each one ended."""
 
 
 @dataclass(frozen=True)

@@ -112,15 +112,15 @@ class Models:
     reward: RewardModel | None
     """None where programs alone reward the responses."""
     sources: RewardSources
-    """Those programs."""
+    """The programs that give rewards; none where the reward model is all."""
     hybrid_engine: HybridEngine
     """The actor, to generate with."""
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     policy_passes: Passes
-    """Over micro-batches, of the actor."""
+    """The actor's passes over micro-batches."""
     value_passes: Passes | None
-    """The same of the critic."""
+    """The critic's passes over micro-batches; None without a critic."""
 
     @property
     def trained(self) -> dict[str, Engine]:

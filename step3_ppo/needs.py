@@ -17,7 +17,7 @@ class Needs:
     """That advantages are shifted and scaled over the rollout, where `whiten_advantages` is on."""
 
     discount: bool = False
-    """`gamma`, of rewards that come later."""
+    """That later rewards are discounted by `gamma`."""
 
 
 ESTIMATOR_NEEDS = {

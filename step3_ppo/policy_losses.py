@@ -126,7 +126,7 @@ def with_bounded_weight(
 def unbounded(
     ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
 ) -> Bool[Tensor, " K"]:
-    """No token."""
+    """No token is clipped: the loss has no bounds."""
     del advantages, region
     return torch.zeros_like(ratio, dtype=torch.bool)
 
@@ -136,13 +136,13 @@ class PolicyLoss:
     """A ratio of new to old policy, and what it costs."""
 
     losses: Callable[..., Float[Tensor, " K"]]
-    """Of (ratio, logprobs, advantages, region)."""
+    """The loss of each token, of (ratio, logprobs, advantages, region)."""
 
     is_clipped: Callable[..., Bool[Tensor, " K"]]
     """The tokens that the metric `clip_fraction` counts; of (ratio, advantages, region)."""
 
     ratio: Callable[..., Float[Tensor, " K"]] = token_ratio
-    """Of (logprobs, old logprobs, mask)."""
+    """The probability ratio of each token, of (logprobs, old logprobs, mask)."""
 
 
 LOSSES: Mapping[str, PolicyLoss] = {

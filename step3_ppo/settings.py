@@ -21,7 +21,7 @@ from step3_ppo.needs import ESTIMATOR_NEEDS
 from step3_ppo.reward_settings import RewardSettings, without_reward_options
 
 LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
-"""Of whole weights, by default."""
+"""Default learning rates, where whole weights learn."""
 
 
 def adam(lr: float) -> OptimConfig:

@@ -108,7 +108,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Longest response to a held-out prompt, in tokens, its end-of-turn token included."""
 
     temperature: float = 1.0
-    """Of sampled answers to held-out prompts."""
+    """Temperature at which responses to held-out prompts are sampled."""
 
     eval_prompts: int = 128
     """Held-out prompts that are answered in evaluations during training; 0 answers none."""

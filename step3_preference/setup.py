@@ -32,7 +32,7 @@ class Setup:
     guards: Guards
 
     weights: tuple[float, float]
-    """Of good and of bad responses, in loss kto."""
+    """Weights of good and of bad responses in the loss kto; other losses ignore them."""
 
     @property
     def guarded(self) -> Guarded:

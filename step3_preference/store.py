@@ -150,7 +150,7 @@ def _report(name: str, fates: Counter[Fate], number: int, config: PreferenceConf
 
 
 def _left_out(fates: Counter[Fate]) -> str:
-    """How many rows are, and why."""
+    """How many rows are left out, and why, in words."""
     out = {
         "don't fit": fates["too long"],
         "have equal responses": fates["equal"],

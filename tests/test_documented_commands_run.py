@@ -53,7 +53,7 @@ ELSEWHERE = {
     "--ppo.advantage": "tests/step3_ppo/, and tests/test_steps_at_every_stage.py",
     "--zero-config ds_config.json": "tests/test_end_to_end.py, in a short form",
     "--lora 16": "tests/test_end_to_end.py, in a short form",
-    "python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m": "Hub",
+    "--actor-model facebook/opt-1.3b --reward-model facebook/opt-350m": "Hub",
     "--actor-zero-stage 3": "tests/test_steps_at_every_stage.py",
     "--config my.yaml": "tests/test_train_cli.py",
     "--replicas 2": "tests/test_steps_at_every_stage.py",

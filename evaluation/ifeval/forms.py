@@ -99,4 +99,4 @@ FORMS = {
     "startend:end_checker": Instruction(_ends, {"end_phrase": str}),
     "startend:quotation": Instruction(_quoted),
 }
-"""By the names of the public rows."""
+"""The instructions on form, by their names in the public rows."""

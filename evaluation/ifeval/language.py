@@ -60,4 +60,4 @@ def _follows(text: str, arguments: Arguments) -> bool:
 LANGUAGE = {
     "language:response_language": Instruction(_follows, one_of={"language": tuple(SCRIPTS)})
 }
-"""By the name of the public rows."""
+"""The instruction on language, by its name in the public rows."""

@@ -76,4 +76,4 @@ LENGTHS = {
         _first_word, {"num_paragraphs": NUMBER, "nth_paragraph": NUMBER, "first_word": str}
     ),
 }
-"""By the names of the public rows."""
+"""The instructions on length, by their names in the public rows."""

@@ -52,4 +52,4 @@ WORDS = {
     "change_case:english_lowercase": Instruction(lambda text, _: text.islower()),
     "punctuation:no_comma": Instruction(lambda text, _: "," not in text),
 }
-"""By the names of the public rows."""
+"""The instructions on words, by their names in the public rows."""

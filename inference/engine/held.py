@@ -20,13 +20,13 @@ class Slot:
     """A place in the cache, and what is at its beginning."""
 
     ticket: Ticket | None = None
-    """Whose it is now; None is nobody's."""
+    """The request whose response runs in it; None where the place is free."""
 
     tokens: Int[np.ndarray, " P"] = field(default_factory=lambda: as_array(()))
     """A sequence of which keys and values are there: of a running one its prompt."""
 
     stored: int = 0
-    """Of how many of the tokens."""
+    """How many of `tokens`, from the first, have keys and values there."""
 
     sharers: Hashable = None
     """Who may use them (`Request.sharers`)."""
@@ -53,7 +53,7 @@ class Slot:
         self.stored, self.sharers = stored, ticket.request.sharers
 
     def common(self, sharers: Hashable, tokens: Int[np.ndarray, " P"]) -> int:
-        """With how many of its tokens a sequence begins."""
+        """How many stored tokens `tokens` begins with; 0 for requests that don't share with it."""
         if sharers != self.sharers:
             return 0
         return common_prefix(self.tokens[: self.stored], tokens)

@@ -52,7 +52,7 @@ class PaddedRows:
 
     @property
     def has_ready(self) -> bool:
-        """Never: each prompt is read."""
+        """Never true: no prompt's keys and values are kept, so each one is read."""
         return False
 
     @property
@@ -61,14 +61,14 @@ class PaddedRows:
         return len(self._next)
 
     def fits_step(self, chunk: int) -> bool:  # noqa: ARG002
-        """Never: prompts wait for the batch to end."""
+        """Never true: prompts wait for the batch to end."""
         return False
 
     def free(self, tickets: Sequence[Ticket]) -> None:
         """Nothing: their rows leave the batch, or it ends."""
 
     def take(self, waiting: Waiting) -> None:
-        """The shortest of the oldest, if no batch runs."""
+        """Begin a batch with the shortest of the oldest prompts, if none runs."""
         if self.running:
             return
         self._among = min(self._among or SORTED * self._batch_size, len(waiting))

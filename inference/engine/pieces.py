@@ -134,7 +134,7 @@ def _attend(
 
 
 StepLayout = NextToken | NextTokenAndPieces
-"""What the rows of a decoding step see."""
+"""Which tokens a step computes: the next of each sequence, and maybe pieces of prompts."""
 
 
 def share_out(left: Sequence[int], most: int) -> list[int]:

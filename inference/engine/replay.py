@@ -95,7 +95,7 @@ class ReplayedRows(ABC):
 
     @abstractmethod
     def _take(self, columns: Sequence[Column], layout: StepLayout) -> None:
-        """Have the next pass read these."""
+        """Copy what the next pass reads into the tensors that a repetition reads from."""
 
     @abstractmethod
     def _by_modules(self) -> Float[Tensor, "N V"]:

@@ -52,7 +52,7 @@ class Finished:
     """A response that has ended."""
 
     index: int
-    """Place of its prompt among those given."""
+    """Which of the given prompts it answers, counted from 0."""
 
     prompt: tuple[int, ...]
     response: Response
@@ -96,7 +96,7 @@ class Request:
 
 
 def as_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
-    """Tokens that are compared fast."""
+    """The tokens as an array, in which sequences are compared fast."""
     return np.array(tokens, dtype=np.int32)
 
 
@@ -185,12 +185,12 @@ class Waiting:
         return ticket in self._tickets
 
     def add(self, ticket: Ticket) -> None:
-        """Come last."""
+        """Put a ticket at the end of the line."""
         self._tickets[ticket] = None
         self._prompts[ticket.identity] += 1
 
     def remove(self, ticket: Ticket) -> None:
-        """Leave, from wherever it is."""
+        """Take a ticket out of the line, wherever it stands."""
         del self._tickets[ticket]
         prompt = ticket.identity
         self._prompts[prompt] -= 1

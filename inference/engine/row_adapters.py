@@ -88,7 +88,7 @@ class AdaptedLayer(nn.Module):
         self.register_buffer("b", self._beside([each.b.T for each in parts]), persistent=False)
 
     def _beside(self, rows: Sequence[Float[Tensor, "_ _"]]) -> Float[Tensor, "R _"]:
-        """All of them, filled up with zeros."""
+        """The rows below one another, filled up with zeros to the table's width."""
         missing = self.table.shape[1] - sum(map(len, rows))
         return torch.cat([*rows, rows[0].new_zeros(missing, rows[0].shape[1])])
 
@@ -99,7 +99,7 @@ class AdaptedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The base's: a model may ask for its format."""
+        """The base layer's weight: a model may ask for its format."""
         return self.base.weight  # pyright: ignore[reportReturnType]
 
     def forward(self, x: Float[Tensor, "*B N I"]) -> Float[Tensor, "*B N O"]:

@@ -39,11 +39,11 @@ class Reading:
     """Who waits for it; their prompts are equal."""
 
     slot: Slot
-    """That of one of them, which it is read into."""
+    """The place in the cache that the prompt is read into, of one of the tickets."""
 
     @property
     def identity(self) -> Hashable:
-        """What it has in common with others that may use it."""
+        """The prompt and its sharers: requests with an equal one wait for the same reading."""
         return self.tickets[0].identity
 
     @property

@@ -38,7 +38,7 @@ class Call:
     """One operator, with the tensors that it read and made."""
 
     operator: Any
-    """Of PyTorch; None for what was computed outside."""
+    """PyTorch's operator; None for what was computed outside of it."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Without namespace and overload."""
+        """The operator's name without namespace and overload."""
         return self.operator.overloadpacket.__name__ if self.operator else "outside"
 
     def read(self) -> Iterator[Tensor]:
@@ -73,7 +73,7 @@ class Call:
 
 
 Substitute = Callable[[Call], Replay | None]
-"""Another way to do a call, or None."""
+"""Gives another way to compute a recorded call, or None where there is none."""
 
 
 class NoNumbers(TorchFunctionMode):

@@ -20,7 +20,7 @@ QUIET = 15.0
 """Seconds without anything to read, after which a stream is given a sign of life."""
 
 QUEUED_TOKENS = 2**22
-"""Of prompts that are in the server at once."""
+"""Tokens of all prompts that are in the server at once, at most."""
 
 
 class Broker:

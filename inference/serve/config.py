@@ -78,10 +78,10 @@ class ServeConfig:
     """Requests that wait for a slot; further ones are refused with 429."""
 
     queue_seconds: float = 60.0
-    """Longest wait for a slot."""
+    """Seconds that a request waits for a slot at most."""
 
     request_seconds: float = 600.0
-    """Longest time of a request."""
+    """Seconds that a request takes at most."""
 
     idle_seconds: float = 30.0
     """How long a client may leave its stream unread, or a request unfinished."""

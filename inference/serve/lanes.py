@@ -22,7 +22,7 @@ class Lane:
     """A batch, which one model generates in or several names do."""
 
     name: str
-    """Of the model whose slots they are."""
+    """Name of the model whose slots the batch fills."""
     batch: OpenBatch
     num_slots: int
     context: int

@@ -32,7 +32,7 @@ MOST_SLOTS = 32
 
 @dataclass(frozen=True)
 class Room:
-    """What a model is given."""
+    """Memory that a model is given: its weights, and slots of keys and values."""
 
     weight_bytes: int
     slots: int
@@ -43,7 +43,7 @@ class Room:
 
     @property
     def words(self) -> str:
-        """A line for the start."""
+        """The room in words, for the line that the server logs when it starts."""
         if self.slots_of is not None:
             return f"{in_words(self.weight_bytes)[0]} of weights, in the slots of {self.slots_of}"
         weights, cache = in_words(self.weight_bytes), in_words(self.cache_bytes)

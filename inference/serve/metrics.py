@@ -61,7 +61,7 @@ class Metrics:
         memory.set_function(lambda: psutil.Process().memory_info().rss)
 
     def serves(self, model: str, slots: int) -> None:
-        """A model is there."""
+        """Count a model's slots: it is served from now on."""
         self._slots.labels(model).set(slots)
 
     def running(self, rows: Mapping[str, int], waiting: Mapping[str, int]) -> None:

@@ -23,16 +23,16 @@ class ModelPath:
     path: str
 
     seed: int = 0
-    """That an embedded base model is drawn from."""
+    """Seed that the weights of an embedded base model are drawn from."""
 
     format_of: str | None = None
     """Model whose chat template one without its own takes."""
 
     adapter: Path | None = None
-    """Of an adapter over the model, its directory."""
+    """Directory of an adapter over the model; None for the model alone."""
 
     base: str | None = None
-    """Of an adapter, the name of the model."""
+    """Name of the model under the adapter; None without one."""
 
 
 def paths_to_serve(config: ServeConfig) -> list[ModelPath]:

@@ -16,7 +16,7 @@ LARGEST_MULTIPLE = 10_000
 
 
 class Grammar(NamedTuple):
-    """A form in words."""
+    """The form that a response must have, as a text in one of three languages."""
 
     kind: Literal["schema", "regex", "lark"]
     text: str
@@ -56,7 +56,7 @@ class ResponseFormat(BaseModel):
 
 
 class FormFields(BaseModel):
-    """The fields that say it."""
+    """The fields of a request that say which form a response has."""
 
     response_format: ResponseFormat | None = None
     regex: str | None = Field(default=None, max_length=LONGEST_REGEX)
@@ -74,7 +74,7 @@ class FormFields(BaseModel):
 
     @model_validator(mode="after")
     def check_form(self) -> "FormFields":
-        """One form at most."""
+        """Refuse a request that asks for two forms."""
         if self.regex and self.response_format and self.response_format.type != "text":
             raise ValueError("regex and response_format exclude each other")
         return self
@@ -88,7 +88,7 @@ def common_multiple(schema: object) -> int:
 
 
 def _steps(schema: object) -> Iterator[int | float]:
-    """What stands as `multipleOf`, wherever it is."""
+    """The value of each `multipleOf` anywhere in a schema."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()

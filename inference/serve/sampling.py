@@ -19,7 +19,7 @@ MOST_ROWS = 1024
 
 
 def seed_of(request: SamplingFields) -> int:
-    """The request's, or a random one, which the response names."""
+    """The request's seed, or a random one; the response names it."""
     return secrets.randbelow(2**31) if request.seed is None else request.seed
 
 

@@ -74,12 +74,12 @@ class ImpatientProtocol(H11Protocol):
                 timer.cancel()
 
     def pause_writing(self) -> None:
-        """Much is unread."""
+        """The client leaves much unread: cut it off unless it reads on in time."""
         super().pause_writing()
         self._unread = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It is read."""
+        """The client has read on."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

@@ -26,7 +26,7 @@ class ToolFormat:
     """Before a call, or before the list of all; nothing where a text begins with a call."""
 
     end: str
-    """After a call."""
+    """What follows a call, or the list of all."""
 
     arguments: str = "arguments"
     """The field that has them."""

@@ -16,7 +16,7 @@ from pipeline.report.guards import GuardEvent, event_of
 from pipeline.report.results import StepResult, finite, mapping
 
 POINTS = 400
-"""Of a curve that is drawn: more are not seen."""
+"""Points of a drawn curve at most: more are not seen."""
 
 MOST_LINES = 20_000
 """Of those that are new at once, evenly chosen where there are more: curves have fewer points."""
@@ -30,7 +30,7 @@ MOST_EVENTS = 20
 """Sentences of guards that are shown, the newest ones."""
 
 LEAST_SECONDS = 30.0
-"""Within which no run is called so."""
+"""Seconds after a line within which no run is called stalled."""
 
 
 class MetricsTail:

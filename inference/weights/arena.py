@@ -16,7 +16,7 @@ ALIGNMENT = 64
 """Bytes: each tensor begins at a cache line."""
 
 BLOCK_BYTES = 128 * 2**20
-"""Of a block at most, unless one tensor alone has more."""
+"""Bytes of a block at most, unless one tensor alone has more."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 
 BITS = 52
-"""Of a hash: as many as a JSON number keeps in every language."""
+"""Bits of a hash: as many as a JSON number keeps in every language."""
 
 WORD = 8
 """Bytes of a word."""

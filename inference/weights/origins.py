@@ -23,10 +23,10 @@ class Origin:
     """What a weight is made of."""
 
     key: object
-    """The same for the names of a tied weight, and for no other."""
+    """Equal for the several names of a tied weight, different for all other weights."""
 
     whole: torch.Size
-    """Shape of all of it."""
+    """Shape of the whole weight, of which this process may train a part."""
 
     dtype: torch.dtype
     """Its number format."""

@@ -39,7 +39,7 @@ class Slot:
     """Place among all of them, the same on all processes."""
 
     name: str
-    """Of the first place."""
+    """The weight's name; of a tied one the first."""
 
     origin: Origin
 
@@ -79,7 +79,7 @@ class InPlace:
         self._model = model
 
     def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
-        """All of them at once."""
+        """All parameters as one unit: a model that is not sharded has nothing to gather."""
         yield list(self._model.parameters())
 
 
@@ -200,7 +200,7 @@ class Replica:
             self._announce([])
 
     def _receive(self, stage: int) -> None:
-        """What another stage trains, as it comes to it."""
+        """Receive the weights that another stage trains, in the order in which it sends them."""
         while numbers := self._announced(stage):
             for slot in (self.slots[number] for number in numbers):
                 memory, origin = self._memory(slot), slot.origin
@@ -253,7 +253,7 @@ class Replica:
         return hash_of_sums([slot.name for slot in self.slots], sum_(sums, self.tp_group))
 
     def _sum(self, slot: Slot, weight: Tensor) -> Int64[Tensor, ""]:
-        """The sum of the bits that no peer before this one has."""
+        """Sum over this process's part of a weight, without what an earlier peer has too."""
         if slot.spec is not None:
             parts = slot.spec.first_held(weight)
         else:

@@ -33,10 +33,10 @@ class Point:
     """Of each measured optimizer step, over all processes."""
 
     memory_gb: float | None = None
-    """Of the process that held most."""
+    """Memory of the process that held most, in GB; None where it was not measured."""
 
     seconds: float = 0.0
-    """That the trial took, with its start."""
+    """Seconds that the trial took, with its start."""
 
     message: str = ""
     """The last line it wrote, where it measured nothing."""

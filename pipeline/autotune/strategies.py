@@ -14,7 +14,7 @@ from pipeline.autotune.space import Candidate, Space
 Strategy = Literal["model", "grid", "random"]
 
 MOST_TRIALS = 24
-"""Of a step, unless another number is given."""
+"""Trials of a step at most, unless another number is given."""
 
 
 def next_candidate(

@@ -35,7 +35,7 @@ LEAST_NOISE = 0.01
 """Standard deviation of a measurement, in log seconds, however little its steps differ."""
 
 RECOMPUTING = math.log(4 / 3)
-"""Its cost, known beforehand."""
+"""Log of the cost of recomputing activations, known beforehand: a third more operations."""
 
 KNOWN = 0.25
 """Variance of the effect of recomputing, which is about what is known, against that of others."""

@@ -30,7 +30,7 @@ class Timing:
     """Forward and backward, with the gradients of the weights."""
 
     narrow: bool
-    """In bf16."""
+    """Whether it computes in bf16, else in fp32."""
 
 
 @functools.cache

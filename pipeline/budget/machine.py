@@ -46,10 +46,10 @@ class Machine:
     """One machine of a job; all of a job are alike."""
 
     processes: int
-    """Of a step on it, one for each GPU; on the fullest one."""
+    """Processes of a step on the machine that has most of them; with GPUs one for each."""
 
     world: int
-    """Of a step on all machines."""
+    """Processes of a step on all machines."""
 
     gpu_bytes: int | None
     """Memory of each GPU; None is not known, or computes on the processor, in main memory."""

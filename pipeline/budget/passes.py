@@ -44,7 +44,7 @@ class Rows:
     count: int
     length: int
     targets: int
-    """Of each."""
+    """Target tokens of each sequence."""
 
     def batch(self) -> TokenBatch:
         """The rows as the models get them."""

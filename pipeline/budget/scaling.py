@@ -38,7 +38,7 @@ class ScalingConfig:
     """GPUs in all; machines have 8."""
 
     card: str = "H100-80GB"
-    """What they are, as --plan-for of train.py names them."""
+    """Kind of the GPUs, by the names that --plan-for of train.py takes."""
 
     stages: tuple[Stage, ...] = (0, 1, 2, 3)
     """ZeRO stages."""

@@ -34,7 +34,7 @@ LAUNCH = 1e-3
 """Seconds that one block takes on a GPU at least: the host launches its hundred operations."""
 
 WIDEST, MOST_TOKENS = 2048, 512
-"""Of the block that is measured; what is larger is scaled."""
+"""Hidden size and tokens of the block that is measured; what is larger is scaled."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Part:
     whole: CountedModel
 
     own: CountedModel
-    """Without what other stages have."""
+    """The model without what other stages have."""
 
     stage: Stage
 

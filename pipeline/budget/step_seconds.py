@@ -54,7 +54,7 @@ OPTIMIZER = 28
 and two moments, of which all but the gradient are written, in fp32."""
 
 HOST = 20.0
-"""GB/s of main memory for each process."""
+"""Assumed bandwidth of main memory for each process, in GB/s."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Links:
     """Seconds that a block takes at least in a forward pass."""
 
     saturated: int = 0
-    """As `SATURATED`."""
+    """Tokens of a pass at which the device is half busy (`SATURATED`); 0 is busy with any."""
 
     hides: float = 0.0
-    """As `HIDDEN`."""
+    """Share of the computation beside which what is sent takes no time (`HIDDEN`)."""
 
     bus: float = 1e9 * BUS
     """Bytes between a GPU and main memory."""

@@ -21,7 +21,7 @@ from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
 
 MOST = 1024
-"""GPUs that are tried."""
+"""GPUs that a fix may ask for, at most."""
 
 Count = Callable[[StepConfig, Machine], StepMemory]
 """What the step takes with other settings, or on other machines."""

@@ -7,7 +7,7 @@ from pipeline.budget.machine import GIB, MIB, Machine
 from pipeline.budget.table import KINDS, Place, StepMemory
 
 LEFT_OUT = {"compare": "the comparison with the base model"}
-"""What a phase is for that may be."""
+"""What the phases that may be left out are for, by name."""
 
 PLACES: dict[Place, str] = {"host": "in main memory", "disk": "on the disk"}
 

@@ -32,7 +32,7 @@ NOT_ELEMENT_WISE = {
     "OneBitAdam": "it compresses what processes exchange",
     "ZeroOneAdam": "it compresses what processes exchange",
 }
-"""Why not, by name."""
+"""Classes that are refused, by name, and why."""
 
 OWN_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 

@@ -17,7 +17,7 @@ RANGES: dict[str, Callable[[float], bool]] = {
     "between 0 and 1": lambda value: 0 <= value <= 1,
     "at least 0 and below 1": lambda value: 0 <= value < 1,
 }
-"""By the words that annotate a parameter."""
+"""Whether a value lies in a range, by the words that annotate a parameter with it."""
 
 
 def check_schedule_params(schedule: str, given: Mapping[str, Any]) -> None:

@@ -110,12 +110,12 @@ class RowCounts:
     """The rows of a step that learns from a corpus, before it begins."""
 
     train: int = 0
-    """Of a pass over the corpus."""
+    """Training rows of one pass over the corpus."""
 
     held_out: int = 0
 
     tokens: float = 0.0
-    """Of a row."""
+    """Mean number of tokens of a row."""
 
     notes: tuple[str, ...] = ()
     """What a user may want to know of the files."""

@@ -19,7 +19,7 @@ LOOKED_AT = 2048
 """Rows that are encoded to count; of more, the first that many, which come in random order."""
 
 LOOKED_AT_EMBEDDED = 128
-"""Of the built-in task, whose rows are all alike."""
+"""The same number for the built-in task, whose rows are all alike."""
 
 AT_ONCE = 64
 """Rows that are encoded at a time to find one with something to learn."""

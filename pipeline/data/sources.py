@@ -23,6 +23,9 @@ SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXE
 TOKENS = ".tokens"
 """How names of token files end (`pipeline.data.store`)."""
 
+PAIR_OF_FILES = (Path("data/train.json"), Path("data/eval.json"))
+"""Rows to train on, and to evaluate with: what `local/jsonfile` means, DeepSpeed-Chat's name."""
+
 _SPLIT = re.compile(r"(?P<name>.+)@(?P<split>\w[\w.-]*)")
 _WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>\d+(?:\.\d*)?|\.\d+)")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
@@ -86,9 +89,8 @@ class Reader:
         name, wanted = split_name(bare)
         path = Path(name).expanduser()
         splits = ""
-        if name == "local/jsonfile" and not path.exists():
-            train = self._read_file(Path("data/train.json"))
-            test = self._read_file(Path("data/eval.json"))
+        if is_pair_of_files(name):
+            train, test = map(self._read_file, PAIR_OF_FILES)
         elif path.is_dir():
             train, test, splits = self._read_directory(path, step=step, wanted=wanted)
         elif name.endswith(TOKENS):
@@ -170,6 +172,11 @@ def _described(train: str, test: list[str], splits: Mapping[str, Any]) -> str:
 def read_source(spec: str, *, step: int | None = None) -> Source:
     """What `Reader.read` gives for one data path."""
     return Reader().read(spec, step=step)
+
+
+def is_pair_of_files(name: str) -> bool:
+    """Whether a data path means `PAIR_OF_FILES`; what is there by that name itself wins."""
+    return name == "local/jsonfile" and not Path(name).exists()
 
 
 def split_name(name: str) -> tuple[str, str | None]:

@@ -21,7 +21,7 @@ class ArithmeticConfig:
     embedded one, three times as large, learns them more slowly."""
 
     digits: int = 2
-    """Of each of the two numbers that are added."""
+    """Digits of each of the two numbers that are added."""
 
     rows: int = 8100
     """Different sums, at most; of numbers of two digits there are 8,100."""

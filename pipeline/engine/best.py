@@ -53,6 +53,6 @@ class BestWeights:
         return state | finite
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where another stood."""
+        """Go on from another run's state, as `state_dict` gave it."""
         for name, value in state.items():
             setattr(self, name, float("inf") if value is None else value)

@@ -73,7 +73,7 @@ class DiskPiece:
         return self._buffer
 
     def give_back(self) -> None:
-        """Its memory may be used for another piece."""
+        """End a `read`: its memory may be used for another piece."""
         if self._buffer is not None:
             self.disk.store.wait(self.name)  # where it was read ahead for a use that did not come
             self.disk.pool.give_back(self._buffer)

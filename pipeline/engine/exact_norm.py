@@ -20,13 +20,13 @@ HIGH = 34
 """Bits of a square's upper part: a block of these has no more than 52 (2^18 of them would)."""
 
 BITS = 2 * HIGH
-"""Of a square, below that of the largest element."""
+"""Bits that are kept of a square, counted down from that of the largest element."""
 
 LIMB = 32
 """Bits of the whole numbers in fp64 that an integer travels as; so many processes' add up."""
 
 LIMBS = 4
-"""Of an integer: 2^60 squares have room in them."""
+"""Limbs of an integer: 2^60 squares have room in them."""
 
 
 def largest_of(gradient: Float[Tensor, " n"]) -> float:

@@ -48,12 +48,12 @@ class Placement:
     """Masters and moments of the own piece only: stage 1 and above."""
 
     shard_params: bool
-    """The own piece of the weights only, between uses: stage 3."""
+    """Whether it keeps only its own piece of the weights between uses: stage 3."""
 
     optimizer_device: torch.device
     gradient_device: torch.device
     param_device: torch.device
-    """Of the own piece of the weights, at stage 3."""
+    """Where its own piece of the weights lies at stage 3."""
 
     params_on_disk: bool
     """The own piece of the weights comes to main memory to be gathered, at stage 3."""

@@ -81,7 +81,7 @@ class OffloadedSum(RunningSum):
 
     @property
     def direct(self) -> None:
-        """Nothing on the GPU writes to main memory."""
+        """Always None: nothing on the GPU writes straight to a sum in main memory."""
 
     def add(self, gradient: Tensor) -> None:
         """Add what a backward pass found; `gradient` may change once `read` has come."""

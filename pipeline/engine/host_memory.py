@@ -4,7 +4,7 @@ import ctypes
 import os
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
+"""Numbers of the settings that `mallopt` takes, from glibc's malloc.h."""
 
 OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_")
 """Variables of the environment by which a user tells glibc what to keep."""

@@ -16,7 +16,7 @@ from pipeline.kernels.adamw.definition import COPIES, join_master, round_weights
 Kind = Literal["weights", "split", "whole"]
 
 BYTES: Mapping[Kind, int] = {"weights": 0, "split": 2, "whole": 4}
-"""Of a master, beside its weight."""
+"""Bytes that a master of each kind takes beside its weight."""
 
 PIECE = 2**20
 """Elements that PyTorch rounds at once: what it makes on the way stays small."""
@@ -105,7 +105,7 @@ class Masters:
             self.low_bits.copy_(low_bits)
 
     def beside(self) -> Iterator[Tensor]:
-        """The memory that they have of their own."""
+        """The tensors that the masters take beside the weights."""
         if self.low_bits is not None:
             yield self.low_bits
         elif self.kind == "whole":

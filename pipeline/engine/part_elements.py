@@ -25,14 +25,14 @@ class Block:
     """The elements of one shard among some consecutive elements of a part."""
 
     columns: Columns
-    """Where they are in the whole parameter."""
+    """The columns of the whole parameter that these elements lie in."""
 
     is_one_row: bool
     """Whether the whole parameter has no other rows, so that they are consecutive there."""
 
     first: int
     last: int
-    """Which of the shard's elements, before `last`."""
+    """The shard's elements from `first` on and before `last`."""
 
     begin: int
     """Where the shard's run begins in a row of the part."""

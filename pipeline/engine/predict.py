@@ -26,10 +26,10 @@ from pipeline.engine.vocabulary_units import engine_units
 from pipeline.parallel.device import local_device
 
 HELD = ("weights", "masters", "moments")
-"""What lies there between steps."""
+"""Kinds of memory that are held between steps."""
 
 IN_FLIGHT = ("gradients", "gradient_buffers", "gathered")
-"""The peak of what comes and goes in a step."""
+"""Kinds of memory that come and go within a step; their bytes are the peak."""
 
 KINDS = (*HELD, *IN_FLIGHT)
 
@@ -47,7 +47,7 @@ class Vector:
     """Whether the model has one of its weights in several places."""
 
     kind: Kind = "block"
-    """Of its unit."""
+    """Kind of the unit that it belongs to."""
 
     @property
     def num_bytes(self) -> int:

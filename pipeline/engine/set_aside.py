@@ -36,10 +36,10 @@ class SetAside:
     """As they are kept, by their names; none of a parameter that was never updated."""
 
     gradient: Float[Tensor, " k"] | None
-    """None where it is left as it is."""
+    """The gradient to put back; None where it is left as it is."""
 
     numbers: Numbers | None
-    """None where it was never updated."""
+    """What the optimizer keeps for the parameter as a whole; None where it was never updated."""
 
     @property
     def numel(self) -> int:

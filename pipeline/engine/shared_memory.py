@@ -23,7 +23,7 @@ from pipeline.parallel.shared_memory import SharedMemory
 
 MAILBOX_VALUES = 2048
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Of vectors that are reduced."""
+"""Number formats of the vectors that may be reduced."""
 
 
 class SharedMemoryCollectives(Collectives):

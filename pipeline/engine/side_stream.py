@@ -18,10 +18,10 @@ class Mark(Protocol):
         """Have the computation continue only after it, without blocking the host."""
 
     def synchronize(self) -> None:
-        """Return when it has come."""
+        """Block the host until the moment has come."""
 
     def has_come(self) -> bool:
-        """Whether it has."""
+        """Whether the moment has come, without waiting."""
         ...
 
 

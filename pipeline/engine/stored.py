@@ -23,7 +23,7 @@ class StoredParameter(MarkedParameter):
     """
 
     read: ReadElements
-    """Where its elements are."""
+    """Reads elements of the parameter from where they are stored."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StoredParameter":
         copy = stored_like(self, self.read)

@@ -52,7 +52,7 @@ class Part:
     """What each process of the group has, in rank order."""
 
     rank: int
-    """Of this process."""
+    """Rank of this process in the group."""
 
     stored: torch.Size | None = None
     """The shape that the parameter has where it is whole, if it lies otherwise than `whole`."""

@@ -30,7 +30,7 @@ from pipeline.kernels.adamw.dispatch import adamw_, prepare
 from pipeline.parallel.group import ALONE, Group
 
 NOWHERE = slice(0, 0)
-"""Where a parameter lies of which this process updates nothing."""
+"""The place of a parameter of which this process updates no element."""
 
 
 class TrainedParams:
@@ -113,7 +113,7 @@ class TrainedParams:
         self.state.update(zip(names, moments, strict=True))
 
     def detach(self) -> None:
-        """Let go of what `attach` brought."""
+        """Free the masters and moments that `attach` brought."""
         self.masters.param.data = torch.empty(0)
         self.state.update(new_moments(torch.empty(0), self.moment_dtype))
 

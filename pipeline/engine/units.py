@@ -17,7 +17,7 @@ ROOT = "root"
 """Name of the unit that holds what no block does."""
 
 Kind = Literal["block", "embedding", "head", "root"]
-"""Of a unit. All but a block's are there once."""
+"""Kind of a unit; a model has many blocks, and at most one unit of each other kind."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ BESIDE = 2**30
 """Bytes of weights from which they lie in a file beside the graph; 2 GiB is the format's limit."""
 
 OF_SCORES = ("score_mean", "score_std", "class_values")
-"""Of config.json, what a reader of scores needs."""
+"""Fields of config.json that a reader of scores needs."""
 
 
 def load_graph(source: Source, *, cache: bool = False) -> Graph:

@@ -13,7 +13,7 @@ DISK_BYTES = 2**30
 """Free, at least; the models and their checkpoints usually take more."""
 
 IN_USE = 0.1
-"""Of a GPU's memory: more belongs to another job."""
+"""Share of a GPU's memory from which on another job is taken to use it."""
 
 
 def problems(

@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.errors import ConfigError
 
 CPU_PROCESSES = 2
-"""Processes of a machine without a GPU."""
+"""Processes on a machine without a GPU, where no number is given."""
 
 
 def count_processes(requested: int | None) -> int:

@@ -35,7 +35,7 @@ class Check:
     """What was found."""
 
     where: Layout
-    """With a port that is free."""
+    """Where the processes are to run, with a port that is free."""
 
     table: Sequence[str]
     problems: Sequence[str]
@@ -200,7 +200,7 @@ NOT_THERE: Mapping[int, str] = {
     " shared by all machines, at the same path",
     NO_PYTHON: "does not have this Python; install the same environment at the same path",
 }
-"""By the exit codes of the line that runs the probe."""
+"""What a machine lacks, by the exit code of the line that runs the probe."""
 
 
 def _this_machine(where: Layout, deployment: Deployment) -> Host:

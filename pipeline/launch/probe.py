@@ -57,20 +57,20 @@ class Machine:
 
     time: float
     disk_bytes: int
-    """Free where the output goes."""
+    """Free bytes of the disk that the output goes to."""
 
     memory_bytes: int
-    """Available main memory."""
+    """Bytes of main memory that are available."""
 
     gpus: list[Gpu]
     shared: str | None
     """What the file says by which the first machine is known; None without it."""
 
     own_address: str | None
-    """On the way to the first machine."""
+    """The machine's own address on the way to the first machine."""
 
     reaches: bool | None
-    """The port of the first machine; None where that was not tried."""
+    """Whether it reaches the port of the first machine; None where that was not tried."""
 
     port: int | None
     """On the first machine: that port, if it is free, else another one."""

@@ -18,7 +18,7 @@ from pipeline.parallel.shards import ShardSpec
 from pipeline.parallel.virtual_parts import VirtualParts
 
 _PARTS = "adapter_parts"
-"""Attribute of an adapted layer."""
+"""Attribute in which an adapted layer has its parts."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pipeline.config import Kernels
-from pipeline.kernels.causal_attention.dispatch import causal_attention
+from pipeline.kernels.causal_attention.dispatch import causal_attention, leave_out_cudnn
 from pipeline.kernels.causal_attention.dispatch import continued_attention as by_kernel
 from pipeline.kernels.decode_attention.pieces import whole_pieces
 from pipeline.models import varlen
@@ -147,6 +147,7 @@ class Ragged:
             key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
             value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
+        leave_out_cudnn(query)
         exact = query.dtype == torch.float32 and query.device.type == "cpu"
         keys = self._whole if exact else self.padded
         outputs: list[Tensor] = []
@@ -217,6 +218,7 @@ def continued_attention(
     if sliding_window is not None:
         mask &= distance < sliding_window
     mask[tokens:, 0] = True  # padding: a row without a key would be NaN
+    leave_out_cudnn(query)
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return attended[:, :, :tokens].transpose(1, 2)
 

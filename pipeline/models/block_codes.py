@@ -47,7 +47,7 @@ NF4 = (
 """What the 4-bit codes 0 to 15 stand for (QLoRA, appendix E)."""
 
 INT8_STEPS = 127
-"""On either side of zero."""
+"""Steps of an 8-bit code on either side of zero."""
 
 SCALES = ("scales", "scale_codes", "scale_ranges")
 """Names of the vectors beside the codes."""
@@ -75,7 +75,7 @@ class Vector:
     dtype: torch.dtype
 
     weights: int
-    """Of a block."""
+    """Weights of a block."""
 
     per_block: int
     """Elements of the vector for each block."""
@@ -85,7 +85,7 @@ class Vector:
 
     @property
     def grain(self) -> int:
-        """Weights that an element is of."""
+        """Weights that one element of the vector stands for."""
         return self.weights // self.per_block
 
     def numel(self, weights: int) -> int:

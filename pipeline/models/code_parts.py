@@ -36,7 +36,7 @@ class CodePart:
     """
 
     part: Part
-    """Of the weight."""
+    """The part of the weight that this process has."""
 
     form: Form
     name: str

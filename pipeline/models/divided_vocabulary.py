@@ -24,7 +24,7 @@ LARGE = 8192
 """Below that many words a table takes less than what a block has."""
 
 _WORDS = "divided_words"
-"""Attribute of an output matrix."""
+"""Attribute in which an output matrix has the words of this process."""
 
 
 def words_of(head: nn.Module | None) -> Words | None:

@@ -19,7 +19,7 @@ from pipeline.models.adapter_parts import halves_of, parts_of_adapter, update_of
 from pipeline.models.layer_variant import LayerVariant, is_turned
 
 LENGTHS = "lora_magnitude_vector"
-"""What peft calls them."""
+"""What peft calls the lengths that DoRA learns."""
 
 BLOCK = 2**20
 """Elements of a weight whose lengths are computed at once, in fp32."""

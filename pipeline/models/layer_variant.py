@@ -17,7 +17,7 @@ class LayerVariant(LoraVariant):
 
     @abstractmethod
     def started(self, layer: LoraLayer) -> list[Tensor]:
-        """What `start` has written."""
+        """The tensors that `start` has written."""
 
     @abstractmethod
     def merged(self, layer: LoraLayer, weight: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:

@@ -150,7 +150,7 @@ class Own(NamedTuple):
     """What a process runs of a model."""
 
     part: nn.Module
-    """What its engine has."""
+    """The module that its engine trains: the model, or this stage of it."""
 
     stage: Stage
 

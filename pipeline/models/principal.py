@@ -36,7 +36,7 @@ ITERATIONS, SPARE = 16, 16
 
 
 class Principal(LayerVariant):
-    """The left side of what is above, and the bias."""
+    """PiSSA and OLoRA: computes W' x, the left side of the equation above, and the bias."""
 
     def __init__(self, kind: Kind, layer: LoraLayer) -> None:
         self.kind: Kind = kind
@@ -75,7 +75,7 @@ class Principal(LayerVariant):
         result: Float[Tensor, "*B out"],
         **_: Any,  # noqa: ANN401
     ) -> Float[Tensor, "*B out"]:
-        """What is above, from `result`, which is W x and the bias."""
+        """W' x and the bias, by the equation above, from `result`: W x and the bias."""
         down, up = widened(*halves_of(module), *_first(module))
         read = cast("Principal", variant_in(module)).read(x, down)
         return result + F.linear(read, up) * module.scaling[active_adapter]

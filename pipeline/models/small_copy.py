@@ -79,7 +79,7 @@ SIZES: dict[str, int] = {
 """Settings by name, as they are in a copy; what a model lacks stays away."""
 
 AT_MOST: dict[str, int] = {**_EXPERTS, **_CHOSEN, **_GROUPS}
-"""Likewise, but no more than a model has."""
+"""Settings by name likewise, but no larger in a copy than in the model."""
 
 WINDOWS = (
     "sliding_window", "sliding_window_size", "attention_chunk_size", "window_size",

@@ -45,7 +45,7 @@ from pipeline.models.stream_export import can_stream
 from pipeline.parallel.partition import balanced
 
 LENGTHS = (7, 5)
-"""Sequences of the comparison."""
+"""Lengths of the sequences on which stages are compared with the whole model."""
 
 
 class Passage(nn.Module):
@@ -82,10 +82,10 @@ class Stage:
     """On the last stage: that matrix, which follows the first stage's."""
 
     width: int = 0
-    """Of hidden states."""
+    """Width of the hidden states that stages hand on."""
 
     dtype: torch.dtype = torch.float32
-    """Of hidden states."""
+    """Number format of the hidden states that stages hand on."""
 
     @property
     def is_first(self) -> bool:
@@ -212,7 +212,7 @@ class Family:
     kind: type[PreTrainedModel]
     text: str
     settings: PreTrainedConfig = field(compare=False)
-    """Of a small copy."""
+    """Settings of a small copy of the family."""
 
     def copy(self) -> PreTrainedModel:
         """A small model, the same at each call."""

@@ -34,7 +34,7 @@ class Inlet(Passed):
     """In the place of the first block, on a later stage: where hidden states come in."""
 
     received: Float[Tensor, "1 N d"] | None = None
-    """Of the next pass, from the stage before."""
+    """Hidden states of the next pass, from the stage before."""
 
     def hidden(self, given: Tensor) -> Tensor:
         """Those that were received; noise where the model is but tried, with whatever states."""
@@ -88,7 +88,7 @@ class Chunk:
     """Where hidden states come in; None where tokens are read."""
 
     places: tuple[Place, ...] = ()
-    """Of the modules of the stage's other chunks."""
+    """Where the modules of the stage's other chunks belong."""
 
     @property
     def is_first(self) -> bool:

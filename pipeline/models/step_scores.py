@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from pipeline.data.batches import TokenBatch
 
 STEPS = "steps"
-"""As `label_kind` in the config.json of such a model."""
+"""The `label_kind` in the config.json of a model that scores steps."""
 
 
 def separator_ids(tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:

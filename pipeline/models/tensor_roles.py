@@ -27,7 +27,7 @@ from pipeline.parallel.group import Group, rehearsed
 from pipeline.parallel.sums import tree_sum
 
 LENGTHS = (7, 5)
-"""Sequences of the comparison."""
+"""Lengths of the sequences on which a divided copy is compared with a whole one."""
 
 CLOSE = 1e-3
 """Relative distance, in fp32; without a sum it is about 1."""

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 FORMATS = (torch.bfloat16, torch.float16)
 
 LARGEST = 256
-"""Head size."""
+"""Largest head size that the kernel takes."""
 
 NEAR = 0.05
 """How far the two may be apart, on numbers of size 1 in bf16."""
@@ -60,12 +60,20 @@ def attend(
         sliding_window: tokens that a token sees, itself included; None is all before it.
     """
     query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
-    attended = _varlen_attn()(
+    function, options = _varlen_attn()
+    more: dict[str, object] = {}
+    if "num_splits" in options:
+        more["num_splits"] = 1  # the same bits whatever shares the call
+    if "enable_gqa" in options:
+        more["enable_gqa"] = query.shape[1] != key.shape[1]
+    else:
+        shared_by = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
+    attended = function(
         *(query, key, value, bounds, bounds, longest, longest),
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-        num_splits=1,  # the same bits whatever shares the call
+        **more,
     )
     return attended.unsqueeze(0)
 
@@ -76,14 +84,17 @@ def bounds_of(lengths: Sequence[int]) -> Tensor:
 
 
 @functools.cache
-def _varlen_attn() -> Any:  # noqa: ANN401  # torch 2.11 has another signature
-    """The function of torch, or None where it is not the one that is called here."""
+def _varlen_attn() -> Any:  # noqa: ANN401  # its type differs from one torch to the next
+    """The function of torch and the options that it takes, or None where torch has none.
+
+    That of torch 2.11 takes as many key heads as query heads, and never splits keys.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    needed = {"scale", "window_size", "enable_gqa", "num_splits"}
-    return varlen_attn if needed <= inspect.signature(varlen_attn).parameters.keys() else None
+    options = inspect.signature(varlen_attn).parameters.keys()
+    return (varlen_attn, options) if {"scale", "window_size"} <= options else None
 
 
 @functools.cache
@@ -92,7 +103,9 @@ def _works(device: torch.device, dtype: torch.dtype, size: int, shared_by: int) 
     if _varlen_attn() is None:
         return False
     try:
-        good = _agrees(device, dtype, size, shared_by)
+        # Whoever comes first may compute without gradients; those after may want them.
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            good = _agrees(device, dtype, size, shared_by)
         why = "it computes something else than SDPA"
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         good, why = False, str(error).partition("\n")[0]

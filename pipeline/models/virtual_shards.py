@@ -38,7 +38,7 @@ SETTING = "parallel.arithmetic invariant:"
 
 
 _COUNT = "virtual_parts"
-"""Attribute of a model."""
+"""Attribute in which a model has the number of its virtual parts."""
 
 
 def virtual_parts_of(model: nn.Module) -> int | None:

@@ -18,7 +18,7 @@ class Channel(NamedTuple):
 
     what: What
     to_later: bool
-    """To a stage of a higher number."""
+    """Whether it leads to a stage of a higher number."""
 
 
 CHANNELS = (

@@ -209,10 +209,10 @@ class DataGroup(Group):
     """
 
     shards: Group = field(kw_only=True)
-    """Those of this process's copy."""
+    """The processes that have this process's copy of the model."""
 
     copies: Group = field(kw_only=True)
-    """Those that keep the same piece as this one, of each copy one."""
+    """The processes that keep the same piece as this one, one of each copy."""
 
 
 @dataclass(frozen=True)
@@ -231,11 +231,11 @@ class RehearsedGroup(Group):
     """Each process is taken to have what this one has: shapes are right, numbers are not."""
 
     def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:  # noqa: ARG002
-        """This process's tensor, once for each."""
+        """This process's tensor, once for each process of the group."""
         return [tensor.detach() for _ in self.ranks]
 
     def exchange(self, parts: Tensor, *, what: str) -> Tensor:  # noqa: ARG002
-        """What this process has for itself, once for each."""
+        """The piece that this process has for itself, once for each process of the group."""
         own = parts.detach()[self.rank]
         return own.expand(self.size, *own.shape)
 

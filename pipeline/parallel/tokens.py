@@ -46,7 +46,7 @@ def sum_to_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor
 
 
 def _stretches(values: Tensor, group: Group) -> Tensor:
-    """(processes, *B, n, d)."""
+    """The tokens cut into equal stretches, one for each process: (processes, *B, n, d)."""
     each = -(-values.shape[-2] // group.size)
     filled = F.pad(values, (0, 0, 0, each * group.size - values.shape[-2]))
     return filled.unflatten(-2, (group.size, each)).movedim(-3, 0)

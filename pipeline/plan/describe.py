@@ -23,7 +23,7 @@ from pipeline.settings.plain import as_options
 WIDTH = 100
 
 MOST_STAGES, MOST_COLUMNS = 16, 76
-"""Of a timetable that is shown."""
+"""Stages and columns of a timetable that are drawn at most."""
 
 
 def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> str:

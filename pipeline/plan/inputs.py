@@ -1,11 +1,18 @@
 """Do the models and data of a step exist? Checked before anything heavy is imported."""
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.config import EMBEDDED, StepConfig
-from pipeline.data.sources import HUB_NAME, SUFFIXES, split_name
+from pipeline.data.sources import (
+    HUB_NAME,
+    PAIR_OF_FILES,
+    SUFFIXES,
+    is_pair_of_files,
+    split_name,
+)
 from pipeline.errors import DataError, ModelError, UserError
 from pipeline.installation import TRAIN
 from pipeline.plan.output import MARK, RESULT
@@ -111,14 +118,15 @@ def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> Non
 
 def _command(maker: Stage, request: Request) -> str:
     """The command that runs the step `maker` with the models and data of this request."""
-    words = [f"{TRAIN} --step", str(maker.number)]
+    words = ["--step", str(maker.number)]
     if request.actor_model is not None:
         words += ["--actor-model", request.actor_model]
     if request.reward_model is not None and maker.number == 2:
         words += ["--reward-model", request.reward_model]
     if request.data_path:
         words += ["--data-path", *request.data_path]
-    return " ".join([*words, "--output-dir", str(request.output_dir)])
+    words += ["--output-dir", str(request.output_dir)]
+    return f"{TRAIN} {shlex.join(words)}"
 
 
 def _is_ours(path: Path) -> bool:
@@ -138,6 +146,15 @@ def _check_model(name: str, path: str) -> None:
 def _check_data(name: str, path: str) -> None:
     bare, _ = split_name(without_weight(path))
     if bare == EMBEDDED or Path(bare).expanduser().exists():
+        return
+    if is_pair_of_files(bare):
+        missing = [str(file) for file in PAIR_OF_FILES if not file.is_file()]
+        if missing:
+            both = " and ".join(map(str, PAIR_OF_FILES))
+            raise DataError(
+                f"{name} {path} means {both} below the current directory, and there is no"
+                f" {' and no '.join(missing)}"
+            )
         return
     if is_local(bare) or bare.endswith(SUFFIXES) or not HUB_NAME.fullmatch(bare):
         raise DataError(f"{name} {path}: no such file or directory")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowCounts, StepConfig
 from pipeline.data.examples import Example
+from pipeline.data.sources import PAIR_OF_FILES, is_pair_of_files
 from pipeline.data.stages import StageData, load_examples, of_one_kind
 from pipeline.errors import DataError
 from pipeline.plan.inputs import is_local, without_weight
@@ -37,7 +38,7 @@ class Tokens:
     """Share of the rows that are longer than the step reads."""
 
     seconds: float
-    """Of processor time to encode a row."""
+    """Seconds of processor time to encode a row."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Preview:
     """Why they were not."""
 
     seconds: float
-    """Of processor time to read them."""
+    """Seconds of processor time to read the rows."""
 
     tokens: Tokens | None = None
 
@@ -156,10 +157,13 @@ def _unread(paths: Iterable[str]) -> str:
         bare = without_weight(path)
         if bare == EMBEDDED:
             continue
-        if not is_local(bare):
-            return ON_HUB
         local = Path(bare).expanduser()
-        files = local.rglob("*") if local.is_dir() else [local]
+        if is_pair_of_files(bare):
+            files = PAIR_OF_FILES
+        elif not is_local(bare):
+            return ON_HUB
+        else:
+            files = local.rglob("*") if local.is_dir() else [local]
         size += sum(file.stat().st_size for file in files if file.is_file())
     return f"{size / 2**30:.1f} GiB, read when the run begins" if size > MOST_BYTES else ""
 

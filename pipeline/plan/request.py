@@ -8,13 +8,14 @@ from typing import Literal
 
 from pipeline.cli import read_layers, split_options
 from pipeline.config import AdapterVariant, Quantize, check_split
-from pipeline.errors import ConfigError, require
+from pipeline.errors import ConfigError, raise_all, require
 from pipeline.launch.deployment import Deployment
 from pipeline.plan.methods import check_sections
 from pipeline.plan.stage import METHODS, Stage
 from pipeline.plan.tuning_options import Autotuning
 from pipeline.settings.build import Layer, build_config
-from pipeline.settings.describe import did_you_mean, list_settings
+from pipeline.settings.deepspeed_chat import hint_for_train
+from pipeline.settings.describe import Setting, did_you_mean, list_settings
 from pipeline.settings.plain import Option
 
 OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
@@ -180,6 +181,7 @@ class Request(Deployment, Autotuning):
         Deployment.__post_init__(self)
         Autotuning.__post_init__(self)
         require(bool(self.step), "--step names no step; give some of 0 1 2 3")
+        _require_words(self)
         counts = ("batch_size", "epochs", "lora", "max_length", "replicas", "tensor_parallel")
         for name in ("lr", *counts, "pipeline_parallel"):
             value = getattr(self, name)
@@ -219,6 +221,17 @@ class Request(Deployment, Autotuning):
         )
 
 
+def _require_words(request: Request) -> None:
+    """Raise for a name or path that is empty, as that of a shell's variable that is not set.
+
+    An empty path would be the current directory.
+    """
+    for name in ("actor_model", "reward_model", "data_path", "eval_path"):
+        value = getattr(request, name)
+        words = (value,) if isinstance(value, str) else value or ()
+        require("" not in words, f"{name} is empty; name something, or leave the option out")
+
+
 @dataclass(frozen=True)
 class CommandLine:
     """What the user gave, before it is resolved into settings of the steps."""
@@ -244,6 +257,7 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
 
     Raises:
         ConfigError: an option or a file of settings can't be used; the sentence names it.
+        UserErrors: there are several options that don't exist.
     """
     own: list[Option] = []
     dotted: dict[str, list[Option]] = {stage.section: [] for stage in stages}
@@ -313,12 +327,11 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
         for stage in stages
         for setting in list_settings(stage.config_class, f"{stage.section}.")
     ]
-    for name, _ in own:
-        if name.partition(".")[0] not in known:
-            close = did_you_mean([*list_settings(Request), *of_steps], name)
-            meant = " or ".join(_option_name(found) for found in close)
-            hint = f"did you mean {meant}?" if meant else "--help lists the options"
-            raise ConfigError(f"there is no option {_option_name(name)}; {hint}")
+    raise_all(
+        ConfigError(f"there is no option {_option_name(name)}; {_hint(name, of_steps)}")
+        for name, _ in own
+        if name.partition(".")[0] not in known
+    )
     sections = {stage.section for stage in stages}
     known |= {METHODS}
     for layer in files:
@@ -331,6 +344,15 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
                     f"{name} in {layer.origin} is a setting of the steps; put it below pretrain:,"
                     " sft:, reward:, ppo: or preference:"
                 )
+
+
+def _hint(name: str, of_steps: Sequence[Setting]) -> str:
+    """What was likely meant by an option that does not exist."""
+    close = did_you_mean([*list_settings(Request), *of_steps], name)
+    meant = " or ".join(_option_name(found) for found in close)
+    return hint_for_train(name) or (
+        f"did you mean {meant}?" if meant else "--help lists the options"
+    )
 
 
 def _as_option(sentence: str, files: Sequence[Layer]) -> str:

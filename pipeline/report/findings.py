@@ -145,7 +145,7 @@ FELL = 0.1
 """Share of a log-probability per token by which a fall of it is said."""
 
 LOST_ENDS = 0.05
-"""Of the share of sampled answers that end by themselves."""
+"""Fall of the share of sampled responses that end by themselves from which it is said."""
 
 
 def _by_reward(results: Results) -> Finding | None:
@@ -222,7 +222,7 @@ _ORDERED = {
     "rankings": "puts {} of the pairs in{} held-out lists in the right order",
     "steps": "predicts {} of the steps of{} held-out responses as they are labelled",
 }
-"""What accuracy counts, by kind of label."""
+"""By kind of label: the clause that says what accuracy counts."""
 
 
 def _by_accuracy(results: Results) -> Finding | None:

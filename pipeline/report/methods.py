@@ -30,13 +30,13 @@ FIGURES = {
 """What the answers are measured by, the most trustworthy first."""
 
 TRAINED_ON = ("reward", "score")
-"""Of these, what training maximizes."""
+"""Those of the figures that training maximizes."""
 
 PROMPTS = ("data.", "seed", "max_prompt_length")
 """Settings that decide which prompts are held out."""
 
 NOT_PROMPTS = ("data.max_length", "data.train_on")
-"""Those with such beginnings that do not."""
+"""Settings that begin so and yet decide nothing about prompts."""
 
 REWARDS = ("reward.path", "rewards", "reward_combine", "missing_eos_score")
 """Settings that decide what a reward counts."""
@@ -288,7 +288,7 @@ def _unfinished(methods: Sequence[Method]) -> list[str]:
 
 
 _ENDS = {"diverged": "diverged", "not finished": "did not finish"}
-"""By the state of a step, what sentences say of it."""
+"""What sentences say of a step, by its state."""
 
 
 def _differing(steps: Sequence[StepResult], beginnings: Sequence[str]) -> list[str]:

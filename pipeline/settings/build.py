@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, raise_all
+from pipeline.settings.deepspeed_chat import hint_for_step
 from pipeline.settings.describe import (
     did_you_mean,
     fields_of,
@@ -96,10 +97,13 @@ def _parsed(
         _check_names(config_class, layer, section)
         _merge(config_class, merged, layer.settings)
     arguments = ["--config", json.dumps(merged, default=str)] if merged else []
+    raise_all(
+        _unknown(config_class, name, section=section, place="")
+        for name, _ in overrides
+        if _type_of(config_class, name) is None
+    )
     for name, words in overrides:
         kind = _type_of(config_class, name)
-        if kind is None:
-            raise _unknown(config_class, name, section=section, place="")
         given = words
         if (item := items_class(kind)) is not None:
             found = list_of_word(item, " ".join(words))
@@ -279,7 +283,8 @@ def _says(settings: Mapping[str, Any], name: str) -> bool:
 
 def _unknown(config_class: type, name: str, *, section: str, place: str) -> ConfigError:
     """The error for a name that is not a setting, with the likely meant ones."""
-    matches = did_you_mean(list(list_settings(config_class)), name)
-    meant = " or ".join(section + match for match in matches)
-    hint = f"did you mean {meant}?" if meant else "--help lists the settings"
+    settings = list(list_settings(config_class))
+    meant = " or ".join(section + match for match in did_you_mean(settings, name))
+    hint = hint_for_step(name, {each.name for each in settings}, section)
+    hint = hint or (f"did you mean {meant}?" if meant else "--help lists the settings")
     return ConfigError(f"there is no setting {section}{name}{place}; {hint}")

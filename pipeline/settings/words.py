@@ -52,11 +52,11 @@ def one_sentence(message: str, section: str) -> str:
         problem = problem.split("\n    -")[0]
     name = section + ".".join(names)
     expected = re.findall(r"Expected (?:an? )?(.+?)(?=\. Got value|$)", problem, re.MULTILINE)
-    got = re.search(r"(?:Got|Given) value: (.+)", problem)
+    got = re.search(r"(?:Got|Given) value:[ ]?(.*)", problem)
     if not expected or not got:
         return f"{name}: {' '.join(problem.split())}"
     kinds = " or ".join(_in_words(kind) for kind in expected)
-    value = got[1].strip()
+    value = got[1].strip() or "nothing"
     if value.startswith("["):  # words of the command line, which have no quotes there
         value = value.replace("'", "")
     return f"{name} must be {kinds}, got {'null' if value == 'None' else value}"

@@ -21,7 +21,7 @@ from pipeline.position import Collective
 T = TypeVar("T")
 
 PATIENCE = timedelta(seconds=5)
-"""With the store itself, which answers in microseconds."""
+"""How long the store itself may take, which answers in microseconds."""
 
 LAST = 16
 """Collectives that a process tells of at once."""
@@ -41,7 +41,7 @@ class Failure:
     """A clause whose subject is that rank: `rank 1 failed: ValueError: ...`."""
 
     code: int
-    """With which every process exits."""
+    """The exit code of every process."""
 
     stacks: bool = False
     """Whether every process shows the stacks of its threads."""
@@ -51,14 +51,14 @@ class Sighting(NamedTuple):
     """Where a process was at its last heartbeat."""
 
     number: int
-    """Of the collective that it came to last."""
+    """Number of the collective that it came to last."""
 
     fingerprint: int
-    """Of all collectives up to that one."""
+    """Fingerprint of all collectives up to that one."""
 
     label: str
     seconds: float
-    """For which it has been there."""
+    """Seconds for which it has been there."""
 
     beat: int
     """The number of its heartbeats."""

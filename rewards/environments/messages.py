@@ -26,12 +26,12 @@ class Move:
     verb: Literal["reset", "step", "reward"]
 
     row: Mapping[str, Any] | None = None
-    """Of reset, with its seed."""
+    """For reset: the row that the episode begins from; `seed` goes with it."""
 
     seed: int = 0
 
     answer: str = ""
-    """Of step."""
+    """For step: the actor's newest turn."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Played:
     episode: int
 
     messages: tuple[Message, ...] | None = None
-    """Of reset and step; None where the episode has ended."""
+    """What reset or step returned; None where the episode has ended."""
 
     failure: str | None = None
     """A sentence, where the environment failed: it plays this episode no further."""
 
     verdict: Verdict | None = None
-    """Of reward."""
+    """What reward returned."""
 
 
 @dataclass(frozen=True)

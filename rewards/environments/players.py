@@ -26,7 +26,7 @@ class _Worker:
     """When it must have done what it does; infinite where it does nothing."""
 
     seconds: float
-    """Of that deadline, from its begin on."""
+    """Seconds from the begin of what it does to that deadline."""
 
     loaded: bool = False
     playing: Play | None = None

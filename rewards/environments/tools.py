@@ -32,7 +32,7 @@ OPENING = (
 leaves it out."""
 
 _KINDS: dict[type, tuple[type, ...]] = {float: (int, float)}
-"""What of JSON a type takes, where that is not the type alone."""
+"""Types that a JSON value may have for a parameter's type, where that is not the type alone."""
 
 
 class ToolEnvironment:

@@ -25,7 +25,7 @@ class PromptScores:
 
     @property
     def chance(self) -> float:
-        """The point that scores without knowledge have in the mean."""
+        """The mean accuracy of scores that know nothing: the share of right responses."""
         return len(self.correct) / (len(self.correct) + len(self.wrong))
 
     @property
@@ -47,7 +47,7 @@ class TiesScore:
     """Of questions with several right responses, those whose right ones all beat all wrong ones."""
 
     ref_accuracy: float
-    """The same of questions with one right response."""
+    """The same share, of the questions with one right response."""
 
     preferred: float
     """Questions whose gap to the wrong responses is wider than the spread of the right ones."""

@@ -43,13 +43,13 @@ class LabConfig:
     over-optimization against the task's verifier."""
 
     best_of: int = 16
-    """Answers of the actor to each prompt."""
+    """Responses that the actor samples to each prompt."""
 
     prompts: int = 64
-    """Prompts that the actor answers."""
+    """Prompts of the built-in task that the actor answers."""
 
     seed: int = 1234
-    """Of the actor's sampling."""
+    """Seed of the actor's sampling."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path names no model; give the directory of a reward model")

@@ -16,7 +16,7 @@ class Scored:
     lengths: Sequence[int]
     """Tokens of each response."""
     worth: Sequence[float]
-    """By the data: the higher the better; equal ones are ties."""
+    """How good the data says each response is: higher is better, equal ones are ties."""
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ from pipeline.files.durable import discard, publish
 VERDICT = "verdict.json"
 
 POLL_SECONDS = (0.005, 0.25)
-"""Between two looks, at first and at last."""
+"""Seconds between two looks at the others' files: at first, and after a long wait."""
 
 LOOKS_A_SECOND = 1000
-"""Of all processes together: they share a file system."""
+"""Looks of all processes together in a second at most: they share a file system."""
 
 
 class SaveError(Exception):

@@ -20,7 +20,7 @@ CHUNK_BYTES = 16 * 2**20
 """Of host memory, where elements can't be read straight to where they shall go."""
 
 ELEMENTS_AT_ONCE = 2**21
-"""Of a fragment of columns, between file and their places."""
+"""Elements of a fragment of columns that are in memory between file and their places."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """After which it was saved."""
+        """The optimizer step after which it was saved."""
         return self.manifest.step
 
     @property

@@ -27,7 +27,7 @@ COPY_BYTES = 8 * 2**20
 """Read, checked and written at once, where a file is copied."""
 
 FLUSH_BYTES = 64 * 2**20
-"""Of a copy that may wait for the disk."""
+"""Bytes of a copy that may wait for the disk."""
 
 FLUSH_SECONDS = 0.05
 """The disk takes what is written so often, so that little is left to wait for at the end."""

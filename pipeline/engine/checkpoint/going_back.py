@@ -28,10 +28,10 @@ class Return:
     """How often it has, this time included."""
 
     step: int
-    """Of the checkpoint it went back to."""
+    """The step of the checkpoint that the run went back to."""
 
     parts: Mapping[str, Any]
-    """By name, the states of what did not go back."""
+    """The states of the parts that did not go back, by name."""
 
     @classmethod
     def read(cls, root: Path) -> "Return | None":

@@ -23,10 +23,10 @@ class Columns(NamedTuple):
     """Some columns of a tensor, whose elements are counted by themselves, row after row."""
 
     offset: int
-    """Elements of each row before them."""
+    """Elements of each row of the tensor before these columns."""
 
     run: int
-    """Elements of each row in them."""
+    """Elements of each row within these columns."""
 
     stride: int
     """Elements of each row."""
@@ -54,7 +54,7 @@ class Fragment:
     """1-D and contiguous, on any device; stored in its own dtype."""
 
     columns: Columns | None = None
-    """Of which they are elements; None counts all of the tensor."""
+    """The columns whose elements `start` counts; None counts those of the whole tensor."""
 
     def __post_init__(self) -> None:
         if self.tensor.ndim != 1 or not self.tensor.is_contiguous():

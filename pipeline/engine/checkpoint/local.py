@@ -31,11 +31,11 @@ PART = "part.json"
 
 @dataclass(frozen=True)
 class Identity:
-    """Which process's part of which checkpoint."""
+    """Which process's part it is, and of which checkpoint."""
 
     step: int
     attempt: str
-    """That wrote it: no other checkpoint has it."""
+    """Name of the save that wrote it, which no other checkpoint has."""
 
     rank: int
     world_size: int
@@ -59,11 +59,11 @@ class LocalPart:
     """The frozen weights, which are in the directory of the run."""
 
     state: Mapping[str, Any] | None
-    """Of the run, in the part of its first process."""
+    """The run's state, which the part of its first process has; None in the others."""
 
     @property
     def file(self) -> Path:
-        """With the tensors."""
+        """The file with its tensors."""
         return self.path / self.identity.file
 
     @classmethod

@@ -27,7 +27,7 @@ READABLE = (1, 2)
 MAX_BYTES = 2**30
 
 HEAD_BYTES = 4096
-"""Which hold the first fields."""
+"""Bytes from the beginning that hold the first fields."""
 
 _END = re.compile(rb',\n"crc32": "([0-9a-f]{8})"\n}\n?', re.IGNORECASE)
 
@@ -90,7 +90,7 @@ class Manifest:
     """The manifest of one checkpoint."""
 
     step: int
-    """0 in frozen weights."""
+    """The optimizer step after which it was saved; 0 of frozen weights."""
 
     attempt: str
     """The job and the number of its save, which no other checkpoint has."""
@@ -102,13 +102,13 @@ class Manifest:
     """The directory beside this one that holds the frozen weights."""
 
     versions: Mapping[str, str]
-    """Of Python and the libraries that wrote it."""
+    """Versions of Python and the libraries that wrote it, by name."""
 
     files: Mapping[str, StoredFile]
-    """By name, in the order of the ranks."""
+    """The processes' files by name, in the order of the ranks."""
 
     state: Mapping[str, Any]
-    """The run's own."""
+    """The run's own state, as `save` was given it."""
 
     def to_bytes(self) -> bytes:
         """The file's content."""

@@ -13,7 +13,7 @@ from pipeline.engine.checkpoint.local import LocalDirectory, LocalPart
 logger = logging.getLogger(__name__)
 
 NONE = -1
-"""The number of no save."""
+"""Number of a step that stands for no save."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Upload:
 
     step: int
     nbytes: int
-    """Of all processes."""
+    """Bytes that all processes have copied."""
 
     seconds: float
     """From the first byte to the checkpoint's name."""

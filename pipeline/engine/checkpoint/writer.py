@@ -240,7 +240,7 @@ class CheckpointWriter:
             self._bases[name] = traces(self.root / name)
 
     def go_back(self, step: int) -> None:
-        """What was saved after `step` is to be saved anew."""
+        """Forget what was saved after `step`: it will be saved anew."""
         self.wait()
         self._committed = [each for each in self._committed if each <= step]
         if self.uploads is not None:

@@ -22,12 +22,12 @@ FORMATS = {
     torch.uint8: "Code",
     None: "None",
 }
-"""What the source calls them."""
+"""What the source calls number formats; uint8 holds codes of moments."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Which of the source's loops."""
+    """Which of the source's loops is compiled: one for each set of number formats."""
 
     gradient: torch.dtype
     moments: torch.dtype

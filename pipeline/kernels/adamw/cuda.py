@@ -12,11 +12,11 @@ from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
 from pipeline.kernels.toolchain.gpu import DTYPES, NUMBERS, Gpu, Macros
 
 CHUNK = 16384
-"""Elements of a block, as in the source."""
+"""Elements that a block of threads updates, as in the source."""
 
 THREADS = 256
 FACTORS_BYTES = 36
-"""Of the struct `Factors`."""
+"""Bytes of the struct `Factors` of the source."""
 
 SCALARS = ("rate", "beta1_power", "beta2_power", "multiplier")
 """What changes from step to step: the doubles of the struct `Scalars`."""

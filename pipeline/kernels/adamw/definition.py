@@ -65,7 +65,7 @@ class Weights:
     """Of the blocks of `exp_avg`, where moments are codes (`eight_bits.py`)."""
 
     exp_avg_sq_exponents: UInt8[Tensor, " b"] | None = field(default=None, kw_only=True)
-    """Of those of `exp_avg_sq`."""
+    """Exponents of the blocks of `exp_avg_sq`, likewise."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The vectors that are there, by name."""
@@ -108,7 +108,7 @@ class Shard:
     weights: Weights
     gradient: Float[Tensor, " n"]
     lr: float
-    """Times the rate of the step."""
+    """Factor of the step's learning rate for this shard."""
 
     weight_decay: float
 

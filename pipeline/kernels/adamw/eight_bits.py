@@ -33,7 +33,7 @@ BLOCK = 32
 """Elements that share an exponent."""
 
 REST_BITS = 20
-"""Of fp32's mantissa, for which a code has no room."""
+"""Low bits of fp32's mantissa for which a code has no room."""
 
 REST = 2**REST_BITS - 1
 SMALLEST, LARGEST = 64, 253
@@ -60,10 +60,10 @@ class Codes:
 
 
 AVERAGE = Codes(top=15, signed=True)
-"""Of `exp_avg`."""
+"""The codes of `exp_avg`."""
 
 SQUARE = Codes(top=31, signed=False)
-"""Of `exp_avg_sq`."""
+"""The codes of `exp_avg_sq`."""
 
 
 def blocks(numel: int) -> int:

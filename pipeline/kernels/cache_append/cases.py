@@ -21,7 +21,7 @@ class Case:
     dtype: torch.dtype
     heads: int
     sizes: tuple[int, int]
-    """Of a key and of a value."""
+    """Head sizes of a key and of a value."""
 
     tokens: int
     schedule: int = 0
@@ -87,7 +87,7 @@ GRID = QUICK
 SPECIALISATIONS: list[Macros] = [cuda.SPECIALISATION]
 
 SEQUENCES, HEADS, HEAD_SIZE = 16, 16, 64
-"""Of what is timed."""
+"""Sequences, heads and head size of the call that is timed."""
 
 
 def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:

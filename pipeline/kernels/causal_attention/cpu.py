@@ -16,7 +16,7 @@ from pipeline.kernels.toolchain.threads import parallel
 
 HERE = Path(__file__).parent
 TOKENS = 32
-"""Of a tile of the forward pass; as in the source."""
+"""Tokens of a tile of the forward pass, as in the source."""
 
 
 class Heads(ctypes.Structure):

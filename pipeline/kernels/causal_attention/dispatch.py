@@ -83,6 +83,16 @@ def continued_attention(
     return cpu.attention(query, key, value, scaling=factor, piece=piece, built=built)[0]
 
 
+def leave_out_cudnn(query: Tensor) -> None:
+    """Have PyTorch take FlashAttention for `query` of a GPU, and for all after it.
+
+    From Hopper on it prefers cuDNN's attention, which makes a plan for each new shape of a call:
+    batches of sequences of any lengths have thousands of shapes.
+    """
+    if query.is_cuda and torch.backends.cuda.cudnn_sdp_enabled():
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def _backward_for(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Built | None:
     """The kernel of the way back for these; None where PyTorch is to do all the work."""
     if query.dtype != torch.bfloat16 or query.device.type != "cpu" or query.numel() == 0:

@@ -146,7 +146,7 @@ SPECIALISATIONS: list[Macros] = [
 """Of the kernels for GPUs, the commonest first."""
 
 SEQUENCES, HEADS, HEAD_SIZE = 16, 16, 64
-"""Of what is timed."""
+"""Sequences, heads and head size of the call that is timed."""
 
 
 def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:

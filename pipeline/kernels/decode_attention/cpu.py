@@ -18,7 +18,7 @@ from pipeline.kernels.toolchain.threads import parallel
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 MOST_SIZE = 256
-"""Of a head; as in the source."""
+"""Largest head size, as in the source."""
 
 
 class Attention(ctypes.Structure):
@@ -208,7 +208,7 @@ PIECES_BF16 = (192, 384)
 PyTorch cuts in halves here and there, and our kernels nowhere."""
 
 LENGTHS = {torch.float32: 512, torch.bfloat16: 384}
-"""Keys of the probe."""
+"""Number of keys in the probe, by dtype."""
 
 LARGE = {torch.float32: (8, 22), torch.bfloat16: (16, 30)}
 """Exponents of its large values: next to them a sum has no room for the others' last bits."""

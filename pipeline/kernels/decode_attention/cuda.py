@@ -14,16 +14,16 @@ from pipeline.kernels.toolchain.gpu import DTYPES, NUMBERS, Gpu, Macros
 HEAD_SIZES = (64, 80, 96, 128, 256)
 
 WARPS = 4
-"""As in the source."""
+"""Warps of a block, as in the source."""
 
 KEYS_OF_SPLIT = 128
 """A block that reads fewer keys costs more to put together than it saves."""
 
 BLOCKS_OF_MULTIPROCESSOR = 4
-"""How many run at once, by their registers."""
+"""Blocks that run at once on a multiprocessor, which their registers limit."""
 
 SEQUENCES = 65535
-"""Of one launch: the largest third dimension of a grid."""
+"""Sequences of one launch at most: the largest third dimension of a grid."""
 
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Of the norm, in the self-test: a few times what rounding makes, far less than a fault does."""

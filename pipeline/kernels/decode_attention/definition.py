@@ -21,7 +21,7 @@ class Scores:
     int32."""
 
     scaling: float
-    """Of the product of query and key."""
+    """Factor of the product of query and key."""
 
     sliding_window: int | None = None
     """Only that many keys are seen, the last ones."""

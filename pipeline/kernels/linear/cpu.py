@@ -20,7 +20,7 @@ MOST_ROWS = 64
 """More take so much arithmetic that the libraries under PyTorch are as fast."""
 
 FEWEST_OUTPUTS = 16
-"""With fewer those libraries add up in other ways."""
+"""Outputs from which the kernel is used: with fewer those libraries add up in other ways."""
 
 PROBE_ROWS = 64
 PROBE_OUTPUTS = 96

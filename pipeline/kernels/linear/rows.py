@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pipeline.kernels.linear.cpu import probe
 
 FEWEST = (4, 16, 32)
-"""Numbers of rows that are tried."""
+"""Numbers of rows that are tried; the least that will do is taken."""
 
 INPUTS = (256, 288, 1024)
 """Of the products that are compared: the more there are, the more rows it takes."""

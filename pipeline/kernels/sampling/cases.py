@@ -122,7 +122,7 @@ SPECIALISATIONS: list[Macros] = [cuda.specialisation(dtype) for dtype in (BF16, 
 """Of the kernel for GPUs."""
 
 SEQUENCES, WORDS = 16, 32_768
-"""Of what is timed."""
+"""Sequences and words of the call that is timed."""
 
 
 def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:

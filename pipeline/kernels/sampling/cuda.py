@@ -15,13 +15,13 @@ SEGMENT = 128
 """Words whose weights are added up first, as in the source."""
 
 SHARED_BYTES = 2200
-"""Of the struct `Shared`."""
+"""Bytes of the struct `Shared` of the source."""
 
 SEGMENT_BYTES = 12
-"""A weight and a count in shared memory."""
+"""Bytes of shared memory for a segment: a weight and a count."""
 
 MOST_WORDS = SEGMENT * ((48 * 1024 - SHARED_BYTES) // SEGMENT_BYTES)
-"""For which shared memory has room: 500,000."""
+"""Words for which shared memory has room: 500,000."""
 
 LOGPROB_ERROR = 1e-4
 """In nats, at scores below 16, in the self-test."""

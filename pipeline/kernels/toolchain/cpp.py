@@ -40,7 +40,7 @@ FLAGS = (
 )
 
 EXACT = ("-ffp-contract=off",)
-"""A source rounds as it says."""
+"""Option by which each operation of a source is rounded as it is written."""
 
 FUSED = ("-ffp-contract=fast",)
 """A product and a sum of vectors become a fused multiply-add, as `include/vectors.h` needs it."""

@@ -43,7 +43,7 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "F16"}
 """What a kernel calls a dtype of PyTorch."""
 
 NUMBERS = {name: dtype for dtype, name in DTYPES.items()}
-"""And the other way round."""
+"""PyTorch's dtypes, by what a kernel calls them."""
 
 Macros = Mapping[str, str | int]
 """What chooses a specialisation of a source at compile time."""

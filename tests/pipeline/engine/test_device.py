@@ -105,6 +105,7 @@ def test_between_steps_stage_3_keeps_the_weights_where_it_was_told() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize(("stage", "offload"), [(0, {}), (3, {}), (2, {"gradients": "cpu"})])
 def test_no_backward_pass_has_the_host_wait(stage: int, offload: dict[str, str]) -> None:
     model = tiny_causal_lm("opt", dropout=0.0, attn_implementation="eager")
@@ -124,10 +125,17 @@ def test_no_backward_pass_has_the_host_wait(stage: int, offload: dict[str, str])
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_offloaded_vectors_are_pinned() -> None:
-    engine, _ = train(settings(3, params="cpu", gradients="cpu", optimizer="cpu"), torch.bfloat16)
+@pytest.mark.parametrize(("stage", "params", "kind"), [(3, "cpu", "split"), (2, "none", "whole")])
+def test_offloaded_vectors_are_pinned(stage: int, params: str, kind: str) -> None:
+    offload = {"params": params, "gradients": "cpu", "optimizer": "cpu"}
+    engine, _ = train(settings(stage, **offload), torch.bfloat16)
 
-    assert all(flat.shard.is_pinned() for unit in engine.zero.units for flat in unit.flats)
-    assert all(each.is_pinned() for group in engine.groups for each in group.masters.beside())
+    flats = [flat for unit in engine.zero.units for flat in unit.flats]
+    masters = [group.masters for group in engine.groups]
     sums = [group.gradients.sum.finish() for group in engine.groups]
+    assert {each.kind for each in masters} == {kind}
     assert all(each.is_pinned() for each in sums)
+    if kind == "whole":
+        assert all(each.is_pinned() for group in masters for each in group.beside())
+    else:  # low bits of masters stay where they are
+        assert all(flat.shard.is_pinned() for flat in flats)

@@ -1,6 +1,7 @@
 """Sequences that share a call without padding attend as each does alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ def as_documented(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **optio
     assert starts.tolist() == key_starts.tolist()
     lengths = starts.diff().tolist()
     assert longest == longest_keys == max(lengths)
-    assert options["enable_gqa"] == (query.shape[1] > key.shape[1])
-    assert options["num_splits"] == 1
+    assert options.get("enable_gqa", False) == (query.shape[1] > key.shape[1])
+    assert options.get("num_splits", 1) == 1
     assert right == 0
     rows: list[Tensor] = []
     for begin, length in zip(starts.tolist(), lengths, strict=False):
@@ -44,17 +45,24 @@ def as_documented(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **optio
     return torch.cat(rows)
 
 
+OPTIONS = ("scale", "window_size", "enable_gqa", "num_splits")
+
+
+@pytest.mark.parametrize("options_of_torch", [OPTIONS[:2], OPTIONS])  # 2.11 and later
 @pytest.mark.parametrize("sliding_window", [None, 5])
 @pytest.mark.parametrize("shared_by", [1, 3])
 def test_the_call_without_padding_is_that_of_the_padded_ones(
-    shared_by: int, sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
+    shared_by: int,
+    sliding_window: int | None,
+    options_of_torch: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = heads(torch.float32, torch.device("cpu"), shared_by=shared_by)
     options: Any = {"scaling": 0.3, "sliding_window": sliding_window}
     padded = Ragged(LENGTHS, torch.device("cpu")).attend(*given, **options)
 
     monkeypatch.setattr(varlen, "takes", lambda *_, **__: True)
-    monkeypatch.setattr(varlen, "_varlen_attn", lambda: as_documented)
+    monkeypatch.setattr(varlen, "_varlen_attn", lambda: (as_documented, options_of_torch))
     together = Ragged(LENGTHS, torch.device("cpu")).attend(*given, **options)
     switched_off = Ragged(LENGTHS, torch.device("cpu"), kernels="off").attend(*given, **options)
 
@@ -71,10 +79,24 @@ def test_heads_that_it_can_not_take_are_padded() -> None:
     assert varlen.bounds_of(LENGTHS).tolist() == [0, 7, 8, 48, 51]
 
 
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_what_finds_it_first_may_want_no_gradients(
+    without_gradients: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "_varlen_attn", lambda: (as_documented, OPTIONS))
+    varlen._works.cache_clear()
+
+    with without_gradients():
+        works = varlen._works(torch.device("cpu"), torch.bfloat16, 16, 2)
+
+    varlen._works.cache_clear()
+    assert works
+
+
 def test_torch_has_the_function_that_is_called_or_sequences_are_padded() -> None:
     found = varlen._varlen_attn()
 
-    assert found is None or callable(found)
+    assert found is None or callable(found[0])
 
 
 @pytest.mark.gpu

@@ -45,6 +45,21 @@ def test_a_step_whose_input_is_missing_names_the_directory_and_the_command(tmp_p
     )
 
 
+def test_a_pair_of_files_is_looked_for_as_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.json").write_text("[]")
+
+    assert complaint("--data-path", "local/jsonfile:2") == (
+        "--data-path local/jsonfile:2 means data/train.json and data/eval.json below the current"
+        " directory, and there is no data/eval.json"
+    )
+    (tmp_path / "data" / "eval.json").write_text("[]")
+    check("--data-path", "local/jsonfile:2")
+
+
 def test_the_command_that_makes_the_reward_model_names_its_start(tmp_path: Path) -> None:
     model(tmp_path / "step1_sft")
 

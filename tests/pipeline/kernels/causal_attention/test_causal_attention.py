@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.engine.graph import parameter_uses
 from pipeline.errors import KernelError
@@ -343,3 +344,18 @@ def test_a_default_device_does_not_move_what_the_kernels_work_in() -> None:
         assert order_of(torch.float32, 288) == order
         assert pieces.piece() == piece
         assert fewest_rows(torch.float32) == rows
+
+
+def test_on_gpus_pytorch_makes_no_plan_for_each_shape() -> None:
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        dispatch.leave_out_cudnn(torch.empty(1))
+        on_a_cpu = torch.backends.cuda.cudnn_sdp_enabled()
+        with FakeTensorMode():
+            dispatch.leave_out_cudnn(torch.empty(1, device="cuda:0"))
+        on_a_gpu = torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
+
+    assert (on_a_cpu, on_a_gpu) == (True, False)
