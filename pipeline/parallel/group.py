@@ -185,7 +185,8 @@ class Group:
 
     def _enter_collective(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
         if self.counted:
-            HERE.enter_collective(kind, unit, num_bytes)
+            # Pipelines read rows of their own: what stages tell each other is of any size there.
+            HERE.enter_collective(kind, unit, num_bytes if self.in_step else 0)
 
     def _first_difference(self) -> str:
         """What two processes did while the others did something else; all call it."""

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import pytest
+import torch
+
 from pipeline.data.batches import RowStream, local_micro_batches, micro_batches
-from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.mesh import current_mesh, cut_mesh
 from tests.distributed import run_ranks
 
 
@@ -55,3 +58,15 @@ def test_a_single_process_is_rank_0_of_1_and_sums_are_its_own() -> None:
     assert (alone["sum"], alone["sums"], alone["max"]) == (0.5, [1.0, 10.0, 0.0], -1.0)
     assert alone["objects"] == [{"rank": 0}]
     assert alone["share"] == ["a", "b", "c", "d", "e"]
+
+
+def told_in_pipelines() -> float:
+    """Two stages of each of two pipelines tell each other what is as long as their rows."""
+    with cut_mesh(replicas=1, pp=2, timeout_seconds=60.0) as mesh:
+        mesh.stages.broadcast(torch.zeros(3 + mesh.data.rank), source=1)
+        return mesh.data.sum(1)
+
+
+@pytest.mark.jobs
+def test_pipelines_may_read_rows_of_different_lengths() -> None:
+    assert run_ranks(told_in_pipelines, world_size=4) == [2.0] * 4
