@@ -204,7 +204,8 @@ def test_signals_at_random_instants_lose_nothing_that_the_loop_has_done(
                 number = draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
                 job.signal(number)
                 codes = job.wait()
-            assert set(codes) <= {0, exit_code(number), -number}
+            left_alone = {1} if -number in codes else set[int]()  # by one that the signal ended so
+            assert set(codes) <= {0, exit_code(number), -number} | left_alone
             step = assert_prefix(out, long_reference)
             if codes == [exit_code(number)] * 2 and step:
                 saves += 1

@@ -266,6 +266,7 @@ def test_a_rank_that_hangs_is_named_with_all_stacks_and_ended(shared_memory: boo
 
 
 def another_unit() -> None:
+    """Units are gathered in the order of the step before: it is the way back that differs."""
     engine = engine_of(3, shared_memory=False)
     train(engine)
     if rank() == 1:
@@ -301,14 +302,14 @@ def another_shape() -> None:
     [
         pytest.param(
             another_unit,
+            "reduce_scatter of lm_head (engine), ",
             "all_gather of model.layers.0 (engine), ",
-            "all_gather of model.layers.1 (engine), ",
             marks=pytest.mark.faults,
         ),
         pytest.param(
             leaves_out_a_unit,
             "all_gather of model.layers.0 (engine), ",
-            "all_gather of model.layers.1 (engine), ",
+            "reduce_scatter of model.layers.1 (engine), ",
             marks=pytest.mark.faults,
         ),
         pytest.param(
