@@ -99,7 +99,7 @@ nonsense | 'nonsense' | options start with --
 --data-path none.jsonl | --data-path none.jsonl | no such file
 --data-path latin.jsonl | latin.jsonl | save it as UTF-8
 --data-path empty.jsonl | empty.jsonl | holds no rows
---data-path braces.jsonl | braces.jsonl line 1 | --fields
+--data-path braces.jsonl | braces.jsonl line 1 | the row is empty; remove it
 --data-path broken.jsonl | broken.jsonl line 1 | mend or remove the line
 --data-path list.jsonl | list.jsonl | named fields
 --data-path spaces.jsonl | spaces.jsonl | give more rows

@@ -34,7 +34,9 @@ class StoredParameter(MarkedParameter):
     def settle(self) -> None:
         """Be an ordinary parameter from now on: its data is set by someone who has read it."""
         del self.read
-        self.__class__ = MarkedParameter  # pyright: ignore[reportAttributeAccessIssue]
+        is_marked = self.part is not None or self.is_partial
+        kind = MarkedParameter if is_marked else nn.Parameter
+        self.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def stored_like(

@@ -21,7 +21,7 @@ def test_pass_at_k_is_the_share_of_the_subsets_that_hold_a_right_answer() -> Non
 def test_pass_at_k_is_exact_for_many_answers() -> None:
     # 1 - (C(199, 100) / C(200, 100)) = 1 - 100/200
     assert pass_at_k(200, 1, 100) == 0.5
-    with pytest.raises(ValueError, match="pass@3 of 2 answers"):
+    with pytest.raises(ValueError, match="pass@3 of 2 responses"):
         pass_at_k(2, 1, 3)
 
 
