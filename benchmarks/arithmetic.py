@@ -23,8 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ppo_robustness import percent, processor
-
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (
     *("method", "seed", "sampled: step 1", "exported actor", "greedy: step 1", "exported actor"),
@@ -43,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rows", type=int, default=8100, help="different sums, at most")
     parser.add_argument("--options", default="", help="further options of train.py, in one text")
     args = parser.parse_args(argv)
-    print(f"{processor()}, Python {platform.python_version()}\n")
+    print(f"{platform.processor()}, Python {platform.python_version()}\n")
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for seed in args.seeds:
         directory = args.out / f"seed{seed}"
@@ -116,6 +114,11 @@ def step_of(directory: Path, method: str) -> Path:
 def result(step: Path) -> Mapping[str, Any]:
     """What a finished step left: its figures, and what they took."""
     return json.loads((step / "result.json").read_text())
+
+
+def percent(share: float | None) -> str:
+    """0.85 as `85.0 %`."""
+    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def gain(outcome: Mapping[str, Any]) -> float:

@@ -6,14 +6,13 @@
 # Usage: measure_gpu.sh [engine] [OPTIONS of benchmarks/engine_gpu.py]; --tiny --device cpu needs no GPU.
 #        measure_gpu.sh kernels [OPTIONS of benchmarks/kernels_gpu.py]; --backend emulator needs no GPU.
 #        measure_gpu.sh all [OPTIONS of benchmarks/gpu_all.py]; --tiny needs no GPU.
-#        measure_gpu.sh plan [OPTIONS of benchmarks/gpu_plan.py]; --tiny needs no GPU.
 #        measure_gpu.sh ppo [OPTIONS of benchmarks/ppo_gpu.py]; --tiny needs no GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 part=engine
 case "${1:-}" in
-all | engine | kernels | plan | ppo)
+all | engine | kernels | ppo)
     part=$1
     shift
     ;;
@@ -21,7 +20,7 @@ esac
 ROOT=$PWD
 source scripts/python.sh
 case $part in
-all | plan) module=gpu_$part ;;
+all) module=gpu_all ;;
 *) module=${part}_gpu ;;
 esac
 "$PYTHON" -m "benchmarks.$module" "$@"

@@ -29,7 +29,7 @@ CLASSES = {
     "preference": PreferenceConfig,
 }
 MODULES = {f"{stage.module}": stage.config_class for stage in STAGES}
-OWN = ("arithmetic-grpo", "embedded", "embedded-grpo", "guessing-grpo", "stories")
+OWN = ("arithmetic-grpo", "embedded", "embedded-grpo", "guessing-grpo")
 WHOLE = sorted((ROOT / "configs" / "parallel").glob("*.yaml"))
 """Files for train.py, of models that are trained in parts."""
 PRESETS = sorted(p for section in CLASSES for p in (ROOT / "configs" / section).glob("*.yaml"))
