@@ -124,8 +124,7 @@ def _interrupted(_number: int, _frame: FrameType | None) -> None:
 def _deepspeed_layer(
     config_class: type, path: Path, layers: Sequence[Layer], overrides: Sequence[Option]
 ) -> Layer:
-    from pipeline.config.deepspeed.layer import deepspeed_layer
-    from pipeline.config.deepspeed.read import notice_of
+    from pipeline.config.deepspeed import deepspeed_layer, notice_of
 
     world = launched.world_size()
     layer = deepspeed_layer(config_class, path, world=world, layers=layers, overrides=overrides)

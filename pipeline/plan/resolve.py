@@ -15,7 +15,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from pipeline.cli import read_layers
 from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
-from pipeline.config.deepspeed.layer import deepspeed_layer
+from pipeline.config.deepspeed import deepspeed_layer
 from pipeline.errors import ConfigError, UserErrors, require
 from pipeline.installation import ROOT
 from pipeline.plan.methods import of_methods, options_of, settings_of

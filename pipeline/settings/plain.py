@@ -86,6 +86,18 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flatten`: {"optim.lr": 1} is {"optim": {"lr": 1}}."""
+    settings: dict[str, Any] = {}
+    for name, value in flat.items():
+        *sections, last = name.split(".")
+        inner = settings
+        for word in sections:
+            inner = inner.setdefault(word, {})
+        inner[last] = value
+    return settings
+
+
 def portable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A step's settings by dotted name, with paths beside its directory written relative to it.
 

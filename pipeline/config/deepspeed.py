@@ -1,0 +1,646 @@
+"""DeepSpeed configuration files as one layer of a step's settings.
+
+Every key acts (`ACTING`), has no effect (`IGNORED`) or is refused (`REFUSED`); a key in none of
+these tables is refused with a suggestion. Key names are those of DeepSpeed 0.19 and the older ones
+that files still use; `docs/deepspeed.md` describes them. A value "auto" leaves the setting as it
+is. Like DeepSpeed's, files may have comments and trailing commas, and no key twice.
+
+Values are checked where the settings are built, so that an error names our setting and the file.
+"""
+
+import difflib
+import json
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.element_wise import ELEMENT_WISE
+from pipeline.config.model import TrainedModelConfig
+from pipeline.config.schedules import SCHEDULES
+from pipeline.config.step import Tracker
+from pipeline.errors import ConfigError, require, suggestion
+from pipeline.settings.build import Layer, typed_settings
+from pipeline.settings.describe import section_class
+from pipeline.settings.plain import Option, nested
+
+AUTO = "auto"
+
+BATCH_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+FP16_KEYS = (
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+    *("consecutive_hysteresis", "min_loss_scale"),
+)
+
+ZERO = "zero_optimization."
+OFFLOADS = {"optimizer": f"{ZERO}offload_optimizer.", "params": f"{ZERO}offload_param."}
+
+ACTING = {
+    BATCH_KEYS[0]: "batch_size",
+    BATCH_KEYS[1]: "micro_batch_size",
+    BATCH_KEYS[2]: "batch_size or micro_batch_size, whichever is missing",
+    "gradient_clipping": "optim.max_grad_norm; 0 is null",
+    "optimizer.type": "optim.name",
+    "optimizer.params": "optim.lr, betas, eps, weight_decay; the rest in optim.params",
+    "scheduler.type": "optim.schedule",
+    "scheduler.params": "optim.lr, warmup_steps, final_lr_ratio; the rest in optim.schedule_params",
+    "fp16.enabled": "precision fp16",
+    **{f"fp16.{name}": f"fp16.{name}" for name in FP16_KEYS},
+    "bf16.enabled": "precision bf16",
+    "communication_data_type": "zero.reduce_dtype; bfp16 is bf16",
+    f"{ZERO}stage": "zero_stage",
+    f"{ZERO}offload_optimizer.device": "zero.offload.optimizer, and from stage 2 gradients",
+    f"{ZERO}offload_optimizer.nvme_path": "zero.offload.nvme_path",
+    f"{ZERO}offload_optimizer.pin_memory": "zero.offload.pin_memory",
+    f"{ZERO}offload_param.device": "zero.offload.params",
+    f"{ZERO}offload_param.nvme_path": "zero.offload.nvme_path",
+    f"{ZERO}offload_param.pin_memory": "zero.offload.pin_memory",
+    f"{ZERO}stage3_prefetch_bucket_size": "zero.prefetch_units 0 where it is 0",
+    "compile.deepcompile": "zero.compile",
+    "tensorboard.enabled": "trackers tensorboard",
+    "wandb.enabled": "trackers wandb",
+}
+"""Keys that set something, and what they set."""
+
+IGNORED = {
+    "optimizer.legacy_fusion": "parameters are always stored in flat vectors",
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": "the optimizer is torch's own",
+    "fp16.auto_cast bf16.auto_cast": "a language model's inputs are token ids",
+    "bf16.loss_scale* bf16.*hysteresis bf16.initial_scale_power bf16.min_loss_scale": "bf16 has the"
+    " range of fp32 and needs no loss scale",
+    "bf16.immediate_grad_update bf16.check_* data_types.grad_accum_dtype fp32_allreduce": "all"
+    " gradients accumulate in fp32, and non-finite ones always skip the step",
+    "prescale_gradients gradient_predivide_factor": "losses are divided by the tokens of the whole"
+    " step before the backward pass, so gradients are summed",
+    "sparse_gradients": "embedding gradients are part of the flat vectors",
+    "disable_allgather graph_harvesting use_data_before_expert_parallelism"
+    " seq_parallel_communication_data_type": "it configures DeepSpeed's own engine",
+    " ".join(
+        ZERO + name
+        for name in (
+            *("allgather_*", "*bucket_size", "reduce_scatter", "contiguous_gradients"),
+            *("overlap_comm", "round_robin_gradients", "grad_hooks", "sub_group_size"),
+            *("use_multi_rank_bucket_allreduce", "legacy_stage1", "stage3_allgather_sequential"),
+            "*use_all_reduce_for_fetch_params",
+        )
+    ): "a transformer block is one contiguous bucket, gathered and reduced by one collective",
+    " ".join(
+        ZERO + name
+        for name in (
+            *("*max_live_parameters", "*max_reuse_distance", "*_threshold", "leaf_module*"),
+            "memory_efficient_linear",
+        )
+    ): "weights are gathered by transformer block and freed after use; zero.unit_classes chooses"
+    " other units",
+    f"{ZERO}*weights_on_model_save": "a saved model is always complete",
+    f"{ZERO}elastic_checkpoint {ZERO}load_from_fp32_weights {ZERO}pipeline_loading_checkpoint"
+    " checkpoint": "checkpoints have their own format, with fp32 masters",
+    f"{ZERO}*_unused_parameters {ZERO}override_module_apply {ZERO}log_trace_cache_warnings"
+    f" {ZERO}enable_sanity_checks {ZERO}save_muon_momentum_buffer_in_memory": "it configures"
+    " DeepSpeed's own bookkeeping",
+    f"{ZERO}offload_optimizer.* {ZERO}offload_param.* aio": "offloaded state is read and written"
+    " unit by unit, with two buffers",
+    "compile.*": "units are compiled by torch.compile with its defaults",
+    "steps_per_print": "metrics.jsonl gets a line every log_every steps",
+    "wall_clock_breakdown timers csv_monitor": "metrics.jsonl always has tokens per second",
+    "memory_breakdown": "train.py --dry-run estimates the memory of each step",
+    "dump_state log_level vocabulary_size": "the resolved settings are in config.yaml",
+    "tensorboard.*": "event files go to the step's output directory",
+    "wandb.*": "W&B takes WANDB_ENTITY, WANDB_RUN_GROUP and WANDB_PROJECT from the environment",
+    "flops_profiler comms_logger": "there is no profiler here; use torch.profiler",
+    "activation_checkpointing": "activations are recomputed where gradient_checkpointing is set",
+    "hybrid_engine.*": "step 3 generates with its own settings, such as max_new_tokens",
+    "dataloader_drop_last": "every row is used",
+}
+"""Patterns of keys, or of whole sections, that change nothing here, and why."""
+
+_OFF = (None, False)
+_TRAINED_ONLY = "is not available: models are trained, not compressed; remove it"
+_ORDER = "is not available: rows come in an order drawn from the seed; remove it"
+_EXPERTS = "is not available; remove it and take zero_optimization.stage 3"
+_MASTERS = "would lose what fp32 master weights are for; remove it, and offload the optimizer"
+_ROUNDS = "would round what processes exchange; remove it, or set communication_data_type bf16"
+
+REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "amp": ("needs NVIDIA's Apex; remove it and enable bf16 or fp16", _OFF),
+    "torch_autocast": ("is not available; remove it and enable bf16 or fp16", _OFF),
+    "fp16.fp16_master_weights_and_grads": (_MASTERS, _OFF),
+    "bf16.bf16_master_weights_and_grads": (_MASTERS, _OFF),
+    "bf16.bf16_optimizer_states": (
+        "rounds Adam's moments; remove it, and set optim.moments bf16 or 8bit",
+        _OFF,
+    ),
+    "data_types.buffer_dtype": ("would round buffers such as rotary frequencies; remove it", _OFF),
+    f"{ZERO}zero_quantized_weights": (_ROUNDS, _OFF),
+    f"{ZERO}zero_quantized_gradients": (_ROUNDS, _OFF),
+    f"{ZERO}zero_quantized_nontrainable_weights": ("would round frozen weights; remove it", _OFF),
+    f"{ZERO}zeropp_loco_param": ("belongs to quantized gradients; remove it", _OFF),
+    f"{ZERO}zenflow": ("would use gradients of earlier steps; remove it", _OFF),
+    f"{ZERO}mics_hierarchical_params_gather": ("belongs to MiCS; remove it", _OFF),
+    f"{ZERO}mics_shard_size": (
+        "shards within groups of processes; remove it and set --replicas to the number of groups",
+        (*_OFF, -1),
+    ),
+    f"{ZERO}zero_hpz_partition_size": (
+        "keeps a second copy of the weights on each machine, which is not available; remove it",
+        (*_OFF, 1),
+    ),
+    "compile.passes": ("is not available; remove it", (*_OFF, [])),
+    "gradient_allreduce_op": ("must be mean; remove it", (*_OFF, "mean", "Mean", "MEAN")),
+    "managed_gradient_accumulation": (
+        "must be true: the step accumulates micro-batches itself; remove it",
+        (None, True),
+    ),
+    "comet": ("is not available; remove it and enable tensorboard or wandb", _OFF),
+    "hybrid_engine.inference_tp_size": (
+        "is a setting of step 3; set it to 1 here and pass --ppo.inference_tp_size",
+        (*_OFF, 0, 1),
+    ),
+    "sequence_parallel_size": ("is not available; set it to 1", (*_OFF, 0, 1)),
+    "tensor_parallel": ("is an option here; remove it and pass --tensor-parallel N", (*_OFF, 0, 1)),
+    "pipeline": ("is an option here; remove it and pass --pipeline-parallel N", _OFF),
+    "expert_parallel": (_EXPERTS, _OFF),
+    "moe": (_EXPERTS, _OFF),
+    "sparse_attention": (
+        "is not available; remove it and choose a model with sliding-window attention",
+        _OFF,
+    ),
+    "elasticity": (
+        "would choose the batch size by the number of GPUs; remove it and set train_batch_size,"
+        " which any number of processes can share",
+        _OFF,
+    ),
+    "autotuning": ("is DeepSpeed's own search; remove it and pass --autotune tune", _OFF),
+    "compression_training": (_TRAINED_ONLY, _OFF),
+    "quantize_training": (_TRAINED_ONLY, _OFF),
+    "weight_quantization": (_TRAINED_ONLY, _OFF),
+    "eigenvalue": (_TRAINED_ONLY, _OFF),
+    "progressive_layer_drop": ("is not available; remove it", _OFF),
+    "curriculum_learning": (_ORDER, _OFF),
+    "data_efficiency": (_ORDER, _OFF),
+    "nebula": ("is a checkpoint service that is not available; remove it", _OFF),
+    "datastates_ckpt": ("is a checkpoint library that is not available; remove it", _OFF),
+}
+"""Keys and sections of features that are not available: the rest of the sentence, and the values
+that leave the feature off."""
+
+SECTIONS = frozenset(
+    name.rsplit(".", depth)[0]
+    for name in (*ACTING, *REFUSED)
+    for depth in range(1, name.count(".") + 1)
+) - {"optimizer.params", "scheduler.params"}
+
+DEEPSPEED_SCHEDULES = {
+    "WarmupLR": "warmup",
+    "WarmupDecayLR": "warmup_decay",
+    "WarmupCosineLR": "warmup_cosine",
+    "OneCycle": "one_cycle",
+    "LRRangeTest": "lr_range_test",
+}
+"""DeepSpeed's schedules by our names."""
+
+IMPLEMENTATION = {
+    **dict.fromkeys(("adam_w_mode", "torch_adam", "fused", "foreach", "capturable")),
+    "set_grad_none": None,
+    "bias_correction": True,
+    "eps_inside_sqrt": False,
+}
+"""Parameters of optimizers that choose an implementation, or that can have only one value."""
+
+# Defaults of DeepSpeed's constructors.
+WARMUP_STEPS = 1000
+MAX_LR = 1e-3
+COS_MIN_RATIO = 1e-4
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """The keys of a file by what becomes of them."""
+
+    origin: str
+    acting: dict[str, Any] = field(default_factory=dict[str, Any])
+    ignored: dict[str, str] = field(default_factory=dict[str, str])
+
+    def get(self, key: str) -> Any:  # noqa: ANN401
+        """The value of an acting key; None where the file has none or "auto"."""
+        value = self.acting.get(key)
+        return None if self.is_auto(key) else _integral(value)
+
+    def is_auto(self, key: str) -> bool:
+        """Whether the value is "auto"."""
+        return self.acting.get(key) == AUTO
+
+    def params(self, key: str) -> dict[str, Any]:
+        """The parameters of the optimizer or the schedule; "auto" is kept."""
+        given = self.acting.get(key) or {}
+        if not isinstance(given, Mapping):
+            raise self.error(key, f"must hold settings, {{...}}, got {given!r}")
+        return {str(name): _integral(each) for name, each in given.items() if each is not None}
+
+    def size(self, key: str) -> int | None:
+        """A batch size; None where the file has none or "auto"."""
+        value = self.get(key)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+            return value
+        raise self.error(key, f"must be a whole number above 0, got {value!r}")
+
+    def only(self, *keys: str) -> Any:  # noqa: ANN401
+        """The value that all of these keys have that the file has; None where it has none."""
+        given = {key: value for key in keys if (value := self.get(key)) is not None}
+        if len(set(given.values())) > 1:
+            first, *others = given
+            raise self.error(first, f"contradicts {' and '.join(others)}; use one value for all")
+        return next(iter(given.values()), None)
+
+    def error(self, key: str, sentence: str) -> ConfigError:
+        """An error whose sentence starts with the key and the file."""
+        return ConfigError(f"{key} in {self.origin} {sentence}")
+
+
+def deepspeed_layer(
+    config_class: type,
+    path: Path,
+    *,
+    world: int,
+    layers: Sequence[Layer],
+    overrides: Sequence[Option] = (),
+    section: str = "",
+) -> Layer:
+    """The settings of a step that a DeepSpeed file stands for.
+
+    Every model that the step trains gets the same settings; batch sizes and trackers are the
+    step's.
+
+    Args:
+        config_class: settings of the step.
+        path: the DeepSpeed file.
+        world: processes of the step.
+        layers: all other settings, below and above this layer; "auto" takes their values.
+        overrides: dotted options of the command line, which are above all layers.
+        section: the prefix of settings in messages, such as "sft.".
+
+    Raises:
+        ConfigError: the file can't be used, or the step trains no model.
+    """
+    hints = typing.get_type_hints(config_class)
+    trained = [
+        each.name
+        for each in fields(config_class)
+        if section_class(hints[each.name]) is TrainedModelConfig
+    ]
+    require(bool(trained), f"--zero-config {path}: no model is trained here")
+    file = read_file(path)
+    ours = typed_settings(config_class, layers, overrides, section=section)
+    settings = {role: nested(model_settings(file, lr=ours[f"{role}.optim.lr"])) for role in trained}
+    return Layer({**settings, **step_settings(file, ours, world=world)}, str(path), is_file=True)
+
+
+def notice_of(path: Path) -> str | None:
+    """The keys of a file that have no effect, by reason; None where there are none.
+
+    Raises:
+        ConfigError: the file can't be read, or has an unknown or a refused key.
+    """
+    file = read_file(path)
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in file.ignored.items():
+        by_reason.setdefault(reason, []).append(key)
+    lines = [f"  {', '.join(keys)}: {reason}" for reason, keys in by_reason.items()]
+    return "\n".join([f"these keys of {path} have no effect here:", *lines]) if lines else None
+
+
+def model_settings(file: DeepSpeedFile, *, lr: float) -> dict[str, Any]:
+    """The settings of each model that trains, by dotted name.
+
+    Args:
+        file: the DeepSpeed file.
+        lr: the peak learning rate where the file has none.
+    """
+    settings = {**_precision(file), **_zero(file), **_optimizer(file)}
+    return settings | _schedule(file, own_lr=settings.get("optim.lr"), lr=lr)
+
+
+def step_settings(file: DeepSpeedFile, ours: Mapping[str, Any], *, world: int) -> dict[str, Any]:
+    """Batch sizes and trackers; batch sizes that are "auto" follow from those of `ours`."""
+    trackers = [name for name in typing.get_args(Tracker) if file.get(f"{name}.enabled")]
+    return {**_batch_sizes(file, ours, world), **({"trackers": trackers} if trackers else {})}
+
+
+def _batch_sizes(file: DeepSpeedFile, ours: Mapping[str, Any], world: int) -> dict[str, int]:
+    """train_batch_size = micro-batch size x accumulation steps x processes, as far as given."""
+    train, micro, accumulation = (file.size(key) for key in BATCH_KEYS)
+    if (train, micro, accumulation) == (None, None, None):
+        return {}
+    if [train, micro, accumulation].count(None) == 2:
+        train, micro = _completed(file, ours, train, micro, world)
+    if train is None:
+        assert micro is not None
+        train = micro * (accumulation or 1) * world
+    if micro is None:
+        micro = max(1, train // ((accumulation or 1) * world))
+    if accumulation is None:
+        accumulation = max(1, train // (micro * world))
+    if train != micro * accumulation * world:
+        raise file.error(
+            BATCH_KEYS[0],
+            f"is {train}, which is not {BATCH_KEYS[1]} ({micro}) x {BATCH_KEYS[2]}"
+            f" ({accumulation}) x {world} process{'' if world == 1 else 'es'}; remove one of the"
+            " three, or choose sizes that divide",
+        )
+    return {"batch_size": train, "micro_batch_size": micro}
+
+
+def _completed(
+    file: DeepSpeedFile, ours: Mapping[str, Any], train: int | None, micro: int | None, world: int
+) -> tuple[int | None, int | None]:
+    """Both sizes where the file has one number: an "auto" makes the choice, with our setting."""
+    auto_train, auto_micro = (file.is_auto(key) for key in BATCH_KEYS[:2])
+    if micro is None and train is not None and auto_micro:
+        share = train // world
+        most = min(ours["micro_batch_size"], share)
+        micro = max((size for size in range(1, most + 1) if share % size == 0), default=1)
+    elif micro is None and train is None and auto_micro:
+        micro = ours["micro_batch_size"]
+    elif train is None and auto_train:
+        train = ours["batch_size"]
+    if micro is None and train is None:
+        raise file.error(
+            BATCH_KEYS[2], f"alone gives no batch size; add {BATCH_KEYS[0]} or {BATCH_KEYS[1]}"
+        )
+    return train, micro
+
+
+def _precision(file: DeepSpeedFile) -> dict[str, Any]:
+    """Number format and loss scale; both formats switched off mean fp32."""
+    keys = [key for key in ("fp16.enabled", "bf16.enabled") if key in file.acting]
+    enabled = [key for key in keys if file.get(key)]
+    if len(enabled) == 2:
+        raise file.error("fp16.enabled", "and bf16.enabled are both true; keep one")
+    settings: dict[str, Any] = {}
+    if enabled:
+        settings["precision"] = enabled[0].partition(".")[0]
+    elif keys and not any(map(file.is_auto, keys)):
+        settings["precision"] = "fp32"
+    if file.acting.get("fp16.enabled"):
+        scale = {f"fp16.{name}": file.get(f"fp16.{name}") for name in FP16_KEYS}
+        settings |= {name: value for name, value in scale.items() if value is not None}
+    return settings
+
+
+def _zero(file: DeepSpeedFile) -> dict[str, Any]:
+    """ZeRO stage, offload and the engine's other settings."""
+    stage = file.get(f"{ZERO}stage")
+    if stage is None and any(key.startswith(ZERO) for key in file.acting):
+        stage = 0
+    devices = {name: file.get(f"{prefix}device") for name, prefix in OFFLOADS.items()}
+    # DeepSpeed keeps reduced gradients with the optimizer that reads them.
+    follows = devices["optimizer"] not in (None, "none") and stage in (2, 3)
+    kinds = {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}
+    kind = file.get("communication_data_type")
+    settings = {
+        "zero_stage": stage,
+        "zero.offload.optimizer": devices["optimizer"],
+        "zero.offload.gradients": "cpu" if follows else None,
+        "zero.offload.params": devices["params"],
+        "zero.offload.nvme_path": file.only(*(f"{each}nvme_path" for each in OFFLOADS.values())),
+        "zero.offload.pin_memory": file.only(*(f"{each}pin_memory" for each in OFFLOADS.values())),
+        "zero.prefetch_units": 0 if file.get(f"{ZERO}stage3_prefetch_bucket_size") == 0 else None,
+        "zero.reduce_dtype": kinds.get(kind, kind),
+        "zero.compile": file.get("compile.deepcompile"),
+    }
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
+    """The optimizer with its parameters, which replace those of another one, and clipping."""
+    given = file.params("optimizer.params")
+    settings: dict[str, Any] = {}
+    name = file.get("optimizer.type")
+    clip = file.get("gradient_clipping")
+    own = given.pop("max_grad_norm", None)
+    clip = own if clip is None and own != AUTO else clip
+    if clip is not None:
+        settings["optim.max_grad_norm"] = clip or None
+    for param in ("lr", "betas", "eps", "weight_decay"):
+        value = given.pop(param, AUTO)
+        if value != AUTO:
+            settings[f"optim.{param}"] = value
+    if name is not None:
+        decoupled = given.get("adam_w_mode") is not False
+        torch_names = {each.lower(): each for each in ELEMENT_WISE}
+        name = torch_names.get(str(name).lower(), name)
+        settings["optim.name"] = "AdamW" if name == "Adam" and decoupled else name
+        settings["optim.params"] = {
+            param: value
+            for param, value in given.items()
+            if value != AUTO and IMPLEMENTATION.get(param, AUTO) not in (None, value)
+        }
+    return settings
+
+
+def _schedule(file: DeepSpeedFile, *, own_lr: float | None, lr: float) -> dict[str, Any]:
+    """The schedule with its parameters, which replace those of another one.
+
+    DeepSpeed's parameters are learning rates; ours are `optim.lr`, the peak, and ratios to it.
+    """
+    name = file.get("scheduler.type")
+    if name is None:
+        return {}
+    known = {each.lower(): each for each in (*DEEPSPEED_SCHEDULES, *SCHEDULES)}
+    if str(name).lower() not in known:
+        raise file.error("scheduler.type", f"{name} is not available; {suggestion(name, known)}")
+    name = known[str(name).lower()]
+    given = file.params("scheduler.params")
+    given.pop("last_batch_iteration", None)
+    settings: dict[str, Any] = {"optim.schedule": DEEPSPEED_SCHEDULES.get(name, name)}
+    schedule = SCHEDULES[settings["optim.schedule"]]
+    if not schedule.has_warmup:
+        settings["optim.warmup_steps"] = None
+    if name in DEEPSPEED_SCHEDULES or not schedule.has_final_ratio:
+        settings["optim.final_lr_ratio"] = 0.0
+    if name == "OneCycle":
+        settings |= _one_cycle(file, given)
+    elif name == "LRRangeTest":
+        lowest = given.pop("lr_range_test_min_lr", MAX_LR)
+        settings |= {} if lowest == AUTO else {"optim.lr": lowest}
+        given = {key.removeprefix("lr_range_test_"): value for key, value in given.items()}
+    elif name in DEEPSPEED_SCHEDULES:
+        settings |= _warmup(file, name, given, own_lr=own_lr, lr=lr)
+    params = {key: value for key, value in given.items() if value != AUTO}
+    return {**settings, "optim.schedule_params": params}
+
+
+def _warmup(
+    file: DeepSpeedFile, name: str, given: dict[str, Any], *, own_lr: float | None, lr: float
+) -> dict[str, Any]:
+    """Take what is not a parameter of our schedule out of `given`, and return its settings."""
+    settings: dict[str, Any] = {}
+    steps = given.pop("warmup_num_steps", WARMUP_STEPS)
+    if steps != AUTO:
+        settings["optim.warmup_steps"] = steps
+    if name == "WarmupCosineLR":
+        ratio = given.pop("cos_min_ratio", COS_MIN_RATIO)
+        return settings | ({} if ratio == AUTO else {"optim.final_lr_ratio": ratio})
+    peak = given.pop("warmup_max_lr", AUTO if name == "WarmupLR" else MAX_LR)
+    if peak != AUTO:
+        settings["optim.lr"] = peak
+    low = given.pop("warmup_min_lr", AUTO)
+    if low != AUTO:
+        rate = (own_lr or lr) if peak == AUTO else peak
+        given["warmup_min_ratio"] = _ratio(file, "warmup_min_lr", low, rate)
+    return settings
+
+
+def _one_cycle(file: DeepSpeedFile, given: dict[str, Any]) -> dict[str, Any]:
+    """Take the learning rates out of `given`, and return the peak."""
+    peak, low = given.pop("cycle_max_lr", AUTO), given.pop("cycle_min_lr", AUTO)
+    if AUTO in (peak, low):
+        raise file.error("scheduler", "is OneCycle, which needs cycle_min_lr and cycle_max_lr")
+    if given.get("decay_mom_rate") == 0:
+        del given["decay_mom_rate"]
+    given["cycle_min_ratio"] = _ratio(file, "cycle_min_lr", low, peak)
+    return {"optim.lr": peak}
+
+
+def _ratio(file: DeepSpeedFile, name: str, low: object, peak: object) -> float:
+    """The learning rate `low` as a ratio to the peak."""
+    rates = [each for each in (low, peak) if isinstance(each, int | float) and each >= 0]
+    if len(rates) < 2 or rates[0] > rates[1]:
+        raise file.error(
+            f"scheduler.params.{name}", f"must be a number up to the peak rate {peak}, got {low!r}"
+        )
+    return rates[0] / rates[1] if rates[1] else 0.0
+
+
+# Strings are matched first, so that what looks like a comment or a comma within one stays.
+_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
+
+
+def read_file(path: Path) -> DeepSpeedFile:
+    """The keys of a DeepSpeed file.
+
+    Raises:
+        ConfigError: no such file, not JSON, a key twice, an unknown or a refused key.
+    """
+    try:
+        text = path.expanduser().read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such DeepSpeed configuration file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from None
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        require(not twice, f"{path} has {', '.join(twice)} twice in one section; keep one")
+        return dict(pairs)
+
+    text = _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
+    text = _TRAILING_COMMA.sub(lambda match: match[1] or " ", text)
+    try:
+        content = json.loads(text, object_pairs_hook=distinct)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply for a DeepSpeed configuration") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold one JSON object of settings, {{...}}")
+    file = DeepSpeedFile(str(path))
+    _sort(_modernized(content), file)
+    return file
+
+
+def _modernized(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content with deprecated spellings as today's."""
+    content = dict(content)
+    if "bfloat16" in content:
+        content.setdefault("bf16", content.pop("bfloat16"))
+    zero = content.get("zero_optimization")
+    if isinstance(zero, bool):
+        content["zero_optimization"] = {"stage": int(zero)}
+    elif isinstance(zero, Mapping):
+        zero = dict(zero)
+        for old, section in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_param", "offload_param"),
+            ("cpu_offload_params", "offload_param"),
+        ):
+            if old in zero:
+                zero.setdefault(section, {"device": "cpu" if zero.pop(old) is True else "none"})
+        content["zero_optimization"] = zero
+    return content
+
+
+def _sort(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> None:
+    for word, value in section.items():
+        name = f"{prefix}{word}"
+        if word.startswith("_") or value is None:  # "_comment": JSON itself has no comments
+            continue
+        if name in ACTING:
+            file.acting[name] = value
+        elif name in REFUSED:
+            sentence, neutral = REFUSED[name]
+            if not _asks_for_nothing(value, neutral):
+                raise file.error(name, sentence)
+        elif (reason := _ignored(name)) is not None:
+            if not (isinstance(value, Mapping) and value.get("enabled") is False):
+                file.ignored[name] = reason
+        else:
+            _sort(_section(name, value, file), file, f"{name}.")
+
+
+def _section(name: str, value: object, file: DeepSpeedFile) -> Mapping[str, Any]:
+    if name not in SECTIONS:
+        raise file.error(name, f"is not a key of DeepSpeed's configuration; {_hint(name)}")
+    if value is False:
+        return {}
+    if not isinstance(value, Mapping):
+        raise file.error(name, f"must hold settings, {{...}}, got {value!r}")
+    return value
+
+
+def _ignored(name: str) -> str | None:
+    """Why a key has no effect; None where no pattern has it."""
+    return next(
+        (
+            reason
+            for patterns, reason in IGNORED.items()
+            if any(fnmatch(name, pattern) for pattern in patterns.split())
+        ),
+        None,
+    )
+
+
+def _asks_for_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+    """Whether `value` leaves a feature off: `{"enabled": false}`, or neutral throughout."""
+    if isinstance(value, Mapping):
+        if "enabled" in value:
+            return value["enabled"] in (None, False, AUTO)
+        return all(_asks_for_nothing(inner, neutral) for inner in value.values())
+    return any(value == each and type(value) is type(each) for each in neutral)
+
+
+def _hint(name: str) -> str:
+    """A hint at the key that was likely meant."""
+    known, last = [*ACTING, *REFUSED, *SECTIONS], name.rpartition(".")[2]
+    same = [each for each in known if each.rpartition(".")[2] == last]
+    close = same[:2] or difflib.get_close_matches(name, known, 1, 0.75)
+    meant = " or ".join(close)
+    return f"did you mean {meant}?" if meant else "docs/deepspeed.md lists the keys; remove it"
+
+
+def _integral(value: Any) -> Any:  # noqa: ANN401
+    """A number such as 5e8 as a whole one."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole else value

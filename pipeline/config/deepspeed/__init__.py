@@ -1,1 +1,0 @@
-"""DeepSpeed configuration files, read as settings of ours."""

@@ -1,0 +1,353 @@
+"""DeepSpeed files as layers of a step's settings."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import StepConfig
+from pipeline.config.deepspeed import ACTING, IGNORED, REFUSED, deepspeed_layer, notice_of
+from pipeline.errors import ConfigError
+from pipeline.settings.build import Layer, build_config
+from pipeline.settings.plain import Option
+from step1_sft.config import SFTConfig
+from step3_ppo.config import PPOConfig
+
+ROOT = Path(__file__).parents[3]
+
+HUGGING_FACE_ZERO2 = """
+{
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 500,
+             "initial_scale_power": 12, "hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": true},
+        "allgather_partitions": true, "allgather_bucket_size": 2e8, "overlap_comm": true,
+        "reduce_scatter": true, "reduce_bucket_size": 2e8, "contiguous_gradients": true
+    },
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": false
+}
+"""
+
+HUGGING_FACE_ZERO3: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": 3e-6,
+            "warmup_max_lr": 3e-5,
+            "warmup_num_steps": 500,
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "buffer_count": 4},
+        "offload_param": {"device": "nvme", "nvme_path": "/local", "max_in_cpu": 1e9},
+        "sub_group_size": 1e9,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "aio": {"block_size": 262144},
+    "train_batch_size": 64,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0,
+}
+
+DEEPSPEED_CHAT: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 10,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_param": {"device": "none"},
+        "offload_optimizer": {"device": "none"},
+        "stage3_param_persistence_threshold": 1e4,
+        "memory_efficient_linear": False,
+    },
+    "fp16": {"enabled": True, "loss_scale_window": 100},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "hybrid_engine": {"enabled": True, "max_out_tokens": 512, "inference_tp_size": 1},
+    "tensorboard": {"enabled": True, "output_path": "logs/", "job_name": "step1"},
+}
+
+
+def written(directory: Path, content: dict[str, Any] | str) -> Path:
+    path = directory / "ds.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+def applied(
+    path: Path, settings: dict[str, Any] | None = None, *overrides: Option, world: int = 1
+) -> SFTConfig:
+    layers = [Layer(settings or {}, "below")]
+    layer = deepspeed_layer(SFTConfig, path, world=world, layers=layers, overrides=overrides)
+    return build_config(SFTConfig, [*layers, layer], overrides)
+
+
+def test_auto_takes_our_settings(tmp_path: Path) -> None:
+    ours = {
+        "batch_size": 30,
+        "micro_batch_size": 7,
+        "model": {"precision": "bf16", "optim": {"lr": 2e-5, "betas": [0.9, 0.98]}},
+    }
+
+    config = applied(written(tmp_path, HUGGING_FACE_ZERO2), ours, world=8)
+
+    model = config.model
+    assert (config.batch_size, config.micro_batch_size, model.precision) == (30, 7, "bf16")
+    assert (model.optim.lr, model.optim.betas, model.optim.schedule) == (
+        2e-5,
+        (0.9, 0.98),
+        "warmup",
+    )
+    assert (model.zero_stage, model.zero.offload.optimizer) == (2, "cpu")
+    assert (model.zero.offload.gradients, model.optim.max_grad_norm) == ("cpu", 1.0)
+    assert (model.fp16.initial_scale_power, model.fp16.loss_scale_window) == (12, 500)
+
+
+def test_written_values_win(tmp_path: Path) -> None:
+    config = applied(written(tmp_path, HUGGING_FACE_ZERO3), {"batch_size": 8}, world=8)
+
+    model, optim, zero = config.model, config.model.optim, config.model.zero
+    assert (config.batch_size, config.micro_batch_size, model.precision) == (64, 2, "bf16")
+    assert (optim.lr, optim.betas, optim.weight_decay) == (3e-5, (0.8, 0.999), 3e-7)
+    assert (optim.schedule, optim.warmup_steps) == ("warmup_decay", 500)
+    assert optim.schedule_params == {"warmup_min_ratio": pytest.approx(0.1)}
+    assert (model.zero_stage, optim.max_grad_norm, zero.prefetch_units) == (3, None, 0)
+    assert (zero.offload.optimizer, zero.offload.params) == ("nvme", "nvme")
+    assert zero.offload.nvme_path == Path("/local")
+
+
+def test_deepspeed_chat_configuration(tmp_path: Path) -> None:
+    path = written(tmp_path, DEEPSPEED_CHAT)
+    config = applied(path, world=4)
+
+    assert (config.batch_size, config.micro_batch_size) == (64, 4)
+    assert (config.model.precision, config.model.fp16.loss_scale_window) == ("fp16", 100)
+    assert config.trackers == ("tensorboard",)
+    notice = notice_of(path)
+    assert notice is not None
+    assert "  hybrid_engine.enabled, hybrid_engine.max_out_tokens: " in notice
+
+
+def test_every_trained_model_gets_the_settings(tmp_path: Path) -> None:
+    path = written(tmp_path, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5})
+    layers = [Layer({"critic": {"optim": {"lr": 1e-5}}}, "below")]
+
+    layer = deepspeed_layer(PPOConfig, path, world=1, layers=layers)
+    config = build_config(PPOConfig, [*layers, layer])
+
+    assert [model.zero_stage for model in (config.actor, config.critic)] == [1, 1]
+    assert [model.optim.max_grad_norm for model in (config.actor, config.critic)] == [0.5, 0.5]
+    assert config.critic.optim.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("content", "world", "sizes"),
+    [
+        ({"train_batch_size": 64}, 4, (64, 16)),
+        ({"train_micro_batch_size_per_gpu": 4}, 2, (8, 4)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, 2, (64, 4)),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, 2, (24, 4)),
+        ({"train_batch_size": 36, "train_micro_batch_size_per_gpu": "auto"}, 3, (36, 6)),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4}, 2, (32, 4)),
+        ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2}, 2, (32, 8)),
+        ({"train_batch_size": 5e8, "gradient_accumulation_steps": 1}, 1, (500_000_000,) * 2),
+    ],
+)
+def test_batch_sizes(
+    tmp_path: Path, content: dict[str, Any], world: int, sizes: tuple[int, int]
+) -> None:
+    config = applied(written(tmp_path, content), world=world)
+
+    assert (config.batch_size, config.micro_batch_size) == sizes
+
+
+def test_an_optimizer_and_a_schedule_replace_others_completely(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        {
+            "optimizer": {"type": "adam", "params": {"lr": 1e-4, "torch_adam": True}},
+            "scheduler": {
+                "type": "OneCycle",
+                "params": {
+                    "cycle_min_lr": 1e-4,
+                    "cycle_max_lr": 1e-3,
+                    "cycle_first_step_size": 10,
+                    "decay_mom_rate": 0,
+                    "last_batch_iteration": -1,
+                },
+            },
+        },
+    )
+    below = {
+        "model": {
+            "optim": {
+                "name": "SGD",
+                "params": {"momentum": 0.9},
+                "schedule": "polynomial",
+                "schedule_params": {"power": 2},
+                "warmup_steps": 10,
+                "final_lr_ratio": 0.1,
+            }
+        }
+    }
+
+    optim = applied(path, below).model.optim
+
+    assert (optim.name, optim.params, optim.schedule) == ("AdamW", {}, "one_cycle")
+    assert (optim.lr, optim.warmup_steps, optim.final_lr_ratio) == (1e-3, None, 0.0)
+    assert optim.schedule_params["cycle_min_ratio"] == pytest.approx(0.1)
+    assert optim.schedule_params["cycle_first_step_size"] == 10
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"type": "WarmupLR"}, ("warmup", 1e-5, 1000, 0.0)),
+        ({"type": "WarmupDecayLR"}, ("warmup_decay", 1e-3, 1000, 0.0)),
+        (
+            {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7, "cos_min_ratio": 0.2}},
+            ("warmup_cosine", 1e-5, 7, 0.2),
+        ),
+        (
+            {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-6}},
+            ("lr_range_test", 1e-6, None, 0.0),
+        ),
+        ({"type": "linear"}, ("linear", 1e-5, None, 0.0)),
+    ],
+)
+def test_schedules_have_deepspeeds_defaults(
+    tmp_path: Path, schedule: dict[str, Any], expected: tuple[object, ...]
+) -> None:
+    optim = applied(written(tmp_path, {"scheduler": schedule})).model.optim
+
+    assert (optim.schedule, optim.lr, optim.warmup_steps, optim.final_lr_ratio) == expected
+
+
+def test_options_above_the_file_may_complete_it(tmp_path: Path) -> None:
+    path = written(tmp_path, {"zero_optimization": {"stage": 3}})
+
+    config = applied(path, None, ("model.zero.offload.params", ["cpu"]))
+
+    assert (config.model.zero_stage, config.model.zero.offload.params) == (3, "cpu")
+
+
+def test_deprecated_spellings(tmp_path: Path) -> None:
+    content = {
+        "bfloat16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "cpu_offload": True},
+    }
+
+    model = applied(written(tmp_path, content)).model
+
+    assert (model.precision, model.zero.offload.optimizer) == ("bf16", "cpu")
+    stage = applied(written(tmp_path, {"zero_optimization": True})).model.zero_stage
+    assert stage == 1
+
+
+def test_comments_and_trailing_commas(tmp_path: Path) -> None:
+    text = '{"_comment": 1, "train_batch_size": 8, // eight\n /* # */ "bf16": {"enabled": true,},}'
+
+    config = applied(written(tmp_path, text))
+
+    assert (config.batch_size, config.model.precision) == (8, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge in FILE is not a key of"),
+        ({"stage": 2}, "did you mean zero_optimization.stage"),
+        ({"fp16": "yes"}, "fp16 in FILE must hold settings"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
+        ({"train_batch_size": 0}, "train_batch_size in FILE must be a whole number above 0"),
+        ({"gradient_accumulation_steps": 2}, "alone gives no batch size"),
+        (
+            {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
+            "is 10, which is not train_micro_batch_size_per_gpu (4) x gradient_accumulation_steps"
+            " (2) x 1 process",
+        ),
+        (
+            {
+                "scheduler": {
+                    "type": "WarmupLR",
+                    "params": {"warmup_min_lr": 1, "warmup_max_lr": 0.1},
+                }
+            },
+            "warmup_min_lr in FILE must be a number up to the peak rate 0.1, got 1",
+        ),
+        ({"scheduler": {"type": "OneCycle"}}, "needs cycle_min_lr and cycle_max_lr"),
+        ({"scheduler": {"type": "Step"}}, "scheduler.type in FILE Step is not available"),
+        # Values are checked as our settings.
+        ({"zero_optimization": {"stage": 4}}, "model.zero_stage in FILE must be one of 0, 1, 2, 3"),
+        ({"optimizer": {"type": "Lamb"}}, "model.optim.name in FILE can't be Lamb"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"momentm": 0.9}}},
+            "momentm in FILE is not an argument of SGD; did you mean momentum?",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "model.zero.offload.params in FILE cpu needs zero_stage 3",
+        ),
+        ('{"fp16": {}, "fp16": {}}', "has fp16 twice"),
+        ('{"fp16": }', "is not valid JSON: Expecting value in line 1"),
+        ("[]", "must hold one JSON object"),
+    ],
+)
+def test_what_can_not_be_used_is_refused(
+    tmp_path: Path, content: dict[str, Any] | str, sentence: str
+) -> None:
+    path = written(tmp_path, content)
+
+    with pytest.raises(ConfigError, match=re.escape(sentence.replace("FILE", str(path)))):
+        applied(path)
+
+
+def test_a_missing_file_and_a_step_without_models(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.json: no such DeepSpeed configuration file"):
+        notice_of(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="no model is trained here"):
+        deepspeed_layer(StepConfig, written(tmp_path, {}), world=1, layers=[])
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_refused_key_is_named_unless_it_leaves_the_feature_off(tmp_path: Path, key: str) -> None:
+    def content(value: object) -> dict[str, Any]:
+        for word in reversed(key.split(".")):
+            value = {word: value}
+        assert isinstance(value, dict)
+        return value
+
+    wanted = False if key == "managed_gradient_accumulation" else {"level": 7}
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} in .*ds.json"):
+        notice_of(written(tmp_path, content(wanted)))
+    assert notice_of(written(tmp_path, content(None))) is None
+
+
+def test_the_documentation_shows_every_key() -> None:
+    text = (ROOT / "docs" / "deepspeed.md").read_text(encoding="utf-8")
+
+    patterns = [pattern for patterns in IGNORED for pattern in patterns.split()]
+    assert [key for key in (*ACTING, *REFUSED, *patterns) if f"`{key}`" not in text] == []
