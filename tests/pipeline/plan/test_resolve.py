@@ -213,7 +213,7 @@ def test_a_deepspeed_file_need_not_suit_the_steps_that_dont_run(tmp_path: Path) 
     argv = ["--actor-model", "a/b", "--zero-config", str(file)]
 
     assert settings(*argv, "--step", "1", "2")["step1_sft"]["batch_size"] == 512
-    with pytest.raises(ConfigError, match=r"^ppo\.batch_size 512 is larger than ppo.rollout_size"):
+    with pytest.raises(ConfigError, match=r"ds_config.json 512 is larger than ppo.rollout_size"):
         settings(*argv)
 
 
