@@ -20,13 +20,10 @@ from traceback import format_exception
 from typing import cast
 from weakref import WeakValueDictionary
 
-import numpy as np
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.engine.exchange import SharedTickets
 from inference.engine.pace import Pace
 from inference.engine.padded import PaddedRows
 from inference.engine.replay import PassCounts
@@ -41,7 +38,6 @@ from inference.engine.requests import (
     Ticket,
     Token,
     Waiting,
-    chosen_elsewhere,
 )
 from inference.engine.row_adapters import RowAdapters
 from inference.engine.sampling import Sampler
@@ -63,10 +59,9 @@ class OpenBatch:
     a chunk of prompts is read, so that a long prompt doesn't hold up the others; once the batch is
     closed, all prompts that have a slot are read first, which takes the fewest passes.
 
-    With a model that is divided among processes all of them call `step` equally often, and before
-    each step agree on what was submitted and cancelled; a closed batch goes on without a word, so
-    its requests and what is cancelled in it must be the same on each. An error of one process is
-    not its peers', who go on to their next collective: `step` raises it.
+    With a tensor-parallel model, all processes of the group must close the batch with the same
+    requests, cancel the same ones, and call `step` equally often. `step` raises the errors of such
+    a model, because the other processes wait in a collective.
 
     Args:
         model: a causal language model, plain or with adapters.
@@ -113,10 +108,8 @@ class OpenBatch:
         """Rows of the pass at hand that decode."""
         self._closed = False
         self._samplers: WeakValueDictionary[tuple[object, ...], Sampler] = WeakValueDictionary()
-        tp_group = tp_group_of(plain)
-        self._shared = SharedTickets(tp_group) if tp_group.size > 1 else None
-        # Peers read the same pieces, and measure other times.
-        self._pace = Pace(gap if self._shared is None else None, self._chunk, clock)
+        self._is_tensor_parallel = tp_group_of(plain).size > 1
+        self._pace = Pace(gap, self._chunk, clock)
         self._rows = self._new_rows()
 
     def _new_rows(self) -> Rows:
@@ -180,8 +173,7 @@ class OpenBatch:
 
     def step(self) -> list[Event]:
         """What happens in the next pass over prompts or the next decoding step."""
-        events = [*self._take_changes(), *self._advance()]
-        return events if self._shared is None else self._shared.own(events)
+        return [*self._take_changes(), *self._advance()]
 
     def _advance(self) -> Iterator[Event]:
         """One pass, and the tokens that are chosen after it."""
@@ -189,8 +181,8 @@ class OpenBatch:
         try:
             tickets, logits = self._forward()
         except Exception as error:
-            if self._shared is not None:
-                raise  # the peers are inside a layer and wait for this process
+            if self._is_tensor_parallel:
+                raise
             lost = self._rows.occupants
             self._rows = self._new_rows()  # what the cache holds is not known any more
             let_go(error)
@@ -202,8 +194,6 @@ class OpenBatch:
                 self._pace.forget()
             return
         choices = choose_tokens(tickets, logits)
-        if self._shared is not None:
-            choices = self._shared.settle(tickets, choices)
         self._pace.end(self._decoded, self._rows.tokens_read)
         wanted = reports(tickets, logits, choices)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True)):
@@ -214,8 +204,6 @@ class OpenBatch:
         """Queue what was submitted, and end what was cancelled."""
         # In this order, for what another thread submits and cancels meanwhile.
         cancelled, submitted = taken(self._cancelled), taken(self._submitted)
-        if self._shared is not None and not self._closed:
-            submitted, cancelled = self._shared.agree(submitted, cancelled)
         for ticket in submitted:
             # Rows of equal settings are those with the same sampler.
             settings = tuple(vars(ticket.sampler).values())
@@ -262,8 +250,8 @@ class OpenBatch:
         if isinstance(choice, Exception):
             if ticket.ended:
                 return
-            if self._shared is not None and ticket.request.guide is None:
-                raise choice  # the peers may have chosen a token
+            if self._is_tensor_parallel:
+                raise choice
             yield self._end(ticket, "error", choice)
             return
         ticket.newest, logprob = choice
@@ -285,14 +273,10 @@ class OpenBatch:
 
 
 def choose_tokens(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> list[Choice]:
-    """A token for each sequence, by its own settings; those of equal settings in one call.
-
-    Sequences with a guide are apart from those without, which have the bits that they have alone.
-    """
-    groups: dict[tuple[int, bool], list[int]] = {}
+    """A token for each sequence, by its own settings; those of equal settings in one call."""
+    groups: dict[int, list[int]] = {}
     for row, ticket in enumerate(tickets):
-        is_guided = has_guide(ticket)
-        groups.setdefault((id(ticket.sampler), is_guided), []).append(row)
+        groups.setdefault(id(ticket.sampler), []).append(row)
     if len(groups) == 1:
         return _choose_alike(tickets, logits)
     choices: dict[int, Choice] = {}
@@ -311,7 +295,6 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
             [ticket.request.drawn + len(ticket.response.ids) for ticket in tickets],
             [ticket.tokens for ticket in tickets] if sampler.needs_history else (),
             [ticket.response.ids for ticket in tickets] if sampler.counts_tokens else (),
-            _guided(tickets, logits),
         )
     except Exception as error:  # noqa: BLE001  # whatever it is, it may be one row's alone
         if len(tickets) == 1:
@@ -321,21 +304,6 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
         return list(zip(tokens, logprobs, strict=True))
     rows = zip(tickets, logits.split(1), strict=True)
     return [_choose_alike([ticket], row)[0] for ticket, row in rows]
-
-
-def has_guide(ticket: Ticket) -> bool:
-    """Whether its tokens are chosen among those that a guide of this process allows."""
-    return ticket.request.guide not in (None, chosen_elsewhere)
-
-
-def _guided(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> Bool[Tensor, "B V"] | None:
-    """The tokens that the guides of all sequences allow; None where they have none."""
-    masks = [
-        ticket.request.guide(ticket.response.ids)
-        for ticket in tickets
-        if ticket.request.guide is not None and has_guide(ticket)
-    ]
-    return torch.from_numpy(np.stack(masks)).to(logits.device) if masks else None
 
 
 def reports(

@@ -6,20 +6,14 @@ of their own, each some.
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from inference.engine.requests import (
-    Choice,
-    Event,
     Finished,
     OnToken,
-    Request,
     StopWhen,
-    Ticket,
-    Token,
-    chosen_elsewhere,
 )
 from pipeline.parallel.group import Group
 
@@ -108,85 +102,6 @@ class Exchange:
             for place in self.places[each.index]:
                 yield replace(each, index=place)
         require_equal(self.tp_group.gather_objects(chosen))
-
-
-class SharedTickets:
-    """The tickets of all peers: each process runs the others' requests beside its own."""
-
-    def __init__(self, tp_group: Group) -> None:
-        self._tp_group = tp_group
-        self._counts: Counter[int] = Counter()
-        self._tickets: dict[tuple[int, int], Ticket] = {}
-        """By the rank that submitted them and the number among its own."""
-        self._names: dict[Ticket, tuple[int, int]] = {}
-        self._chosen = 0
-
-    def agree(
-        self, submitted: Sequence[Ticket], cancelled: Sequence[Ticket]
-    ) -> tuple[list[Ticket], list[Ticket]]:
-        """What all of the peers submitted and cancelled, in rank order; they call it in step.
-
-        Raises:
-            GroupDisagreesError: the peers did not choose the same tokens until now.
-        """
-        own = self._tp_group.rank
-        for ticket in submitted:
-            self._add(own, ticket)
-        names = [self._names[ticket] for ticket in cancelled if ticket in self._names]
-        requests = [without_guide(ticket.request) for ticket in submitted]
-        everyones = self._tp_group.gather_objects((requests, names, self._chosen))
-        require_equal([chosen for _, _, chosen in everyones])
-        tickets: list[Ticket] = []
-        for rank, (theirs, _, _) in enumerate(everyones):
-            if rank == own:
-                tickets += submitted
-            else:
-                tickets += [self._add(rank, Ticket(request)) for request in theirs]
-        gone = [name for _, theirs, _ in everyones for name in theirs]
-        return tickets, [self._tickets[name] for name in gone]
-
-    def settle(self, tickets: Sequence[Ticket], choices: Sequence[Choice]) -> list[Choice]:
-        """The choices of all, of guided rows those of the process that has the guide."""
-        guided = [row for row, ticket in enumerate(tickets) if ticket.request.guide is not None]
-        settled = list(choices)
-        if not guided:
-            return settled
-        own: dict[int, tuple[int, float] | str] = {}
-        for row in guided:
-            choice = choices[row]
-            if tickets[row].request.guide is not chosen_elsewhere:
-                own[row] = str(choice) if isinstance(choice, Exception) else choice
-        for theirs in self._tp_group.gather_objects(own):
-            for row, choice in theirs.items():
-                settled[row] = RuntimeError(choice) if isinstance(choice, str) else choice
-        return settled
-
-    def _add(self, rank: int, ticket: Ticket) -> Ticket:
-        name = rank, self._counts[rank]
-        self._counts[rank] += 1
-        self._tickets[name] = ticket
-        self._names[ticket] = name
-        return ticket
-
-    def own(self, events: Iterable[Event]) -> list[Event]:
-        """This process's events; the others' are forgotten."""
-        mine: list[Event] = []
-        for event in events:
-            rank, number = self._names.get(event.ticket, (self._tp_group.rank, -1))
-            if rank == self._tp_group.rank:
-                mine.append(event)
-            if isinstance(event, Token):
-                self._chosen = zlib.crc32(repr((rank, number, event.id)).encode(), self._chosen)
-            elif event.ticket in self._names:
-                del self._tickets[self._names.pop(event.ticket)]
-        return mine
-
-
-def without_guide(request: Request) -> Request:
-    """The request as another process has it: a guide stays where it is."""
-    if request.guide is None:
-        return request
-    return replace(request, guide=chosen_elsewhere)
 
 
 def require_equal(chosen: Sequence[int]) -> None:

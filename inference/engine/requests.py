@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from inference.engine.sampling import Sampler, without_seed
 
@@ -17,16 +17,6 @@ OnToken = Callable[[int, int], None]
 
 StopWhen = Callable[[int, list[int]], bool]
 """Whether a response ends here: called with its prompt's index and its tokens so far."""
-
-Guide = Callable[[Sequence[int]], Bool[np.ndarray, " V"]]
-"""Which tokens may follow a response so far: called before each of its tokens, perhaps again.
-Whatever it raises ends that response alone."""
-
-
-def chosen_elsewhere(response: Sequence[int]) -> Bool[np.ndarray, " V"]:
-    """Stands for the guide of a request that another process has: that one chooses its tokens."""
-    raise RuntimeError(f"another process has the guide of this response of {len(response)} tokens")
-
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a response ended: at a stop token, at its longest, or as its caller or an error had it."""
@@ -79,9 +69,6 @@ class Request:
 
     num_top: int | None = None
     """Has each token come with `Reported`, and in it that many of the likeliest tokens."""
-
-    guide: Guide | None = None
-    """What its tokens are chosen among; a guide is of one response, and remembers it."""
 
     scope: Hashable = None
     """Keys and values are shared by requests of the same scope and adapter alone."""

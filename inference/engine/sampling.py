@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, UInt64
+from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from inference.engine.penalties import biased, counted, penalized
@@ -116,7 +116,6 @@ class Sampler:
         positions: int | Sequence[int],
         histories: Sequence[Sequence[int]] = (),
         responses: Sequence[Sequence[int]] = (),
-        guided: Bool[Tensor, "B V"] | None = None,
     ) -> tuple[list[int], list[float]]:
         """Tokens, and their log-probabilities under the whole policy at this temperature.
 
@@ -126,20 +125,17 @@ class Sampler:
             positions: how many tokens each response has so far.
             histories: all tokens of each sequence, where `needs_history`.
             responses: the sampled tokens of each sequence, where `counts_tokens`.
-            guided: the tokens that each sequence may have next; None is all.
 
         Raises:
             KernelError: kernels are required, and there is none for these.
         """
-        altered = self.alters_logits if guided is None else "a guide forbids tokens"
+        altered = self.alters_logits
         if sampling.kernel_for(logits, altered) is not None:
             return self._by_kernel(logits, keys, positions)
         logits = logits.float()
         scale = self.temperature or 1.0
         logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
         scores = self._allowed(logits, positions, histories, responses)
-        if guided is not None:
-            scores = scores.masked_fill(~guided, -torch.inf)
         if self.temperature == 0:
             tokens = likeliest_tokens(scores)
         elif not altered and (drawn := self._by_cpu_kernel(logprobs, keys, positions)) is not None:

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from inference.serve.config import ServeConfig
 from inference.serve.errors import ApiError
-from inference.serve.followers import Order
 from inference.serve.generation import Job, Piece, Wanted
 from inference.serve.worker import Worker
 
@@ -104,15 +103,15 @@ class Broker:
                 continue
         return []
 
-    async def call(self, function: Callable[[], T], order: Order | None = None) -> T:
-        """Run a function on the generation thread, of all processes where there is an `order`.
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the generation thread.
 
         Raises:
             ApiError: the server doesn't take it now, or it takes too long.
         """
         worker = self._admit(0)
         self._calls += 1
-        future = worker.call(function, order)
+        future = worker.call(function)
         try:
             async with asyncio.timeout(self._config.request_seconds):
                 return await asyncio.wrap_future(future)

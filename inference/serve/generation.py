@@ -1,13 +1,12 @@
 """What the web asks of the generation thread, and the pieces of responses that come back."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from inference.engine.requests import Reported
 from inference.engine.sampling import Sampler
-from inference.serve.guides import CompiledGrammar
 
 Finish = Literal["stop", "length"]
 
@@ -26,10 +25,6 @@ class Wanted:
     """Texts before which a response ends."""
     num_top: int | None = None
     """Of how many likeliest tokens log-probabilities are wanted; None is of no token."""
-    guide: CompiledGrammar | None = None
-    """What each response is kept within."""
-    shown: Mapping[int, str] = field(default_factory=dict)
-    """Special tokens that have a text in the response."""
     scope: str = ""
     """Keys and values are shared by prompts of the same scope alone."""
     continues: bool = False

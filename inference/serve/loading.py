@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from inference.serve.adapter_files import trained_on
 from inference.serve.broker import Broker
 from inference.serve.config import ServeConfig
-from inference.serve.followers import Followers
 from inference.serve.lanes import open_lanes
 from inference.serve.memory import plan_memory
 from inference.serve.metrics import Metrics
@@ -19,7 +18,6 @@ from inference.serve.state import State
 from pipeline.cli import remark
 from pipeline.errors import ModelError
 from pipeline.models.ready import check_ready
-from pipeline.parallel.group import ALONE, Group
 
 
 def load(
@@ -27,11 +25,8 @@ def load(
     places: Sequence[ModelPath],
     reward: str | None,
     keys: Mapping[str, str],
-    group: Group = ALONE,
 ) -> State:
     """The state of a server that is about to begin.
-
-    Several processes divide the models among them; the first has the reward model alone.
 
     Raises:
         UserError: there is no such model, or no room for it.
@@ -39,17 +34,9 @@ def load(
     places = _ready(places)
     if reward is not None:
         check_ready(reward, scores=True)
-    own = plan_memory(places, reward, config, group) if group.rank == 0 else None
-    rooms = group.gather_objects(own)[0]
-    assert rooms is not None
-    state = State(
-        config=config,
-        keys=keys,
-        metrics=Metrics(),
-        broker=Broker(config),
-        followers=Followers(group),
-    )
-    if reward is not None and group.rank == 0:
+    rooms = plan_memory(places, reward, config)
+    state = State(config=config, keys=keys, metrics=Metrics(), broker=Broker(config))
+    if reward is not None:
         state.reward = load_reward(reward)
         remark(f"reward: {reward}")
     models: dict[str, PreTrainedModel] = {}
@@ -57,7 +44,7 @@ def load(
     for place in places:
         remark(f"{place.name}: {_what(place)}, {rooms[place.name].words}")
         base = models[place.base] if place.base else None
-        models[place.name], weights[place.name] = load_model(place, config, base, group)
+        models[place.name], weights[place.name] = load_model(place, config, base)
     seats = open_lanes(places, models, rooms, config)
     for place in places:
         name = place.name

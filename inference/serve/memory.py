@@ -21,7 +21,6 @@ from pipeline.models.attention import KEY_BLOCK, round_up
 from pipeline.models.forward import context_length
 from pipeline.models.kv import kv_bytes_per_token, num_key_heads
 from pipeline.models.meta import model_on_meta
-from pipeline.parallel.group import ALONE, Group
 
 MOST_CONTEXT = 8192
 """Tokens of a sequence, where the settings don't say."""
@@ -54,12 +53,9 @@ class Room:
 
 
 def plan_memory(
-    places: Sequence[ModelPath],
-    reward: str | None,
-    config: ServeConfig,
-    group: Group = ALONE,
+    places: Sequence[ModelPath], reward: str | None, config: ServeConfig
 ) -> dict[str, Room]:
-    """How many slots of which length each model has, with the memory of all of a group.
+    """Number and length of each model's slots.
 
     Raises:
         ConfigError: the weights don't fit, or not one sequence does.
@@ -72,8 +68,6 @@ def plan_memory(
     if reward is not None:
         total += _bytes(_on_meta(reward, config, device, scores=True))
     free = _free_bytes(device)
-    if device.type == "cuda":
-        free *= group.size
     if total > free:
         needed, there = in_words(total, free)
         raise ConfigError(

@@ -14,10 +14,8 @@ from inference.serve.openai_objects import RowSoFar, Usage, chat_logprobs, head,
 from inference.serve.sampling import seed_of, wanted_of
 from inference.serve.schema import ChatRequest, read_request
 from inference.serve.served import ServedModel
-from inference.serve.state import LONG, State, client_of, off_loop, size_of, state_of
+from inference.serve.state import State, client_of, off_loop, size_of, state_of
 from inference.serve.stream import DONE, SIGN_OF_LIFE, EventStream, event, until_gone
-from inference.serve.tool_prompt import encode_chat
-from inference.serve.tool_use import CallsSoFar, ToolUse, tool_use
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,6 @@ class Chat:
     seed: int
     client: str
     name: str
-    tools: ToolUse | None
-    """What responses may call."""
 
     def usage(self) -> Usage:
         """Tokens, none of a response yet."""
@@ -65,20 +61,15 @@ async def chat_completions(request: Request) -> Response:
 
 
 def _size(fields: ChatRequest) -> int:
-    if fields.uses_tools:
-        return LONG
     messages = [each.message for each in fields.messages]
-    return size_of(messages, fields.chat_template_kwargs, fields.grammar)
+    return size_of(messages, fields.chat_template_kwargs)
 
 
 def _read(state: State, fields: ChatRequest, client: str) -> Chat:
     served = state.model(fields.model)
     continues = bool(fields.continue_final_message)
-    tools = tool_use(fields, served)
-    prompt = encode_chat(
-        served,
-        fields.messages,
-        fields.offered,
+    prompt = served.encode_chat(
+        [each.message for each in fields.messages],
         continues=continues,
         opens=fields.opens,
         arguments=fields.chat_template_kwargs,
@@ -95,9 +86,8 @@ def _read(state: State, fields: ChatRequest, client: str) -> Chat:
         num_top=fields.num_top,
         continues=continues,
         client=client,
-        tools=tools,
     )
-    return Chat(state, fields, served, wanted, seed, client, new_id("chatcmpl"), tools)
+    return Chat(state, fields, served, wanted, seed, client, new_id("chatcmpl"))
 
 
 async def _whole(chat: Chat) -> dict[str, Any]:
@@ -118,17 +108,11 @@ async def _pieces(chat: Chat, job: Job) -> AsyncIterator[Piece]:
 
 
 def _choice(chat: Chat, row: RowSoFar, piece: Piece) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
-    finish: str | None = piece.finish
-    if chat.tools is not None:
-        calls = CallsSoFar(chat.tools)
-        message = calls.message(piece)
-        finish = calls.finish(piece)
     choice: dict[str, Any] = {
         "index": piece.row,
-        "message": message,
+        "message": {"role": "assistant", "content": piece.text, "refusal": None},
         "logprobs": chat_logprobs(row, piece) if chat.request.logprobs else None,
-        "finish_reason": finish,
+        "finish_reason": piece.finish,
     }
     return choice | _token_ids(chat, piece)
 
@@ -140,7 +124,6 @@ def _token_ids(chat: Chat, piece: Piece) -> dict[str, Any]:
 async def _events(chat: Chat) -> AsyncGenerator[bytes]:
     """The events of a stream, after one of no bytes that says that the request was let in."""
     rows, usage = chat.rows(), chat.usage()
-    calls = [CallsSoFar(chat.tools) if chat.tools else None for _ in rows]
     with_usage = {"usage": None} if chat.request.wants_usage else {}
     first = chat.head("chat.completion.chunk")
     with chat.state.broker.open([chat.wanted], chat.client, streams=True) as job:
@@ -152,7 +135,7 @@ async def _events(chat: Chat) -> AsyncGenerator[bytes]:
             parts = b"" if pieces else SIGN_OF_LIFE
             for piece in pieces:
                 usage.add(piece)
-                choice = _part(chat, rows[piece.row], calls[piece.row], piece)
+                choice = _part(chat, rows[piece.row], piece)
                 parts += event(first | with_usage | {"choices": [choice]})
             yield parts
     if chat.request.wants_usage:
@@ -160,14 +143,10 @@ async def _events(chat: Chat) -> AsyncGenerator[bytes]:
     yield DONE
 
 
-def _part(chat: Chat, row: RowSoFar, calls: CallsSoFar | None, piece: Piece) -> dict[str, Any]:
+def _part(chat: Chat, row: RowSoFar, piece: Piece) -> dict[str, Any]:
     """A choice of a stream, with what a piece adds to it."""
-    if calls is None:
-        choice = _delta(piece.row, {"content": piece.text} if piece.text else {})
-        choice["finish_reason"] = piece.finish
-    else:
-        choice = _delta(piece.row, calls.add(piece))
-        choice["finish_reason"] = calls.finish(piece)
+    choice = _delta(piece.row, {"content": piece.text} if piece.text else {})
+    choice["finish_reason"] = piece.finish
     if chat.request.logprobs:
         choice["logprobs"] = chat_logprobs(row, piece)
     return choice | _token_ids(chat, piece)

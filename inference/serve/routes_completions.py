@@ -11,14 +11,13 @@ from starlette.responses import Response
 from inference.engine.requests import Reported
 from inference.serve.body import read_json
 from inference.serve.errors import ApiError, json_response
-from inference.serve.followers import Score
 from inference.serve.generation import Piece, Wanted
 from inference.serve.openai_objects import RowSoFar, Usage, head, new_id, text_logprobs
 from inference.serve.prompt_logprobs import prompt_logprobs
 from inference.serve.sampling import check_prompt, check_tokens, seed_of, wanted_of
 from inference.serve.schema import CompletionRequest, read_request
 from inference.serve.served import ServedModel
-from inference.serve.state import LONG, State, client_of, off_loop, state_of
+from inference.serve.state import State, client_of, off_loop, state_of
 from inference.serve.stream import DONE, SIGN_OF_LIFE, EventStream, event, until_gone
 from inference.streaming import plain_text
 
@@ -66,7 +65,7 @@ async def completions(request: Request) -> Response:
     config = state.config
     body = await read_json(request, limit=config.max_body, seconds=config.idle_seconds)
     fields, ignored = read_request(CompletionRequest, body)
-    size = LONG if fields.grammar else sum(map(len, fields.prompts))
+    size = sum(map(len, fields.prompts))
     read = await off_loop(size, _read, state, fields, client_of(request))
     headers = {"x-ignored-fields": ignored} if ignored else {}
     echoed = await until_gone(request.receive, _echoed(read))
@@ -144,10 +143,7 @@ async def _echoed(read: Completion) -> list[list[Reported | None]]:
         return []
     served, top = read.served, read.request.logprobs
     return [
-        await read.state.broker.call(
-            lambda prompt=prompt: prompt_logprobs(served, prompt, top),
-            Score(served.name, tuple(prompt), top),
-        )
+        await read.state.broker.call(lambda prompt=prompt: prompt_logprobs(served, prompt, top))
         for prompt in read.prompts
     ]
 

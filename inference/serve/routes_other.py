@@ -12,13 +12,11 @@ from inference.serve.schema import (
     DetokenizeRequest,
     ScoreRequest,
     TokenizeRequest,
-    has_tools,
     read_request,
 )
 from inference.serve.served import ServedModel
-from inference.serve.state import LONG, State, off_loop, state_of
+from inference.serve.state import State, off_loop, size_of, state_of
 from inference.serve.stream import until_gone
-from inference.serve.tool_prompt import encode_chat
 from inference.streaming import plain_text
 from pipeline import __version__
 
@@ -84,13 +82,11 @@ async def tokenize(request: Request) -> Response:
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if fields.messages is not None:
-        messages, tools = fields.messages, fields.tools or []
-        size = sum(len(each.text) for each in messages)
-        is_compiled = tools or has_tools(messages) or fields.chat_template_kwargs
+        messages = [each.message for each in fields.messages]
         ids = await off_loop(
-            LONG if is_compiled else size,
-            encode_chat,
-            *(served, messages, tools),
+            size_of(messages, fields.chat_template_kwargs),
+            served.encode_chat,
+            messages,
             continues=fields.opens and messages[-1].role == "assistant",
             opens=fields.opens,
             arguments=fields.chat_template_kwargs,

@@ -14,9 +14,7 @@ class Row:
     def __init__(self, job: Job, number: int, wanted: Wanted, served: ServedModel) -> None:
         self.job = job
         self.wanted = wanted
-        self._text = ResponseText(
-            served.bytes_of, wanted.stops, begins=not wanted.continues, shown=wanted.shown
-        )
+        self._text = ResponseText(served.bytes_of, wanted.stops, begins=not wanted.continues)
         self._piece = Piece(number)
         self.began, self.newest = time.perf_counter(), 0.0
         """When it was submitted and its newest token came, for the metrics."""

@@ -8,11 +8,8 @@ from inference.engine.sampling import Sampler
 from inference.serve.config import ServeConfig
 from inference.serve.errors import ApiError
 from inference.serve.generation import Wanted
-from inference.serve.guides import CompiledGrammar
-from inference.serve.response_format import Grammar
 from inference.serve.schema import SamplingFields
 from inference.serve.served import ServedModel
-from inference.serve.tool_use import ToolUse
 
 MOST_ROWS = 1024
 """Responses of one request."""
@@ -34,7 +31,6 @@ def wanted_of(
     num_top: int | None,
     continues: bool,
     client: str,
-    tools: ToolUse | None = None,
 ) -> list[Wanted]:
     """What each prompt is to be answered with.
 
@@ -50,9 +46,7 @@ def wanted_of(
         raise ApiError(400, f"a request has at most {MOST_ROWS} responses", param="n")
     for prompt in prompts:
         check_tokens(served, prompt)
-    sampler = _sampler(request, served, seed, tools.stop_ids if tools else ())
-    grammar = tools.grammar if tools and tools.grammar else request.grammar
-    guide = _guide(request, grammar, served, begins=not continues)
+    sampler = _sampler(request, served, seed)
     return [
         Wanted(
             model=served.name,
@@ -62,28 +56,11 @@ def wanted_of(
             max_new_tokens=_length(request, served, len(prompt), max_tokens, config),
             stops=request.stops,
             num_top=num_top,
-            guide=guide,
-            shown=tools.shown if tools else {},
             scope=client if config.prefix_reuse == "client" else "",
             continues=continues,
         )
         for row, prompt in enumerate(prompts)
     ]
-
-
-def _guide(
-    request: SamplingFields, grammar: Grammar | None, served: ServedModel, *, begins: bool
-) -> CompiledGrammar | None:
-    if grammar is None:
-        return None
-    if request.min_tokens:
-        raise ApiError(
-            400,
-            f"min_tokens does not go with {grammar.field}, which says where a response ends; leave"
-            " one of them out",
-            param="min_tokens",
-        )
-    return served.guides.compile(grammar, begins=begins)
 
 
 def _length(
@@ -145,9 +122,7 @@ def check_tokens(served: ServedModel, ids: Sequence[int]) -> None:
         )
 
 
-def _sampler(
-    request: SamplingFields, served: ServedModel, seed: int, more_stop_ids: Sequence[int]
-) -> Sampler:
+def _sampler(request: SamplingFields, served: ServedModel, seed: int) -> Sampler:
     return Sampler(
         temperature=1.0 if request.temperature is None else request.temperature,
         seed=seed,
@@ -159,7 +134,7 @@ def _sampler(
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_bias(request.logit_bias or {}, served),
         min_new_tokens=request.min_tokens or 0,
-        stop_ids=(*served.chat.stop_ids, *more_stop_ids),
+        stop_ids=tuple(served.chat.stop_ids),
     )
 
 

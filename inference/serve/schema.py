@@ -1,14 +1,12 @@
 """Requests, as OpenAI's API has them, and what is done with fields that are not served."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from inference.serve.errors import ApiError
-from inference.serve.response_format import FormFields
-from inference.serve.tool_fields import ToolCall, ToolFields, ToolsField
 from pipeline.data.examples import Message, Role
 from pipeline.data.template import Argument
 
@@ -56,12 +54,13 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 """Fields that are known and not served, with the values that ask for nothing."""
 
+EXPORTS = "exports are Hugging Face directories, which vLLM and SGLang serve with tools and schemas"
+
 REASONS = {
-    "functions": "give tools",
-    "function_call": "give tool_choice",
     "chat_template": "a template is a program; the model's own is used",
-    "guided_json": "give the schema in response_format",
-    "guided_regex": "give the expression in regex",
+    **dict.fromkeys(("tools", "functions", "tool_choice", "function_call"), EXPORTS),
+    **dict.fromkeys(("response_format", "regex", "structured_outputs"), EXPORTS),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), EXPORTS),
 }
 
 
@@ -72,8 +71,8 @@ class Part(BaseModel):
     text: str
 
 
-class TextMessage(BaseModel):
-    """One message of a dialogue of texts."""
+class ChatMessage(BaseModel):
+    """One message of a dialogue."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
@@ -81,59 +80,21 @@ class TextMessage(BaseModel):
     function_call: object = None
 
     @model_validator(mode="after")
-    def check(self) -> "TextMessage":
-        """A reward model was trained on texts."""
-        if self.tool_calls or self.function_call:
-            raise ValueError("tool calls are not supported here; leave such messages out")
-        return self
-
-    @property
-    def message(self) -> Message:
-        """In the pipeline's form."""
-        return Message(ROLES[self.role], text_of(self.content))
-
-
-class ChatMessage(BaseModel):
-    """One message of a dialogue, which may call tools or have the result of a call."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = Field(default=None, max_length=128)
-    function_call: object = None
-
-    @model_validator(mode="after")
     def check(self) -> "ChatMessage":
-        """Calls are the assistant's, results have a call, and all else has a text."""
-        if self.function_call:
-            raise ValueError("function_call is not supported: give tool_calls")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls belong to the assistant")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id belongs to the role tool, which needs it")
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content is missing")
+        """Refuse calls of tools."""
+        if self.tool_calls or self.function_call:
+            raise ValueError(f"tool calls are not supported: {EXPORTS}")
         return self
 
     @property
-    def text(self) -> str:
-        """What it says."""
-        return text_of(self.content or "")
-
-    @property
     def message(self) -> Message:
-        """In the pipeline's form, which has no tools."""
-        return Message(ROLES[self.role], self.text)
+        """The message in the pipeline's form."""
+        return Message(ROLES[self.role], text_of(self.content))
 
 
 def text_of(content: str | list[Part]) -> str:
     """The text of a message in parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def has_tools(messages: Sequence[ChatMessage]) -> bool:
-    """Whether a call or its result is among them."""
-    return any(each.role == "tool" or each.tool_calls for each in messages)
 
 
 class TemplateFields(BaseModel):
@@ -154,7 +115,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SamplingFields(FormFields):
+class SamplingFields(BaseModel):
     """How responses are drawn: OpenAI's fields and, below, ours."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -191,7 +152,7 @@ class SamplingFields(FormFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatRequest(SamplingFields, TemplateFields, ToolFields):
+class ChatRequest(SamplingFields, TemplateFields):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
@@ -205,16 +166,7 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
         """A turn either begins or goes on."""
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
-        if self.offered and self.grammar:
-            raise ValueError(f"tools and {self.grammar.field} exclude each other")
-        if self.uses_tools and self.continue_final_message:
-            raise ValueError("tools and continue_final_message exclude each other")
         return self
-
-    @property
-    def uses_tools(self) -> bool:
-        """Whether the prompt has tools, calls or results."""
-        return bool(self.offered) or has_tools(self.messages)
 
     @property
     def num_top(self) -> int | None:
@@ -241,7 +193,7 @@ class CompletionRequest(SamplingFields):
         return list(prompt)  # pyright: ignore[reportReturnType]
 
 
-class TokenizeRequest(TemplateFields, ToolsField):
+class TokenizeRequest(TemplateFields):
     """`POST /tokenize`: a text, or a dialogue as it is prompted with."""
 
     model_config = ConfigDict(strict=True)
@@ -267,7 +219,7 @@ class ScoreRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str = ""
-    messages: list[TextMessage] = Field(min_length=2, max_length=4096)
+    messages: list[ChatMessage] = Field(min_length=2, max_length=4096)
 
 
 class RatedMessage(BaseModel):

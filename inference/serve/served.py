@@ -9,9 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from inference.serve.adapter_files import tokenizer_directory
 from inference.serve.adapters import with_adapter
 from inference.serve.config import ServeConfig
-from inference.serve.divided import load_divided
 from inference.serve.errors import ApiError
-from inference.serve.guides import Guides
 from inference.serve.lanes import Lane, Seat
 from inference.serve.models import ModelPath
 from inference.serve.token_bytes import TokenBytes
@@ -24,7 +22,6 @@ from pipeline.data.template import Argument, never_read
 from pipeline.errors import ModelError, UserError
 from pipeline.models.load import lacks_tokens, load_causal_lm, load_tokenizer
 from pipeline.parallel.device import local_device
-from pipeline.parallel.group import ALONE, Group
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +41,6 @@ class ServedModel:
     seat: Seat
     weights_hash: str
     bytes_of: TokenBytes
-    guides: Guides
 
     def encode_chat(
         self,
@@ -128,21 +124,18 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 def load_model(
-    place: ModelPath, config: ServeConfig, base: PreTrainedModel | None, group: Group = ALONE
+    place: ModelPath, config: ServeConfig, base: PreTrainedModel | None
 ) -> tuple[PreTrainedModel, int]:
-    """A model, or this process's part of it, and the hash of its weights; an adapter over `base`.
+    """A model and the hash of its weights; an adapter over `base`.
 
     Raises:
         ModelError: there is none, or a part of it is missing or damaged.
-        ConfigError: it can't be divided among that many processes.
     """
     device = local_device()
     if place.adapter is not None and base is not None:
         model = with_adapter(base, place.adapter)
         return model, weights_hash(model)
     settings = FrozenModelConfig(path=place.path, precision=config.precision)
-    if group.size > 1:
-        return load_divided(settings, device=device, seed=place.seed, group=group)
     model = load_causal_lm(settings, device=device, seed=place.seed)
     return model.requires_grad_(requires_grad=False), weights_hash(model)
 
@@ -158,20 +151,16 @@ def serve_model(
     tokenizer = _tokenizer(place, FrozenModelConfig(path=place.path))
     if place.adapter is not None:
         _require_rows(place, tokenizer, model)
-    chat, bytes_of = resolve_format(tokenizer, "auto"), TokenBytes(tokenizer)
     return ServedModel(
         name=place.name,
         path=place.path,
         base=place.base,
         model=model,
         tokenizer=tokenizer,
-        chat=chat,
+        chat=resolve_format(tokenizer, "auto"),
         seat=seat,
         weights_hash=f"{weights:013x}",
-        bytes_of=bytes_of,
-        guides=Guides(
-            place.name, bytes_of, vocabulary=vocabulary_of(model), stop_ids=chat.stop_ids
-        ),
+        bytes_of=TokenBytes(tokenizer),
     )
 
 

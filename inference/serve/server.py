@@ -130,11 +130,7 @@ class Server(uvicorn.Server):
         """Answer requests until a signal, or until generation fails."""
         state = self.state
         self._worker = Worker(
-            state.models,
-            deliver=deliver,
-            failed=self._fail,
-            metrics=state.metrics,
-            followers=state.followers,
+            state.models, deliver=deliver, failed=self._fail, metrics=state.metrics
         )
         self._worker.start()
         state.broker.attach(self._worker)
@@ -171,13 +167,8 @@ class Server(uvicorn.Server):
 
 
 def serve(state: State, listener: socket.socket) -> None:
-    """Serve until a signal; raise SystemExit(1) where generation failed.
-
-    With followers the failure itself is raised: whoever watches the processes says whose it was.
-    """
+    """Serve until a signal; raise SystemExit(1) where generation failed."""
     server = Server(state)
     asyncio.run(server.run(listener))
     if state.broker.failure is not None:
-        if state.followers.any:
-            raise state.broker.failure
         raise SystemExit(EXIT_FAILED)

@@ -11,9 +11,7 @@ from inference.ratings.file import RatingsFile
 from inference.serve.broker import Broker
 from inference.serve.config import ServeConfig
 from inference.serve.errors import ApiError
-from inference.serve.followers import Followers
 from inference.serve.metrics import Metrics
-from inference.serve.response_format import Grammar
 from inference.serve.served import ServedModel
 from inference.serve.watch import WatchedRun
 from pipeline.data.examples import Message
@@ -38,7 +36,6 @@ class State:
     """By the name that the log has for each; empty where everybody is let in."""
     metrics: Metrics
     broker: Broker
-    followers: Followers = field(default_factory=Followers)
     models: dict[str, ServedModel] = field(default_factory=dict)
     reward: "ServedReward | None" = None
     ratings: RatingsFile | None = None
@@ -78,14 +75,9 @@ async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs:
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
-def size_of(
-    messages: Sequence[Message],
-    arguments: Mapping[str, Argument] | None,
-    grammar: Grammar | None = None,
-) -> int:
-    """Characters of a dialogue; to compile a template or a grammar takes as long as many."""
-    is_compiled = arguments or grammar
-    return LONG if is_compiled else sum(len(message.content) for message in messages)
+def size_of(messages: Sequence[Message], arguments: Mapping[str, Argument] | None) -> int:
+    """Characters of a dialogue; compiling a template takes as long as `LONG` characters."""
+    return LONG if arguments else sum(len(message.content) for message in messages)
 
 
 def state_of(request: Request) -> State:

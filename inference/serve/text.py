@@ -6,7 +6,7 @@ of bytes that are no character, and of a character that does not end, it has U+F
 """
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from inference.serve.token_bytes import TokenBytes
 from inference.streaming import TextStream
@@ -20,7 +20,6 @@ class ResponseText:
         stops: texts before which the response ends; none is empty.
         begins: whether the text begins anew, so that its first word has no space in front where
             the tokenizer drops it.
-        shown: special tokens that have a text, as marks of calls of tools.
     """
 
     def __init__(
@@ -29,11 +28,9 @@ class ResponseText:
         stops: Sequence[str] = (),
         *,
         begins: bool = True,
-        shown: Mapping[int, str] | None = None,
     ) -> None:
         self._bytes_of = bytes_of
         self._begins = begins
-        self._shown = shown or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # What it makes of tokens is known by asking it alone.
         self._stream = None if bytes_of.is_exact else TextStream(bytes_of.tokenizer)
@@ -46,8 +43,6 @@ class ResponseText:
         """The text that is certain with one more token."""
         if self.stopped:
             return ""
-        if token in self._shown:
-            return self._take(self._shown[token])
         if self._stream is not None:
             return self._take(self._stream.add(token))
         (part,) = self._bytes_of.of_all([token], begins=self._begins)

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from inference.engine.requests import Ended, Request, Ticket, Token
 from inference.serve.fair_queue import FairQueue
-from inference.serve.followers import TICK, End, Followers, Order, Steps
 from inference.serve.generation import Job, Piece, Wanted
 from inference.serve.lanes import Lane
 from inference.serve.metrics import Metrics
@@ -50,7 +49,6 @@ class Worker:
         deliver: called on the event loop with the pieces of a step.
         failed: called on the event loop when the thread has died.
         metrics: of the server.
-        followers: who compute the models with this process.
     """
 
     def __init__(
@@ -60,17 +58,15 @@ class Worker:
         deliver: Callable[[list[tuple[Job, Piece]]], None],
         failed: Callable[[BaseException], None],
         metrics: Metrics,
-        followers: Followers,
     ) -> None:
         self._models = models
         self._deliver, self._failed = deliver, failed
         self._metrics = metrics
-        self._followers = followers
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
         self._submitted: deque[Job] = deque()
         self._cancelled: deque[Job] = deque()
-        self._calls: deque[tuple[Future[object], Callable[[], object], Order | None]] = deque()
+        self._calls: deque[tuple[Future[object], Callable[[], object]]] = deque()
         self._closed = False
         self._lanes = {served.lane.name: served.lane for served in models.values()}
         self._queues: dict[str, FairQueue[Prompt]] = {name: FairQueue() for name in self._lanes}
@@ -101,14 +97,11 @@ class Worker:
             self._cancelled.append(job)
             self._changed.notify()
 
-    def call(self, function: Callable[[], T], order: Order | None = None) -> "Future[T]":
-        """Run a function on this thread between two steps; a future cancelled before isn't run.
-
-        A function that computes with a model has an `order` for the followers to do the same.
-        """
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Run a function on this thread between two steps, unless its future is cancelled first."""
         future: Future[T] = Future()
         with self._changed:
-            self._calls.append((future, function, order))  # pyright: ignore[reportArgumentType]
+            self._calls.append((future, function))  # pyright: ignore[reportArgumentType]
             self._changed.notify()
         return future
 
@@ -116,16 +109,14 @@ class Worker:
         try:
             while self._wait():
                 self._turn()
-            self._followers.tell(End())
         except BaseException as error:
-            if not self._followers.any:  # else the watchdog says who failed
-                logger.exception("generation failed")
+            logger.exception("generation failed")
             self._on_loop(self._failed, error)
 
     def _wait(self) -> bool:
         """Until there is something to do; False once the thread is to end."""
         with self._changed:
-            self._changed.wait_for(self._has_work, timeout=TICK if self._followers.any else None)
+            self._changed.wait_for(self._has_work)
             return not self._closed
 
     def _has_work(self) -> bool:
@@ -136,8 +127,8 @@ class Worker:
         """One step of each model."""
         with self._changed:
             calls, self._calls = self._calls, deque()
-        for future, function, order in calls:
-            self._call(future, function, order)
+        for future, function in calls:
+            self._call(future, function)
         with self._changed:  # as late as can be: who left by now is given no further token
             submitted, self._submitted = self._submitted, deque()
             cancelled, self._cancelled = self._cancelled, deque()
@@ -151,7 +142,6 @@ class Worker:
         for lane in self._lanes.values():
             self._admit(lane, pieces)
         busy = [lane for lane in self._lanes.values() if lane.batch.busy]
-        self._followers.tell(Steps(tuple(lane.name for lane in busy)))
         for lane in busy:
             self._step(lane, pieces)
         self._metrics.running(*self._counts())
@@ -160,14 +150,10 @@ class Worker:
         if pieces:
             self._on_loop(self._deliver, pieces)
 
-    def _call(
-        self, future: "Future[object]", function: Callable[[], object], order: Order | None
-    ) -> None:
+    def _call(self, future: "Future[object]", function: Callable[[], object]) -> None:
         """Compute what a future promises, unless nobody waits for it any more."""
         if not future.set_running_or_notify_cancel():
             return
-        if order is not None:
-            self._followers.tell(order)
         try:
             future.set_result(function())
         except BaseException as error:  # noqa: BLE001  # whoever waits for it raises it
@@ -275,7 +261,6 @@ def _request(wanted: Wanted, key: int, adapter: int) -> Request:
         key,
         max_new_tokens=wanted.max_new_tokens,
         num_top=wanted.num_top,
-        guide=None if wanted.guide is None else wanted.guide.guide(),
         scope=wanted.scope,
         adapter=adapter,
     )

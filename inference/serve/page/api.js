@@ -61,9 +61,7 @@ export async function* chat(body, signal) {
 
 // One response: `onText` is called as it grows, and what is returned is what a rating records.
 export async function respond(model, messages, fields, { signal, onText, logprobs = false } = {}) {
-  const { response_format: form } = fields; // a rating has texts and numbers alone
-  const drawn = { ...fields, response_format: form && JSON.stringify(form.json_schema.schema) };
-  const answer = { model, text: "", token_ids: [], seed: fields.seed, sampling: drawn, finish: null, tokens: [] };
+  const answer = { model, text: "", token_ids: [], seed: fields.seed, sampling: fields, finish: null, tokens: [] };
   const more = logprobs ? { logprobs: true, top_logprobs: 3 } : {};
   try {
     for await (const chunk of chat({ model, messages, ...fields, ...more, return_token_ids: true }, signal)) {

@@ -1,6 +1,6 @@
 // What the form above every view holds, kept in this browser; the key only until it is closed.
 
-const DEFAULTS = { temperature: "0.7", top_p: "1", top_k: "", max_tokens: "", seed: "", system: "", form: "", rater: "" };
+const DEFAULTS = { temperature: "0.7", top_p: "1", top_k: "", max_tokens: "", seed: "", system: "", rater: "" };
 const settings = document.getElementById("settings");
 
 function kept() {
@@ -42,17 +42,7 @@ export function sampling() {
   for (const name of ["temperature", "top_p", "top_k", "max_tokens"]) {
     if (values[name] !== "" && Number.isFinite(Number(values[name]))) fields[name] = Number(values[name]);
   }
-  return Object.assign(fields, form(values.form.trim()));
-}
-
-// What responses are kept within: a JSON schema, or else a regular expression.
-function form(text) {
-  if (!text.startsWith("{")) return text ? { regex: text } : {};
-  try {
-    return { response_format: { type: "json_schema", json_schema: { name: "form", schema: JSON.parse(text) } } };
-  } catch {
-    return { regex: text };
-  }
+  return fields;
 }
 
 export function drawSeed() {

@@ -51,15 +51,6 @@ VALUES: tuple[Any, ...] = (
     {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
     [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     *("required", {"type": "function", "function": {"name": "f"}}),
-    [
-        {
-            "role": "assistant",
-            "tool_calls": [
-                {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-            ],
-        },
-        {"role": "tool", "tool_call_id": "a", "content": "Hi"},
-    ],
     *({"eos_token": "a"}, {"message": True}, {"if": "x"}),
     [{"role": "user", "content": "Hi"}],
     [{"role": "assistant", "content": "Hi"}],

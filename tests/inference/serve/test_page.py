@@ -205,22 +205,6 @@ def divergence(served: Running, page: Any) -> float:
 
 
 @in_browser
-def test_responses_keep_within_a_form_that_is_given(page: Any) -> None:
-    pytest.importorskip("llguidance", reason="needs llguidance, of the extra guide")
-    page.get_by_role("button", name="Settings").click()
-    form = page.get_by_label("Form of responses")
-    form.fill("[0-9]{3}")
-    ask(page, "What is 2 plus 2?")
-    assert re.fullmatch(r"[0-9]{3}", page.locator(".turn.assistant .text").inner_text())
-
-    form.fill('{"enum": ["yes", "no"]}')
-    page.get_by_role("button", name="New dialogue").click()
-    ask(page, "Is it?")
-    assert page.locator(".turn.assistant .text").inner_text() in ('"yes"', '"no"')
-    form.fill("")
-
-
-@in_browser
 def test_two_models_are_compared_blind_with_one_seed(page: Any, served: Running) -> None:
     before = len(ratings(served))
     page.get_by_role("link", name="Compare").click()
