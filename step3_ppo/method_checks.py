@@ -152,10 +152,3 @@ def check_parallel(config: PPOSettings) -> None:
     parallel.check_model("ppo.actor", config.actor)
     if config.has_critic:
         parallel.check_model("ppo.critic", config.critic)
-    parts, together = parallel.parts, config.inference_tp_size
-    require(
-        parts is None or parts % together == 0,
-        f"ppo.inference_tp_size {together} doesn't divide the {parts} parts of"
-        f" parallel.arithmetic {parallel.arithmetic}, which generation adds up too; take"
-        f" {parallel.tp}",
-    )

@@ -151,10 +151,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 3, bf16": {"zero_stage": 3, "precision": "bf16"},
     "LoRA, stage 3": {"zero_stage": 3, "lora": LoraConfig(rank=2, dropout=0.1)},
     "8-bit moments, stage 2": {"zero_stage": 2, "precision": "bf16", "moments": "8bit"},
-    "PiSSA on NF4, stage 3": {
+    "LoRA on NF4, stage 3": {
         "zero_stage": 3,
         "precision": "bf16",
-        "lora": LoraConfig(rank=2, variant="pissa"),
+        "lora": LoraConfig(rank=2),
         "quantize": "nf4",
         "double_quant": True,
     },
@@ -172,7 +172,7 @@ CASES += [
     pytest.param(
         step, way, id=f"{step}-{way}", marks=pytest.mark.jobs if step == one else pytest.mark.grid
     )
-    for way, one in (("PiSSA on NF4, stage 3", "ppo"), ("8-bit moments, stage 2", "sft"))
+    for way, one in (("LoRA on NF4, stage 3", "ppo"), ("8-bit moments, stage 2", "sft"))
     for step in CONFIGS
 ]
 

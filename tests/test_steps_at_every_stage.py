@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +128,6 @@ LORA = LoraConfig(rank=2)
             for name, lora in (
                 ("all weights", None),
                 ("LoRA", LORA),
-                ("DoRA", replace(LORA, variant="dora")),
-                ("PiSSA", replace(LORA, variant="pissa")),
             )
         ),
     ],

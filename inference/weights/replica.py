@@ -25,10 +25,8 @@ from pipeline.models.deferred import places
 from pipeline.models.export import HasTurns
 from pipeline.models.forward import base_model
 from pipeline.models.stream import meta_model
-from pipeline.models.virtual_shards import VirtualShards, virtual_parts_of
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec
-from pipeline.parallel.virtual_parts import VirtualParts
 
 
 @dataclass
@@ -112,7 +110,7 @@ class Replica:
         settings = copy.deepcopy(plain.config)
         self.model = meta_model(lambda: _same_class(plain, settings))
         self.model.eval().requires_grad_(False)
-        sharding = Sharding(self.model, tp_group, _virtual_shards(plain, self.model, tp_group))
+        sharding = Sharding(self.model, tp_group)
         self._origins = Origins(plain, self.model, stages)
         self.device = next(plain.parameters()).device
         self._arena = Arena()
@@ -260,14 +258,6 @@ class Replica:
             parts = [(weight, 0)] if self.tp_group.rank == 0 else []
         none = torch.zeros((), dtype=torch.int64, device=weight.device)
         return sum((bits_sum(part, first=first) for part, first in parts), start=none)
-
-
-def _virtual_shards(
-    trained: PreTrainedModel, model: PreTrainedModel, tp_group: Group
-) -> VirtualShards | None:
-    """The parts that training adds up; None where it doesn't."""
-    count = virtual_parts_of(trained)
-    return None if count is None else VirtualShards(model, VirtualParts(count, tp_group))
 
 
 def _same_class(plain: PreTrainedModel, settings: object) -> PreTrainedModel:

@@ -1,45 +1,22 @@
 """A model that several processes compute together, to generate with it."""
 
-import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from inference.tp_group import join_columns, mark, of_sharding, sum_
 from pipeline.models.sharding import STYLES
 from pipeline.models.tensor_shards import TensorShards
-from pipeline.models.virtual_shards import VirtualShards
-from pipeline.parallel.group import Group
-from pipeline.parallel.shards import ShardSpec
 
 
 class Sharding(TensorShards):
     """What each process of a group has of a model's layers, and how they generate together."""
 
-    def __init__(
-        self, model: PreTrainedModel, tp_group: Group, virtual: VirtualShards | None = None
-    ) -> None:
-        super().__init__(model, tp_group)
-        self._virtual = virtual
-        """The parts that training adds up, and so does generation; None where it doesn't."""
-
-    def spec(
-        self, owner: str, leaf: str, shape: torch.Size, *, rank: int | None = None
-    ) -> ShardSpec | None:
-        """As `TensorShards` has it; a bias that is added to a sum of parts is on all processes."""
-        of_parts = self._virtual is not None and leaf == "bias" and owner in self.styles
-        if of_parts and not STYLES[self.styles[owner]].by_outputs:
-            return None
-        return super().spec(owner, leaf, shape, rank=rank)
-
     def apply(self) -> None:
         """Have the modules compute their parts, and join what the processes find."""
-        if self._virtual is not None:
-            self._virtual.add_up()
         if self.tp_group.size == 1:
             return
         for name, kind in self.styles.items():
             module, style = self.model.get_submodule(name), STYLES[kind]
-            if not style.by_outputs and self._virtual is None:
+            if not style.by_outputs:
                 module.register_forward_hook(self._sum)
             if style.joins:
                 module.register_forward_hook(self._join)

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.models.dora import row_lengths
-
 HEAD_WIDTH = 64
 
 WORTH_THREADS = 2e-3
@@ -83,15 +81,6 @@ def head_seconds(width: int, vocabulary: int, tokens: int, how: Timing) -> float
         return F.linear(hidden, weight).float().log_softmax(-1).gather(-1, targets)
 
     return _pass_seconds(forward, [weight, hidden], how)
-
-
-@functools.cache
-def lengths_seconds(width: int, rank: int, threads: int, *, narrow: bool) -> float:
-    """Seconds of the lengths of a weight's rows with an adapter of this rank, as DoRA has them."""
-    dtype = torch.bfloat16 if narrow else torch.float32
-    weight = torch.zeros(width, width, dtype=dtype)
-    down, up = torch.zeros(rank, width), torch.zeros(width, rank)
-    return _seconds(lambda: row_lengths(weight, down, up), threads)
 
 
 @functools.cache

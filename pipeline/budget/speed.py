@@ -53,12 +53,6 @@ class Work:
     narrow: bool
     """Whether it computes in 16 bits."""
 
-    measured: int = 0
-    """Numbers in the weights whose rows are measured in each pass, which is DoRA's."""
-
-    rank: int = 0
-    """Of its adapters."""
-
 
 @dataclass(frozen=True)
 class GpuSpeed:
@@ -85,13 +79,6 @@ class GpuSpeed:
         """Seconds of forward and backward passes."""
         of_products = tokens * work.flops.train(round(length)) / (EFFICIENCY * self.peak)
         return max(of_products, passes * work.flops.layers * 3 * LAUNCH)
-
-    def lengths(self, work: Work) -> float:
-        """Seconds in each pass, whatever its tokens, in which DoRA measures weights.
-
-        A weight is read, added to in fp32, and read again: 2, 4 and 8, and 4 bytes a number.
-        """
-        return 18 * work.measured / self.bandwidth
 
     def update(self, work: Work) -> float:
         """Seconds of an optimizer step."""
@@ -128,16 +115,6 @@ class CpuSpeed:
         full = self._seconds(work, tokens, length, passes, trains=True)
         every = replace(work.flops, trained=work.flops.weights)
         return full * work.flops.train(round(length)) / every.train(round(length))
-
-    def lengths(self, work: Work) -> float:
-        """Seconds in each pass, whatever its tokens, in which DoRA measures weights."""
-        from pipeline.budget.calibrate import lengths_seconds
-
-        if work.measured == 0:
-            return 0.0
-        width = min(work.hidden, WIDEST)
-        seconds = lengths_seconds(width, work.rank, self.threads, narrow=work.narrow)
-        return self.crowd * seconds * work.measured / width**2
 
     def update(self, work: Work) -> float:
         """Seconds of an optimizer step."""

@@ -113,17 +113,17 @@ def part_of_layers(model: CountedModel, workload: Workload) -> CountedModel:
     parallel, use = workload.parallel, workload.model(model.role)
     if model.module is None or not (use.learns or use.divided):
         return model
-    if not use.learns and not can_shard(model.plain, parallel.parts or parallel.tp):
+    if not use.learns and not can_shard(model.plain, parallel.tp):
         return model
-    module = _divided(model.module, parallel.tp, parallel.parts, sequence=parallel.sequence)
+    module = _divided(model.module, parallel.tp, sequence=parallel.sequence)
     return replace(model, module=module)
 
 
 @functools.lru_cache(maxsize=64)
-def _divided(model: nn.Module, size: int, parts: int | None, *, sequence: bool) -> nn.Module:
+def _divided(model: nn.Module, size: int, *, sequence: bool) -> nn.Module:
     """A copy of which one process's part is left, the same at each call."""
     module = copy.deepcopy(model)
-    cut_for_plan(module, size, sequence=sequence, parts=parts)
+    cut_for_plan(module, size, sequence=sequence)
     return module
 
 

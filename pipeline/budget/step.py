@@ -60,7 +60,7 @@ def memory_by_stage(
     """As `workload_memory`, for each stage of a pipeline; for one process without stages."""
     models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
     parameters = {model.role: model.parameters for model in models if model.module is not None}
-    if workload.parallel.divides_layers:
+    if workload.parallel.tp > 1:
         models = [part_of_layers(model, workload) for model in models]
     counted = tuple(model for model in models if model.module is not None)
     missing = tuple(

@@ -10,7 +10,7 @@ from pipeline.errors import require
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Kernels = Literal["auto", "required", "off"]
 Quantize = Literal["none", "nf4", "int8"]
-AdapterVariant = Literal["lora", "rslora", "dora", "pissa", "olora"]
+AdapterVariant = Literal["lora", "rslora"]
 
 LORA_RATE = 10.0
 """Learning rate of adapters over that of whole weights: the best rates found lie about ten times
@@ -28,13 +28,10 @@ class LoraConfig:
     """The update is scaled by alpha / rank, or as the variant says."""
 
     variant: AdapterVariant = "lora"
-    """rslora scales the update by alpha / sqrt(rank), for ranks of 64 and more (use_rslora); dora
-    also learns the length of each row of a weight (use_dora); pissa and olora begin as the weight's
-    largest singular vectors and as its QR decomposition (init_lora_weights): docs/adapters.md."""
+    """rslora scales the update by alpha / sqrt(rank), for ranks of 64 and more (use_rslora)."""
 
     dropout: float = 0.0
-    """Dropout on the adapter's input; 0 in step 3, where it would break the policy ratio, and for
-    pissa and olora."""
+    """Dropout on the adapter's input; 0 in step 3, where it would break the policy ratio."""
 
     targets: tuple[str, ...] = ("all-linear",)
     """Module names that get an adapter, as peft's target_modules (lora_module_name)."""
@@ -47,11 +44,6 @@ class LoraConfig:
         require(self.rank > 0, f"lora.rank must be above 0, got {self.rank}")
         require(self.alpha > 0, f"lora.alpha must be above 0, got {self.alpha}")
         require(0 <= self.dropout < 1, f"lora.dropout must lie in [0, 1), got {self.dropout}")
-        require(
-            self.dropout == 0 or self.variant not in ("pissa", "olora"),
-            f"lora.dropout must be 0 with lora.variant {self.variant}, whose adapter is a part of"
-            f" the weight from the start; got {self.dropout}",
-        )
         require(bool(self.targets), 'lora.targets must name a module, or "all-linear"')
         require(self.lr is None or self.lr > 0, f"lora.lr must be above 0 or null, got {self.lr}")
 

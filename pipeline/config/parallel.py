@@ -33,11 +33,6 @@ class ParallelConfig:
     """With `tp`: each process keeps hidden states of tokens of its own between these parts
     (sequence_parallel), and norms them; false keeps all on each."""
 
-    arithmetic: str = "fast"
-    """How sums over `tp` are rounded: fast adds what each process finds; invariant:N computes each
-    layer as N parts, a power of two that `tp` divides, whoever has them, so that a run ends in the
-    same bits for any `tp` up to N."""
-
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
     of `pp` of them at most; gpipe goes forward with all first; interleaved is 1f1b with several
@@ -63,7 +58,6 @@ class ParallelConfig:
             require(
                 value is None or value > 0, f"parallel.{name} must be above 0 or null, got {value}"
             )
-        self._check_arithmetic()
         require(
             self.partition is None or self.pp > 1,
             "parallel.partition says which stage has which blocks, and needs parallel.pp above 1",
@@ -99,43 +93,6 @@ class ParallelConfig:
         if self.chunks == 1:
             return of_stages
         return f"{self.pp * self.chunks} chunks (parallel.chunks) of the {of_stages}"
-
-    def _check_arithmetic(self) -> None:
-        name, _, number = self.arithmetic.partition(":")
-        known = self.arithmetic == "fast" or (name == "invariant" and number.isdecimal())
-        require(
-            known,
-            f"parallel.arithmetic is fast or invariant:N, such as invariant:4, got"
-            f" {self.arithmetic}",
-        )
-        parts = self.parts
-        if parts is None:
-            return
-        require(
-            parts > 1 and parts & (parts - 1) == 0,
-            f"parallel.arithmetic invariant:{parts} must have a power of two above 1, since the"
-            f" parts are added in pairs; take invariant:{2 ** max(1, parts.bit_length())}",
-        )
-        fix = (
-            f"take invariant:{self.tp}"
-            if self.tp & (self.tp - 1) == 0
-            else f"take a tp that is a power of two up to {parts}"
-        )
-        require(
-            parts % self.tp == 0,
-            f"parallel.arithmetic invariant:{parts} has {parts} parts of each layer, which"
-            f" parallel.tp {self.tp} doesn't divide; {fix}",
-        )
-
-    @property
-    def parts(self) -> int | None:
-        """Virtual parts that each layer is computed as; None where arithmetic is fast."""
-        return None if self.arithmetic == "fast" else int(self.arithmetic.partition(":")[2])
-
-    @property
-    def divides_layers(self) -> bool:
-        """Whether layers are computed in parts, by several processes or one after the other."""
-        return self.tp > 1 or self.parts is not None
 
     @property
     def least_micro_batches(self) -> int | None:
@@ -192,17 +149,14 @@ class ParallelConfig:
         """
         if self.pp > 1:
             self._check_stages(role, model)
-        if self.divides_layers:
+        if self.tp > 1:
             self._check_tensor(role, model)
 
     def _check_tensor(self, role: str, model: TrainedModelConfig) -> None:
-        tp = f"parallel.tp {self.tp}"
-        if self.parts is not None:
-            tp = f"parallel.arithmetic {self.arithmetic}"
         require(
             not model.zero.compile,
-            f"{role}.zero.compile can't compile blocks in which the processes of {tp} wait for each"
-            " other; set it to false",
+            f"{role}.zero.compile can't compile blocks in which the processes of parallel.tp"
+            f" {self.tp} wait for each other; set it to false",
         )
 
     def _check_stages(self, role: str, model: TrainedModelConfig) -> None:

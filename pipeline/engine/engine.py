@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.collectives import make_collectives
-from pipeline.engine.exact_norm import largest_of, norm_of, rounded_squares, to_limbs
 from pipeline.engine.host_memory import keep_freed_memory
 from pipeline.engine.lr import lr_factor, momentum
 from pipeline.engine.norms import NormsOfParts, added_up, squares_of_pieces
@@ -67,8 +66,7 @@ class Engine:
     unless another is named. Where the model is a part of a whole one, a stage of a pipeline or of
     each layer some heads, `parts` are the processes that have all of its parts: they take, and
     skip, steps together, by one norm. `tensor` are those of them with the same layers, `stages`
-    those with the same part of other layers. With `exact_norm` the norm has the same bits whatever
-    the parts are.
+    those with the same part of other layers.
     """
 
     def __init__(
@@ -82,7 +80,6 @@ class Engine:
         parts: Group = ALONE,
         tensor: Group = ALONE,
         stages: Group = ALONE,
-        exact_norm: bool = False,
     ) -> None:
         self.model = model
         self.optim: OptimConfig = config.optim
@@ -109,7 +106,6 @@ class Engine:
             raise ConfigError("the model has no trained parameter; check lora.targets")
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
         self.parts, self.tensor, self.stages = parts, tensor, stages
-        self._exact_norm = exact_norm
         self._norms = NormsOfParts(parts, [group.flat.unit for group in self.groups])
         self._launches = Launches()
         self.rollout_offload = RolloutOffload(self.zero, self.groups)
@@ -277,10 +273,6 @@ class Engine:
         """Global norm, the first unit whose gradient is not finite, whether none lacks on any."""
         device = local_device()
         found = [group.flat.params.keys() == group.gradients.found for group in self.groups]
-        if self._exact_norm:
-            exact = self._norm_by_exact_sums()
-            if exact is not None:
-                return exact, "", self._maximum(float(not all(found))) == 0
         norms = [
             squares_of_pieces(group.counted_gradient(), group.comm).to(device)
             for group in self.groups
@@ -300,17 +292,6 @@ class Engine:
     def _maximum(self, value: float) -> float:
         """The maximum over all processes that have a part or a share of the model."""
         return self.parts.max(self.group.max(value))
-
-    def _norm_by_exact_sums(self) -> float | None:
-        """The norm; None where an element is not finite."""
-        groups = self.groups
-        largest = self._maximum(max(largest_of(group.counted_gradient()) for group in groups))
-        if not math.isfinite(largest):
-            return None
-        counts = self.comm.copy == 0  # all copies have the same sum
-        own = [rounded_squares(each.counted_gradient(), largest) for each in groups if counts]
-        limbs = self.parts.sums(self.group.sums(to_limbs(sum(own))))
-        return norm_of(limbs, largest) / self.scaler.scale
 
     def _used(self) -> list[set[str]]:
         """The parameters of each group that had a gradient, on whatever process."""

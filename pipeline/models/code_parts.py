@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Int64
 from torch import Tensor
 
 from pipeline.engine.tensor_parts import Part
@@ -106,11 +106,8 @@ class CodePart:
             held = last
         return Part(torch.Size((rows, stride // BLOCK)), tuple(specs), self.part.rank)
 
-    def unpack(self, packed: Packed, dtype: torch.dtype, piece: ShardSpec | None = None) -> Tensor:
-        """The part of the weight that `packed` stands for, to the bits of the whole one's.
-
-        `piece` as for `decoded`.
-        """
+    def unpack(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """The part of the weight that `packed` stands for, to the bits of the whole one's."""
         codes, own = packed["codes"], self._scales
         groups = None
         if self.form.double and own is not None:
@@ -118,7 +115,7 @@ class CodePart:
         scales = scales_of(packed, self.form, groups)
         if self.run < BLOCK:
             scales = scales[self._places(codes.device)]
-        return decoded(codes, scales, self.shape, self.form, dtype, piece)
+        return scaled(codes, scales, self.shape, self.form, dtype)
 
     def _places(self, device: torch.device) -> Int64[Tensor, " n"]:
         """Of each run of the part, where the scale of its block is among those that are here."""
@@ -131,49 +128,6 @@ class CodePart:
         row = torch.arange(rows, device=device)[:, None]
         width = self._scales.own.shape(self._scales.whole)[1]
         return (blocks - row * stride - first.start + row * width).view(-1)
-
-
-def decoded(
-    codes: Shaped[Tensor, " n"],
-    scales: Float[Tensor, " m"],
-    shape: torch.Size,
-    form: Form,
-    dtype: torch.dtype,
-    piece: ShardSpec | None = None,
-) -> Tensor:
-    """The weight of this shape that codes stand for, as `scaled` has it, or a piece of it alone.
-
-    The codes of the rest are read where the piece parts a byte, or the last block isn't full.
-    """
-    if piece is None:
-        return scaled(codes, scales, shape, form, dtype)
-    found = codes_of_piece(codes, scales, shape, form, piece)
-    if found is None:
-        return piece.of(scaled(codes, scales, shape, form, dtype)).contiguous()
-    return scaled(*found, piece.shape(shape), form, dtype)
-
-
-def codes_of_piece(
-    codes: Shaped[Tensor, " n"],
-    scales: Float[Tensor, " m"],
-    shape: torch.Size,
-    form: Form,
-    piece: ShardSpec,
-) -> tuple[Shaped[Tensor, " k"], Float[Tensor, " l"]] | None:
-    """The codes of a piece, and the scales of runs of them; None where they share a byte."""
-    rows, inner = shape[: piece.dim].numel(), shape[piece.dim + 1 :].numel()
-    grain, run = parts_of(form)["codes"].grain, -(-shape.numel() // len(scales))
-    if run * len(scales) != shape.numel():
-        return None
-    borders = [inner * border for each in piece.shards for border in (each.start, each.stop)]
-    fine = math.gcd(run, inner * shape[piece.dim], *borders)
-    if fine % grain:
-        return None
-    shards = (Shard(each.start * inner // fine, each.stop * inner // fine) for each in piece.shards)
-    in_runs = ShardSpec(1, tuple(shards))
-    own = in_runs.of(codes.view(rows, -1, fine // grain))
-    of_own = in_runs.of(scales.repeat_interleave(run // fine).view(rows, -1))
-    return own.reshape(-1), of_own.reshape(-1)
 
 
 def _numbers(part: Part, device: torch.device) -> Int64[Tensor, "rows n"]:

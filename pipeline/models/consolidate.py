@@ -25,7 +25,6 @@ from pipeline.models.forward import base_model
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantize_layers, quantized_layers
 from pipeline.models.stream import meta_model
-from pipeline.models.variants import adapter_settings, variant_of
 
 TOKENIZER = "tokenizer"
 """Directory beside the checkpoints."""
@@ -161,11 +160,11 @@ def _quantize(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _adapter(model: PeftModel) -> dict[str, Any]:
-    settings: Any = adapter_settings(model)
+    settings: Any = model.peft_config["default"]
     return {
         "rank": settings.r,
         "alpha": float(settings.lora_alpha),
-        "variant": variant_of(settings),
+        "variant": "rslora" if settings.use_rslora else "lora",
         "dropout": float(settings.lora_dropout),
         "targets": sorted(settings.target_modules),
         "task": "classifier" if settings.modules_to_save else "causal",

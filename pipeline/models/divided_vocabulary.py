@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline.kernels.logprobs.divided import Words, rows_of_parts
+from pipeline.kernels.logprobs.divided import Words
+from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
-from pipeline.parallel.tensor import sum_over_group
-from pipeline.parallel.virtual_parts import VirtualParts, cut_weight, feed_parts, join_parts
+from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_group
 
 LARGE = 8192
 """Below that many words a table takes less than what a block has."""
@@ -59,30 +59,21 @@ def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
     return ShardSpec(0, (Shard(rank * share, (rank + 1) * share),))
 
 
-def divide_table(module: nn.Module, rows: int, parts: VirtualParts) -> None:
-    """Have an embedding or output matrix, of that many rows in all, compute with this process's.
-
-    The logits of each part's words are computed by themselves.
-    """
-    group = parts.group
-    words = Words(group.rank * (rows // group.size), parts)
+def divide_table(module: nn.Module, rows: int, group: Group) -> None:
+    """Have an embedding or output matrix, of that many rows in all, compute with this process's."""
+    words = Words(group.rank * (rows // group.size), group)
     if isinstance(module, nn.Linear):
         setattr(module, _WORDS, words)
-        object.__setattr__(module, "forward", partial(_logits, module, parts))
-    elif group.size > 1:
+        object.__setattr__(module, "forward", partial(_logits, module, group))
+    else:
         table = cast("nn.Embedding", module)
         object.__setattr__(table, "forward", partial(_look_up, table, words))
 
 
-def _logits(
-    head: nn.Linear, parts: VirtualParts, hidden: Float[Tensor, "*B d"]
-) -> Float[Tensor, "*B V"]:
+def _logits(head: nn.Linear, group: Group, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
     """The logits of all words."""
-    rows = rows_of_parts(len(head.weight), parts)
-    weights = cut_weight(head.weight, rows)
-    biases = (None,) * len(rows) if head.bias is None else cut_weight(head.bias, rows)
-    own = zip(feed_parts(hidden, parts), weights, biases, strict=True)
-    return join_parts([F.linear(*each) for each in own], parts)
+    own = F.linear(copy_to_group(hidden, group), head.weight, head.bias)
+    return join_over_group(own, group)
 
 
 def _look_up(module: nn.Embedding, words: Words, ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
@@ -93,4 +84,4 @@ def _look_up(module: nn.Embedding, words: Words, ids: Tensor, *_: Any) -> Tensor
     learns = here if padding is None else here & (ids != padding)
     found = torch.where(learns[..., None], found, found.detach())
     # Of which zeros every number is the sum with itself, the negative zero as well.
-    return sum_over_group(torch.where(here[..., None], found, -0.0), words.parts.group)
+    return sum_over_group(torch.where(here[..., None], found, -0.0), words.group)

@@ -17,12 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.engine.tensor_parts import part_of
 from pipeline.files.durable import settle, sync_directory
-from pipeline.models.dora import LENGTHS
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
 from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
-from pipeline.models.variants import save_adapter
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.mesh import Mesh, current_mesh
@@ -207,17 +205,16 @@ def _write(
         plain.save_pretrained(staging, state_dict=rest)
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
-            tensors = save_adapter(model, adapter, staging / ADAPTER_DIR)
+            model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
             if current_mesh().parts.size > 1:  # of which peft has written what the first one has
-                own = {_in_peft(name): each for name, each in tensors.items()}
+                own = {_in_peft(name): each for name, each in adapter.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
         move_in(staging, directory)
 
 
 def _in_peft(name: str) -> str:
     """The name of an adapter's tensor in peft's files."""
-    name = name.replace(".modules_to_save.default.", ".")
-    return name.replace(f"{LENGTHS}.default.weight", LENGTHS).replace(".default.", ".")
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 
 
 def move_in(staging: Path, directory: Path) -> None:

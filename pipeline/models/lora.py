@@ -14,10 +14,6 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import LoraConfig
 from pipeline.errors import ConfigError
-from pipeline.models.adapter_dropout import seed_dropout
-from pipeline.models.adapter_parts import update_of
-from pipeline.models.layer_variant import variant_in
-from pipeline.models.variants import vary
 
 HEADS = ("score", "classifier", "pre_classifier", "pooler")
 """What classifiers have above their backbone; those of encoders have one of the later ones too."""
@@ -29,11 +25,10 @@ Task = Literal["causal", "classifier"]
 def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: int) -> PeftModel:
     """Freeze `model` and add fp32 adapters; a score head stays trained.
 
-    The adapters' random half is drawn from `seed`, the same on every process, and so are
-    the masks of dropout. What a variant takes from the weights is 0 until `start_adapters`.
+    The adapters' random half is drawn from `seed`, the same on every process.
 
     Raises:
-        ConfigError: no module matches `lora.targets`, or one is not for `lora.variant`.
+        ConfigError: no module matches `lora.targets`.
     """
     everything = config.targets == ("all-linear",)
     settings = PeftLoraConfig(
@@ -58,13 +53,10 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     for name, param in peft_model.named_parameters():
         if ".lora_" in name:
             param.data = param.data.float()
-    seed_dropout(peft_model, seed)
     adapter = peft_model.peft_config["default"]
     assert isinstance(adapter, PeftLoraConfig)
     # A set, whose order in the exported file would be another in each process.
     adapter.target_modules = sorted(adapter.target_modules or [])
-    if config.variant not in ("lora", "rslora"):
-        vary(peft_model, config)  # pyright: ignore[reportArgumentType]
     return peft_model  # pyright: ignore[reportReturnType]
 
 
@@ -74,12 +66,10 @@ def _heads(model: PreTrainedModel) -> list[str]:
 
 
 def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
-    """W + s B @ A (Hu et al. 2021, 4.1), or by the adapter's variant, in fp32, in its own memory.
+    """W + s B @ A (Hu et al. 2021, 4.1), in fp32, in its own memory.
 
     It is added in fp32 whatever `weight` is, so that the caller rounds once, into a copy: the base
     never changes.
     """
-    variant = variant_in(adapter)
-    if variant is not None:
-        return variant.merged(adapter, weight)
-    return weight.float() + update_of(adapter).float()
+    update: Tensor = adapter.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
+    return weight.float() + update.float()

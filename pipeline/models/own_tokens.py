@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -28,9 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.errors import ModelError
 from pipeline.models.attention import KEY_BLOCK, Ragged
-from pipeline.models.layer_variant import variant_in
 from pipeline.models.packing import how_to_run
-from pipeline.models.principal import Principal
 from pipeline.models.sharding import layer_of
 from pipeline.models.stages import block_list
 from pipeline.parallel.gathered_product import Reading, gathered_product
@@ -91,9 +88,6 @@ class OwnTokens:
         readers = [layer_of(module)]
         if isinstance(module, LoraLayer):
             readers.append(cast("nn.Module", module.lora_A["default"]))
-            variant = variant_in(module)
-            if isinstance(variant, Principal):  # which reads with a matrix of its own
-                variant.read = self._read
         for layer in readers:
             if isinstance(layer, nn.Linear | Conv1D):
                 plain = layer.forward
@@ -149,13 +143,6 @@ class OwnTokens:
         return gathered_product(
             values, row.share, layer.weight, layer.bias, row.reading, transposed=turned
         )
-
-    def _read(self, values: Tensor, weight: Tensor) -> Tensor:
-        """Read the tokens through a matrix that is no layer's."""
-        row = self._row
-        if row is None or values is not row.whole():
-            return F.linear(values, weight)
-        return gathered_product(values, row.share, weight, None, row.reading, transposed=False)
 
     def _present(self) -> list[nn.Module]:
         """The blocks that this stage of a pipeline has."""

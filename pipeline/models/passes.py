@@ -7,7 +7,6 @@ stage.
 import logging
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.adapter_dropout import masks_of
 from pipeline.models.deferred import read_stored
 from pipeline.models.forward import Policy
 from pipeline.models.forward_passes import B, ForwardPasses, Found, StagedForwardPasses
@@ -47,17 +45,11 @@ class Passes(ForwardPasses):
     def learn(self, batches: Iterable[B], loss_of: Found[B], *, divisor: float) -> list[Tensor]:
         """Add the gradients of all losses, each divided; the losses, for `total`."""
         losses: list[Tensor] = []
-        for number, batch in enumerate(batches):
-            with self._masks(number):
-                loss = loss_of(batch)
+        for batch in batches:
+            loss = loss_of(batch)
             self.engine.backward(loss / divisor)
             losses.append(loss.detach())
         return losses
-
-    def _masks(self, number: int) -> AbstractContextManager[None]:
-        """The masks of dropout of a micro-batch of the next optimizer step."""
-        engine = self.engine
-        return masks_of(engine.group.rank, engine.steps, engine.skipped_in_a_row, number)
 
 
 class StagedPasses(StagedForwardPasses, Passes):
@@ -96,8 +88,7 @@ class StagedPasses(StagedForwardPasses, Passes):
         for each in orders[self._stage.number]:
             if each.kind == "forward":
                 batch = batches[each.micro_batch]
-                with self._masks(each.micro_batch):
-                    losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
+                losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
             else:
                 self._back(each, divisor)
                 if most is not None:
@@ -245,7 +236,7 @@ def passes_of(
         ConfigError, ModelError: as `own_part` and `cut_layers`.
     """
     stages = mesh.stages
-    cut_layers(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
+    cut_layers(model, mesh.tensor, sequence=parallel.sequence)
     own = own_part(
         model, parallel, stages, whole, kernels=settings.kernels, follows=follows, passing=passing
     )
@@ -258,7 +249,6 @@ def passes_of(
         parts=mesh.parts,
         tensor=mesh.tensor,
         stages=stages,
-        exact_norm=parallel.parts is not None,
     )
     if stages.size == 1:
         return Passes(engine)
@@ -282,7 +272,7 @@ def frozen_passes(
     process. `whole` is that of `own_part`.
     """
     stages = mesh.stages
-    cut_where_possible(model, mesh.tensor, sequence=parallel.sequence, parts=parallel.parts)
+    cut_where_possible(model, mesh.tensor, sequence=parallel.sequence)
     if stages.size == 1:
         if like.zero_stage < 3:  # else its engine reads what it keeps
             read_stored(model, local_device())

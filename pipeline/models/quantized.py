@@ -19,13 +19,12 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import FrozenModelConfig
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
-from pipeline.engine.tensor_parts import Part, part_of
+from pipeline.engine.tensor_parts import Part
 from pipeline.engine.units import ROOT, find_units
 from pipeline.errors import ConfigError
-from pipeline.models.block_codes import Form, Vector, pack, parts_of, scales_of
-from pipeline.models.code_parts import CodePart, decoded
+from pipeline.models.block_codes import Form, Vector, pack, parts_of, unpack
+from pipeline.models.code_parts import CodePart
 from pipeline.models.cut_parameters import replace_by_part
-from pipeline.parallel.shards import ShardSpec
 
 
 class QuantizedLinear(nn.Module):
@@ -53,8 +52,6 @@ class QuantizedLinear(nn.Module):
         self.form, self.shape, self.dtype = form, weight.shape, weight.dtype
         self.transposed = isinstance(layer, Conv1D)
         self._own: CodePart | None = None
-        self.piece: ShardSpec | None = None
-        """Of the weight, what products are with, while it is computed in parts; None is all."""
         for name, vector in _parameters(weight, form, device or weight.device, lazy=lazy).items():
             self.register_parameter(name, vector)
         self.bias = cast("nn.Parameter | None", layer.bias)
@@ -62,7 +59,7 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> Float[Tensor, "rows columns"]:
         """What the layer multiplies with now, rounded to its number format."""
-        return self.weight_of(self.piece)
+        return self.dequantized(self.dtype)
 
     @property
     def part(self) -> Part | None:
@@ -108,27 +105,20 @@ class QuantizedLinear(nn.Module):
         self._own, self.shape = own, own.shape
 
     @torch.no_grad()
-    def dequantized(
-        self, dtype: torch.dtype = torch.float32, piece: ShardSpec | None = None
-    ) -> Float[Tensor, "rows columns"]:
-        """The weight, or a piece of it, computed in fp32 and rounded once to `dtype`."""
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
+        """The weight, computed in fp32 and rounded once to `dtype`."""
         packed = {name: self.get_parameter(name) for name in parts_of(self.form)}
         if self._own is not None:
-            return self._own.unpack(packed, dtype, piece)
-        scales = scales_of(packed, self.form)
-        return decoded(packed["codes"], scales, self.shape, self.form, dtype, piece)
+            return self._own.unpack(packed, dtype)
+        return unpack(packed, self.shape, self.form, dtype)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """The product of the layer that it stands for, bit for bit."""
-        return _Product.apply(x, self, self.piece, self.bias)
+        return _Product.apply(x, self, self.bias)
 
     def product(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """The same without its bias."""
-        return _Product.apply(x, self, self.piece, None)
-
-    def weight_of(self, piece: ShardSpec | None) -> Float[Tensor, "rows columns"]:
-        """Some of this process's weight, lying as a weight of its own; None is all."""
-        return self.dequantized(self.dtype, piece)
+        return _Product.apply(x, self, None)
 
     def extra_repr(self) -> str:
         """As `nn.Linear` describes itself, and the form."""
@@ -139,24 +129,18 @@ class _Product(torch.autograd.Function):
     """x W^T + b, of which nothing is kept: W is unpacked again for the gradient of x."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        layer: QuantizedLinear,
-        piece: ShardSpec | None,
-        bias: Tensor | None,
-    ) -> Tensor:
-        ctx.layer, ctx.piece = layer, piece
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, bias: Tensor | None) -> Tensor:  # noqa: ANN401
+        ctx.layer = layer
         ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
-        weight = layer.weight_of(piece)
+        weight = layer.weight
         return F.linear(x, weight.T if layer.transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:  # noqa: ANN401
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        weight = ctx.layer.weight_of(ctx.piece)
-        return grads[0] @ (weight.T if ctx.layer.transposed else weight), None, None, None
+            return None, None, None
+        weight = ctx.layer.weight
+        return grads[0] @ (weight.T if ctx.layer.transposed else weight), None, None
 
 
 LinearLayer = nn.Linear | Conv1D | QuantizedLinear
@@ -166,17 +150,6 @@ LinearLayer = nn.Linear | Conv1D | QuantizedLinear
 def weight_shape(layer: LinearLayer) -> torch.Size:
     """Of this process's part of a layer's weight, however it is stored."""
     return layer.shape if isinstance(layer, QuantizedLinear) else layer.weight.shape
-
-
-def whole_weight_shape(layer: LinearLayer) -> torch.Size:
-    """The shape of the weight of which this process may have a part."""
-    own = part_of_weight(layer)
-    return weight_shape(layer) if own is None else own.whole
-
-
-def part_of_weight(layer: LinearLayer) -> Part | None:
-    """What a layer's weight is a part of; None of a whole one."""
-    return layer.part if isinstance(layer, QuantizedLinear) else part_of(layer.weight)
 
 
 def is_transposed(layer: nn.Module) -> bool:

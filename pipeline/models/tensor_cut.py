@@ -14,39 +14,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
+import torch.nn.functional as F
 from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.engine.tensor_parts import Part, mark_partial
-from pipeline.errors import ModelError
-from pipeline.models.adapter_dropout import AdapterDropout
-from pipeline.models.adapter_parts import divide_adapter
 from pipeline.models.cut_parameters import replace_by_part
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
-from pipeline.models.dora import Dora
 from pipeline.models.forward import base_model
-from pipeline.models.layer_variant import variant_in
 from pipeline.models.own_tokens import OwnTokens, why_not
-from pipeline.models.part_by_part import product
-from pipeline.models.principal import Principal
 from pipeline.models.quantized import LinearLayer, QuantizedLinear, weight_shape
 from pipeline.models.sharding import STYLES, can_shard, layer_of, match
 from pipeline.models.stages import block_list
 from pipeline.models.tensor_roles import partial_parameters, why_not_run
 from pipeline.models.tensor_shards import TensorShards
-from pipeline.models.virtual_shards import SETTING as PARTS_SETTING
-from pipeline.models.virtual_shards import VirtualShards
 from pipeline.parallel.group import Group
-from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.parallel.shards import ShardSpec
 from pipeline.parallel.tensor import (
     copy_to_group,
     join_over_group,
     split_over_group,
     sum_over_group,
 )
-from pipeline.parallel.virtual_parts import VirtualParts
 
 logger = logging.getLogger(__name__)
 
@@ -56,21 +48,16 @@ PARTIAL = "replicated_with_grad_allreduce"
 """What plans of `transformers` say of whole weights that are used with a process's heads alone."""
 
 
-def cut_layers(model: nn.Module, group: Group, *, sequence: bool, parts: int | None = None) -> None:
+def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     """Leave in a model what this process of the group has of each layer; all of them call it.
 
     Parameters keep their names. Weights that are still in their files are read in parts. With
     `sequence` hidden states between layers are shared out by tokens, where the family allows it.
-    With `parts` layers are computed as so many, also on one process (`virtual_shards.py`), and each
-    has all tokens.
 
     Raises:
         ConfigError: the layers of the model can't be divided so.
         ModelError: those of its family can't be trained this way.
     """
-    if parts is not None:
-        _cut_by_parts(base_model(model), VirtualParts(parts, group))
-        return
     if group.size == 1:
         return
     plain = base_model(model)
@@ -86,79 +73,41 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool, parts: int | N
         sequence=by_tokens,
     )
     _divide(plain, shards, partial, sequence=by_tokens)
-    _divide_tables(tables, VirtualParts(group.size, group))
+    _divide_tables(tables, group)
 
 
-def _cut_by_parts(plain: PreTrainedModel, parts: VirtualParts) -> None:
-    """`cut_layers` of a model whose layers are computed as virtual parts."""
-    if parts.group.size > 1:
-        _shards_of(plain, parts.group)  # whose errors are of parallel.tp
-    VirtualShards(plain, parts)
-    tables = divisible_tables(plain, parts.count)
-    trial = functools.partial(divide, words=len(tables) > 0, parts=parts.count)
-    partial = partial_parameters(plain, parts.group, trial, sequence=False, parts=parts.count)
-    if partial:
-        raise ModelError(
-            f"{plain.config.model_type} models use {min(partial)} outside of the parts of"
-            f" {PARTS_SETTING}{parts.count}, where its gradient is none of one process; take fast"
-        )
-    _divide_by_parts(plain, parts)
-    _divide_tables(tables, parts)
-
-
-def cut_where_possible(
-    model: PreTrainedModel, group: Group, *, sequence: bool, parts: int | None = None
-) -> None:
+def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
     """`cut_layers` of a model that only answers; one that can't be divided stays whole.
 
     It may be of another family than what learns, such as an encoder without a plan.
     """
-    count = parts or group.size
-    if can_shard(model, count):
-        cut_layers(model, group, sequence=sequence, parts=parts)
+    if can_shard(model, group.size):
+        cut_layers(model, group, sequence=sequence)
     else:
         logger.info(
             "%s models have no layers to divide among %d processes: each has this one whole",
             model.config.model_type,
-            count,
+            group.size,
         )
 
 
-def divide(
-    model: PreTrainedModel,
-    group: Group,
-    *,
-    sequence: bool,
-    words: bool = False,
-    parts: int | None = None,
-) -> None:
+def divide(model: PreTrainedModel, group: Group, *, sequence: bool, words: bool = False) -> None:
     """`cut_layers` without a look at the gradients of its family; with `words` small tables too."""
-    virtual = VirtualParts(parts or group.size, group)
-    tables = divisible_tables(model, virtual.count, least=0) if words else []
-    if parts is not None:
-        _divide_by_parts(model, virtual)
-        _divide_tables(tables, virtual)
-        return
+    tables = divisible_tables(model, group.size, least=0) if words else []
     shards = _shards_of(model, group)
     _divide(model, shards, frozenset(), sequence=sequence)
-    _divide_tables(tables, virtual)
+    _divide_tables(tables, group)
 
 
-def cut_for_plan(model: nn.Module, size: int, *, sequence: bool, parts: int | None = None) -> None:
+def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
     """Leave in a model on the meta device what one of so many processes has of each layer.
 
-    Of hidden states too, with `sequence`, and with virtual `parts`, as `cut_layers` does.
+    Of hidden states too, with `sequence`, as `cut_layers` does.
 
     Raises:
         ConfigError: the layers of the model can't be divided so.
     """
     plain, group = base_model(model), Group(0, tuple(range(size)))
-    if parts is not None:
-        virtual = VirtualParts(parts, group)
-        tables = divisible_tables(plain, parts)
-        _divide_by_parts(plain, virtual)
-        _divide_tables(tables, virtual)
-        return
     shards = _shards_of(plain, group)
     partial = {
         name.replace(".base_layer.", ".")
@@ -172,7 +121,7 @@ def cut_for_plan(model: nn.Module, size: int, *, sequence: bool, parts: int | No
         names = (name for name, _ in plain.named_parameters() if name.startswith(f"{blocks}."))
         partial |= {name.replace(".base_layer.", ".") for name in names}
     _divide(plain, shards, frozenset(partial), sequence=by_tokens)
-    _divide_tables(tables, VirtualParts(size, group))
+    _divide_tables(tables, group)
 
 
 def _shards_of(plain: PreTrainedModel, group: Group) -> TensorShards:
@@ -213,18 +162,6 @@ def _divide(
     shards.narrow()
 
 
-def _divide_by_parts(plain: PreTrainedModel, parts: VirtualParts) -> None:
-    virtual = VirtualShards(plain, parts)
-    shards = _shards_of(plain, parts.group)
-    is_cut = parts.group.size > 1
-
-    def cut(name: str) -> None:
-        if is_cut:
-            _cut_layer(shards, name, plain.get_submodule(name), by_parts=True)
-
-    virtual.apply(cut)
-
-
 def _mark_partial(plain: PreTrainedModel, partial: frozenset[str]) -> None:
     """Say of whole weights, and of their adapters, that each process finds a part of a gradient."""
     for name, param in plain.named_parameters():
@@ -236,32 +173,27 @@ def _mark_partial(plain: PreTrainedModel, partial: frozenset[str]) -> None:
                 mark_partial(cast("Tensor", adapter["default"].weight))
 
 
-def _divide_tables(tables: list[nn.Module], parts: VirtualParts) -> None:
+def _divide_tables(tables: list[nn.Module], group: Group) -> None:
     """Leave this process's rows of embedding and output matrix, once of one that is both."""
-    group, made = parts.group, dict[int, nn.Parameter]()
+    made = dict[int, nn.Parameter]()
     for module in tables:
         weight = cast("nn.Parameter", module.weight)
         rows, known = weight.shape[0], id(weight)
         specs = tuple(rows_of(module, rank, group.size) for rank in range(group.size))
-        if group.size == 1:
-            pass  # they are all there
-        elif known in made:
+        if known in made:
             setattr(module, "weight", made[known])  # noqa: B010  # which pyright takes for a Tensor
         else:
             _replace(module, "weight", specs, group)
             made[known] = module.get_parameter("weight")
-        if group.size > 1 and getattr(module, "bias", None) is not None:
+        if getattr(module, "bias", None) is not None:
             _replace(module, "bias", specs, group)
-        divide_table(module, rows, parts)
+        divide_table(module, rows, group)
 
 
-def _cut_layer(
-    shards: TensorShards, name: str, module: nn.Module, *, by_parts: bool = False
-) -> nn.Module | None:
+def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
     """Leave this process's part of a layer, and of its adapter; the layer with a bias to add.
 
-    It is one that is cut by its inputs and has a bias, which it doesn't add itself any more. Where
-    it computes `by_parts`, all find the gradient of an adapter's whole half.
+    It is one that is cut by its inputs and has a bias, which it doesn't add itself any more.
     """
     layer = cast("LinearLayer", layer_of(module))
     by_outputs = STYLES[shards.styles[name]].by_outputs
@@ -272,39 +204,22 @@ def _cut_layer(
     elif has_bias:
         object.__setattr__(layer, "forward", functools.partial(_product, layer))
     if isinstance(module, LoraLayer):
-        for whole in _cut_adapter(shards, module, specs, by_outputs=by_outputs):
-            if not by_parts:
-                mark_partial(whole)
+        _cut_adapter(shards, module, specs, by_outputs=by_outputs)
     return layer if has_bias and not by_outputs else None
 
 
 def _cut_adapter(
     shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, by_outputs: bool
-) -> list[Tensor]:
-    """Leave this process's part of an adapter, cut as its layer by `specs`; what of it is whole."""
+) -> None:
+    """Leave this process's part of an adapter, cut as its layer by `specs`.
+
+    One half stays whole; each process has a part of its gradient.
+    """
     down, up = module.lora_A["default"], module.lora_B["default"]
     cut, whole = (up, down) if by_outputs else (down, up)
-    of_rows, of_columns = (tuple(replace(spec, dim=dim) for spec in specs) for dim in (0, 1))
-    of_cut, group = of_rows if by_outputs else of_columns, shards.tp_group
-    _replace(cut, "weight", of_cut, group)
-    wholes = [cast("Tensor", whole.weight)]
-    dropout, variant = module.lora_dropout["default"], variant_in(module)
-    if isinstance(dropout, AdapterDropout) and not by_outputs:
-        columns = max(shard.stop for spec in specs for shard in spec.shards)
-        dropout.divide(columns, (specs[group.rank],))
-    if isinstance(variant, Dora):
-        lengths = module.lora_magnitude_vector["default"]
-        if by_outputs:
-            _replace(lengths, "weight", of_rows, group)
-        else:
-            own = ShardSpec(1, (Shard(0, cut.get_parameter("weight").shape[1]),))
-            divide_adapter(module, VirtualParts(group.size, group.apart), (own,))
-            wholes.append(lengths.get_parameter("weight"))
-    if isinstance(variant, Principal):
-        first_down, first_up = variant.first(module)
-        _replace(first_up if by_outputs else first_down, "default", of_cut, group)
-        wholes.append((first_down if by_outputs else first_up)["default"])  # it lies as others do
-    return wholes
+    of_cut = tuple(replace(spec, dim=0 if by_outputs else 1) for spec in specs)
+    _replace(cut, "weight", of_cut, shards.tp_group)
+    mark_partial(cast("Tensor", whole.weight))
 
 
 def _cut(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:
@@ -327,7 +242,9 @@ def _replace(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group: G
 
 def _product(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
     """What a layer computes without its bias."""
-    return product(layer, values)
+    if isinstance(layer, QuantizedLinear):
+        return layer.product(values)
+    return values @ layer.weight if isinstance(layer, Conv1D) else F.linear(values, layer.weight)
 
 
 class _Branch:

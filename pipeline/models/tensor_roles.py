@@ -51,7 +51,6 @@ def partial_parameters(
     divide: Divide,
     *,
     sequence: bool,
-    parts: int | None = None,
 ) -> frozenset[str]:
     """The names of these parameters; all processes of the group call it.
 
@@ -60,7 +59,6 @@ def partial_parameters(
         group: the processes that will compute each layer together.
         divide: what is tried.
         sequence: whether hidden states are shared out too.
-        parts: that `divide` computes layers as, where it does.
 
     Raises:
         ModelError: divided, the code of the family can't run, or computes something else.
@@ -68,12 +66,12 @@ def partial_parameters(
     fix = "set parallel.sequence false" if sequence else "set parallel.tp 1"
     refused = (
         f"{model.config.model_type} models can't be divided among processes that train each layer"
-        " together: {reason}; " + (fix if parts is None else "set parallel.arithmetic fast")
+        " together: {reason}; " + fix
     )
-    error = why_not_run(model, group.size, divide, sequence=sequence, parts=parts)
+    error = why_not_run(model, group.size, divide, sequence=sequence)
     if error is not None:
         raise ModelError(refused.format(reason=f"their code can't run ({error})"))
-    trial = _trial(model, group.size, divide, sequence=sequence, parts=parts)
+    trial = _trial(model, group.size, divide, sequence=sequence)
     whole, divided = trial.copy(), trial.copy()
     for each in (whole, divided):
         nn.Module.to(each, device=local_device())
@@ -99,13 +97,12 @@ def why_not_run(
     divide: Divide,
     *,
     sequence: bool,
-    parts: int | None = None,
 ) -> str | None:
     """The error in which the code of a small copy ends, divided among so many; None if it doesn't.
 
     It is tried on this process alone, for its shapes: what it computes is another question.
     """
-    return _tried(_trial(model, size, divide, sequence=sequence, parts=parts))
+    return _tried(_trial(model, size, divide, sequence=sequence))
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,6 @@ class _Trial:
     packed: bool
     size: int
     sequence: bool
-    parts: int | None
     settings: PreTrainedConfig = field(compare=False)
     divide: Divide = field(compare=False)
 
@@ -129,14 +125,12 @@ class _Trial:
         return copy
 
 
-def _trial(
-    model: PreTrainedModel, size: int, divide: Divide, *, sequence: bool, parts: int | None
-) -> _Trial:
-    settings = small_settings(model.config, heads=2 * (parts or size))
+def _trial(model: PreTrainedModel, size: int, divide: Divide, *, sequence: bool) -> _Trial:
+    settings = small_settings(model.config, heads=2 * size)
     settings.name_or_path = ""
     text = settings.to_json_string(use_diff=False)
     packed = how_to_run(model).packed
-    return _Trial(type(model), text, packed, size, sequence, parts, settings, divide)
+    return _Trial(type(model), text, packed, size, sequence, settings, divide)
 
 
 @functools.cache

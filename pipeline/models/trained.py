@@ -12,13 +12,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import LORA_RATE, TrainedModelConfig
 from pipeline.errors import ConfigError
-from pipeline.models.adapter_dropout import AdapterDropout, masks_again
 from pipeline.models.chat import untrained_tokens
 from pipeline.models.forward import base_model
 from pipeline.models.load import add_tokens, lacks_tokens, load_causal_lm, load_classifier
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantized
-from pipeline.models.variants import start_adapters
 from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
@@ -79,7 +77,6 @@ def adapted(
     assert config.lora is not None
     model_with_adapters = add_lora(model, config.lora, task=task, seed=seed)
     _quantize(model_with_adapters, config)
-    start_adapters(model_with_adapters)
     return model_with_adapters
 
 
@@ -156,15 +153,10 @@ def prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
     if config.gradient_checkpointing:
         # Its name before transformers 5.23 was gradient_checkpointing_enable.
         enable = getattr(plain, "activation_checkpointing_enable", None)
-        settings = {"use_reentrant": False, "context_fn": masks_again}
-        (enable or plain.gradient_checkpointing_enable)(settings)
+        (enable or plain.gradient_checkpointing_enable)({"use_reentrant": False})
         blocks = [each for each in plain.modules() if isinstance(each, GradientCheckpointingLayer)]
         for number, block in enumerate(blocks):
             block.gradient_checkpointing = number % config.checkpoint_every == 0
-    if config.zero.compile:  # which can't see through a generator
-        for module in plain.modules():
-            if isinstance(module, AdapterDropout):
-                object.__setattr__(module, "forward", torch.compiler.disable(module.forward))
     plain.config.use_cache = True  # for the exported model; training passes its own flag
     return model.train()
 

@@ -98,14 +98,9 @@ def _mesh(config: StepConfig, world: int) -> Iterator[str]:
     if config.parallel.tp > 1:
         groups = world // config.parallel.tp
         where = f", in {groups} groups" if groups > 1 else ""
-        by_tokens = config.parallel.sequence and config.parallel.parts is None
-        own = ", hidden states shared out by tokens" if by_tokens else ""
+        own = ", hidden states shared out by tokens" if config.parallel.sequence else ""
         together = f"{config.parallel.tp} processes compute each layer together"
         yield _line("tensor", f"{together}{where}{own}")
-    if config.parallel.parts is not None:
-        parts = f"each layer as {config.parallel.parts} parts, whoever computes them"
-        same = "the same bits for any parallel.tp, with as many threads in each process"
-        yield _line("arithmetic", f"{parts}: {same}")
     if replicas > 1:
         each = "one process" if shards == 1 else f"{shards} processes, which share its states"
         yield _line("parallel", f"{replicas} replicas of each model that learns, each of {each}")

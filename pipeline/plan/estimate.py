@@ -161,8 +161,7 @@ class _Count:
         most = workload.micro_batch_size * workload.length * sequences
         passes = float(max(1, math.ceil(rows * row / most)))
         run = self.speed.train if learns else self.speed.forward
-        seconds = run(work, tokens=rows * row, length=row / sequences, passes=passes)
-        return seconds + passes * self.speed.lengths(work)
+        return run(work, tokens=rows * row, length=row / sequences, passes=passes)
 
     def _generate(self, generation: Generation, prompts: int, prompt: float) -> float:
         """Prompts are read in passes of their own, then each step adds a token to all of them."""
@@ -179,9 +178,7 @@ class _Count:
 
 def _work(model: CountedModel) -> Work:
     from pipeline.budget.flops import model_flops
-    from pipeline.models.dora import measured_weights
 
-    measured, rank = measured_weights(model.present)
     config = model.plain.config.get_text_config()
     params = list(model.present.parameters())
     return Work(
@@ -191,8 +188,6 @@ def _work(model: CountedModel) -> Work:
         parameters=model.parameters,
         trained=sum(param.numel() for param in params if param.requires_grad),
         narrow=model.settings.precision != "fp32",
-        measured=measured,
-        rank=rank,
     )
 
 

@@ -54,18 +54,3 @@ def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
     memory = step_memory(together, machine=Machine(2, 2, None, 2**34, "it"))
     whole = step_memory(alone, machine=Machine(1, 1, None, 2**34, "it"))
     assert memory.peak("device") - RUNTIME_CPU < whole.peak("device") - RUNTIME_CPU
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize("kind", ["pairs", pytest.param("ordinal", marks=pytest.mark.grid)])
-def test_with_invariant_arithmetic_one_process_and_two_end_in_the_same_bits(
-    kind: str, tmp_path: Path
-) -> None:
-    save_base(tmp_path / "base")
-    write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))
-    for tp in (1, 2):
-        plain = settings(tmp_path, tmp_path / str(tp), kind, pp=1, model={"precision": "bf16"})
-        parallel = ParallelConfig(tp=tp, micro_batches=3, arithmetic="invariant:2")
-        run_ranks(run, replace(plain, parallel=parallel), world_size=tp)
-
-    assert ended(tmp_path / "2") == ended(tmp_path / "1")

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config import AdapterVariant, LoraConfig
+from pipeline.config import LoraConfig
 from pipeline.config.zero import ZeroConfig
 from pipeline.models.forward import base_model
 from step3_ppo.hybrid_engine import HybridEngine
@@ -36,13 +35,6 @@ def logits_of_all(path: str) -> list[tuple[str, Tensor, Tensor]]:
         actor = Actor(path, zero_stage=stage, tp_size=tp_size, lora=LORA, quantize="nf4")
         actor.relearn()
         name = f"stage {stage}, tp {tp_size}, LoRA on nf4"
-        compared.append((name, actor.replica_logits(), actor.logits()))
-    variants: list[tuple[AdapterVariant, int, int]] = [("dora", 3, 2), ("pissa", 0, 4)]
-    for variant, stage, tp_size in variants:
-        lora = replace(LORA, variant=variant)
-        actor = Actor(path, zero_stage=stage, tp_size=tp_size, lora=lora)
-        actor.relearn()
-        name = f"stage {stage}, tp {tp_size}, {variant}"
         compared.append((name, actor.replica_logits(), actor.logits()))
     return compared
 

@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
         "models": {"zero_stage": 1, "gradient_checkpointing": True},
     },
     "generating together": {"inference_tp_size": 2},
-    "singular vectors": {"models": {"lora": LoraConfig(rank=2, variant="pissa")}},
     "chunks": {"parallel": {"schedule": "interleaved", "chunks": 2}},
     "chunks, grpo, generating together": {
         "method": "grpo",

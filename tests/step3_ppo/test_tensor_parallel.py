@@ -24,7 +24,7 @@ NF4 = {"quantize": "nf4"}
 CASES: dict[str, dict[str, Any]] = {
     "generating together": {"inference_tp_size": 2},
     "generating whole, stage 3, adapters": {
-        "actor": {"zero_stage": 3, "lora": LoraConfig(rank=2, variant="dora")},
+        "actor": {"zero_stage": 3, "lora": LoraConfig(rank=2)},
         "critic": {"zero_stage": 3},
     },
     "4 bits, generating together": {

@@ -83,8 +83,7 @@ def test_every_method_begins_where_its_formula_says_and_learns(
 @pytest.mark.parametrize(
     "model",
     [
-        # Of this variant the base that is left when it starts would be another reference.
-        pytest.param({"lora": LoraConfig(rank=2, variant="pissa")}, id="PiSSA"),
+        pytest.param({"lora": LoraConfig(rank=2)}, id="LoRA"),
         pytest.param({"zero_stage": 3}, id="stage 3", marks=pytest.mark.grid),
     ],
 )

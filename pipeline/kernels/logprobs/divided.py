@@ -1,14 +1,12 @@
-"""Log-probabilities where parts of the output matrix have the rows of some words each.
+"""Log-probabilities where each process of a group has the rows of the output matrix of some words.
 
-Several processes may have them, or one that adds as several would (`virtual_parts.py`). Each part's
-words are gone through in tiles, and what was found - the logit of the target, the largest, the sum
-of exponentials - is put together as that of one more tile would be. So the logits of all words
-never are in one place. Sums over the parts are trees in their order.
+Each process computes its logits in tiles. The logit of the target, the largest logit and the sum of
+exponentials of all processes are combined as those of several tiles are, so no process ever has the
+logits of all words. Sums over the processes are trees in rank order.
 
 Dimension names: K targets, d hidden size, W words of this process.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pipeline.kernels.logprobs.tiles import of_sums, tile_gradients, tile_sums
-from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.parallel.group import Group
 from pipeline.parallel.sums import tree_sum
-from pipeline.parallel.virtual_parts import VirtualParts
 
 
 @dataclass(frozen=True)
@@ -29,14 +26,8 @@ class Words:
     first: int
     """Token id of the first; the others follow."""
 
-    parts: VirtualParts
-    """Those that the rows of all words are divided into, equally."""
-
-
-def rows_of_parts(rows: int, parts: VirtualParts) -> list[ShardSpec]:
-    """Where the rows of each of this process's parts lie in its own."""
-    share = rows // len(parts.own)
-    return [ShardSpec(0, (Shard(at, at + share),)) for at in range(0, rows, share)]
+    group: Group
+    """The processes that have equal shares of the rows of all words."""
 
 
 def divided_logprobs(
@@ -66,7 +57,7 @@ def divided_logprobs(
 
 
 class _Divided(torch.autograd.Function):
-    """Tiles of each part's words, computed again on the way back."""
+    """Tiles of this process's words, computed again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -83,63 +74,35 @@ class _Divided(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no other parameter
         ctx.words, ctx.temperature, ctx.tile = words, temperature, tile
-        own = torch.stack(
-            [
-                tile_sums(hidden, rows, shift, local, temperature, tile, entropy=entropy)
-                for rows, shift, local in _of_parts(weight, bias, targets, words)
-            ]
-        )
-        sums = _of_all_words(own, words.parts)
+        local = targets - words.first
+        own = tile_sums(hidden, weight, bias, local, temperature, tile, entropy=entropy)
+        sums = _of_all_words(own, words.group)
         return of_sums(ctx, sums, (hidden, weight, bias, targets), entropy=entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         of_logprobs, of_entropy = (None if grad is None else grad[:, None] for grad in grads)
         hidden, weight, bias, targets, largest, total, entropies = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        found = [
-            tile_gradients(
-                (hidden, rows, shift),
-                local,
-                (largest, total),
-                of_logprobs,
-                None if of_entropy is None else (of_entropy, entropies),
-                wanted=wanted,
-                temperature=ctx.temperature,
-                tile=ctx.tile,
-            )
-            for rows, shift, local in _of_parts(weight, bias, targets, ctx.words)
-        ]
-        of_hidden, of_weight, of_bias = zip(*found, strict=True)
-        parts: VirtualParts = ctx.words.parts
-        return (
-            parts.total(of_hidden, "gradients of hidden states") if wanted[0] else None,
-            _joined(of_weight) if wanted[1] else None,
-            _joined(of_bias) if wanted[2] else None,
-            *[None] * 5,
+        wanted, words = ctx.needs_input_grad[:3], ctx.words
+        of_hidden, of_weight, of_bias = tile_gradients(
+            (hidden, weight, bias),
+            targets - words.first,
+            (largest, total),
+            of_logprobs,
+            None if of_entropy is None else (of_entropy, entropies),
+            wanted=wanted,
+            temperature=ctx.temperature,
+            tile=ctx.tile,
         )
+        if wanted[0]:
+            parts = words.group.gather(of_hidden, what="gradients of hidden states")
+            of_hidden = tree_sum(parts)
+        return of_hidden, of_weight, of_bias, *[None] * 5
 
 
-def _joined(of_parts: Sequence[Tensor]) -> Tensor:
-    """The gradient of all rows, which may be as large as all else in the pass: no copy of one."""
-    return of_parts[0] if len(of_parts) == 1 else torch.cat(list(of_parts))
-
-
-def _of_parts(
-    weight: Tensor, bias: Tensor | None, targets: Tensor, words: Words
-) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-    """The matrix, the bias and the targets of each of this process's parts."""
-    found: list[tuple[Tensor, Tensor | None, Tensor]] = []
-    for rows in rows_of_parts(len(weight), words.parts):
-        (shard,) = rows.shards
-        own = rows.of(weight), None if bias is None else rows.of(bias)
-        found.append((*own, targets - words.first - shard.start))
-    return found
-
-
-def _of_all_words(own: Float[Tensor, "parts 4 K 1"], parts: VirtualParts) -> Float[Tensor, "4 K 1"]:
-    """The figures of all words, from those of each of this process's parts."""
-    of_all = torch.cat(parts.group.gather(own, what="figures of logits"))
+def _of_all_words(own: Float[Tensor, "4 K 1"], group: Group) -> Float[Tensor, "4 K 1"]:
+    """The figures of all words, from those of this process's."""
+    of_all = torch.stack(group.gather(own, what="figures of logits"))
     chosen, largest, total, weighted = of_all.unbind(dim=1)
     has_target = ~chosen.isnan()
     one = torch.where(has_target, chosen, 0.0).sum(dim=0)

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from inference.serve.adapters import with_adapter
 from inference.serve.config import ServeConfig
-from inference.serve.models import ModelPath, paths_to_serve
+from inference.serve.models import paths_to_serve
 from pipeline.config import LoraConfig
-from pipeline.config.model import AdapterVariant
 from pipeline.errors import ModelError
 from pipeline.models.export import export
 from pipeline.models.load import load_causal_lm, load_tokenizer
@@ -28,9 +27,9 @@ from tests.inference.serve.test_command import refused
 NAMES = ("tiny", "polite", "terse")
 
 
-def step_with_lora(directory: Path, seed: int, variant: AdapterVariant = "lora") -> PeftModel:
+def step_with_lora(directory: Path, seed: int) -> PeftModel:
     """What a step with LoRA leaves: the merged model and, below it, the adapter."""
-    model = with_random_adapter(LoraConfig(rank=4, alpha=8, variant=variant), seed=seed)
+    model = with_random_adapter(LoraConfig(rank=4, alpha=8), seed=seed)
     export(model, load_tokenizer(EMBEDDED), directory)
     return model.eval()
 
@@ -129,28 +128,11 @@ def test_requests_for_all_adapters_at_once_have_the_responses_that_each_has_alon
     assert len({str(each["token_ids"]) for each in alone}) == 12
 
 
-def test_rows_of_a_model_and_its_plain_adapters_share_a_batch_and_others_have_their_own(
-    server: Running, steps: dict[str, Path], tmp_path: Path
-) -> None:
-    step_with_lora(tmp_path / "dora", seed=3, variant="dora")
-    config = ServeConfig(
-        path=("tiny=embedded",),
-        adapter=(f"terse={steps['terse']}", f"dora={tmp_path / 'dora'}"),
-    )
-    with serving(tuple(paths_to_serve(config))) as running:
-        found = {name: answer(running, name, "What is 5 plus 6?") for name in NAMES[::2]}
-        by_dora = answer(running, "dora", "What is 5 plus 6?", temperature=0)
-        lanes = {name: each.lane.name for name, each in running.state.models.items()}
-    with serving((ModelPath("merged", str(tmp_path / "dora")),)) as running:
-        merged = answer(running, "merged", "What is 5 plus 6?", temperature=0)
-
+def test_rows_of_a_model_and_its_adapters_share_a_batch(server: Running) -> None:
     assert {name: each.lane.name for name, each in server.state.models.items()} == {
         **dict.fromkeys(NAMES, "tiny"),
         "merged": "merged",
     }
-    assert lanes == {"tiny": "tiny", "terse": "tiny", "dora": "dora"}
-    assert found["tiny"] == answer(server, "tiny", "What is 5 plus 6?")
-    assert by_dora["token_ids"] == merged["token_ids"]
 
 
 def copied(adapter: Path, to: Path, **settings: object) -> Path:

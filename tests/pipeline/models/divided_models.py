@@ -12,13 +12,11 @@ from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.engine.engine import Engine
 from pipeline.engine.tensor_parts import part_of, role_of
-from pipeline.models.adapter_dropout import AdapterDropout, masks_of
 from pipeline.models.divided_vocabulary import LARGE
 from pipeline.models.forward import Policy
 from pipeline.models.lora import add_lora
 from pipeline.models.packing import how_to_run
 from pipeline.models.tensor_cut import cut_layers
-from pipeline.models.variants import start_adapters
 from pipeline.parallel.mesh import Mesh, current_mesh
 from tests.families import FAMILIES, VOCAB, random_rows, tiny_causal_lm
 
@@ -43,13 +41,10 @@ def batch(words: int) -> TokenBatch:
 def adapted(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     """A model with adapters that have learned something."""
     trained = add_lora(model, lora, task="causal", seed=0)
-    start_adapters(trained)
     generator = torch.Generator().manual_seed(0)
     for param in trained.parameters():
         if param.requires_grad:
             param.data += 0.02 * torch.randn(param.shape, generator=generator)
-    for module in trained.modules():
-        module.training = isinstance(module, AdapterDropout)  # other dropout is off in our steps
     return trained
 
 
@@ -59,7 +54,6 @@ def learned(
     mesh: Mesh | None = None,
     *,
     sequence: bool = True,
-    parts: int | None = None,
     dtype: torch.dtype = torch.float32,
     lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
@@ -70,7 +64,7 @@ def learned(
         model.set_attn_implementation("ragged")
     trained = model if lora is None else adapted(model, lora)
     mesh = mesh or current_mesh()
-    cut_layers(trained, mesh.tensor, sequence=sequence, parts=parts)
+    cut_layers(trained, mesh.tensor, sequence=sequence)
     engine = Engine(
         Policy(trained),
         TrainedModelConfig(),
@@ -78,11 +72,9 @@ def learned(
         group=mesh.data,
         parts=mesh.parts,
         tensor=mesh.tensor,
-        exact_norm=parts is not None,
     )
     rows = batch(model.config.vocab_size)
-    with masks_of(0, 1, 2):
-        outputs = engine(rows, temperature=0.7, entropy=True)
+    outputs = engine(rows, temperature=0.7, entropy=True)
     loss = -outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()
     engine.backward(loss)
     params = dict(engine.model.named_parameters())

@@ -10,7 +10,6 @@ from pipeline.engine.stored import StoredParameter, copy_elements, stored_like
 from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.errors import ConfigError
 from pipeline.models.block_codes import GROUP, Form, parts_of
-from pipeline.models.code_parts import codes_of_piece, decoded
 from pipeline.models.quantized import QuantizedLinear
 from pipeline.parallel.shards import Shard, ShardSpec
 
@@ -179,21 +178,6 @@ def test_products_of_parts_add_up_to_that_of_the_whole_layer(form: Form) -> None
     torch.testing.assert_close(x.grad, gradient, rtol=1e-5, atol=1e-5)
 
 
-def test_a_piece_of_a_part_is_multiplied_with_alone() -> None:
-    layer = linear((96, 256), FORMS[0])
-    layer.cut(parts((96, 256), 0, (((0, 48),), ((48, 96),)))[1], name="it")
-    x = torch.randn(3, 256).requires_grad_()
-    layer.piece = ShardSpec(0, (Shard(8, 24),))
-    y = layer(x)
-    layer.piece = None  # as it is when gradients come back
-    y.sum().backward()
-
-    weight = linear((96, 256), FORMS[0]).weight[56:72]
-    assert torch.equal(y, torch.nn.functional.linear(x, weight))
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones(3, 16) @ weight)
-
-
 def test_what_can_not_be_cut_is_refused_in_a_sentence() -> None:
     for shape, borders, form, sentence in (
         (
@@ -216,48 +200,3 @@ def test_what_can_not_be_cut_is_refused_in_a_sentence() -> None:
     odd = linear((64, 6), FORMS[2])
     odd.cut(parts((64, 6), 1, (((0, 3),), ((3, 6),)))[1], name="it")
     assert torch.equal(odd.dequantized(), linear((64, 6), FORMS[2]).dequantized()[:, 3:])
-
-
-def pieces(part: tuple[int, ...], dim: int) -> list[ShardSpec]:
-    """Halves, thirds and two of four quarters of a part of a weight."""
-    found: list[ShardSpec] = []
-    for count in (2, 3):
-        share, left = divmod(part[dim], count)
-        if not left:
-            found += [ShardSpec(dim, (Shard(n * share, (n + 1) * share),)) for n in range(count)]
-    half = part[dim] // 4
-    return [*found, ShardSpec(dim, (Shard(0, half), Shard(2 * half, 3 * half)))]
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", CUTS)
-def test_a_piece_of_a_part_is_decoded_from_its_own_codes_to_the_same_bits(
-    name: str, form: Form
-) -> None:
-    shape, dim, borders, _ = CUTS[name]
-    layer = linear(shape, form)
-    layer.cut(parts(shape, dim, borders)[-1], name="weight")
-    whole = layer.weight_of(None)
-
-    for each in pieces(layer.shape, dim):
-        found = layer.weight_of(each)
-        assert torch.equal(found, each.of(whole))
-        assert found.is_contiguous()
-
-
-def test_of_a_piece_no_other_codes_are_read() -> None:
-    """Of 8 x 64 weights columns 16 to 32 of four; not where two weights of them share a byte."""
-    packed = vectors(linear((8, 64), FORMS[0]))
-    codes, scales, shape = packed["codes"], packed["scales"], torch.Size((8, 64))
-
-    found = codes_of_piece(codes, scales, shape, FORMS[0], ShardSpec(1, (Shard(16, 32),)))
-
-    assert found is not None
-    assert torch.equal(found[0].view(8, 8), codes.view(8, 32)[:, 8:16])
-    assert torch.equal(found[1], scales)
-    odd = ShardSpec(1, (Shard(15, 32),))
-    assert codes_of_piece(codes, scales, shape, FORMS[0], odd) is None
-    assert torch.equal(
-        decoded(codes, scales, shape, FORMS[0], torch.float32, odd),
-        decoded(codes, scales, shape, FORMS[0], torch.float32)[:, 15:32],
-    )

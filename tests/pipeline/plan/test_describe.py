@@ -8,18 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.budget.flops import ModelFlops
-from pipeline.budget.speed import CpuSpeed, GpuSpeed, Work, gpu_speed
+from pipeline.budget.speed import CpuSpeed, Work, gpu_speed
 from pipeline.cli import parse_step
-from pipeline.config import LoraConfig
-from pipeline.models.dora import measured_weights
-from pipeline.models.lora import add_lora
-from pipeline.plan.checks import check_plan
 from pipeline.plan.describe import describe_plan
-from pipeline.plan.estimate import Estimate, estimate, in_words
+from pipeline.plan.estimate import in_words
 from pipeline.plan.make import make_plan
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
@@ -151,46 +145,6 @@ def test_on_a_processor_time_grows_with_tokens_layers_and_crowd() -> None:
     assert crowded.train(work(), tokens=256.0, length=64.0, passes=1.0) == pytest.approx(3 * once)
     assert 0 < speed.forward(work(), tokens=256.0, length=64.0, passes=1.0) < once
     assert speed.forward(work(), tokens=0.0, length=64.0, passes=1.0) == 0
-
-
-def test_dora_measures_its_weights_once_in_each_pass() -> None:
-    for variant, numbers in (("lora", 0), ("dora", 2 * (4 * 64 * 64 + 3 * 64 * 128))):
-        with torch.device("meta"):
-            plain = AutoModelForCausalLM.from_config(
-                LlamaConfig(
-                    hidden_size=64,
-                    intermediate_size=128,
-                    num_hidden_layers=2,
-                    num_attention_heads=4,
-                )
-            )
-        lora = LoraConfig(rank=4, variant=variant)
-        model = add_lora(plain, lora, task="causal", seed=0)
-        assert measured_weights(model) == (numbers, 4 if numbers else 0)
-
-    gpu = gpu_speed("NVIDIA H100 80GB HBM3")
-    assert gpu is not None
-    assert gpu.lengths(work(measured=10**6, rank=4)) == pytest.approx(18 * 10**6 / 3.35e12)
-    once = CpuSpeed(1).lengths(work(measured=10**6, rank=4))
-    assert once > 0
-    assert CpuSpeed(1, crowd=2.0).lengths(work(measured=10**6, rank=4)) == pytest.approx(2 * once)
-    assert CpuSpeed(1).lengths(work()) == 0
-
-
-def test_a_plan_counts_what_dora_takes_in_each_pass(tmp_path: Path) -> None:
-    slow = GpuSpeed(peak=1e30, bandwidth=1e6, card="slow memory")
-    seconds: dict[str, float] = {}
-    for variant in ("lora", "dora"):
-        words = ["--step", "1", "--lora", "4", "--lora-variant", variant]
-        plan = make_plan([*words, "--output-dir", str(tmp_path / variant)], THREE_STEPS)
-        (stage,) = plan.stages
-        found = estimate(plan, stage, check_plan(plan, downloads=False)[stage.name], slow)
-        assert isinstance(found, Estimate)
-        seconds[variant] = found.seconds
-
-    # The embedded model has four blocks of widths 128 and 344; 500 passes learn.
-    numbers = 4 * (4 * 128 * 128 + 3 * 128 * 344)
-    assert seconds["dora"] - seconds["lora"] > 500 * 18 * numbers / 1e6
 
 
 @pytest.mark.parametrize(

@@ -85,10 +85,10 @@ def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
 
 
 def test_lora_variant_is_the_kind_of_those_adapters() -> None:
-    given = configs("--lora", "4", "--lora-variant", "dora", "--ppo.critic.lora.variant", "lora")
+    given = configs("--lora", "4", "--lora-variant", "rslora", "--ppo.critic.lora.variant", "lora")
     models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)
 
-    assert [model.lora.variant for model in models] == ["dora", "dora", "dora", "lora"]
+    assert [model.lora.variant for model in models] == ["rslora", "rslora", "rslora", "lora"]
     assert {model.lora.rank for model in models} == {4}
 
 
@@ -127,10 +127,13 @@ def test_short_forms_are_for_the_steps_that_run() -> None:
         ("--epochs -1", "--epochs must be above 0, got -1.0"),
         ("--lora 0", "--lora must be above 0, got 0"),
         ("--lora", "--lora takes one value, got none"),
-        ("--lora-variant dora", "--lora-variant dora is a kind of adapters, and --lora gives none"),
+        (
+            "--lora-variant rslora",
+            "--lora-variant rslora is a kind of adapters, and --lora gives none",
+        ),
         (
             "--lora 4 --lora-variant vera",
-            "--lora-variant must be one of 'lora', 'rslora', 'dora', 'pissa', 'olora' or null, got",
+            "--lora-variant must be one of 'lora', 'rslora' or null, got",
         ),
         ("--quantize nf3", "--quantize must be one of 'none', 'nf4', 'int8' or null, got nf3"),
         ("--data-split -1,4,4", "--data-split needs three proportions of 0 or more that are not"),
