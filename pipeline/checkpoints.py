@@ -13,28 +13,29 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.going_back import Return, forget_return
-from pipeline.engine.checkpoint.healthy import healthy_up_to
-from pipeline.engine.checkpoint.layout import Fragment
-from pipeline.engine.checkpoint.uploads import NONE
+from pipeline.engine.checkpoint.format import MANIFEST, Fragment
+from pipeline.engine.checkpoint.history import (
+    ROLLBACK,
+    RollbackRecord,
+    healthy_up_to,
+    newest_on_all,
+)
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
-from pipeline.engine.local_start import LocalStart
 from pipeline.engine.parts import KeepsWeights, KnowsHealth, Stateful
-from pipeline.engine.resume import load_random_state, newest_on_all, random_fragments
 from pipeline.engine.state import (
     describe,
     frozen_fragments,
     load,
     merged,
     read_weights,
-    trained_bytes,
     trained_fragments,
     weights_fragments,
 )
 from pipeline.errors import CheckpointError, JobFailed
 from pipeline.faults import fault_point
 from pipeline.models.consolidate import TOKENIZER, describe_model
+from pipeline.random_state import random_state, set_random_state
 from pipeline.run import CHECKPOINTS, Run
 from pipeline.same_run import check_length, check_same_run, deciding_settings
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
@@ -82,17 +83,13 @@ class Checkpoints:
         self._kept = 0
         """The step whose state was last saved or loaded."""
         self._guards = guards
-        self._returns = 0
-        """Number of rollbacks."""
+        self._rollbacks = 0
         self._once: dict[str, Any] = {}
         self._base: str | None = None
-        job, goes_on = world.gather_objects((uuid.uuid4().hex[:12], run.goes_on))[0]
-        place = config.local_checkpoints
-        self._local = (
-            None if place is None else LocalStart(place, self.root, world, job=job, goes_on=goes_on)
-        )
-        attempt = self._resume() if goes_on else None
-        if not goes_on and run.is_main:
+        job, resumes = world.gather_objects((uuid.uuid4().hex[:12], run.goes_on))[0]
+        if resumes:
+            self._resume()
+        elif run.is_main:
             shutil.rmtree(self.root, ignore_errors=True)
         world.barrier()
         self._writer = CheckpointWriter(
@@ -102,12 +99,7 @@ class Checkpoints:
             world_size=world.size,
             keep_last=config.keep_last,
             margin=None if guards is None else guards.window,
-            local=self._local.directory if self._local else None,
         )
-        if self._local and self._writer.uploads is not None:
-            part = self._local.settle(attempt)
-            if part is not None:
-                self._writer.uploads.add(0, part)
         if run.is_main:
             tokenizer.save_pretrained(self.root / TOKENIZER)
         self._base = self._base or (f"base-{job}" if self._has_frozen() else None)
@@ -135,41 +127,29 @@ class Checkpoints:
                 self._look_together(signals)
                 if self.is_new and self._may_go_back:
                     self.save(0)
-                first = self.done + 1
                 while self.done < self.run.total_steps and not enough():
-                    step, returns = self.done + 1, self._returns
+                    step, rollbacks = self.done + 1, self._rollbacks
                     yield step
-                    if step == first and self.config.save_every is not None:
-                        self._prepare()
-                    if returns == self._returns:
+                    if rollbacks == self._rollbacks:
                         self.done = step
                     self._save_or_leave(signals, due=self._is_due(self.done))
                 self._save_or_leave(signals, due=self.config.save_every is not None)
-                self._finish_saving()
+                self._writer.wait()
             # From here on a signal ends the process at once, and the state is there; one that came
             # since the last look is obeyed.
             self._look_together(signals)
-            if self._local and self._writer.failure is None:
-                self._local.directory.clear()
             patience = None
         finally:
             self._writer.close(patience)
 
     def save(self, step: int) -> None:
-        """Write the state after that many steps; training goes on while the files are written."""
+        """Save the state after `step`; training continues while the files are written."""
         if self._base is not None:  # written once
-            if self._world.sum(self.run.is_main and self._writer.lost_base(self._base)):
-                self._writer.forget_base(self._base)
-            frozen = [frozen_fragments(each, name) for name, each in self.engines.items()]
-            self._writer.save_base(self._base, chain(*frozen))
-        kept = NONE
-        if self._local:
-            self._local.note()
-            kept = self._newest_everywhere()
-        seconds = self._writer.save(
-            step, self._fragments(), self._document(), base=self._base, kept=kept
-        )
-        self.run.uploads.held_up(seconds)
+            is_missing = self.run.is_main and not (self.root / self._base / MANIFEST).is_file()
+            if self._world.sum(is_missing):
+                frozen = [frozen_fragments(each, name) for name, each in self.engines.items()]
+                self._writer.save_base(self._base, chain(*frozen))
+        self._writer.save(step, self._fragments(), self._document(), base=self._base)
         self._saved_at = time.monotonic()
 
     def newest_healthy(self, *, up_to: int) -> Checkpoint:
@@ -192,27 +172,16 @@ class Checkpoints:
         it had not been. All processes call it, within `steps`.
         """
         run = {**self.run.state_dict(), "step": checkpoint.step}
-        note = Return(self._returns + 1, checkpoint.step, {**parts, "run": run})
-        self._writer.go_back(checkpoint.step)
+        record = RollbackRecord(self._rollbacks + 1, checkpoint.step, {**parts, "run": run})
+        self._writer.roll_back(checkpoint.step)
         if self.run.is_main:
-            note.write(self.root)
+            record.write(self.root)
         self._world.barrier()
-        self._load(checkpoint, note)
+        self._load(checkpoint, record)
 
     @property
     def _may_go_back(self) -> bool:
         return self._guards is not None and self._guards.window is not None
-
-    def _prepare(self) -> None:
-        """Allocate the memory for copies while training continues."""
-        engines = list(self.engines.values())
-        num_bytes = sum(trained_bytes(each) for each in engines)
-        num_bytes += sum(
-            weight.nbytes for _, part in self._keeping_weights() for weight in part.weights
-        )
-        groups = [group for each in engines for group in each.groups]
-        on_gpu = any(group.flat.placement.optimizer_device.type == "cuda" for group in groups)
-        self._writer.prepare(num_bytes, pinned=on_gpu)
 
     def _is_due(self, step: int) -> bool:
         every = self.config.save_interval
@@ -226,7 +195,6 @@ class Checkpoints:
     def _save_or_leave(self, signals: StopSignals, *, due: bool) -> None:
         """Save the state if that is due and not done; leave if any process received a signal."""
         received = signals.received
-        self._note_uploads()
         interrupted, ended, due_somewhere = self._world.sums(
             [received in INTERRUPTS, received is not None and received not in INTERRUPTS, due]
         )
@@ -251,24 +219,8 @@ class Checkpoints:
             interrupted = signals.received in INTERRUPTS
             raise JobFailed(EXIT_INTERRUPTED if interrupted else EXIT_REQUEUE) from None
 
-    def _newest_everywhere(self) -> int:
-        """The number of the newest save that is on the disks of all machines."""
-        return int(-self._world.max(-self._writer.newest_local))
-
-    def _finish_saving(self) -> None:
-        """Return when all is in its place; what could not be copied there is tried once more."""
-        self._writer.wait()
-        if self._local and self._world.sum(self._writer.failure is not None):
-            self._writer.upload_again(self._newest_everywhere())
-            self._writer.wait()
-        self._note_uploads()
-
-    def _note_uploads(self) -> None:
-        for each in self._writer.take_uploads():
-            self.run.uploads.add(each)
-
     def _leave(self, code: int) -> None:
-        self._finish_saving()
+        self._writer.wait()
         saved = self._writer.failure is None
         logger.info(
             "%s was told to stop after step %d of %d and %s; --resume %s",
@@ -298,7 +250,8 @@ class Checkpoints:
             yield from trained_fragments(engine, name)
         for name, part in self._keeping_weights():
             yield from weights_fragments(part.engine, name, part.weights)
-        yield from random_fragments(self._world)
+        for name, tensor in random_state().items():
+            yield Fragment(f"random/{self._world.rank}/{name}", 0, tensor)
 
     def _document(self) -> dict[str, Any]:
         return {
@@ -326,7 +279,7 @@ class Checkpoints:
     def _health(self) -> dict[str, Any]:
         if self._guards is None:
             return {}
-        return {"healthy": self._guards.is_healthy, "returns": self._returns}
+        return {"healthy": self._guards.is_healthy, "rollbacks": self._rollbacks}
 
     def _keeping_weights(self) -> Iterator[tuple[str, KeepsWeights]]:
         for name, part in self.parts.items():
@@ -336,38 +289,33 @@ class Checkpoints:
     def _has_frozen(self) -> bool:
         return any(describe(each)["frozen"] for each in self.engines.values())
 
-    def _resume(self) -> str | None:
-        """Go on from the newest checkpoint, or begin; the attempt that wrote it."""
-        note = self._world.gather_objects(Return.read(self.root))[0]
-        near = None
-        if self._local:
-            self._local.upload_newest(lambda state: note is None or not note.is_behind(state))
-            near = self._local.near
-        checkpoint = newest_on_all(self.root, self._world, near=near)
-        if checkpoint is not None and note is not None and note.is_behind(checkpoint.state):
+    def _resume(self) -> None:
+        """Load the newest valid checkpoint, or start from scratch."""
+        record = self._world.gather_objects(RollbackRecord.read(self.root))[0]
+        checkpoint = newest_on_all(self.root, self._world)
+        if checkpoint is not None and record is not None and record.invalidates(checkpoint.state):
             checkpoint = newest_on_all(
-                self.root, self._world, among=lambda root: healthy_up_to(root, note.step)
+                self.root, self._world, among=lambda root: healthy_up_to(root, record.step)
             )
         if checkpoint is not None:
             check_same_run(checkpoint, self.config, self.data)
             check_length(checkpoint, self.engines, self.run.total_steps)
-            is_behind = note is not None and note.is_behind(checkpoint.state)
-            self._load(checkpoint, note if is_behind else None)
-            return checkpoint.manifest.attempt
+            applies = record is not None and record.invalidates(checkpoint.state)
+            self._load(checkpoint, record if applies else None)
+            return
         if self.run.is_main:
-            forget_return(self.root)
+            (self.root / ROLLBACK).unlink(missing_ok=True)
         logger.info("%s has no checkpoint to continue from in %s", self.run.name, self.root)
         self.run.begin()
-        return None
 
-    def _load(self, checkpoint: Checkpoint, note: Return | None = None) -> None:
-        """Load the state, overridden by the note's; later checkpoints are removed in that case."""
+    def _load(self, checkpoint: Checkpoint, record: RollbackRecord | None = None) -> None:
+        """Load the state; a record overrides parts of it and removes later checkpoints."""
         state = checkpoint.state
-        parts = state["parts"] if note is None else {**state["parts"], **note.parts}
+        parts = state["parts"] if record is None else {**state["parts"], **record.parts}
         for name, engine in self.engines.items():
             load(engine, name, checkpoint, state["engines"][name])
         for name, part in self.parts.items():
-            if isinstance(part, Stateful) and name in parts:  # which earlier versions may lack
+            if isinstance(part, Stateful):
                 part.load_state_dict(parts[name])
             if isinstance(part, KeepsWeights) and name in state["weights"]:
                 if not part.weights:
@@ -377,11 +325,14 @@ class Checkpoints:
             elif isinstance(part, KeepsWeights):
                 part.weights = []
         self._once = dict(state["once"])
-        self._base = checkpoint.base.path.name if checkpoint.base is not None else None
-        load_random_state(checkpoint, self._world)
-        self._returns = state.get("returns", 0) if note is None else note.count
-        if note is not None and self.run.is_main:
-            note.discard_what_follows(self.root, by=f"return-{note.count}")
+        self._base = checkpoint.manifest.base
+        # Processes beyond the number that wrote the checkpoint keep their generators.
+        random = checkpoint.read_prefix(f"random/{self._world.rank}/")
+        if random:
+            set_random_state(random)
+        self._rollbacks = state.get("rollbacks", 0) if record is None else record.count
+        if record is not None and self.run.is_main:
+            record.remove_later(self.root)
         self.is_new = False
         self.done = self._kept = checkpoint.step
-        logger.info("%s goes on after step %d", self.run.name, self.done)
+        logger.info("resuming %s after step %d", self.run.name, self.done)

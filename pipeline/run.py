@@ -15,9 +15,8 @@ from typing import IO, Any
 
 from pipeline.cli import write_config
 from pipeline.config import StepConfig
-from pipeline.engine.checkpoint.find import candidates
-from pipeline.engine.checkpoint.layout import step_of
-from pipeline.engine.checkpoint.run_id import may_hold_a_state
+from pipeline.engine.checkpoint.format import step_of, steps_in
+from pipeline.engine.checkpoint.history import candidates
 from pipeline.errors import ConfigError
 from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
@@ -27,7 +26,6 @@ from pipeline.progress import Progress
 from pipeline.settings.plain import flatten, plain
 from pipeline.signals import LeavesAtOnce
 from pipeline.trackers import Trackers, open_trackers
-from pipeline.upload_times import UploadTimes
 from pipeline.watchdog.health import Health
 from pipeline.watchdog.stragglers import Stragglers
 
@@ -80,7 +78,6 @@ class Run:
         self._at_peak: list[AtPeak] = []
         """Of the steps since the last line."""
         self._at_once = LeavesAtOnce()
-        self.uploads = UploadTimes()
 
     def __enter__(self) -> "Run":
         self._start = self._step_end = time.perf_counter()
@@ -144,7 +141,7 @@ class Run:
             ConfigError: there are some, and `resume` is off.
         """
         unfinished = not any(self.path(name).exists() for name in ("result.json", DIVERGED))
-        if not self.config.resume and unfinished and may_hold_a_state(self.path(CHECKPOINTS)):
+        if not self.config.resume and unfinished and steps_in(self.path(CHECKPOINTS)):
             self._held.close()
             raise ConfigError(
                 f"{self.config.output_dir} holds the checkpoints of a run that was cut off; pass"
@@ -200,7 +197,6 @@ class Run:
             elapsed = max(self._seconds_trained - seconds_before, 1e-9)
             self._tokens_per_second = (self.tokens - tokens_before) / elapsed
             speed = {"tokens_per_second": self._tokens_per_second, **self._utilization(elapsed)}
-            speed |= self.uploads.since_last_line()
             self._write(step, {"tokens": tokens, **speed, **metrics}, {})
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
@@ -271,7 +267,6 @@ class Run:
             "mesh": self.mesh.shape,
             "eval": dict(eval),
             "changed_settings": changed_settings(self.config),
-            **self.uploads.in_all(),
             **extra,
         }
         os.fsync(self._metrics.fileno())

@@ -3,8 +3,8 @@
 import logging
 from pathlib import Path
 
+from pipeline.engine.checkpoint.history import newest_on_all
 from pipeline.engine.engine import Engine
-from pipeline.engine.resume import newest_on_all
 from pipeline.engine.state import load
 from pipeline.errors import CheckpointError
 from pipeline.parallel.group import Group

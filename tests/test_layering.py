@@ -44,7 +44,7 @@ FLOORS = (
     {"cli", "gpu_memory", "gpu_numerics", "progress", "random_state", "watchdog"},
     {"kernels", "trackers", "command"},
     {"compute_threads", "data", "engine", "launch"},
-    {"models", "upload_times"},
+    {"models"},
     {"run", "same_run"},
     {"checkpoints", "divergence", "evaluations", "budget"},
     {"guards", "plan", "report", "run_step", "utilization"},

@@ -34,7 +34,7 @@ GROWING = ("generation_batch_size", "micro_batch_size")
 """The sizes of batches."""
 
 OF_THE_RUN = (
-    *("output_dir", "resume", "save_every", "keep_last", "local_checkpoints", "log_every"),
+    *("output_dir", "resume", "save_every", "keep_last", "log_every"),
     *("trackers", "timeout_seconds"),
 )
 """Settings that change neither the result of a step nor its speed or memory."""

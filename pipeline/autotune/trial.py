@@ -59,7 +59,6 @@ def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: i
         "keep_best": False,
         "log_every": 1,
         "save_every": None,
-        "local_checkpoints": None,
         "resume": False,
         "trackers": (),
         "data.max_eval_rows": world,

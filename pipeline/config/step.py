@@ -13,7 +13,6 @@ from pipeline.config.model import FrozenModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.workload import RowCounts, Workload
 from pipeline.errors import require
-from pipeline.files.own_disk import check_own_disk
 from pipeline.settings.plain import Option
 
 if TYPE_CHECKING:
@@ -113,10 +112,6 @@ class StepConfig(ABC):
     keep_last: int = 2
     """Checkpoints kept (save_total_limit), at least 2."""
 
-    local_checkpoints: str | None = None
-    """A directory on each machine's own disk, such as $TMPDIR, for checkpoints, which are copied to
-    `output_dir` meanwhile."""
-
     resume: bool = False
     """Go on from the newest checkpoint that verifies; without one, begin."""
 
@@ -145,8 +140,6 @@ class StepConfig(ABC):
         )
         require(self.epochs > 0, f"epochs must be above 0, got {self.epochs}")
         require(self.keep_last >= 2, f"keep_last must be at least 2, got {self.keep_last}")
-        if self.local_checkpoints is not None:
-            check_own_disk(self.local_checkpoints, setting="local_checkpoints")
         if self.save_every is not None:
             SaveInterval.parse(self.save_every)
 
@@ -232,8 +225,7 @@ class StepConfig(ABC):
 
 
 FREE_SETTINGS = (
-    *("output_dir", "resume", "save_every", "keep_last", "local_checkpoints"),
-    *("log_every", "trackers"),
+    *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
     *("peak_tflops", "data.labels"),
     *("timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
     "parallel.*",

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from pipeline.engine.checkpoint.layout import Columns, Fragment
+from pipeline.engine.checkpoint.format import Columns, Fragment
 from pipeline.engine.stored import READ_AT_ONCE
 from pipeline.engine.tensor_parts import Part
 

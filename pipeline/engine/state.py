@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.layout import Fragment
+from pipeline.engine.checkpoint.format import Fragment
 from pipeline.engine.engine import Engine
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.part_elements import fragments_of, read_part

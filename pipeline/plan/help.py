@@ -50,7 +50,7 @@ GROUPS = (
         "Training, in every step that runs; the steps' own settings win",
         (
             *("lr", "batch_size", "epochs", "lora", "lora_variant", "quantize"),
-            *("max_length", "seed", "save_every", "local_checkpoints"),
+            *("max_length", "seed", "save_every"),
         ),
     ),
     Group("plan", "Before it runs", ("dry_run", "plan", "plan_for", "check")),

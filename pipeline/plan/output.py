@@ -16,7 +16,6 @@ import yaml
 
 from pipeline.budget.fallbacks import trained_models
 from pipeline.config import LENGTH, StepConfig, affects_result
-from pipeline.engine.checkpoint.run_id import REPLACED_ID, may_hold_a_state, set_aside_run_id
 from pipeline.engine.lr import length_dependence
 from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
@@ -126,8 +125,7 @@ def clear_step(out: Path, name: str) -> set[str]:
             known = [file for file in _files(directory) if _looks_made(file)]
         # Those of a run whose parent was killed were never recorded.
         known += [file for file in _files(directory) if file.startswith(f"{CHECKPOINTS}/")]
-        set_aside_run_id(directory / CHECKPOINTS)
-        for file in set(known) - {f"{CHECKPOINTS}/{REPLACED_ID}"}:
+        for file in set(known):
             (directory / file).unlink(missing_ok=True)
         _remove_empty_directories(directory)
     summary = _read_json(out / SUMMARY)
@@ -143,7 +141,7 @@ def can_go_on(out: Path, name: str, config: StepConfig) -> bool:
     ended = (directory / DIVERGED).exists() or (
         (directory / RESULT).exists() and not _is_longer(directory, config)
     )
-    return not ended and may_hold_a_state(directory / CHECKPOINTS)
+    return not ended and any((directory / CHECKPOINTS).glob("step_*"))
 
 
 def _is_longer(directory: Path, config: StepConfig) -> bool:

@@ -174,9 +174,6 @@ class Request(Deployment, Autotuning):
     save_every: int | str | None = None
     """Steps between checkpoints, or a time such as 2h; without it 15m."""
 
-    local_checkpoints: str | None = None
-    """Each machine's own disk, to which checkpoints are written first."""
-
     def __post_init__(self) -> None:
         Deployment.__post_init__(self)
         Autotuning.__post_init__(self)

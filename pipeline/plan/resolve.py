@@ -324,7 +324,6 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
     own: dict[str, Any] = {
         "seed": request.seed,
         "save_every": request.save_every,
-        "local_checkpoints": request.local_checkpoints,
         "threads": request.threads,
         "parallel": {
             "replicas": request.replicas,

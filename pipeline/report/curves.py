@@ -111,11 +111,6 @@ CHARTS = (
         "share of the peak; hardware counts what is computed twice",
         {"mfu": "model", "hfu": "hardware"},
     ),
-    Chart(
-        "Copies of checkpoints",
-        "seconds from the machines' disks to the output directory, beside training",
-        {"seconds_upload": "seconds"},
-    ),
     Chart("Learning rate", "", {"lr": "lr"}, exact=True),
     Chart("KL coefficient", "", {"kl_coef": "coefficient"}, exact=True),
 )

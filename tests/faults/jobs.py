@@ -27,7 +27,7 @@ from pipeline import faults
 from pipeline.cli import run_main, write_config
 from pipeline.config import DataConfig, LoraConfig, StepConfig, TextDataConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.find import newest
+from pipeline.engine.checkpoint.history import newest
 from pipeline.logs import configure_logging
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group

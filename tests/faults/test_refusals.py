@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import DataConfig, StepConfig
-from pipeline.engine.checkpoint.find import newest
+from pipeline.engine.checkpoint.history import newest
 from tests.faults.jobs import DATA, Forked, run_forked, small
 
 

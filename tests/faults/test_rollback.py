@@ -19,12 +19,12 @@ ALWAYS = GuardConfig(signal="repetition", limit=-1.0, window=2, action="rollback
 """Beyond its limit from the first iteration on: only the start is healthy."""
 
 POINTS = [
-    pytest.param("going_back.before_note", 1, marks=pytest.mark.faults),
-    pytest.param("going_back.after_note", 1),
-    pytest.param("going_back.before_removal", 1, marks=pytest.mark.faults),
-    pytest.param("going_back.after_note", 2, marks=pytest.mark.faults),
-    pytest.param("going_back.before_note", 3, marks=pytest.mark.faults),
-    pytest.param("going_back.after_note", 3, marks=pytest.mark.faults),
+    pytest.param("rollback.before_record", 1, marks=pytest.mark.faults),
+    pytest.param("rollback.after_record", 1),
+    pytest.param("rollback.before_removal", 1, marks=pytest.mark.faults),
+    pytest.param("rollback.after_record", 2, marks=pytest.mark.faults),
+    pytest.param("rollback.before_record", 3, marks=pytest.mark.faults),
+    pytest.param("rollback.after_record", 3, marks=pytest.mark.faults),
     pytest.param("checkpoint.after_rename", 4, marks=pytest.mark.faults),
 ]
 
@@ -107,9 +107,9 @@ def preferring(toy: Path, out: Path) -> PreferenceConfig:
 @pytest.mark.parametrize(
     ("point", "visit"),
     [
-        pytest.param("going_back.before_note", 1, marks=pytest.mark.faults),
-        pytest.param("going_back.after_note", 2),
-        pytest.param("going_back.before_removal", 3, marks=pytest.mark.faults),
+        pytest.param("rollback.before_record", 1, marks=pytest.mark.faults),
+        pytest.param("rollback.after_record", 2),
+        pytest.param("rollback.before_removal", 3, marks=pytest.mark.faults),
     ],
 )
 def test_a_run_on_pairs_that_is_killed_while_it_goes_back_ends_as_the_whole_one(

@@ -92,7 +92,7 @@ def test_a_signal_in_the_loop_saves_the_step_at_hand(
     assert [line["step"] for line in metrics(tmp_path)][-1] == step  # not one step more
     with Forked(replace(config, resume=True)) as job:
         assert job.wait() == [0, 0]
-        assert f"step1_sft goes on after step {step}\n" in job.output()
+        assert f"resuming step1_sft after step {step}\n" in job.output()
     assert metrics(tmp_path) == metrics(long_reference)
     assert model(tmp_path) == model(long_reference)
 
@@ -181,7 +181,7 @@ def test_ctrl_c_while_the_model_is_written_loses_no_step(
 
     with Forked(replace(config, resume=True), world_size=processes) as job:
         assert set(job.wait()) == {0}
-        assert "step1_sft goes on after step 8\n" in job.output()
+        assert "resuming step1_sft after step 8\n" in job.output()
         assert " step 8/8 " not in job.output()  # no step is done again
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert model(tmp_path / "run") == model(tmp_path / "whole")

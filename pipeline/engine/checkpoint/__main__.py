@@ -1,22 +1,24 @@
 """`python -m pipeline.engine.checkpoint verify DIR`, `... show DIR`, `... consolidate DIR OUT`."""
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pipeline.cli import run_main, say
 from pipeline.command import choose_command
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.find import candidates
-from pipeline.engine.checkpoint.layout import MANIFEST, is_base_name, step_of
-from pipeline.engine.checkpoint.show import describe
+from pipeline.engine.checkpoint.format import MANIFEST, is_base_name, step_of
+from pipeline.engine.checkpoint.history import candidates
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.help import help_entry
 
 EXIT_DAMAGED = 1
 
 RESULT = "result.json"
-"""Beside the directory of checkpoints: the run has finished."""
+"""Present next to the checkpoints of a finished run."""
+
+VALUE_WIDTH = 60
 
 
 def verify(words: Sequence[str]) -> None:
@@ -40,9 +42,32 @@ def verify(words: Sequence[str]) -> None:
 
 
 def show(words: Sequence[str]) -> None:
-    """Say what is in it: step, date, versions, tensors by kind, the run's state."""
+    """Print the step, date, versions, tensors by kind and the run's state."""
     for path in _checkpoints("show", words):
-        say("\n".join(describe(Checkpoint.open(path))))
+        say("\n".join(_describe(Checkpoint.open(path))))
+
+
+def _describe(checkpoint: Checkpoint) -> Iterator[str]:
+    manifest = checkpoint.manifest
+    yield str(checkpoint.path)
+    yield f"  step {checkpoint.step}, saved {manifest.created}, processes: {checkpoint.world_size}"
+    yield "  " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    if manifest.base is not None:
+        yield f"  frozen weights in {manifest.base}"
+    kinds: dict[str, list[tuple[int, int]]] = {}
+    for key in checkpoint.keys():  # noqa: SIM118  # not a mapping
+        kind = "/".join(key.split("/")[:-1][:2]) or key  # `actor/exp_avg`
+        numel = checkpoint.numel(key)
+        kinds.setdefault(kind, []).append((numel, numel * checkpoint.dtype(key).itemsize))
+    width = max([4, *map(len, kinds)])
+    yield f"  {'kind':<{width}}  {'tensors':>8}  {'elements':>16}  {'bytes':>18}"
+    for kind, tensors in sorted(kinds.items()):
+        elements, nbytes = map(sum, zip(*tensors, strict=True))
+        yield f"  {kind:<{width}}  {len(tensors):>8,}  {elements:>16,}  {nbytes:>18,}"
+    for name, value in checkpoint.state.items():
+        text = json.dumps(value)
+        short = text if len(text) <= VALUE_WIDTH else text[: VALUE_WIDTH - 4] + " ..."
+        yield f"  {name}: {short}"
 
 
 def consolidate(words: Sequence[str]) -> None:
@@ -75,17 +100,17 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Do what `argv` says.
+    """Run the command in `argv`.
 
     Raises:
-        UserError: it says nothing that can be done.
+        UserError: the command or its arguments are wrong.
     """
     (command, _), words = choose_command(COMMANDS, argv, _help)
     command(words)
 
 
 def _checkpoints(command: str, words: Sequence[str]) -> list[Path]:
-    """The checkpoint that was named, or all those in the directory that was."""
+    """The named checkpoint, or all those in the named directory."""
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError(f"usage: python -m pipeline.engine.checkpoint {command} DIR")
     path = Path(words[0])

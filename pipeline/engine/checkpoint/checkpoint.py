@@ -1,378 +1,292 @@
-"""A checkpoint that is there: any elements of any tensor in it, to any process."""
+"""Reads any elements of any tensor of a checkpoint."""
 
-import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.engine.checkpoint.header import DTYPE_NAMES, Entry, read_header
-from pipeline.engine.checkpoint.layout import Columns, file_name, parse_label
-from pipeline.engine.checkpoint.manifest import Manifest, StoredFile, StoredFragment
-from pipeline.engine.checkpoint.verify import Checked, verify_fragments
-from pipeline.errors import CheckpointError
+from pipeline.engine.checkpoint.format import (
+    Columns,
+    Manifest,
+    StoredFile,
+    file_name,
+    parse_label,
+)
+from pipeline.errors import CheckpointError, ModelError
+from pipeline.files.safetensors_header import read_header
 from pipeline.files.tensor_io import bytes_of, read_at
+from pipeline.files.weight_files import DTYPES
 
 CHUNK_BYTES = 16 * 2**20
-"""Of host memory, where elements can't be read straight to where they shall go."""
+"""Host memory for elements that can't be read straight into their destination."""
 
-ELEMENTS_AT_ONCE = 2**21
-"""Elements of a fragment of columns that are in memory between file and their places."""
+VERIFY_THREADS = 4
+"""zlib and the system calls release the GIL."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """One fragment: elements `start` to `stop` of its tensor, from a position of a file on."""
+    """One fragment in a file."""
 
     file: Path
-    entry: Entry
-    crc32: int
+    position: int
+    """Of its first byte in the file."""
+
+    dtype: torch.dtype
     start: int
     stop: int
 
     columns: Columns | None
-    """Of the tensor, whose elements they are; None counts all of it."""
+    """The columns in which `start` and `stop` count; None for the full tensor."""
 
-    def to_check(self) -> Checked:
-        """What `verify_fragments` checks."""
-        entry = self.entry
-        return Checked(self.file, entry.label, entry.position, entry.nbytes, self.crc32)
+    @property
+    def end(self) -> int:
+        """Upper bound of the elements of the full tensor that the fragment reaches."""
+        if self.columns is None:
+            return self.stop
+        return -(-self.stop // self.columns.run) * self.columns.stride
+
+    def shared(self, start: int, stop: int) -> int:
+        """Number of elements in common with `start` to `stop` of the full tensor."""
+        return max(0, min(stop, self.stop) - max(start, self.start)) if not self.columns else 0
+
+
+_Index = dict[str, list[_Stored]]
 
 
 class Checkpoint:
-    """What the manifest and the files' headers say; elements are read when they are asked for.
+    """A checkpoint's manifest, and its tensors, which are read on request.
 
-    Several threads and processes may read at once.
+    Several threads and processes may read at the same time.
     """
 
     def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        base: "Checkpoint | None",
-        first: str | None,
-        near: Mapping[str, Path],
+        self, path: Path, manifest: Manifest, base: "Checkpoint | None", rank: int
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.base = base
-        self._near = near
-        self._of_file: dict[str, list[_Stored]] = {}
-        self._fragments: dict[str, list[_Stored]] = {}
-        """By the tensors' names, of the files whose headers have been read."""
-        self._is_whole = False
-        self._loading = threading.Lock()
-        if first is not None and first in manifest.files:
-            self._index([first])
+        self._own_file = file_name(rank, len(manifest.files))
+        self._file_indices: dict[str, _Index] = {}
+        self._full_index: _Index | None = None
 
     @classmethod
-    def open(
-        cls,
-        path: Path,
-        *,
-        rank: int | None = None,
-        near: Mapping[str, Mapping[str, Path]] | None = None,
-    ) -> "Checkpoint":
-        """The checkpoint in that directory: its manifest, its headers, its files' sizes.
+    def open(cls, path: Path, *, rank: int = 0) -> "Checkpoint":
+        """Open the checkpoint in a directory.
 
-        With a `rank` only what that process wrote; the other files' headers are read where
-        something is asked for that isn't there. So in a job of as many processes as have written it
-        nobody reads every header; `verify` by all shares reads each. `near` has copies of files on
-        this machine, by the attempt that wrote them and their names, which are read in their place.
+        The file that `rank` wrote is searched first, so that a job of the same size reads only
+        one header per process.
 
         Raises:
-            CheckpointError: one of them is missing, damaged or not what the manifest says, or a
-                tensor has a gap or an overlap.
+            CheckpointError: the manifest is missing or damaged.
         """
         manifest = Manifest.read(path)
-        base = None
-        if manifest.base is not None:
-            base = cls.open(path.parent / manifest.base, rank=rank)
-        first = None if rank is None else file_name(rank, len(manifest.files))
-        copies = (near or {}).get(manifest.attempt, {})
-        checkpoint = cls(path, manifest, base, first, copies)
-        if rank is None:
-            checkpoint._whole()  # of this class
-        return checkpoint
+        base = None if manifest.base is None else cls.open(path.parent / manifest.base, rank=rank)
+        return cls(path, manifest, base, rank)
 
     @property
     def step(self) -> int:
-        """The optimizer step after which it was saved."""
+        """The optimizer step after which the state was saved."""
         return self.manifest.step
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What `save` was given as the document."""
+        """The document that was passed to `save`."""
         return self.manifest.state
 
     @property
     def world_size(self) -> int:
-        """Processes that wrote it."""
+        """Number of processes that wrote the checkpoint."""
         return len(self.manifest.files)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, those of the base included."""
-        own = (piece.entry.nbytes for pieces in self._whole().values() for piece in pieces)
-        return sum(own) + (self.base.nbytes if self.base else 0)
+        """Bytes of all files, including the base."""
+        own = sum(file.nbytes for file in self.manifest.files.values())
+        return own + (self.base.nbytes if self.base else 0)
 
     def keys(self) -> list[str]:
-        """The tensors' names, those of the base included."""
-        return [*self._whole(), *(self.base.keys() if self.base else ())]
+        """The tensors' names, including the base's."""
+        return [*self._index(), *(self.base.keys() if self.base else ())]
 
     def holds(self, key: str) -> bool:
-        """Whether it has a tensor of that name."""
-        there = key in self._fragments or key in self._whole()
-        return there or (self.base is not None and self.base.holds(key))
-
-    def written_alone(self, prefix: str) -> dict[str, Tensor]:
-        """Tensors whose names begin so, by the rest of them; one process wrote all, each whole.
-
-        Raises:
-            CheckpointError: a file can't be read.
-        """
-        own = {name for name in self._fragments if name.startswith(prefix)}
-        names = own or {name for name in self._whole() if name.startswith(prefix)}
-        found: dict[str, Tensor] = {}
-        for name in sorted(names):
-            (piece,) = self._fragments[name]
-            found[name.removeprefix(prefix)] = torch.empty(piece.stop, dtype=piece.entry.dtype)
-            _read(piece, 0, found[name.removeprefix(prefix)])
-        return found
+        """True if there is a tensor of that name."""
+        return key in self._index() or (self.base is not None and self.base.holds(key))
 
     def numel(self, key: str) -> int:
-        """Elements of one tensor."""
-        return max(_end(piece) for piece in self._pieces(key))
+        """Number of elements of one tensor."""
+        return max(piece.end for piece in self._pieces(key))
 
     def dtype(self, key: str) -> torch.dtype:
-        """The number format that one tensor is stored in."""
-        return self._pieces(key)[0].entry.dtype
+        """The dtype in which one tensor is stored."""
+        return self._pieces(key)[0].dtype
 
     def read(self, key: str, start: int, out: Tensor) -> None:
         """Fill the flat `out` with the elements from `start` on, converted to its dtype.
 
         Raises:
-            CheckpointError: a file can't be read.
+            CheckpointError: elements are missing, or a file can't be read.
         """
-        stop = start + out.numel()
-        pieces = self._covering(key, start, stop)
-        if out.ndim != 1 or pieces is None:
-            raise ValueError(
-                f"{key} with {self.numel(key)} elements can't fill {tuple(out.shape)} from {start}"
-            )
         out = out.detach()
-        for piece in pieces:
-            if piece.columns is not None:
-                _read_columns(piece, piece.columns, start, out)
-                continue
-            begin, end = max(start, piece.start), min(stop, piece.stop)
-            if begin < end:
-                _read(piece, begin - piece.start, out[begin - start : end - start])
+        stop = start + out.numel()
+        pieces = self._own_index().get(key, [])
+        if sum(piece.shared(start, stop) for piece in pieces) < out.numel():
+            pieces = self._pieces(key)
+        filled = sum(_fill(piece, start, out) for piece in pieces)
+        if filled != out.numel():
+            raise CheckpointError(
+                f"{self.path} holds {filled} of {out.numel()} elements of {key} from {start} on"
+            )
+
+    def read_prefix(self, prefix: str) -> dict[str, Tensor]:
+        """Full tensors by the part of their names after `prefix`; empty if there are none."""
+        names = [name for name in self._own_index() if name.startswith(prefix)]
+        names = names or [name for name in self._index() if name.startswith(prefix)]
+        found: dict[str, Tensor] = {}
+        for name in names:
+            pieces = self._own_index().get(name) or self._pieces(name)
+            tensor = torch.empty(max(piece.end for piece in pieces), dtype=pieces[0].dtype)
+            self.read(name, 0, tensor)
+            found[name.removeprefix(prefix)] = tensor
+        return found
 
     def verify(self, *, share: int = 0, shares: int = 1) -> None:
-        """Read the fragments, all or this one of that many equal shares, and compare their CRCs.
+        """Compare the CRC-32 of every file, or of one of `shares` shares of the files.
 
         Raises:
-            CheckpointError: a file can't be read, or a fragment is not what was saved.
+            CheckpointError: a file is missing, can't be read or is damaged.
         """
         checkpoints = [self, *([self.base] if self.base else [])]
         files = [
-            (checkpoint, name, stored.nbytes)
-            for checkpoint in checkpoints
-            for name, stored in checkpoint.manifest.files.items()
+            (each.path / name, stored)
+            for each in checkpoints
+            for name, stored in each.manifest.files.items()
         ]
-        total = sum(nbytes for *_, nbytes in files)
-        start, stop = (total * each // shares for each in (share, share + 1))
-        mine: list[Checked] = []
-        done = 0
-        for checkpoint, name, nbytes in files:
-            if done < stop and done + nbytes > start:
-                mine += [
-                    piece.to_check()
-                    for piece in checkpoint._pieces_of(name)  # noqa: SLF001  # of this class
-                    if start <= done + piece.entry.position < stop
-                ]
-            done += nbytes
-        verify_fragments(mine)
+        with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="verify") as threads:
+            for _ in threads.map(_verify, files[share::shares]):
+                pass
 
     def _pieces(self, key: str) -> list[_Stored]:
-        pieces = self._whole().get(key)
+        pieces = self._index().get(key)
         if pieces is not None:
             return pieces
         if self.base is not None:
             return self.base._pieces(key)  # noqa: SLF001  # of this class
         raise CheckpointError(f"{self.path} holds no {key}")
 
-    def _covering(self, key: str, start: int, stop: int) -> list[_Stored] | None:
-        """Fragments that have all of these elements; None where the tensor has fewer."""
-        own = self._fragments.get(key, [])
-        if self.base is not None and not own:
-            own = self.base._fragments.get(key, [])  # noqa: SLF001  # of this class
-        if _cover(own, start, stop):
-            return own
-        pieces = self._pieces(key)  # without a gap
-        return pieces if 0 <= start <= stop <= max(map(_end, pieces)) else None
+    def _own_index(self) -> _Index:
+        """Fragments in the file that this rank wrote, by tensor name."""
+        known = self._own_file in self.manifest.files
+        return self._file_index(self._own_file) if known else {}
 
-    def _pieces_of(self, name: str) -> list[_Stored]:
-        """The pieces of one file, whose header is read once."""
-        if name not in self._of_file:
-            file = self._near.get(name, self.path / name)
-            self._of_file[name] = _open_file(file, self.manifest.files[name])
-        return self._of_file[name]
+    def _index(self) -> _Index:
+        """Fragments in all files, by tensor name."""
+        if self._full_index is None:
+            index: _Index = {}
+            for name in self.manifest.files:
+                for key, pieces in self._file_index(name).items():
+                    index.setdefault(key, []).extend(pieces)
+            self._full_index = index
+        return self._full_index
 
-    def _index(self, names: Iterable[str]) -> None:
-        fragments: dict[str, list[_Stored]] = {}
-        for name in names:
-            for fragment in self._pieces_of(name):
-                key = fragment.entry.label.rpartition("|")[0]
-                fragments.setdefault(key, []).append(fragment)
-        self._fragments = fragments
-
-    def _whole(self) -> Mapping[str, list[_Stored]]:
-        """The fragments of all files, by the tensors' names."""
-        with self._loading:
-            if not self._is_whole:
-                self._index(self.manifest.files)
-                for key, pieces in self._fragments.items():
-                    if any(each.columns is not None for each in pieces):
-                        _check_columns(self.path, key, pieces)
-                    else:
-                        _check_cover(self.path, key, pieces)
-                if self.base is not None:
-                    twice = self._fragments.keys() & set(self.base.keys())
-                    if twice:
-                        raise CheckpointError(
-                            f"{min(twice)} is both in {self.path} and in {self.base.path}"
-                        )
-                self._is_whole = True
-        return self._fragments
+    def _file_index(self, name: str) -> _Index:
+        if name not in self._file_indices:
+            stored = self.manifest.files[name]
+            self._file_indices[name] = _read_index(self.path / name, stored)
+        return self._file_indices[name]
 
 
-def _cover(pieces: Sequence[_Stored], start: int, stop: int) -> bool:
-    """Whether elements `start` to `stop` are in the pieces, of which no two have one in common.
-
-    Some columns alone have never all elements of a row.
-    """
-    if any(piece.columns is not None for piece in pieces):
-        return False
-    shared = (min(stop, piece.stop) - max(start, piece.start) for piece in pieces)
-    there = any(piece.start <= start <= piece.stop for piece in pieces)
-    return 0 <= start <= stop and there and sum(each for each in shared if each > 0) == stop - start
-
-
-def _open_file(file: Path, stored: StoredFile) -> list[_Stored]:
-    entries = read_header(file, nbytes=stored.nbytes, crc32=stored.header_crc32)
-    if stored.fragments is not None:
-        entries = _of_first_format(file, entries, stored.fragments)
-    fragments: list[_Stored] = []
-    for entry in entries:
-        parsed = parse_label(entry.label)
-        if parsed is None or parsed.stop - parsed.start != entry.numel:
-            raise CheckpointError(f"{file} has {entry.label!r}, which is not a name of a fragment")
-        if entry.crc32 is None:
-            raise CheckpointError(f"{file} lacks the CRC-32 of {entry.label}")
-        fragments.append(
-            _Stored(file, entry, entry.crc32, parsed.start, parsed.stop, parsed.columns)
+def _read_index(file: Path, stored: StoredFile) -> _Index:
+    _check_size(file, stored)
+    index: _Index = {}
+    try:
+        tensors = read_header(file)
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
+    for name, tensor in tensors.items():
+        label = parse_label(name)
+        if label is None or tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{file} has {name!r}, which is not a fragment")
+        piece = _Stored(
+            file, tensor.position, DTYPES[tensor.dtype], label.start, label.stop, label.columns
         )
-    return fragments
+        index.setdefault(label.key, []).append(piece)
+    return index
 
 
-def _of_first_format(
-    file: Path, entries: Sequence[Entry], stored: Mapping[str, StoredFragment]
-) -> list[Entry]:
-    """The entries with their CRC-32s, which the manifest had."""
-    stored_types = {label: fragment.dtype for label, fragment in stored.items()}
-    if stored_types != {entry.label: DTYPE_NAMES[entry.dtype] for entry in entries}:
-        raise CheckpointError(f"{file} holds other fragments than the manifest says")
-    return [replace(entry, crc32=stored[entry.label].crc32) for entry in entries]
+def _check_size(file: Path, stored: StoredFile) -> None:
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{file} is missing: {error.strerror}") from error
+    if size != stored.nbytes:
+        raise CheckpointError(f"{file} has {size:,} bytes instead of {stored.nbytes:,}")
 
 
-def _end(piece: _Stored) -> int:
-    """Where the tensor of a fragment that is its last one ends."""
-    if piece.columns is None:
-        return piece.stop
-    return -(-piece.stop // piece.columns.run) * piece.columns.stride
+def _verify(named: tuple[Path, StoredFile]) -> None:
+    path, stored = named
+    _check_size(path, stored)
+    crc32 = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                crc32 = zlib.crc32(chunk, crc32)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    if crc32 != stored.crc32:
+        raise CheckpointError(f"{path} is damaged: its CRC-32 differs")
 
 
-def _check_columns(path: Path, key: str, pieces: list[_Stored]) -> None:
-    """Whether columns stand side by side, and the fragments of each cover as many whole rows."""
-    by_columns: dict[Columns | None, list[_Stored]] = {}
-    for piece in pieces:
-        by_columns.setdefault(piece.columns, []).append(piece)
-    ends: set[int] = set()
-    column = 0
-    for columns in sorted(by_columns, key=lambda each: each or Columns(0, 0, 0)):
-        _check_cover(path, f"{key} {columns or 'as a whole'}", by_columns[columns])
-        if columns is None or columns.offset != column:
-            raise CheckpointError(f"{key} in {path}: its columns don't stand side by side")
-        column += columns.run
-        last = max(piece.stop for piece in by_columns[columns])
-        ends.add(_end(by_columns[columns][-1]) if last % columns.run == 0 else -1)
-    strides = {piece.columns.stride for piece in pieces if piece.columns is not None}
-    if len(ends) > 1 or -1 in ends or strides != {column}:
-        raise CheckpointError(f"{key} in {path}: its columns are not of the same rows")
+def _fill(piece: _Stored, start: int, out: Tensor) -> int:
+    """Copy the fragment's share of the elements from `start` on; the number of elements."""
+    if piece.columns is not None:
+        return _fill_columns(piece, piece.columns, start, out)
+    begin, end = max(start, piece.start), min(start + out.numel(), piece.stop)
+    if begin >= end:
+        return 0
+    _read(piece, begin - piece.start, out[begin - start : end - start])
+    return end - begin
 
 
-def _check_cover(path: Path, key: str, pieces: list[_Stored]) -> None:
-    """Put the fragments of a tensor in order: without a gap, an overlap or a change of dtype."""
-    pieces.sort(key=lambda piece: (piece.start, piece.stop))
-    if len({piece.entry.dtype for piece in pieces}) > 1:
-        raise CheckpointError(f"{key} in {path} has several number formats")
-    position = 0
-    for piece in pieces:
-        if piece.start == piece.stop:
-            continue
-        if piece.start != position:
-            what = "are missing" if piece.start > position else "are there twice"
-            first, last = sorted((position, piece.start))
-            raise CheckpointError(f"{key} in {path}: elements {first} to {last} {what}")
-        position = piece.stop
-    end = max(piece.stop for piece in pieces)
-    if position != end:
-        raise CheckpointError(f"{key} in {path}: elements {position} to {end} are missing")
-
-
-def _read_columns(piece: _Stored, columns: Columns, start: int, out: Tensor) -> None:
-    """Write what a fragment of columns has of the elements from `start` on to their places."""
+def _fill_columns(piece: _Stored, columns: Columns, start: int, out: Tensor) -> int:
     offset, run, stride = columns
 
     def before(element: int) -> int:
-        """Elements of the columns before one of the tensor."""
+        """Number of elements of the columns before one element of the full tensor."""
         return element // stride * run + min(max(element % stride - offset, 0), run)
 
     first = max(piece.start, before(start))
     last = min(piece.stop, before(start + out.numel()))
-    for low in range(first, last, ELEMENTS_AT_ONCE):
-        high = min(low + ELEMENTS_AT_ONCE, last)
+    step = CHUNK_BYTES // out.element_size()
+    for low in range(first, last, step):
+        high = min(low + step, last)
         values = torch.empty(high - low, dtype=out.dtype)
         _read(piece, low - piece.start, values)
         number = torch.arange(low, high)
         places = number // run * stride + offset + number % run - start
         out[places.to(out.device)] = values.to(out.device)
+    return max(0, last - first)
 
 
 def _read(piece: _Stored, offset: int, out: Tensor) -> None:
-    """Elements of one fragment from `offset` on."""
-    dtype = piece.entry.dtype
-    position = piece.entry.position + offset * dtype.itemsize
-    straight = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
-    step = out.numel() if straight else max(1, CHUNK_BYTES // dtype.itemsize)
+    """Read elements of one fragment from `offset` on."""
+    dtype = piece.dtype
+    position = piece.position + offset * dtype.itemsize
+    direct = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
+    step = out.numel() if direct else CHUNK_BYTES // dtype.itemsize
     try:
         with piece.file.open("rb", buffering=0) as file:
             for target in out.split(step):
-                chunk = target if straight else torch.empty(target.numel(), dtype=dtype)
+                chunk = target if direct else torch.empty(target.numel(), dtype=dtype)
                 read_at(file.fileno(), [bytes_of(chunk)], position)
                 position += chunk.nbytes
-                if not straight:
+                if not direct:
                     target.copy_(chunk)
     except (OSError, EOFError) as error:
-        raise CheckpointError(
-            f"{piece.entry.label} can't be read from {piece.file}: {_reason(error)}"
-        ) from error
-
-
-def _reason(error: OSError | EOFError) -> str:
-    return getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{piece.file} can't be read: {reason}") from error

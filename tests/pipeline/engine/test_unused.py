@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.resume import EngineCheckpoints
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.reference import rounded
 from tests.pipeline.engine.test_stages import DTYPES
+from tests.pipeline.engine.test_state import resume, save
 
 STEPS: list[tuple[tuple[str, str], ...]] = [
     (("a", "a"), ("ab", "a")),
@@ -205,12 +205,12 @@ def test_a_run_that_was_cut_goes_on_with_the_updates_of_each_parameter(
     expected = plain(optim, "fp32", 1)
     first = Engine(build("fp32"), config(optim, 1), total_steps=9)
     train(first, range(cut))
-    EngineCheckpoints(first).save(tmp_path)
+    save(first, tmp_path)
 
     # With other vectors: without decay all parameters of a block lie in one.
     second = Engine(build("fp32"), config(optim, 3), total_steps=9)
     train(second, range(2))  # what it has done before is forgotten
-    EngineCheckpoints(second).load(tmp_path)
+    resume(second, tmp_path)
     if cut == 0:  # all are as new, so that none has to be updated by itself
         assert not any(group.numbers_of or group.state for group in second.groups)
     train(second, range(cut, len(STEPS)))

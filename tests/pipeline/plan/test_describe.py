@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,20 +154,10 @@ def test_times_are_said_in_the_unit_that_suits_them(seconds: float, words: str) 
     assert in_words(seconds) == words
 
 
-def test_a_plan_says_what_checkpoints_take_on_the_disk_of_each_machine(tmp_path: Path) -> None:
+def test_a_plan_reports_the_size_and_interval_of_checkpoints(tmp_path: Path) -> None:
     words = ["--step", "1", "--save-every", "20", "--output-dir", str(tmp_path)]
-    words += ["--local-checkpoints", str(tmp_path / "disk")]
     plan = make_plan(words, THREE_STEPS)
     (stage,) = plan.stages
-    there, on_machines = saving(plan, stage)
-    four = replace(plan, machine=replace(plan.machine, processes=2, world=8))
-
-    _, on_four = saving(four, stage)
 
     # Of 955,520 weights the masters, two moments and the best ones so far, in fp32.
-    assert there == "15.3 MB, every 20 steps"
-    assert on_machines == (
-        f"on each machine 15.3 MB to {tmp_path}/disk, at most 2 there, and from there to the"
-        " output directory: 0 s at 1 GB/s"
-    )
-    assert on_four.startswith("on each machine 3.82 MB to ")
+    assert list(saving(plan, stage)) == ["15.3 MB, every 20 steps"]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipeline.engine.checkpoint import checkpoint as checkpoint_module
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.layout import Fragment
-from pipeline.engine.checkpoint.writer import CheckpointWriter
+from pipeline.engine.checkpoint.format import Columns, Fragment
+from pipeline.errors import CheckpointError
 from tests.pipeline.engine.checkpoint.saving import writer
 
 DTYPES = [
@@ -117,26 +117,6 @@ def test_elements_are_converted_to_the_dtype_they_are_read_into(tmp_path: Path) 
     assert torch.equal(every_other, values[300:400])
 
 
-def test_a_fragment_larger_than_a_block_of_memory_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.engine.checkpoint.host_copy.BLOCK_BYTES", 4096)
-    monkeypatch.setattr("pipeline.engine.checkpoint.data_file.CHUNK_BYTES", 1000)
-    monkeypatch.setattr("pipeline.engine.checkpoint.verify.CHUNK_BYTES", 1000)
-    monkeypatch.setattr("pipeline.engine.checkpoint.checkpoint.CHUNK_BYTES", 1000)
-    small, large = torch.randn(3), torch.randn(5000)
-    save_on_all(tmp_path, [[Fragment("small", 0, small), Fragment("large", 0, large)]])
-
-    checkpoint = Checkpoint.open(tmp_path / "step_00000005")
-
-    checkpoint.verify()
-    read, converted = torch.empty(5000), torch.empty(5000, dtype=torch.float64)
-    checkpoint.read("large", 0, read)
-    checkpoint.read("large", 0, converted)
-    assert torch.equal(read, large)
-    assert torch.equal(converted, large.double())
-
-
 def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
     tensors = {"é/w": torch.randn(10), "b": any_bits(3, torch.bfloat16, 0), "none": torch.empty(0)}
     save_on_all(tmp_path, [[Fragment(key, 0, tensor) for key, tensor in tensors.items()]])
@@ -149,17 +129,12 @@ def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
     assert same_bits(read["b|0:3"], tensors["b"])
 
 
-def test_frozen_weights_are_written_once_and_read_like_the_others(tmp_path: Path) -> None:
+def test_frozen_weights_are_read_like_the_others(tmp_path: Path) -> None:
     frozen = torch.randn(10)
     bases = [[Fragment("frozen", 0, frozen[:4])], [Fragment("frozen", 4, frozen[4:])]]
     shards = [[Fragment("w", 0, torch.ones(2))], [Fragment("w", 2, torch.ones(1))]]
     save_on_all(tmp_path, shards, bases=bases)
-    manifest = tmp_path / "base-1a2b" / "manifest.json"
-    written = manifest.stat().st_ino
 
-    save_on_all(tmp_path, shards, bases=bases)
-
-    assert manifest.stat().st_ino == written
     checkpoint, out = Checkpoint.open(tmp_path / "step_00000005"), torch.empty(5)
     checkpoint.read("frozen", 2, out)
     assert torch.equal(out, frozen[2:7])
@@ -168,104 +143,38 @@ def test_frozen_weights_are_written_once_and_read_like_the_others(tmp_path: Path
     assert checkpoint.base.path == tmp_path / "base-1a2b"
 
 
-def test_damaged_frozen_weights_are_written_again(tmp_path: Path) -> None:
-    bases = [[Fragment("frozen", 0, torch.ones(4))], [Fragment("frozen", 4, torch.ones(6))]]
-    shards = [[Fragment("w", 0, torch.ones(2))], []]
-    save_on_all(tmp_path, shards, bases=bases)
-    file = tmp_path / "base-1a2b" / "rank-00001-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-
-    save_on_all(tmp_path, shards, bases=bases)
-
-    Checkpoint.open(tmp_path / "step_00000005").verify()
-
-
-def test_frozen_weights_that_nothing_names_any_more_are_removed(tmp_path: Path) -> None:
-    saver = writer(tmp_path, job="first")
-    saver.save_base("base-old", [Fragment("f", 0, torch.ones(1))])
-    saver.save(1, [], {}, base="base-old")
-    saver.close()
-
-    saver = writer(tmp_path, job="second")
-    saver.save_base("base-new", [Fragment("f", 0, torch.ones(1))])
-    found = []
-    for step in (2, 3):
-        saver.save(step, [], {}, base="base-new")
-        saver.wait()
-        found.append(sorted(path.name for path in tmp_path.glob("base-*")))
-
-    assert found == [["base-new", "base-old"], ["base-new"]]
-
-
-def test_shares_of_verifying_cover_every_fragment_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = range(0, 9000, 1000)
+def test_columns_of_two_processes_are_read_as_one_tensor(tmp_path: Path) -> None:
+    matrix = torch.arange(15.0).view(3, 5)
+    columns = [Columns(0, 2, 5), Columns(2, 3, 5)]
+    own = [matrix[:, :2].reshape(-1), matrix[:, 2:].reshape(-1)]
     save_on_all(
-        tmp_path, [[Fragment(f"{rank}/{i}", 0, torch.ones(i)) for i in sizes] for rank in (0, 1)]
+        tmp_path,
+        [[Fragment("w", 0, own[rank], columns[rank])] for rank in (0, 1)],
     )
+
+    checkpoint, out = Checkpoint.open(tmp_path / "step_00000005"), torch.empty(11)
+    checkpoint.read("w", 3, out)
+
+    assert checkpoint.numel("w") == 15
+    assert torch.equal(out, matrix.view(-1)[3:14])
+
+
+def test_missing_elements_are_an_error(tmp_path: Path) -> None:
+    save_on_all(tmp_path, [[Fragment("w", 0, torch.ones(4)), Fragment("w", 5, torch.ones(5))]])
     checkpoint = Checkpoint.open(tmp_path / "step_00000005")
-    seen: list[list[str]] = []
-    monkeypatch.setattr(
-        "pipeline.engine.checkpoint.checkpoint.verify_fragments",
-        lambda fragments: seen.append([fragment.label for fragment in fragments]),
-    )
 
-    for share in range(3):
-        checkpoint.verify(share=share, shares=3)
-
-    assert all(seen)
-    assert sorted(label for labels in seen for label in labels) == sorted(
-        f"{rank}/{i}|0:{i}" for rank in (0, 1) for i in sizes
-    )
+    for start, count in ((3, 3), (8, 3)):
+        with pytest.raises(CheckpointError, match="elements of w"):
+            checkpoint.read("w", start, torch.empty(count))
 
 
-@pytest.mark.parametrize(
-    ("shards", "sentence"),
-    [
-        ([(0, 4), (5, 9)], "elements 4 to 5 are missing"),
-        ([(0, 4), (3, 9)], "elements 3 to 4 are there twice"),
-        ([(2, 9)], "elements 0 to 2 are missing"),
-        ([(0, 4), (7, 7), (4, 6)], "elements 6 to 7 are missing"),
-    ],
-)
-def test_a_tensor_with_a_gap_or_an_overlap_is_never_committed(
-    shards: list[tuple[int, int]], sentence: str, tmp_path: Path
-) -> None:
-    saver = writer(tmp_path)
-
-    pieces = [Fragment("w", start, torch.zeros(stop - start)) for start, stop in shards]
-    saver.save(1, pieces, {})
-    saver.close()
-
-    assert saver.failure is not None
-    assert sentence in saver.failure
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_is_no_fragment_is_refused_at_once() -> None:
+def test_invalid_fragments_are_refused() -> None:
     for key in ("", "a|b", "a\nb"):
         with pytest.raises(ValueError, match="is not a name of a fragment"):
             Fragment(key, 0, torch.zeros(3))
     for tensor in (torch.zeros(2, 2), torch.zeros(6)[::2]):
         with pytest.raises(ValueError, match="must be flat and contiguous"):
             Fragment("w", 0, tensor)
-
-
-def test_only_elements_that_are_there_can_be_read(tmp_path: Path) -> None:
-    save_on_all(tmp_path, [[Fragment("w", 0, torch.ones(10))]])
-    checkpoint = Checkpoint.open(tmp_path / "step_00000005")
-
-    with pytest.raises(ValueError, match="w with 10 elements can't fill"):
-        checkpoint.read("w", 8, torch.empty(3))
-
-
-def test_a_writer_says_what_it_can_not_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep_last must be 2 or more, not 1"):
-        CheckpointWriter(tmp_path, job="a", rank=0, world_size=1, keep_last=1)
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file can't be made: File exists"):
-        writer(tmp_path / "file")
 
 
 def test_a_process_reads_the_header_of_its_own_file_alone_until_it_needs_another(
@@ -287,13 +196,13 @@ def test_a_process_reads_the_header_of_its_own_file_alone_until_it_needs_another
     monkeypatch.setattr(
         checkpoint_module,
         "read_header",
-        lambda file, **sizes: opened.append(file.name) or read(file, **sizes),
+        lambda file: opened.append(file.name) or read(file),
     )
     checkpoint = Checkpoint.open(tmp_path / "step_00000005", rank=1)
 
     own = torch.empty(700)
     checkpoint.read("w", 1200, own)
-    alone = checkpoint.written_alone("random/1/")
+    alone = checkpoint.read_prefix("random/1/")
     assert opened == ["rank-00001-of-00003.safetensors"]
     assert torch.equal(own, weight[1200:1900])
     assert alone["torch"].tolist() == [1] * 5
@@ -301,6 +210,6 @@ def test_a_process_reads_the_header_of_its_own_file_alone_until_it_needs_another
     across = torch.empty(2000)
     checkpoint.read("w", 500, across)
     assert torch.equal(across, weight[500:2500])
-    assert checkpoint.written_alone("random/2/")["torch"].tolist() == [2] * 5
-    assert checkpoint.written_alone("random/3/") == {}
+    assert checkpoint.read_prefix("random/2/")["torch"].tolist() == [2] * 5
+    assert checkpoint.read_prefix("random/3/") == {}
     assert sorted(opened) == [f"rank-0000{rank}-of-00003.safetensors" for rank in range(3)]

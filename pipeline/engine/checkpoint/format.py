@@ -1,0 +1,214 @@
+"""Names of directories, files and fragments, and the manifest."""
+
+import json
+import platform
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pipeline.errors import CheckpointError
+from pipeline.faults import fault_point
+from pipeline.files.durable import discard
+
+FORMAT = 3
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+WRITING = ".writing-"
+REMOVING = ".removing-"
+
+_STEP = re.compile(r"step_(\d{8,})")
+_BASE = re.compile(r"base-[A-Za-z0-9_.-]+")
+_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
+_LABEL = re.compile(r"([^|\x00-\x1f\x7f]+)\|(\d+):(\d+)(?:@(\d+)/(\d+)/(\d+))?")
+
+
+class Columns(NamedTuple):
+    """A block of columns of a tensor; its elements are numbered row by row."""
+
+    offset: int
+    """Elements of each row of the tensor before the block."""
+
+    run: int
+    """Elements of each row within the block."""
+
+    stride: int
+    """Elements of each row."""
+
+
+class Label(NamedTuple):
+    """A parsed fragment name."""
+
+    key: str
+    start: int
+    stop: int
+    columns: Columns | None
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements `start` to `start + len(tensor)` of a flattened tensor, or of columns of it."""
+
+    key: str
+    """The tensor's name: any text without `|` and control characters."""
+
+    start: int
+
+    tensor: Tensor
+    """1-D and contiguous, on any device; stored in its own dtype."""
+
+    columns: Columns | None = None
+    """The columns in which `start` counts; None for the full tensor."""
+
+    def __post_init__(self) -> None:
+        if self.tensor.ndim != 1 or not self.tensor.is_contiguous():
+            raise ValueError(f"the fragment of {self.key} must be flat and contiguous")
+        if not _LABEL.fullmatch(self.label):
+            raise ValueError(f"{self.key!r} from {self.start} on is not a name of a fragment")
+
+    @property
+    def label(self) -> str:
+        """`key|start:stop`, and for columns `key|start:stop@offset/run/stride`."""
+        place = "" if self.columns is None else "@" + "/".join(map(str, self.columns))
+        return f"{self.key}|{self.start}:{self.start + self.tensor.numel()}{place}"
+
+
+def parse_label(label: str) -> Label | None:
+    """The parsed label; None for any other text."""
+    match = _LABEL.fullmatch(label)
+    if match is None:
+        return None
+    key, start, stop, *place = match.groups()
+    columns = None if place[0] is None else Columns(*map(int, place))
+    return Label(key, int(start), int(stop), columns)
+
+
+def step_name(step: int) -> str:
+    """The directory name of a step."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a directory's name; None for any other name."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def is_base_name(name: str) -> bool:
+    """True for a directory name of frozen weights."""
+    return _BASE.fullmatch(name) is not None
+
+
+def file_name(rank: int, world_size: int) -> str:
+    """The file name of one process."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def steps_in(root: Path) -> list[Path]:
+    """The step directories in `root`, newest first; empty if `root` does not exist.
+
+    Raises:
+        CheckpointError: `root` can't be read.
+    """
+    try:
+        found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{root} can't be read: {error.strerror}") from error
+    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def remove(path: Path) -> None:
+    """Hide a directory by one rename, then delete it; a failure leaves it in place."""
+    hidden = path.with_name(f"{REMOVING}{path.name}")
+    discard(hidden)
+    try:
+        path.rename(hidden)
+        fault_point("checkpoint.during_prune")
+    except OSError:
+        return
+    discard(hidden)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One process's file."""
+
+    nbytes: int
+    crc32: int
+
+
+def _versions() -> dict[str, str]:
+    libraries = ("torch", "transformers", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in libraries}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of `manifest.json`: a JSON object and the CRC-32 of its canonical form."""
+
+    step: int
+    """The optimizer step after which the state was saved; 0 for frozen weights."""
+
+    base: str | None
+    """The directory next to this one that holds the frozen weights."""
+
+    files: Mapping[str, StoredFile]
+    """The processes' files by name, in rank order."""
+
+    state: Mapping[str, Any]
+    """The run's state, as passed to `CheckpointWriter.save`."""
+
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    """Time of the save, in UTC."""
+
+    versions: Mapping[str, str] = field(default_factory=_versions)
+    """Versions of Python and the libraries that wrote the checkpoint."""
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        content = {"format": FORMAT, **asdict(self)}
+        return json.dumps({"crc32": _crc32(content), "manifest": content}).encode()
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """The manifest in `directory`.
+
+        Raises:
+            CheckpointError: it is missing, damaged or of another format.
+        """
+        path = directory / MANIFEST
+        try:
+            stored = json.loads(path.read_bytes())
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{directory} is incomplete: {path} is missing") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} can't be read: {str(error)[:200]}") from error
+        content = stored.get("manifest") if isinstance(stored, dict) else None
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} is not a manifest of format {FORMAT}")
+        if stored.get("crc32") != _crc32(content):
+            raise CheckpointError(f"{path} is damaged: its CRC-32 differs")
+        if content.pop("format", None) != FORMAT:
+            raise CheckpointError(f"{path} is not a manifest of format {FORMAT}")
+        try:
+            files = {name: StoredFile(**file) for name, file in content.pop("files").items()}
+            manifest = cls(**content, files=files)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is not a manifest: {error!r}") from error
+        base = manifest.base
+        if not all(map(_FILE.fullmatch, files)) or not (base is None or is_base_name(base)):
+            raise CheckpointError(f"{path} names files outside the checkpoint")
+        return manifest
+
+
+def _crc32(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -1,0 +1,181 @@
+"""The checkpoints in a directory: which to resume from, and which a rollback needs."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.format import (
+    LATEST,
+    WRITING,
+    Manifest,
+    remove,
+    step_name,
+    step_of,
+    steps_in,
+)
+from pipeline.errors import CheckpointError
+from pipeline.faults import fault_point
+from pipeline.files.durable import replace_durably
+from pipeline.parallel.group import Group
+
+logger = logging.getLogger(__name__)
+
+ROLLBACK = "rollback.json"
+
+
+def candidates(root: Path) -> list[Path]:
+    """The step directories in the order in which to try them.
+
+    The target of `latest` comes first, then earlier steps, newest first, and last the later steps,
+    which a run that resumed from an earlier step has left. Without `latest`: newest first.
+    """
+    steps = steps_in(root)
+    try:
+        latest = root / (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return steps
+    position = steps.index(latest) if latest in steps else 0
+    return steps[position:] + steps[:position]
+
+
+def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The first candidate that verifies, and one sentence for each that was skipped."""
+    skipped: list[str] = []
+    for path in candidates(root):
+        try:
+            checkpoint = Checkpoint.open(path)
+            checkpoint.verify()
+        except CheckpointError as error:
+            skipped.append(f"{path.name} can't be used: {error}")
+        else:
+            return checkpoint, skipped
+    return None, skipped
+
+
+def newest_on_all(
+    root: Path, world: Group, *, among: Callable[[Path], Sequence[Path]] = candidates
+) -> Checkpoint | None:
+    """The first checkpoint that verifies, the same on all processes; each reads its share.
+
+    Args:
+        root: directory of the checkpoints.
+        world: the processes, all of which call this function.
+        among: lists the directories to try; the first process's list counts.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none verifies.
+    """
+    skipped: list[str] = []
+    for path in world.gather_objects(among(root) if world.rank == 0 else [])[0]:
+        checkpoint, problem = None, ""
+        try:
+            checkpoint = Checkpoint.open(path, rank=world.rank)
+            checkpoint.verify(share=world.rank, shares=world.size)
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [each for each in world.gather_objects(problem) if each]
+        if checkpoint is not None and not problems:
+            return checkpoint
+        skipped.append(problems[0])
+        logger.warning("%s; trying the checkpoint before", problems[0])
+    if skipped:
+        raise CheckpointError(
+            f"none of the {len(skipped)} checkpoints in {root} can be used: {skipped[0]};"
+            " restore one, or pass --overwrite to start again"
+        )
+    return None
+
+
+def point_latest(root: Path, step: int) -> None:
+    """Make `latest` name the directory of `step`.
+
+    Raises:
+        OSError: the system can't write.
+    """
+    fault_point("checkpoint.before_latest")
+    content = f"{step_name(step)}\n".encode()
+    replace_durably(root / LATEST, content, temporary=root / f"{WRITING}{LATEST}")
+
+
+def healthy_up_to(root: Path, step: int) -> list[Path]:
+    """The checkpoints up to `step` that were saved while the run was healthy, newest first."""
+    return [path for path in steps_in(root) if (step_of(path) or 0) <= step and _is_healthy(path)]
+
+
+def needed_for_rollback(root: Path, step: int, *, margin: int | None) -> list[Path]:
+    """The healthy checkpoints to which a run after `step` may be rolled back.
+
+    A rollback goes back at least `margin` steps from the step at that time: to the newest healthy
+    checkpoint that is that far behind now, or to a later one. None needs no checkpoints.
+    """
+    if margin is None:
+        return []
+    healthy = healthy_up_to(root, step)
+    behind = [path for path in healthy if (step_of(path) or 0) <= step - margin]
+    return [path for path in healthy if path not in behind[1:]]
+
+
+def _is_healthy(path: Path) -> bool:
+    try:
+        return Manifest.read(path).state.get("healthy") is True
+    except CheckpointError:
+        return False
+
+
+@dataclass(frozen=True)
+class RollbackRecord:
+    """A run's last rollback, recorded before anything else happens.
+
+    From then on the checkpoints after it, and those of a run with fewer rollbacks, are invalid. So
+    a run that is killed at any instant of a rollback resumes after it.
+    """
+
+    count: int
+    """Number of rollbacks, this one included."""
+
+    step: int
+    """The step of the checkpoint that the run was rolled back to."""
+
+    parts: Mapping[str, Any]
+    """States of the parts that are not rolled back, by name."""
+
+    @classmethod
+    def read(cls, root: Path) -> "RollbackRecord | None":
+        """The record in `root`; None if there is none.
+
+        Raises:
+            CheckpointError: it can't be read.
+        """
+        path = root / ROLLBACK
+        try:
+            return cls(**json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} can't be read: {error!r}; restore it, or pass --overwrite to start again"
+            ) from error
+
+    def write(self, root: Path) -> None:
+        """Write the record atomically and durably."""
+        fault_point("rollback.before_record")
+        content = json.dumps(asdict(self)).encode()
+        replace_durably(root / ROLLBACK, content, temporary=root / f"{WRITING}{ROLLBACK}")
+        fault_point("rollback.after_record")
+
+    def invalidates(self, state: Mapping[str, Any]) -> bool:
+        """True if the run was rolled back after that state was saved."""
+        return state.get("rollbacks", 0) < self.count
+
+    def remove_later(self, root: Path) -> None:
+        """Make the checkpoint the newest: `latest` names it, and later ones are removed."""
+        if (root / LATEST).exists():
+            point_latest(root, self.step)
+        fault_point("rollback.before_removal")
+        for path in steps_in(root):
+            if (step_of(path) or 0) > self.step:
+                remove(path)

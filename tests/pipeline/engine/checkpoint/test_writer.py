@@ -1,0 +1,319 @@
+"""Saving in the background, failed saves, and the checkpoints that are kept."""
+
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline import faults
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.format import Fragment, step_of, steps_in
+from pipeline.engine.checkpoint.history import (
+    ROLLBACK,
+    RollbackRecord,
+    candidates,
+    healthy_up_to,
+    needed_for_rollback,
+    newest,
+)
+from pipeline.errors import CheckpointError, ConfigError
+from tests.pipeline.engine.checkpoint.saving import (
+    assert_holds,
+    fragments,
+    run_processes,
+    save,
+    save_steps,
+    visible,
+    writer,
+)
+
+FILE = "rank-00000-of-00001.safetensors"
+STEP_2 = "step_00000002"
+
+
+def arm(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setattr(faults, "_text", fault)
+    faults._visits.clear()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 1 and 2."""
+    save(tmp_path, 1, 2)
+    return tmp_path
+
+
+def test_the_file_holds_the_values_at_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arm(monkeypatch, "checkpoint.before_write:*:1:sleep-100")
+    threads = set(threading.enumerate())
+    saver = writer(tmp_path)
+    pieces, state = fragments(1), {"step": 1}
+
+    saver.save(1, pieces, state)
+    for piece in pieces:
+        piece.tensor.fill_(0)
+    state["step"] = 99
+    assert not (tmp_path / "step_00000001").exists()
+    saver.save(2, fragments(2), {"step": 2})
+    assert (tmp_path / "step_00000001").exists()  # the second save waits for the first
+    saver.close()
+
+    for step in (1, 2):
+        assert_holds(Checkpoint.open(tmp_path / f"step_{step:08d}"), step)
+    assert set(threading.enumerate()) == threads
+
+
+def test_a_failed_save_is_logged_and_the_next_one_succeeds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "checkpoints"
+    saver = writer(root)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines = []
+    with caplog.at_level(logging.INFO):
+        for step, most in ((1, limits[0]), (2, 10_000), (3, limits[0])):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+            try:
+                saver.save(step, fragments(step), {"step": step})
+                saver.wait()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            lines.append([record.getMessage() for record in caplog.records])
+            caplog.clear()
+    saver.close()
+
+    (first,), (second,), (third,) = lines
+    for step, line in ((1, first), (3, third)):
+        assert line.startswith(f"the state after step {step} is saved in {root}")
+    assert second.startswith(f"saving step 2 to {root} failed: rank 0: File too large")
+    assert visible(root) == ["latest", "step_00000001", "step_00000003"]
+    assert_holds(newest(root)[0], 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("point", ["before_write", "mid_file", "after_file"])
+def test_a_failure_on_any_rank_costs_one_save(rank: int, point: str, tmp_path: Path) -> None:
+    fault = f"checkpoint.{point}:{rank}:2:enospc"
+
+    codes = run_processes(save_steps, tmp_path, [1, 2, 3], "job", world_size=2, fault=fault)
+
+    assert codes == [0, 0]
+    assert visible(tmp_path) == ["latest", "step_00000001", "step_00000003"]
+    assert_holds(newest(tmp_path)[0], 3)
+
+
+def test_a_rank_that_does_not_report_in_time_is_named(tmp_path: Path) -> None:
+    saver = writer(tmp_path, world_size=2, timeout_seconds=0.05)
+
+    saver.save(1, fragments(1), {})
+    saver.close()
+
+    assert "rank 1 did not report" in str(saver.failure)
+    assert not visible(tmp_path)
+
+
+def test_a_save_without_its_frozen_weights_is_not_committed(tmp_path: Path) -> None:
+    saver = writer(tmp_path)
+
+    saver.save(1, fragments(1), {}, base="base-00")
+    saver.close()
+
+    assert "base-00 are missing" in str(saver.failure)
+    assert not visible(tmp_path)
+
+
+def test_an_unusable_directory_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file can't be created: File exists"):
+        writer(tmp_path / "file")
+    with pytest.raises(ConfigError, match="keep_last must be 2 or more"):
+        writer(tmp_path, keep_last=1)
+
+
+def test_unused_frozen_weights_are_removed(tmp_path: Path) -> None:
+    saver = writer(tmp_path, job="first")
+    saver.save_base("base-old", [Fragment("f", 0, torch.ones(1))])
+    saver.save(1, [], {}, base="base-old")
+    saver.close()
+
+    saver = writer(tmp_path, job="second")
+    saver.save_base("base-new", [Fragment("f", 0, torch.ones(1))])
+    found = []
+    for step in (2, 3):
+        saver.save(step, [], {}, base="base-new")
+        saver.wait()
+        found.append(sorted(path.name for path in tmp_path.glob("base-*")))
+
+    assert found == [["base-new", "base-old"], ["base-new"]]
+
+
+def test_damaged_checkpoints_do_not_count_among_those_kept(root: Path) -> None:
+    flip(root / STEP_2 / FILE, 35_000)
+
+    save(root, 3, job="next")
+
+    assert visible(root) == ["latest", "step_00000001", STEP_2, "step_00000003"]
+    save(root, 4, job="later")
+    assert visible(root) == ["latest", "step_00000003", "step_00000004"]
+
+
+def test_a_step_is_replaced_and_later_ones_stay(root: Path) -> None:
+    flip(root / STEP_2 / FILE, 35_000)
+
+    save(root, 2, job="next")
+    save(root, 1, job="earlier")
+
+    assert visible(root) == ["latest", "step_00000001", STEP_2]
+    assert [path.name for path in candidates(root)] == ["step_00000001", STEP_2]
+    assert_holds(Checkpoint.open(root / STEP_2), 2)
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def flip(file: Path, position: int, bit: int = 0) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def assert_falls_back(root: Path) -> str:
+    """Step 1 is offered; the sentence about step 2."""
+    checkpoint, skipped = newest(root)
+    assert checkpoint is not None
+    assert_holds(checkpoint, 1)
+    (sentence,) = skipped
+    return sentence
+
+
+def test_every_flipped_bit_is_noticed(root: Path) -> None:
+    choose = random.Random(0)
+    intact = root.parent / "intact"
+    shutil.copytree(root / STEP_2, intact)
+    for _ in range(100):
+        shutil.copytree(intact, root / STEP_2, dirs_exist_ok=True)
+        file = root / STEP_2 / choose.choice([FILE, "manifest.json"])
+        size = file.stat().st_size
+        near = choose.random() < 0.5  # half of them in the header
+        flip(file, choose.randrange(min(500, size) if near else size), choose.randrange(8))
+        with pytest.raises(CheckpointError):
+            Checkpoint.open(file.parent).verify()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        (FILE, lambda file: os.truncate(file, 20_000)),
+        (FILE, Path.unlink),
+        (FILE, lambda file: file.write_bytes(file.read_bytes() + b"x")),
+        ("manifest.json", lambda file: os.truncate(file, 100)),
+        ("manifest.json", Path.unlink),
+        ("manifest.json", lambda file: file.write_bytes(b"\xff\x00")),
+        ("manifest.json", lambda file: file.write_text("[" * 99_999)),
+        ("manifest.json", lambda file: file.write_text('{"manifest": {}, "crc32": 0}')),
+    ],
+)
+def test_a_truncated_missing_or_foreign_file_is_refused_by_name(
+    name: str, damage: Callable[[Path], object], root: Path
+) -> None:
+    file = root / STEP_2 / name
+
+    damage(file)
+
+    assert f"{file} " in assert_falls_back(root)
+
+
+@pytest.mark.parametrize("content", [None, "", "step_00000009", f"../{STEP_2}", "é"])
+def test_without_a_valid_latest_the_newest_is_offered(content: str | None, root: Path) -> None:
+    (root / "latest").unlink()
+    if content is not None:
+        (root / "latest").write_text(content)
+
+    assert_holds(newest(root)[0], 2)
+
+
+def test_an_empty_directory_has_no_checkpoint(tmp_path: Path) -> None:
+    assert newest(tmp_path) == newest(tmp_path / "nowhere") == (None, [])
+
+
+# --- rollback -------------------------------------------------------------------------------------
+
+HEALTHY = {"healthy": True}
+
+
+def steps(root: Path) -> list[int]:
+    return [step_of(path) or 0 for path in reversed(steps_in(root))]
+
+
+def save_health(root: Path, healthy: dict[int, bool], *, margin: int | None) -> None:
+    saver = writer(root, margin=margin)
+    for step, is_healthy in healthy.items():
+        saver.save(step, fragments(step), {"healthy": is_healthy})
+    saver.wait()
+
+
+@pytest.mark.parametrize(
+    ("healthy", "margin", "left"),
+    [
+        ([True] * 9, None, [7, 8]),
+        ([True] * 9, 1, [7, 8]),
+        ([True] * 9, 3, [5, 6, 7, 8]),
+        # The newest healthy one 3 steps back is step 1; unhealthy ones go.
+        ([True, True, False, False, False, False, True, False, False], 3, [1, 6, 7, 8]),
+        # And it stays however many unhealthy ones follow.
+        ([True] + [False] * 8, 2, [0, 7, 8]),
+    ],
+)
+def test_checkpoints_that_a_rollback_needs_are_kept(
+    healthy: list[bool], margin: int | None, left: list[int], tmp_path: Path
+) -> None:
+    save_health(tmp_path, dict(enumerate(healthy)), margin=margin)
+
+    assert steps(tmp_path) == left
+
+
+def test_only_readable_healthy_checkpoints_are_rollback_targets(tmp_path: Path) -> None:
+    save_health(tmp_path, {0: True, 2: True, 4: False, 6: True, 8: True}, margin=100)
+    (tmp_path / "step_00000006" / "manifest.json").write_text("{}")
+
+    assert [step_of(path) for path in healthy_up_to(tmp_path, 7)] == [2, 0]
+    assert [step_of(path) for path in needed_for_rollback(tmp_path, 8, margin=5)] == [8, 2]
+
+
+def test_a_rollback_removes_later_checkpoints_and_the_step_is_saved_again(tmp_path: Path) -> None:
+    saver = writer(tmp_path, margin=9)
+    for step in range(4):
+        saver.save(step, fragments(step), HEALTHY)
+    record = RollbackRecord(count=1, step=1, parts={"run": {"step": 1}})
+    saver.roll_back(record.step)
+    record.write(tmp_path)
+
+    record.remove_later(tmp_path)
+
+    assert steps(tmp_path) == [0, 1]
+    assert RollbackRecord.read(tmp_path) == record
+    assert record.invalidates(HEALTHY)
+    assert not record.invalidates({"rollbacks": 1})
+    saver.save(3, fragments(30), {"rollbacks": 1, **HEALTHY})
+    saver.wait()
+    checkpoint, skipped = newest(tmp_path)
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.state["rollbacks"], skipped) == (3, 1, [])
+
+
+def test_an_unreadable_rollback_record_is_an_error(tmp_path: Path) -> None:
+    assert RollbackRecord.read(tmp_path) is None
+    for text in ("{", "[]", json.dumps({"count": 1})):
+        (tmp_path / ROLLBACK).write_text(text)
+        with pytest.raises(CheckpointError, match=r"rollback\.json can't be read"):
+            RollbackRecord.read(tmp_path)
