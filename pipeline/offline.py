@@ -32,8 +32,6 @@ from pipeline.utilization import Utilization, log_peaks, utilization_of
 
 C = TypeVar("C", bound=StepConfig)
 R = TypeVar("R")
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
 class Source(Protocol):
@@ -62,20 +60,6 @@ class Source(Protocol):
     @property
     def prompts(self) -> PromptRecord | None:
         """What this step and the earlier ones train on and hold out; None of texts."""
-        ...
-
-
-class Learned(Protocol[T_co]):
-    """Rows of type T to learn from, and those held out."""
-
-    @property
-    def train(self) -> Sequence[T_co]:
-        """The rows to train on, in the order in which `RowStream` numbers them."""
-        ...
-
-    @property
-    def eval(self) -> Sequence[T_co]:
-        """The rows for evaluation."""
         ...
 
 
@@ -209,7 +193,7 @@ def set_up(
     return Training(config, model, engine, rows, held_out, best, checkpoints, every, speed, passes)
 
 
-def check_rows(data: Learned[T], how: RowsFit[T], config: StepConfig) -> None:
+def check_rows(data: StageData, how: RowsFit[Example], config: StepConfig) -> None:
     """Log how many of a step's training and evaluation rows are cut.
 
     Raises:

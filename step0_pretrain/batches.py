@@ -7,13 +7,13 @@ import torch
 
 from pipeline import offline
 from pipeline.data.batches import TokenBatch
-from pipeline.data.corpus.rows import TokenRow
+from pipeline.data.store.rows import TokenRow
 from pipeline.parallel.device import local_device
 from step0_pretrain.config import PretrainConfig
 
 
 def cut(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]]:
-    """This process's micro-batches of the rows, of which some may be empty."""
+    """This process's micro-batches of the rows; some may be empty."""
     parts = offline.local_parts(
         [len(row) for row in rows],
         config,
@@ -24,11 +24,7 @@ def cut(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]
 
 
 def collate(rows: Sequence[TokenRow], *, spare: TokenRow) -> TokenBatch:
-    """Lay the sequences of the rows end to end; where there are none, `spare` without targets.
-
-    Raises:
-        DataError: a block of a token file is damaged.
-    """
+    """Concatenate the sequences of the rows; without any, those of `spare` without targets."""
     learned = [row for row in rows if row.spans]
     used = learned or [spare]
     sequences = [ids for row in used for ids in row.sequences()]

@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from pipeline.data.corpus.corpus import Reading
+    from pipeline.data.store.corpus import Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +62,14 @@ class PretrainConfig(StepConfig):
         )
 
     def check_corpus(self) -> None:
-        """Whether the data paths name what a corpus can be, and `warm_start` a run's directory.
+        """Check that the data paths name a corpus, and `warm_start` a run's directory.
 
         Raises:
             DataError, ConfigError: they do not.
         """
-        from step0_pretrain.corpus import check_paths
+        from pipeline.data.store.corpus import find_paths
 
-        check_paths(self.data, str(self.model.path))
+        find_paths(self.data, str(self.model.path))
         if self.warm_start is not None and not any(self.warm_start.glob("checkpoints/step_*")):
             raise ConfigError(
                 f"warm_start {self.warm_start} holds no checkpoints; give the directory of a run of"
@@ -77,24 +77,24 @@ class PretrainConfig(StepConfig):
             )
 
     def count_rows(self, tokenizer: "PreTrainedTokenizerBase | None") -> RowCounts:
-        """The rows of a run, as far as they are known before it; nothing is packed.
+        """Count the rows of a run, as far as that is possible without packing.
 
         Raises:
-            DataError: a file can't be used, or is not of the tokenizer.
+            DataError: a file can't be used, or has another tokenizer.
         """
-        from step0_pretrain.corpus import count_rows
+        from pipeline.data.store.corpus import count_rows
 
         if tokenizer is None:
             return RowCounts(unread="not known before the tokenizer is there")
         return count_rows(self.reading(tokenizer), batch_size=self.batch_size, seed=self.seed)
 
     def reading(self, tokenizer: "PreTrainedTokenizerBase") -> "Reading":
-        """How the token files are read for a model with this tokenizer.
+        """Return how the corpus is read for a model with this tokenizer.
 
         Raises:
             DataError: it has no fast form, or no end-of-sequence token.
         """
-        from step0_pretrain.corpus import reading_of
+        from pipeline.data.store.corpus import reading_of
 
         model = str(self.model.path)
         return reading_of(self.data, tokenizer, model=model, output_dir=self.output_dir)

@@ -1,15 +1,13 @@
-"""The rows of the step, in their order: its corpus, packed where it is not yet."""
+"""Rows of the step, packed on the main process if they are still texts."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.data.corpus.corpus import Corpus, Reading, open_corpus
-from pipeline.data.corpus.prepare import prepare
-from pipeline.data.corpus.stream import MixedStream
+from pipeline.data.store.corpus import Corpus, Reading, open_corpus, prepare
+from pipeline.data.store.order import MixedStream
 from pipeline.errors import DataError, UserError
 from pipeline.parallel.mesh import current_mesh
 from step0_pretrain.config import PretrainConfig
-from step0_pretrain.corpus import all_paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the step learns from, with the tokenizer of its model."""
+    """The corpus, with the tokenizer of the model."""
 
     tokenizer: "PreTrainedTokenizerBase"
     corpus: Corpus
@@ -25,22 +23,22 @@ class Rows:
 
     @property
     def stream(self) -> MixedStream:
-        """The order of the rows."""
+        """Order of the rows."""
         return self.corpus.stream
 
     @property
     def fingerprint(self) -> str:
-        """A hash that is the same for the same tokens, mixed alike, and for no others."""
+        """Hash of the tokens and their mixture."""
         return self.corpus.fingerprint
 
     @property
     def prompts(self) -> None:
-        """Texts have none."""
+        """None: texts have no prompts."""
         return None
 
 
 def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> Rows:
-    """Pack what is not a token file yet, on the main process, and open the corpus on all.
+    """Pack texts on the main process, and open the corpus on all.
 
     Raises:
         DataError: there is no corpus, or it can't be used.
@@ -48,18 +46,17 @@ def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> R
     config.check_corpus()
     reading = config.reading(tokenizer)
     world = current_mesh().world
-    problem = world.gather_objects(_prepared(reading) if world.rank == 0 else None)[0]
-    if problem is not None:
-        raise DataError(problem)
+    error = world.gather_objects(_prepare(reading) if world.rank == 0 else None)[0]
+    if error is not None:
+        raise DataError(error)
     corpus = open_corpus(reading, batch_size=config.batch_size, seed=config.seed)
     return Rows(tokenizer, corpus, corpus.stream.num_steps(config.epochs, config.max_steps))
 
 
-def _prepared(reading: Reading) -> str | None:
-    """Pack and convert; what is wrong, in a sentence that all processes are to raise."""
-    data = reading.data
+def _prepare(reading: Reading) -> str | None:
+    """Pack texts; return the error message, which all processes raise."""
     try:
-        prepare(all_paths(data), reading.vocabulary, reading.directory, field=data.field)
+        prepare(reading)
     except UserError as error:
         return str(error)
     return None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.cli import run_main
 from pipeline.data.batches import TokenBatch
-from pipeline.data.corpus.rows import TokenRow
+from pipeline.data.store.rows import TokenRow
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.models.card import Card
 from pipeline.models.context import within_context_of
@@ -78,7 +78,7 @@ def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
         seed=config.seed,
         name="model",
     )
-    held_out = rows.corpus.chosen.rows
+    held_out = rows.corpus.eval_rows
     lm = set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
     if config.warm_start is not None and lm.checkpoints.is_new:
         warm_start(passes.engine, config.warm_start, run.mesh.world)
@@ -87,7 +87,7 @@ def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
 
 def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int) -> None:
     """Take one optimizer step on the rows but for documents that are held out, and log it."""
-    is_held_out = lm.rows.corpus.chosen.held_out.contains
+    is_held_out = lm.rows.corpus.held_out.contains
     parts = [[row.without(is_held_out) for row in part] for part in cut(rows, lm.config)]
     own = [row for part in parts for row in part]
     at_peak = lm.utilization.training((n, n - 1) for row in own for n in row.lengths)

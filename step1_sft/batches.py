@@ -5,30 +5,26 @@ from collections.abc import Sequence
 from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate_part
 from pipeline.data.chat_format import ChatFormat
-from pipeline.data.examples import Encoded
+from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import Fit, RowsFit, require_learnable
-from pipeline.data.packed import PackedDialogue
 from pipeline.parallel.device import local_device
 from step1_sft.config import SFTConfig
-from step1_sft.rows import Demonstration
 
 
-def encode(rows: Sequence[Demonstration], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
+def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
     """Token ids and loss masks; what is longer than `max_length` loses its end."""
     return [_whole(row, chat, config).head(config.data.max_length) for row in rows]
 
 
-def _whole(row: Demonstration, chat: ChatFormat, config: SFTConfig) -> Encoded:
-    if isinstance(row, PackedDialogue):
-        return row.read()
+def _whole(row: Example, chat: ChatFormat, config: SFTConfig) -> Encoded:
     return chat.encode(row.prompt, row.chosen, train_on=config.data.train_on)
 
 
-def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Demonstration]:
+def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Example]:
     """How many tokens of a row are left to train on."""
     limit = config.data.max_length
 
-    def fit(rows: Sequence[Demonstration]) -> list[Fit]:
+    def fit(rows: Sequence[Example]) -> list[Fit]:
         whole = [_whole(row, chat, config) for row in rows]
         return [Fit(len(row) > limit, row.head(limit).num_targets) for row in whole]
 
@@ -36,8 +32,8 @@ def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Demonstration]:
 
 
 def check_learnable(
-    train: Sequence[Demonstration],
-    held_out: Sequence[Demonstration],
+    train: Sequence[Example],
+    held_out: Sequence[Example],
     chat: ChatFormat,
     config: SFTConfig,
 ) -> None:

@@ -43,11 +43,6 @@ class SFTConfig(TaskSettings, StepConfig):
             "patience counts evaluations: eval_every must not be 0",
         )
 
-    @property
-    def reads_packed(self) -> bool:
-        """Whether the data paths are token files."""
-        return self.data.is_packed
-
     def workload(self, world: int) -> Workload:
         """One language model learns from whole rows."""
         return Workload(

@@ -23,24 +23,23 @@ from pipeline.models.context import within_context
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.passes import learning_model
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
-from pipeline.offline import Training, check_rows, set_up
+from pipeline.offline import Rows, Training, check_rows, load_rows, set_up
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
 from step1_sft.batches import cut, encode, rows_fit
-from step1_sft.rows import Demonstrations, load_rows
 
 METHOD = "Fine-tuned on demonstrations: the responses' tokens alone are learned."
 
-Tuning = Training[SFTConfig, Encoded, Demonstrations]
+Tuning = Training[SFTConfig, Encoded, Rows]
 
 
 def train(config: SFTConfig) -> Path:
     """Fine-tune the actor; return the directory of the exported model."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
-    rows = load_rows(config)
+    rows = load_rows(config, config.model, step=1)
     with Run(config, name="step1_sft", total_steps=rows.total_steps, mesh=mesh) as run:
         sft = load_model(config, rows, run)
         passes, held_out, best, config = sft.passes, sft.held_out, sft.best, sft.config
@@ -57,7 +56,7 @@ def train(config: SFTConfig) -> Path:
 
         with keeping_best(run, best, sft.export, model=config.model):
             for step in sft.checkpoints.steps(enough=enough):
-                batch = encode(rows.next_rows(), rows.chat, config)
+                batch = encode(rows.next_examples(), rows.chat, config)
                 learn_from(sft, batch, run, step=step)
                 if sft.evaluates_after(step):
                     best.update(perplexity(passes, cut(held_out, config)), step=step)
@@ -67,7 +66,7 @@ def train(config: SFTConfig) -> Path:
     return config.output_dir
 
 
-def load_model(config: SFTConfig, rows: Demonstrations, run: Run) -> Tuning:
+def load_model(config: SFTConfig, rows: Rows, run: Run) -> Tuning:
     """The actor in its engine, with the state of an earlier run where this one goes on."""
     model, passes = learning_model(
         config.model,

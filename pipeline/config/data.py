@@ -60,7 +60,7 @@ class DataConfig:
     path: tuple[str, ...] = (EMBEDDED,)
     """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names
     (data_path); each may end in `@split`, a split of a set, and `:weight`, its share of the
-    mixture. For step 1 also .tokens files of packed dialogues. `embedded` is the built-in task."""
+    mixture. `embedded` is the built-in task."""
 
     eval_path: tuple[str, ...] = ()
     """Rows for evaluation; empty holds out `eval_fraction` of `path`, or its test split."""
@@ -128,13 +128,6 @@ class DataConfig:
             f"data.template_date must be a date such as 2026-01-31, got {self.template_date}",
         )
         require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether token files are among the paths, which are read without their rows' texts."""
-        return any(
-            re.fullmatch(r".+\.tokens(:[\d.]+)?", path) for path in (*self.path, *self.eval_path)
-        )
 
     def check_path(self) -> None:
         """Raise `ConfigError` where no data is named."""

@@ -194,11 +194,6 @@ class StepConfig(ABC):
             DataError: they can't be read, or lack what they need.
         """
 
-    @property
-    def reads_packed(self) -> bool:
-        """Whether its dialogues are tokens already, whose texts are not read."""
-        return False
-
     def check_corpus(self) -> None:  # noqa: B027  # steps that read dialogues have none
         """Whether the corpus of a step that learns from one is there.
 

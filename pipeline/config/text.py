@@ -13,8 +13,8 @@ class TextDataConfig(DataConfig):
     """Which texts the step reads and how they become sequences."""
 
     path: tuple[str, ...] = ()
-    """Token files (.tokens), Megatron's .bin and .idx, Modalities' .pbin, or text to be packed
-    first (.jsonl, also .gz or .zst, and .txt); names may have `*`, and each may end in `:weight`,
+    """Token files (Megatron's .bin and .idx, or their common prefix; Modalities' .pbin), or text to
+    be packed first (.jsonl, also .gz, and .txt); names may have `*`, and each may end in `:weight`,
     its share of the mixture."""
 
     eval_path: tuple[str, ...] = ()

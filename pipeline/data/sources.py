@@ -20,9 +20,6 @@ from pipeline.hub import require_reachable
 
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXES)
 
-TOKENS = ".tokens"
-"""How names of token files end (`pipeline.data.store`)."""
-
 PAIR_OF_FILES = (Path("data/train.json"), Path("data/eval.json"))
 """Rows to train on, and to evaluate with: what `local/jsonfile` means, DeepSpeed-Chat's name."""
 
@@ -93,12 +90,6 @@ class Reader:
             train, test = map(self._read_file, PAIR_OF_FILES)
         elif path.is_dir():
             train, test, splits = self._read_directory(path, step=step, wanted=wanted)
-        elif name.endswith(TOKENS):
-            raise DataError(
-                f"data path {name} is a token file, which has no rows of text: step 1 trains on it,"
-                " as --sft.data.path, where all its paths are such files; give the rows themselves"
-                " here"
-            )
         elif path.exists():
             if wanted is not None:
                 raise DataError(f"data path {bare}: a file has no splits; leave out @{wanted}")

@@ -23,7 +23,6 @@ from pipeline.plan.preview import (
     Preview,
     check_task_rows,
     count_corpus,
-    count_packed,
     count_tokens,
     read_rows,
 )
@@ -158,7 +157,7 @@ def _model_files(plan: Plan, stage: Stage) -> None:
 
 def _rows(plan: Plan, stage: Stage, previews: dict[str, Preview], *, downloads: bool) -> None:
     config = plan.configs[stage.name]
-    if config.reads_dialogues and not config.reads_packed:
+    if config.reads_dialogues:
         previews[stage.name] = read_rows(config, stage, downloads=downloads)
 
 
@@ -169,9 +168,6 @@ def _chat(plan: Plan, stage: Stage, chats: Chats, previews: dict[str, Preview]) 
         previews[stage.name] = count_corpus(config, chats.tokenizer_of(stage))
         return
     chat = chats.of_step(stage)
-    if plan.configs[stage.name].reads_packed:
-        previews[stage.name] = count_packed(_within_context(plan, stage), chat, stage)
-        return
     preview = previews.get(stage.name)
     if chat is not None and preview is not None and preview.data is not None:
         data, config = preview.data, plan.configs[stage.name]

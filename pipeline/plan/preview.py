@@ -116,26 +116,6 @@ def count_corpus(config: StepConfig, tokenizer: "PreTrainedTokenizerBase | None"
     return Preview(None, counts, "", seconds, Tokens(counts.tokens, 0.0, 0.0))
 
 
-def count_packed(config: StepConfig, chat: "ChatFormat | None", stage: Stage) -> Preview:
-    """What is known of dialogues that are tokens already, with the format of the step's model.
-
-    Raises:
-        DataError: they can't be used with it, or teach nothing.
-    """
-    if chat is None:
-        return Preview(None, None, "not known before the tokenizer is there", 0.0)
-    from pipeline.data.packed import load_packed
-
-    began = time.thread_time()
-    model = config.workload(1).models[0].settings
-    data = load_packed(config.data, chat, str(model.path))
-    stage.check_learnable(data.train, data.eval, chat, config)
-    lengths, limit = data.train.lengths, config.data.max_length
-    counts = RowCounts(train=len(data.train), held_out=len(data.eval), notes=tuple(data.notes))
-    tokens = Tokens(float(lengths.clip(max=limit).mean()), float((lengths > limit).mean()), 0.0)
-    return Preview(None, counts, "", time.thread_time() - began, tokens)
-
-
 def check_task_rows(config: StepConfig, *, downloads: bool) -> None:
     """Read the rows of the tasks that the step's model is asked, where the plan reads such paths.
 

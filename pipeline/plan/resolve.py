@@ -72,7 +72,7 @@ def step_configs(
 
 
 def _knowing_labels(config: StepConfig) -> StepConfig:
-    if not config.reads_dialogues or EMBEDDED in config.data.path or config.data.is_packed:
+    if not config.reads_dialogues or EMBEDDED in config.data.path:
         return config
     return replace(config, data=replace(config.data, labels=True))
 

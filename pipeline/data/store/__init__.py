@@ -1,1 +1,1 @@
-"""Token files: a corpus as tokens, checksummed, read by memory map (docs/data_store.md)."""
+"""Corpora as Megatron's indexed token files: packing, reading, and the rows of step 0."""

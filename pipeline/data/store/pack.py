@@ -1,262 +1,363 @@
-"""JSON lines to a token file: the same bytes for any number of workers, killed or not."""
+"""Texts to tokens: the corpus is cut into pieces, tokenized by worker processes, and joined.
 
-import hashlib
+Each finished piece is a file in X.pieces, so that `--resume` tokenizes only the missing ones. The
+result has the same bytes for any number of workers.
+"""
+
+import gzip
 import json
 import logging
-import math
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from pipeline.data.store.config import PackConfig
-from pipeline.data.store.encode import Encoded, Limits, Recipe, TextRecipe
-from pipeline.data.store.journal import START, Entry, Journal, crc_of, resume_from
-from pipeline.data.store.layout import VERSION, Layout, Origin, Rendering, token_width
-from pipeline.data.store.pieces import PIECE_BYTES, Piece, cut
-from pipeline.data.store.sources import SourceFile, check_unchanged, sources_hash
+import numpy as np
+
+from pipeline.data.store.token_file import Origin, TokenFile, TokenWriter, index_path, token_type
 from pipeline.data.store.vocabulary import Vocabulary
-from pipeline.data.store.workers import encode_all
-from pipeline.data.store.writer import TokenWriter, ends_path, writing_path
 from pipeline.errors import ConfigError, DataError
+from pipeline.files.lock import RunLock
 from pipeline.progress import Progress
 
 if TYPE_CHECKING:
-    from pipeline.data.chat_format import ChatFormat
+    from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+SUFFIXES = (".jsonl", ".jsonl.gz", ".txt")
+PIECE_BYTES = 16 * 2**20
+BATCH_BYTES = 256 * 2**10
+"""Text passed to the tokenizer at a time, whose result takes about 300 bytes per token."""
+
 NAMED_BAD_ROWS = 100
-"""Bad rows that are named; the others are only counted."""
+"""Bad rows that are logged; the others are only counted."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Lines of a .jsonl file that begin between two offsets, or another file as a whole."""
+
+    source: Path
+    begin: int
+    end: int
+    target: Path
+    """File of the tokens."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How texts become tokens."""
+
+    vocabulary: Vocabulary
+    field: str
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What a pack has written."""
+    """Result of a pack."""
 
-    layout: Layout
+    file: TokenFile
     bad_rows: int
     seconds: float
 
 
-def pack(
-    sources: Sequence[SourceFile],
-    vocabulary: Vocabulary,
-    config: PackConfig,
-    chat: "ChatFormat | None" = None,
-) -> Packed:
-    """Write the token file `config.out` from the rows of the source files.
-
-    Args:
-        sources: the files.
-        vocabulary: of the tokenizer.
-        config: how they are read.
-        chat: the format of dialogues; None of texts.
+def find_sources(patterns: Sequence[str]) -> list[Path]:
+    """Return the files that paths and patterns (`*`, `**`) name, sorted within each pattern.
 
     Raises:
-        ConfigError: the file is there, or half-written and `resume` is false or of other settings.
-        DataError: a bad row with `on_bad_row` stop, a file that can't be read or changed meanwhile,
-            no document at all.
+        DataError: a pattern matches nothing, a directory, or a file of another kind.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        names = [pattern] if Path(pattern).exists() else sorted(glob(pattern, recursive=True))  # noqa: PTH207
+        if not names:
+            raise DataError(f"there is no file {pattern}; give .jsonl, .jsonl.gz or .txt files")
+        found |= dict.fromkeys(map(Path, names))
+    for path in found:
+        if path.is_dir():
+            raise DataError(f"{path} is a directory; name its files, as in '{path}/*.jsonl'")
+        if not path.name.endswith(SUFFIXES):
+            raise DataError(f"{path} can't be packed; give one of {', '.join(SUFFIXES)}")
+    return list(found)
+
+
+def pack(
+    sources: Sequence[Path],
+    vocabulary: Vocabulary,
+    out: Path,
+    *,
+    field: str = "text",
+    workers: int = 1,
+    skip_bad_rows: bool = False,
+    resume: bool = False,
+) -> Packed:
+    """Write the token file `out` from the texts of the source files.
+
+    Raises:
+        ConfigError: the file exists, or is half-written and `resume` is false or its settings
+            differ.
+        DataError: a bad row without `skip_bad_rows`, an unreadable or changed file, no text at all.
     """
     began = time.perf_counter()
-    resume = is_resumed(config.target, resume=config.resume)
-    rendering = None
-    if chat is not None:
-        rendering = rendering_of(chat, train_on=config.train_on, history=config.history)
-    plan, path = _plan(sources, vocabulary, config, rendering), journal_path(config.target)
-    limits = Limits(config.max_row, vocabulary.eos, token_width(vocabulary.size))
-    recipe = _recipe(vocabulary, config, chat, limits)
-    marked = chat is not None
-    with TokenWriter(config.target, limits.width, marked=marked, resume=resume) as writer:
-        done, entry = resume_from(path, plan, writer) if resume else (0, START)
-        pieces = cut([source.path for source in sources], config.max_row, skip=done)
-        with Journal(path, plan, resume=resume) as journal:
-            work = _Work(sources, config, writer, journal, entry)
-            shown = _Shown(sources, done, writer.tokens)
-            results = encode_all(recipe, pieces, config.workers)
-            with closing(results):
-                try:
-                    for piece, encoded in results:
-                        work.add(piece, encoded)
-                        shown.update(piece, writer.tokens)
-                finally:
-                    shown.stop()
-        check_unchanged(sources)
-        if not writer.documents:
-            has = "a text" if chat is None else "a dialogue or a prompt"
-            raise DataError(f"no row of {sources[0].path} or any other file has {has}")
-        layout = writer.finish(_origin(sources, vocabulary, config, work.entry, rendering))
-    path.unlink()
-    work.log_left_out()
-    return Packed(layout, work.entry.bad_rows, time.perf_counter() - began)
+    if index_path(out).exists():
+        raise ConfigError(f"{out} already exists; name another file, or remove it")
+    with RunLock(out.with_name(f"{out.name}.lock")):
+        directory = out.with_name(f"{out.name}.pieces")
+        plan = _plan(sources, vocabulary, field)
+        _begin_or_resume(directory, plan, resume=resume)
+        pieces = list(cut(sources, directory))
+        bad_rows = _BadRows(skip=skip_bad_rows)
+        progress = Progress("pack, pieces:", len(pieces))
+        progress.start()
+        try:
+            results = encode_all(Recipe(vocabulary, field), pieces, workers)
+            for number, (piece, (lines, bad)) in enumerate(zip(pieces, results, strict=True), 1):
+                bad_rows.add(piece, lines, bad)
+                progress.update(number, {}, seconds=time.perf_counter() - began)
+        finally:
+            progress.stop()
+        if _plan(sources, vocabulary, field) != plan:
+            raise DataError(f"a source of {out} changed while it was packed; pack it again")
+        file = _join(pieces, vocabulary, out, bad_rows.count)
+        shutil.rmtree(directory)
+    return Packed(file, bad_rows.count, time.perf_counter() - began)
 
 
-def journal_path(path: Path) -> Path:
-    """Where the journal of a half-written token file is."""
-    return path.with_name(path.name + ".journal")
+def _plan(sources: Sequence[Path], vocabulary: Vocabulary, field: str) -> str:
+    """Everything that decides the tokens."""
+    files = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources]
+    plan = {"piece": PIECE_BYTES, "tokenizer": vocabulary.hash, "field": field, "files": files}
+    return json.dumps(plan)
 
 
-def is_resumed(path: Path, *, resume: bool) -> bool:
-    """Whether there is a half-written token file to go on with.
-
-    Raises:
-        ConfigError: there is a whole one, or a half-written one and `resume` is false.
-    """
+def _begin_or_resume(directory: Path, plan: str, *, resume: bool) -> None:
+    path = directory / "plan.json"
     if path.exists():
-        raise ConfigError(f"{path} already exists; name another file, or remove it")
-    half, journal = writing_path(path), journal_path(path)
-    is_begun = half.exists() and ends_path(path).exists() and journal.exists()
-    if not is_begun or not journal.stat().st_size:  # ended before there was anything to keep
-        return False
-    if not resume:
-        raise ConfigError(f"{half} is half-written; --resume continues it, or remove it")
-    return True
+        if not resume:
+            raise ConfigError(f"{directory} has a half-written pack; add --resume, or remove it")
+        if path.read_text() != plan:
+            raise ConfigError(
+                f"{directory} was begun with other source files, another tokenizer or field; remove"
+                " it to begin again"
+            )
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(plan)
 
 
-class _Work:
-    """The one writer: pieces come in order, and each is in the journal once it is written."""
+def cut(sources: Sequence[Path], directory: Path) -> Iterator[Piece]:
+    """Cut the files into pieces, in their order; .gz and .txt files are one piece each."""
+    number = 0
+    for source in sources:
+        size = source.stat().st_size
+        step = PIECE_BYTES if source.suffix == ".jsonl" else max(1, size)
+        for begin in range(0, max(1, size), step):
+            target = directory / f"{number:08}.npz"
+            yield Piece(source, begin, min(begin + step, size), target)
+            number += 1
 
-    def __init__(
-        self,
-        sources: Sequence[SourceFile],
-        config: PackConfig,
-        writer: TokenWriter,
-        journal: Journal,
-        entry: Entry,
-    ) -> None:
-        self.sources, self.config = sources, config
-        self.writer, self.journal, self.entry = writer, journal, entry
-        self.left_out = Counter[str]()
 
-    def add(self, piece: Piece, encoded: Encoded) -> None:
-        """Append a piece.
+class _BadRows:
+    """Rows that can't be used; the pieces come in their order, so that lines can be counted."""
+
+    def __init__(self, *, skip: bool) -> None:
+        self.count, self._skip, self._lines = 0, skip, 0
+
+    def add(self, piece: Piece, lines: int, bad: list[tuple[int, str]]) -> None:
+        """Log the bad rows of a piece.
 
         Raises:
-            DataError: it has a bad row, and `on_bad_row` is stop.
+            DataError: there is one, and bad rows are not skipped.
         """
-        before = self.entry
-        for number, (line, reason) in enumerate(encoded.bad, before.bad_rows + 1):
-            self._meet(f"{piece.path}:{before.lines + line + 1}: {reason}", number)
-        documents = encoded.documents
-        written = self.writer.append(documents.ids, documents.lengths, documents.marks)
-        self.writer.flush()
-        self.entry = Entry(
-            tokens=self.writer.tokens,
-            documents=self.writer.documents,
-            crc=crc_of(written, before.crc),
-            lines=0 if piece.is_last else before.lines + encoded.lines,
-            bad_rows=before.bad_rows + len(encoded.bad),
-            left_out=before.left_out + encoded.left_out.total(),
+        self._lines = self._lines if piece.begin else 0
+        for line, reason in bad:
+            self.count += 1
+            sentence = f"{piece.source}:{self._lines + line}: {reason}"
+            if not self._skip:
+                raise DataError(
+                    f"{sentence}; repair the row, or skip such rows with --on-bad-row skip --resume"
+                )
+            if self.count <= NAMED_BAD_ROWS:
+                logger.warning("skipped %s", sentence)
+        self._lines += lines
+
+
+def _join(pieces: Sequence[Piece], vocabulary: Vocabulary, out: Path, bad_rows: int) -> TokenFile:
+    documents = 0
+    with TokenWriter(out, token_type(vocabulary.size)) as writer:
+        for piece in pieces:
+            with np.load(piece.target) as content:
+                writer.append(content["ids"], content["lengths"])
+                documents += len(content["lengths"])
+        if not documents:
+            raise DataError(f"no row of {pieces[0].source} or any other file has a text")
+        sources = len({piece.source for piece in pieces})
+        origin = Origin(
+            vocabulary.name, vocabulary.hash, vocabulary.size, vocabulary.eos, sources, bad_rows
         )
-        self.journal.add(self.entry)
-        self.left_out += encoded.left_out
-
-    def log_left_out(self) -> None:
-        """Say why rows are no documents; of a pack that was resumed those since then."""
-        for reason, count in self.left_out.most_common():
-            logger.info("left out %s %s", f"{count:,} row{'s' * (count != 1)}", reason)
-
-    def _meet(self, sentence: str, number: int) -> None:
-        if self.config.on_bad_row == "stop":
-            raise DataError(
-                f"{sentence}; repair the row, or let `python -m pipeline.data.store pack` leave out"
-                " such rows, with --on-bad-row skip, and with --resume where it was ended"
-            )
-        if number <= NAMED_BAD_ROWS:
-            logger.warning("left out %s", sentence)
-        if number == NAMED_BAD_ROWS:
-            logger.warning("more rows that are left out are only counted")
+        return writer.finish(origin)
 
 
-class _Shown:
-    """How far the pack is, in MiB of the source files."""
-
-    def __init__(self, sources: Sequence[SourceFile], done: int, tokens: int) -> None:
-        """`done` pieces and their `tokens` are there: of a `.gz` their share is a guess."""
-        self._sources, self._tokens_before = sources, tokens
-        total = sum(source.bytes for source in sources)
-        self._bytes = min(done * PIECE_BYTES, total)
-        self._step = self._step_before = self._bytes // 2**20
-        self._began = time.perf_counter()
-        self._progress = Progress("pack, MiB:", max(1, math.ceil(total / 2**20)))
-        self._progress.start()
-
-    def update(self, piece: Piece, tokens: int) -> None:
-        """A piece is done, and there are `tokens` in all."""
-        size = self._sources[piece.file].bytes if piece.is_last else 0
-        self._bytes += piece.end - piece.begin if piece.lines is None else size
-        step = min(math.ceil(self._bytes / 2**20), self._progress.total_steps)
-        if step <= self._step:
-            return
-        self._step = step
-        seconds = time.perf_counter() - self._began
-        speed = (tokens - self._tokens_before) / max(seconds, 1e-9)
-        whole = seconds * step / (step - self._step_before)  # as if this run had begun at 0
-        self._progress.update(step, {"tokens_per_second": speed}, seconds=whole)
-
-    def stop(self) -> None:
-        """Leave the bar as it is."""
-        self._progress.stop()
+Summary = tuple[int, list[tuple[int, str]]]
+"""Number of lines of a piece; (line counted from 1, reason) of each bad row."""
 
 
-def rendering_of(chat: "ChatFormat", *, train_on: str, history: str) -> Rendering:
-    """How dialogues become tokens with these settings; how many are left out is not known yet."""
-    template = hashlib.sha256(chat.template.encode()).hexdigest()
-    return Rendering(chat.name, template, train_on, history)
+def encode_all(recipe: Recipe, pieces: Sequence[Piece], workers: int) -> Iterator[Summary]:
+    """Tokenize the pieces that have no file yet, and yield the summaries of all in order.
+
+    Raises:
+        DataError: a file can't be read, or a worker was killed.
+    """
+    if workers == 1:
+        encoder = _encoder(recipe)
+        yield from (encode(piece, recipe, encoder) for piece in pieces)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, (recipe,))
+    try:
+        yield from pool.map(_encode_in_worker, pieces)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker was killed, probably for lack of memory; continue with --resume and fewer"
+            " --workers"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _recipe(
-    vocabulary: Vocabulary, config: PackConfig, chat: "ChatFormat | None", limits: Limits
-) -> Recipe:
-    if chat is None:
-        return TextRecipe(vocabulary.definition, config.field, limits)
-    from pipeline.data.store.dialogues import DialogueRecipe
+class _Worker:
+    """State of a worker process."""
 
-    fresh = replace(chat)  # without the encoders that it has made, which don't go to processes
-    return DialogueRecipe(fresh, config.fields, config.history, config.train_on, limits)
+    recipe: Recipe
+    encoder: "Tokenizer"
 
 
-def _origin(
-    sources: Sequence[SourceFile],
-    vocabulary: Vocabulary,
-    config: PackConfig,
-    entry: Entry,
-    rendering: Rendering | None,
-) -> Origin:
-    return Origin(
-        tokenizer=vocabulary.name,
-        tokenizer_hash=vocabulary.hash,
-        vocabulary=vocabulary.size,
-        eos=vocabulary.eos,
-        field=config.field if rendering is None else "",
-        files=len(sources),
-        bytes=sum(source.bytes for source in sources),
-        sources=sources_hash(sources),
-        names=tuple(source.path.name for source in sources),
-        bad_rows=entry.bad_rows,
-        rendering=rendering and replace(rendering, left_out=entry.left_out),
-    )
+def _begin_worker(recipe: Recipe) -> None:
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _Worker.recipe, _Worker.encoder = recipe, _encoder(recipe)
 
 
-def _plan(
-    sources: Sequence[SourceFile],
-    vocabulary: Vocabulary,
-    config: PackConfig,
-    rendering: Rendering | None,
-) -> str:
-    """All that decides the bytes, in one line."""
-    files = [{**asdict(source), "path": str(source.path)} for source in sources]
-    plan = {
-        "version": VERSION,
-        "piece": PIECE_BYTES,
-        "tokenizer": vocabulary.hash,
-        "field": config.field,
-        "max_row": config.max_row,
-        "files": files,
-    }
-    if rendering is not None:
-        plan["rendering"] = {**asdict(rendering), "fields": config.fields}
-    return json.dumps(plan, sort_keys=True)
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode_in_worker(piece: Piece) -> Summary:
+    return encode(piece, _Worker.recipe, _Worker.encoder)
+
+
+def _encoder(recipe: Recipe) -> "Tokenizer":
+    """The tokenizer, for which special tokens in a text are ordinary text."""
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_str(recipe.vocabulary.definition)
+    encoder.no_truncation()
+    encoder.no_padding()
+    encoder.encode_special_tokens = True
+    return encoder
+
+
+def encode(piece: Piece, recipe: Recipe, encoder: "Tokenizer") -> Summary:
+    """Write the tokens of a piece, each document with eos at its end, unless they are there.
+
+    Raises:
+        DataError: the source can't be read.
+    """
+    if piece.target.exists():
+        with np.load(piece.target) as content:
+            return json.loads(str(content["summary"]))
+    ids, lengths = array("I"), array("q")
+    bad: list[tuple[int, str]] = []
+    texts: list[str] = []
+    size = line = 0
+
+    def flush() -> None:
+        for encoding in encoder.encode_batch_fast(texts, add_special_tokens=False):
+            lengths.append(len(encoding.ids) + 1)
+            ids.fromlist(encoding.ids)
+            ids.append(recipe.vocabulary.eos)
+        texts.clear()
+
+    for line, content in enumerate(_lines(piece), 1):
+        try:
+            text = _text(content, piece, recipe.field)
+        except ValueError as error:
+            bad.append((line, str(error)))
+            continue
+        if text is not None:
+            texts.append(text)
+            size += len(content)
+        if size >= BATCH_BYTES:
+            flush()
+            size = 0
+    flush()
+    summary = line, bad
+    tokens = np.frombuffer(ids, np.uint32).astype(token_type(recipe.vocabulary.size))
+    temporary = piece.target.with_suffix(".writing")
+    with temporary.open("wb") as file:
+        np.savez(
+            file, ids=tokens, lengths=np.frombuffer(lengths, np.int64), summary=json.dumps(summary)
+        )
+        os.fsync(file.fileno())
+    temporary.rename(piece.target)
+    return summary
+
+
+def _lines(piece: Piece) -> Iterator[bytes]:
+    """Lines of a piece; a .txt file is one."""
+    try:
+        if piece.source.suffix == ".txt":
+            yield piece.source.read_bytes()
+        elif piece.source.suffix == ".gz":
+            with gzip.open(piece.source) as unzipped:
+                yield from cast("BinaryIO", unzipped)
+        else:
+            with piece.source.open("rb") as file:
+                file.seek(max(0, piece.begin - 1))
+                if piece.begin:
+                    file.readline()
+                while file.tell() < piece.end:
+                    yield file.readline()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{piece.source} can't be read ({error}); copy it again") from error
+
+
+def _text(line: bytes, piece: Piece, field: str) -> str | None:
+    """Text of a line, None of an empty one; ValueError states what is wrong with it."""
+    if line.startswith(b"\xef\xbb\xbf") and piece.begin == 0:
+        line = line[3:]
+    if not line.strip():
+        return None
+    try:
+        text: Any = line.decode()
+        if piece.source.suffix == ".txt":
+            return text
+        row = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+        raise ValueError(f"it has no text in a field {field!r}")  # noqa: TRY004
+    if not (text := row[field]).isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("its text contains half a surrogate pair") from None
+    return text

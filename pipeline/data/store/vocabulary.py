@@ -1,4 +1,4 @@
-"""What of a tokenizer makes tokens: its definition, its hash, its eos."""
+"""Tokenizer of a token file: definition, hash and end-of-sequence token."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer, for worker processes."""
+    """A tokenizer, as worker processes need it."""
 
     name: str
     definition: str
@@ -23,13 +23,13 @@ class Vocabulary:
     """SHA-256 of the definition and eos, hexadecimal."""
 
     size: int
-    """Every id is below this."""
+    """Every id is below this number."""
 
     eos: int
 
 
 def vocabulary_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabulary:
-    """What pack needs of a tokenizer.
+    """Return the definition of a tokenizer.
 
     Raises:
         DataError: it has no fast form, or no end-of-sequence token.
@@ -39,7 +39,7 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabulary
         raise DataError(f"the tokenizer {name} has no fast form (tokenizer.json), which pack needs")
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
-        raise DataError(f"the tokenizer {name} has no end-of-sequence token")
+        raise DataError(f"the tokenizer {name} has no end-of-sequence token; choose another one")
     parts = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
     definition = json.dumps(parts, sort_keys=True)
     digest = hashlib.sha256(f"{definition}\n{eos}".encode()).hexdigest()

@@ -1,164 +1,196 @@
-import json
+"""Megatron's and Modalities' files, and the commands that rewrite and verify them."""
+
+import os
+import pickle
+import random
 import struct
-import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipeline.data.store import layout as layouts
-from pipeline.data.store import reader as readers
-from pipeline.data.store import writer as writers
-from pipeline.data.store.check import findings
-from pipeline.data.store.reader import TokenFile
-from pipeline.errors import DataError
+from pipeline.data.store.__main__ import main
+from pipeline.data.store.token_file import TYPES, TokenFile, TokenWriter, token_type
+from pipeline.errors import ConfigError, DataError
+from pipeline.models.embedded import build_tokenizer
 from tests.pipeline.data.store.corpus import EOS, ORIGIN, write_tokens
 
-DOCUMENTS = [[1, 2, EOS], [EOS], [299, 7, 7, 7, EOS]]
+DOCUMENTS = [[1, 2, EOS], [EOS], [250, 7, 7, 7, EOS]]
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (layouts, readers, writers):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+def read(path: Path) -> list[list[int]]:
+    file = TokenFile(path)
+    return [file.tokens(number).tolist() for number in range(file.documents)]
 
 
-def test_the_bytes_are_those_of_the_documented_layout(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "x.tokens", DOCUMENTS)
+def write_megatron(path: Path, documents: list[list[list[int]]], code: int) -> None:
+    """Write documents of several sequences, as Megatron's builder does."""
+    dtype = np.dtype(TYPES[code])
+    sequences = [sequence for document in documents for sequence in document]
+    lengths = np.array([len(each) for each in sequences], "<i4")
+    offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * dtype.itemsize
+    firsts = np.cumsum([0, *map(len, documents)], dtype="<i8")
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(sequences), len(firsts))
+    path.with_suffix(".idx").write_bytes(
+        head + lengths.tobytes() + offsets.tobytes() + firsts.tobytes()
+    )
+    path.with_suffix(".bin").write_bytes(np.concatenate(sequences).astype(dtype).tobytes())
 
-    content = (tmp_path / "x.tokens").read_bytes()
-    *numbers, length = struct.unpack_from("<8sIBBHQQI", content)
-    assert numbers == [b"RLTOKENS", 1, 2, 0, 0, 9, 3]
-    zeroed = content[:36] + bytes(4) + content[40:4096]
-    assert struct.unpack_from("<I", content, 36)[0] == zlib.crc32(zeroed)
-    assert json.loads(content[40 : 40 + length])["tokenizer_hash"] == ORIGIN.tokenizer_hash
-    assert content[40 + length : 4096] == bytes(4056 - length)
-    assert struct.unpack_from("<9H", content, 4096) == (1, 2, 256, 256, 299, 7, 7, 7, 256)
-    assert content[4114:4160] == bytes(46)
-    assert struct.unpack_from("<3Q", content, 4160) == (3, 4, 9)
-    crcs = struct.pack("<I", zlib.crc32(content[4096:4184]))
-    assert content[4184:4188] == crcs
-    footer = struct.pack("<QQQI", 4160, 4184, 1, zlib.crc32(crcs))
-    assert content[4188:] == footer + struct.pack("<I", zlib.crc32(footer)) + b"RLTOKEND"
+
+def write_modalities(path: Path, documents: list[list[int]], width: int = 2) -> None:
+    tokens = np.concatenate(documents).astype(f"<u{width}").tobytes()
+    lengths = np.array([len(each) * width for each in documents])
+    pairs = list(zip((np.cumsum(lengths) - lengths).tolist(), lengths.tolist(), strict=True))
+    path.write_bytes(struct.pack("<QI", len(tokens), width) + tokens + pickle.dumps(pairs))
 
 
 def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "x.tokens", DOCUMENTS)
+    file = write_tokens(tmp_path / "c.tokens", DOCUMENTS)
 
-    file = TokenFile(tmp_path / "x.tokens")
-
-    assert [file.tokens(i).tolist() for i in range(file.documents)] == DOCUMENTS
+    assert read(tmp_path / "c.tokens") == read(tmp_path / "c.tokens.bin") == DOCUMENTS
     assert file.origin == ORIGIN
-    assert not list(findings(file))
-    assert [path.name for path in tmp_path.iterdir()] == ["x.tokens"]
+    assert [file.document_at(token) for token in range(9)] == [0, 0, 0, 1, 2, 2, 2, 2, 2]
+    assert file.slice(2, 5).tolist() == [EOS, EOS, 250]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"c.tokens.{end}" for end in ("bin", "idx", "json", "sha256")
+    ]
     with pytest.raises(IndexError):
         file.tokens(3)
 
 
-def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
-    origin = replace(ORIGIN, vocabulary=2**16 + 1, eos=2**16)
-    write_tokens(tmp_path / "x.tokens", [[2**16 - 1, 2**16]], origin)
-
-    assert TokenFile(tmp_path / "x.tokens").tokens(0).tolist() == [2**16 - 1, 2**16]
-    assert replace(origin, vocabulary=2**16).width == 2
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "x.tokens"
-    write_tokens(path, [*DOCUMENTS * 12])
-    whole = path.read_bytes()
-    layout = TokenFile(path).layout
-    assert layout.blocks == 9
-
-    for position in [*range(0, 330, 7), 4095, *range(4096, len(whole))]:
-        changed = bytearray(whole)
-        changed[position] ^= 1 << (position % 8)
-        path.write_bytes(changed)
-        if 4096 <= position < layout.crcs_begin:
-            wrong = list(findings(TokenFile(path)))
-            assert len(wrong) == 1
-            assert f"block {(position - 4096) // 64} " in wrong[0]
-        else:
-            with pytest.raises(DataError):
-                TokenFile(path)
+def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+    assert [token_type(size).str for size in (65499, 65500)] == ["<u2", "<i4"]
+    with TokenWriter(tmp_path / "c", token_type(10**5)) as writer:
+        writer.append(np.array([99_999, 1]), np.array([2]))
+        assert writer.finish(None).tokens(0).tolist() == [99_999, 1]
 
 
-@pytest.mark.usefixtures("small_blocks")
-def test_the_reader_refuses_documents_of_a_damaged_block_and_no_others(tmp_path: Path) -> None:
-    path = tmp_path / "x.tokens"
-    write_tokens(path, [[n] * 31 + [EOS] for n in range(4)])  # 64 bytes each
-    content = bytearray(path.read_bytes())
-    content[4096 + 2 * 64 + 5] ^= 1
-    path.write_bytes(content)
+@pytest.mark.parametrize("code", [4, 5, 8])
+def test_megatrons_documents_of_several_sequences_are_joined(code: int, tmp_path: Path) -> None:
+    documents = [[[1, 2], [3]], [], [[4], [], [5, 6]]]
+    write_megatron(tmp_path / "m", documents, code)
 
-    file = TokenFile(path)
+    file = TokenFile(tmp_path / "m.idx")
 
-    assert [int(file.tokens(n)[0]) for n in (0, 1, 3)] == [0, 1, 3]
-    with pytest.raises(DataError, match=r"block 2 \(bytes 4,224 to 4,288\) differs"):
-        file.tokens(2)
+    assert read(tmp_path / "m") == [[1, 2, 3], [], [4, 5, 6]]
+    assert [file.document_at(token) for token in range(6)] == [0, 0, 0, 2, 2, 2]
+    assert file.origin is None
 
 
-def test_a_file_that_was_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.tokens"
-    write_tokens(path, DOCUMENTS)
-    whole = path.read_bytes()
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_modalities_files_are_read_and_merged_into_megatrons(width: int, tmp_path: Path) -> None:
+    documents = [[1, 2, 3], [200]]
+    write_modalities(tmp_path / "m.pbin", documents, width)
 
-    for size in [*range(0, 4096, 101), *range(4090, len(whole))]:
-        path.write_bytes(whole[:size])
-        with pytest.raises(DataError, match=r"not copied whole|not a token file"):
-            TokenFile(path)
-    path.write_bytes(whole + b"\0")
-    with pytest.raises(DataError, match="goes on after byte 4,228"):
-        TokenFile(path)
+    main(["merge", f"{tmp_path}/m.pbin", "--out", f"{tmp_path}/m.tokens"])
+
+    assert read(tmp_path / "m.pbin") == read(tmp_path / "m.tokens") == documents
 
 
-def test_what_is_no_token_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-
-    with pytest.raises(DataError, match=r"rows.jsonl is not a token file"):
-        TokenFile(tmp_path / "rows.jsonl")
-    with pytest.raises(DataError, match="can't be read: Is a directory"):
-        TokenFile(tmp_path)
-    with pytest.raises(DataError, match="can't be read: No such file"):
-        TokenFile(tmp_path / "none.tokens")
+class _Runs:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize(
-    ("documents", "sentence"),
-    [
-        ([[1, EOS], [300, EOS]], "token 2 is 300, and the vocabulary has 300"),
-        ([[1, EOS], [1, 2]], "document 1 does not end with eos, 256"),
-        ([[1, EOS], []], "document 1 has no tokens"),
-    ],
-)
-def test_verify_names_what_can_not_be(
-    tmp_path: Path, documents: list[list[int]], sentence: str
+def test_a_malicious_index_executes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_tokens(tmp_path / "x.tokens", documents)
-
-    assert [each.partition(": ")[2] for each in findings(TokenFile(tmp_path / "x.tokens"))] == [
-        sentence
-    ]
-
-
-def test_names_that_do_not_fit_are_left_out_of_the_header(tmp_path: Path) -> None:
-    origin = replace(ORIGIN, files=50, names=tuple("語" * 90 + str(n) for n in range(50)))
-    write_tokens(tmp_path / "x.tokens", DOCUMENTS, origin)
-
-    read = TokenFile(tmp_path / "x.tokens").origin
-    assert 1 <= len(read.names) < 16
-    assert read == replace(origin, names=origin.names[: len(read.names)])
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "m.pbin"
+    for index in ([_Runs()], "text", [(0, 1)], [(2, 4)], [(0, 2), (0, 2)], [(0, 6)]):
+        path.write_bytes(struct.pack("<QI", 4, 2) + bytes(4) + pickle.dumps(index))
+        with pytest.raises(DataError, match=r"m\.pbin has an"):
+            TokenFile(path)
+    assert not (tmp_path / "executed").exists()
 
 
-def test_a_file_that_another_program_changed_gets_no_name(tmp_path: Path) -> None:
-    with writers.TokenWriter(tmp_path / "x.tokens", 2) as writer:
-        writer.append(np.array([1, EOS]), np.array([2]))
-        writer.flush()
-        with (tmp_path / "x.tokens.writing").open("ab") as file:
-            file.write(b"\0\0")
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "c", DOCUMENTS)
+    for name in ("c.idx", "c.bin"):
+        content = (tmp_path / name).read_bytes()
+        for size in range(len(content)):
+            (tmp_path / name).write_bytes(content[:size])
+            with pytest.raises(DataError):
+                TokenFile(tmp_path / "c")
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match="nowhere"):
+        TokenFile(tmp_path / "nowhere")
 
-        with pytest.raises(DataError, match="another program changed it"):
-            writer.finish(ORIGIN)
-    assert not (tmp_path / "x.tokens").exists()
+
+def test_verify_finds_every_changed_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokens(tmp_path / "c", DOCUMENTS)
+    main(["verify", f"{tmp_path}/c"])
+    assert "no errors found" in capsys.readouterr().out
+
+    for name in ("c.idx", "c.bin"):
+        content = bytearray((tmp_path / name).read_bytes())
+        for position in range(len(content)):
+            content[position] ^= 4
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(SystemExit) as stopped:
+                main(["verify", f"{tmp_path}/c"])
+            assert stopped.value.code == 2
+            content[position] ^= 4
+        (tmp_path / name).write_bytes(content)
+
+
+def test_verify_checks_documents_where_there_are_no_checksums(tmp_path: Path) -> None:
+    for documents in ([[1, 2]], [[1, 299], [301, EOS]]):
+        write_tokens(tmp_path / "c", documents)
+        (tmp_path / "c.sha256").unlink()
+        with pytest.raises(SystemExit):
+            main(["verify", f"{tmp_path}/c"])
+
+
+def test_shuffle_and_merge_keep_every_document(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    documents = [[*draw.choices(range(EOS), k=draw.randrange(9)), EOS] for _ in range(300)]
+    write_tokens(tmp_path / "a", documents[:200])
+    write_tokens(tmp_path / "b", documents[200:])
+
+    main(["merge", f"{tmp_path}/a", f"{tmp_path}/b.bin", "--out", f"{tmp_path}/c"])
+    for seed in (1, 2):
+        main(["shuffle", f"{tmp_path}/c", "--seed", f"{seed}", "--out", f"{tmp_path}/{seed}"])
+
+    assert read(tmp_path / "c") == documents
+    one, two = read(tmp_path / "1"), read(tmp_path / "2")
+    assert sorted(one) == sorted(two) == sorted(documents)
+    assert one not in (two, documents)
+    assert TokenFile(tmp_path / "1").origin == ORIGIN
+
+
+def test_wrong_commands_are_refused(tmp_path: Path) -> None:
+    a, b, out = (str(tmp_path / name) for name in "abc")
+    write_tokens(tmp_path / "a", DOCUMENTS)
+    write_tokens(tmp_path / "b", DOCUMENTS, origin=None)
+
+    with pytest.raises(DataError, match="different tokenizers"):
+        main(["merge", a, b, "--out", out])
+    with pytest.raises(ConfigError, match="already exists"):
+        main(["merge", a, "--out", b])
+    with pytest.raises(ConfigError, match="shuffle takes one file"):
+        main(["shuffle", a, b, "--out", out])
+    with pytest.raises(ConfigError, match="out is missing"):
+        main(["merge", a])
+    with pytest.raises(ConfigError, match="must be 0 to 2"):
+        main(["show", a, "--document", "3"])
+
+
+def test_pack_and_show_use_the_tokenizer_of_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "a.jsonl").write_text('{"text": "sun and moon"}\n')
+    out = f"{tmp_path}/c.tokens"
+
+    main(["pack", f"{tmp_path}/a.jsonl", "--tokenizer", f"{tmp_path}/model", "--out", out])
+    main(["show", out])
+    main(["show", out, "--document", "0"])
+
+    printed = capsys.readouterr().out
+    assert "c.tokens: 1 documents" in printed
+    assert "vocabulary" in printed
+    assert "sun and moon" in printed
