@@ -26,8 +26,7 @@ from pipeline.progress import Progress
 from pipeline.settings.plain import flatten, plain
 from pipeline.signals import LeavesAtOnce
 from pipeline.trackers import Trackers, open_trackers
-from pipeline.watchdog.health import Health
-from pipeline.watchdog.stragglers import Stragglers
+from pipeline.watchdog.monitors import Health, Stragglers
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
-"""Watches the processes of a job: who failed, who is gone, who hangs.
+"""Watches the processes of a job: which one failed, was lost, or hangs.
 
-A thread of each process says about once a second where its process is, and another looks for what
-others have to say. A process that fails shows its error first and leaves a clause for the others,
-who say in one line why they stop; a process that hangs is named, and all show where they are. None
+A thread of each process reports about once a second where its process is; another one reads what
+other processes report. A process that fails shows its error and reports it, and the others stop
+with one line that names it. A process that hangs is named, and all show their stacks. No process
 outlives the job: the thread ends a process that doesn't end by itself.
 """
 
@@ -18,10 +18,13 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
 from types import FrameType
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from pipeline.errors import (
@@ -33,33 +36,47 @@ from pipeline.errors import (
     exit_code,
 )
 from pipeline.parallel.mesh import current_mesh
-from pipeline.position import HERE, Collective, DesyncError
-from pipeline.watchdog.attribution import Attribution, Identity
-from pipeline.watchdog.heartbeats import Failure, Heartbeats
-from pipeline.watchdog.lookout import TICK_SECONDS, Lookout
+from pipeline.position import HERE, DesyncError
+from pipeline.watchdog.notices import (
+    Failure,
+    Notices,
+    Sighting,
+    find_hanging_stage,
+    find_late,
+    whereabouts,
+)
 
-HEARING_SECONDS = 2.0
-"""For which a process whose collective failed waits for the reason."""
+TICK_SECONDS = 1.0
+HEARTBEATS_A_SECOND = 1000
+"""Of all processes together: processes of larger jobs report less often."""
 
-SPEAKING_SECONDS = 4.0
-"""For which a process that failed waits until the others have heard of it, before it goes."""
+OBSERVERS = 2
+"""The first ranks read the positions of all, so that requests grow with the number of processes."""
+
+STANDING_STILL = 3
+"""Heartbeats at one position after which an observer reads the positions of all."""
+
+SILENCE_SECONDS = 60.0
+"""Without a heartbeat, after which a process of another machine counts as lost."""
+
+HEARING_SECONDS = 3.0
+"""For which a process whose collective failed waits for another process's report."""
 
 GRACE_SECONDS = 5.0
 """For a process to end by itself once the job has failed; half of it where processes hang."""
 
 LEAVING_SECONDS = 15.0
-"""For which the end of the watch waits for its threads. A request to the store takes up to 5 s, and
-a process aborts if its interpreter ends while a thread is amid one."""
-
-POLL_SECONDS = (0.05, 0.5)
-"""Between two looks for what another posts, at first and at last: all may be looking."""
+"""For the threads to end. A request to the store takes up to 5 s, and a process aborts if its
+interpreter ends during one."""
 
 OF_COLLECTIVES = re.compile(
     r"gloo|nccl|connection (closed|reset) by peer|timed out waiting|broken pipe", re.IGNORECASE
 )
-
 ONE_SENTENCE = (UserError, DivergedError)
-"""Errors that all processes may meet together, and whose sentence says everything."""
+"""Errors that all processes may meet together, and whose sentence is complete."""
+
+FLIGHT_RECORD = "TORCH_FR_DUMP_TEMP_FILE"
+"""PyTorch's variable for the path prefix of NCCL's flight records, to which the rank is added."""
 
 
 @contextmanager
@@ -73,7 +90,7 @@ def watching(timeout_seconds: float) -> Iterator[None]:
     watchdog.start()
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # whatever it is, the others must know
+    except Exception as error:  # noqa: BLE001  # the others must hear of any error
         raise JobFailed(watchdog.fail(error)) from None
     finally:
         watchdog.stop()
@@ -84,22 +101,28 @@ class Watchdog:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout = timeout_seconds
-        world = self.world = current_mesh().world
-        self.rank = world.rank
-        process = psutil.Process()
-        own = Identity(os.uname().nodename, process.pid, process.create_time())
-        self.heartbeats = Heartbeats.of_job(world.gather_objects(uuid.uuid4().hex)[0], world)
-        self.heartbeats.begin()
-        # Whoever has everybody's identity finds what everybody has posted.
-        self.attribution = Attribution(self.heartbeats, world.gather_objects(own))
-        self.lookout = Lookout(self.attribution, timeout_seconds=timeout_seconds)
+        world = current_mesh().world
+        self.rank, size = world.rank, world.size
+        self.notices = Notices.of_job(world.gather_objects(uuid.uuid4().hex)[0], world)
+        self.tick = min(TICK_SECONDS, timeout_seconds / 4)
+        self.pace = max(self.tick, size / HEARTBEATS_A_SECOND)
+        self._beats, self._place, self._since = 0, (0, 0), time.monotonic()
+        self.notices.appear(Sighting(0, "none yet", 0.0, 0))
+        host = os.uname().nodename
+        pids = world.gather_objects((host, os.getpid()))
+        self._local = {
+            rank: psutil.Process(pid)
+            for rank, (name, pid) in enumerate(pids)
+            if name == host and rank != self.rank and psutil.pid_exists(pid)
+        }
+        self._hosts = [name for name, _ in pids]
+        self._heard: dict[int, tuple[int, float]] = {}
+        """The last heartbeat of each process, and when it was first read."""
+        self._next_look = 0.0
         self._armed_at = -float("inf")
         self._speaking = threading.RLock()
         self._has_spoken = False
-        self._found: Failure | None = None
-        """What this process was the first to find."""
         self._over = threading.Event()
-        self._publish: Callable[[Collective], None] | None = None
         self._threads = [
             threading.Thread(target=self._beat, name="heartbeat", daemon=True),
             threading.Thread(target=self._run, name="watchdog", daemon=True),
@@ -108,11 +131,6 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch."""
-        # gloo ends processes where they are not in step.
-        if dist.get_backend(self.world.process_group) == "gloo":
-            publish = Heartbeats.of_job(self.heartbeats.job, self.world).publish_last
-            HERE.listeners.append(publish)
-            self._publish = publish
         # A collective that failed fails again where the engine cleans up; the first error counts.
         warnings.filterwarnings("ignore", message="module forward hook with ``always_call")
         on_main = threading.current_thread() is threading.main_thread()
@@ -127,68 +145,34 @@ class Watchdog:
         self._over.set()
         for thread in self._threads:
             thread.join(timeout=LEAVING_SECONDS)
-        self.lookout.beat(left=True)
-        if self._publish is not None and self._publish in HERE.listeners:
-            HERE.listeners.remove(self._publish)
-            self._publish = None
+        self._appear(left=True)
         faulthandler.cancel_dump_traceback_later()
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._stop_on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    # What this process has to say
+    # Reports of this process
 
     def fail(self, error: Exception) -> int:
-        """Show the error, or what caused it; the exit code."""
+        """Show the error, or its cause in another process; return the exit code."""
         if _is_of_collectives(error):
-            failure = self._cause(HEARING_SECONDS) or self._blame_first(error)
+            failure = _within(HEARING_SECONDS, self._cause) or self._find_left()
+            if failure is None:
+                what = str(error)
+                if not isinstance(error, DesyncError):
+                    what = f"rank {self.rank} failed at {HERE.last}: {_summary(error)}"
+                failure = self.notices.post(Failure(self.rank, what, 1, stacks=True))
             self._speak(failure, error)
-            self._linger(living=self.attribution.living() if failure is self._found else 0)
             return failure.code
         own = Failure(self.rank, f"rank {self.rank} failed: {_summary(error)}", exit_code(error))
-        first = self.heartbeats.claim()
-        other = None if first else self._posted(SPEAKING_SECONDS)
-        if other is not None and other.rank != self.rank:
-            self._fail_as_well(error, other)
-            return other.code
+        first = self.notices.post(own)
+        same = isinstance(error, ONE_SENTENCE) and first.what.endswith(_summary(error))
         with self._speaking:
+            if first == own:
+                _show(error)
+            elif not self._has_spoken and not same:
+                _write(f"rank {self.rank} failed as well: {_summary(error)}")
             self._has_spoken = True
-            _show(error)
-        self.heartbeats.post(own)
-        self._linger(living=self.attribution.living())
-        return own.code
-
-    def _fail_as_well(self, error: Exception, other: Failure) -> None:
-        """Say that there is a second failure, unless it is the same input that all found wrong."""
-        same = isinstance(error, ONE_SENTENCE) and other.what.endswith(_summary(error))
-        with self._speaking:
-            if not self._has_spoken and not same:
-                _say(f"rank {self.rank} failed as well: {_summary(error)}")
-            self._has_spoken = True
-        self.heartbeats.acknowledge()
-
-    def _blame_first(self, error: Exception) -> Failure:
-        """Blame whom a collective that failed here tells of, unless another process has begun to.
-
-        All may come here at once, and one of them asks the store for all.
-        """
-        own = f"rank {self.rank} failed at {HERE.last}: {_summary(error)}"
-        if not self.heartbeats.claim():
-            found = self._posted(SPEAKING_SECONDS)
-            return found or Failure(self.rank, own, 1, stacks=True)
-        failure = self._blame(error) or Failure(self.rank, own, 1, stacks=True)
-        return self._post_found(failure, error)
-
-    def _blame(self, error: Exception) -> Failure | None:
-        attribution = self.attribution
-        seen = self.heartbeats.sightings(attribution.others())
-        alike = [rank for rank in attribution.alike() if rank in seen]
-        found = attribution.elsewhere(alike) or attribution.left(seen)
-        if found is None and "timed out" in str(error).lower():
-            of_alike = {rank: seen[rank] for rank in alike}
-            found = attribution.late(of_alike, self.lookout.seconds_here(), 0.0)
-        if found is None and isinstance(error, DesyncError):
-            found = Failure(self.rank, str(error), 1, stacks=True)
-        return found
+        return first.code
 
     def _speak(self, failure: Failure, error: Exception | None = None) -> None:
         """Say once why this process stops, with its stacks where they may help."""
@@ -196,77 +180,119 @@ class Watchdog:
             if self._has_spoken:
                 return
             self._has_spoken = True
-            own = f"rank {self.rank} "
             lines = failure.what
-            if failure is not self._found:
-                cause = failure.what
-                cause = f"it {cause.removeprefix(own)}" if cause.startswith(own) else cause
-                lines = f"{own}stopped because {cause}"
+            if failure.rank == self.rank and error is None:
+                lines = f"rank {self.rank} stopped: {lines}"
+            elif failure.rank != self.rank:
+                lines = f"rank {self.rank} stopped because {lines}"
             if failure.stacks:
-                lines += f"\n{own}is here:\n{_stacks() if error is None else _traceback(error)}"
-            _say(lines)
-        if failure is not self._found:
-            self.heartbeats.acknowledge()
-
-    def _agreed(self, failure: Failure) -> Failure:
-        """This failure, published immediately, unless another process published one first."""
-        if self.heartbeats.claim():
-            return self._post_found(failure)
-        return self._posted(HEARING_SECONDS) or failure
-
-    def _post_found(self, failure: Failure, error: Exception | None = None) -> Failure:
-        self._found = failure
-        self._speak(failure, error)
-        self.heartbeats.post(failure)
-        return failure
-
-    def _posted(self, patience: float) -> Failure | None:
-        """What another process has posted, or posts soon."""
-        return _within(patience, self.heartbeats.failure)
-
-    def _cause(self, patience: float) -> Failure | None:
-        """Why others have ended: what they reported, or that they reported nothing."""
-        return _within(patience, self._cause_now)
-
-    def _cause_now(self) -> Failure | None:
-        found = self.heartbeats.failure()
-        if found is None and (ended := self.attribution.ended()) is not None:
-            found = self._agreed(ended)
-        return found
-
-    def _linger(self, *, living: int) -> None:
-        """Stay until that many others have heard, and until a launcher knows who ended first.
-
-        When this process ends, the launcher may end the others at once.
-        """
-        deadline = time.monotonic() + SPEAKING_SECONDS
-        while time.monotonic() < deadline and (
-            self.heartbeats.acknowledged() < living or self.attribution.unreaped()
-        ):
-            time.sleep(0.02)
+                lines += f"\nrank {self.rank} is here:\n"
+                lines += _stacks() if error is None else _traceback(error)
+                lines += _dump_flight_record(self.rank)
+            _write(lines)
 
     def _stop_on_signal(self, _number: int, _frame: FrameType | None) -> None:
         """SIGTERM: torchrun ends all processes when one has failed; a scheduler at any time."""
-        failure = self._cause(0)
+        failure = self._cause()
         if failure is not None:
             self._speak(failure)
             raise JobFailed(failure.code)
-        self.lookout.beat(left=True)
+        self._appear(left=True)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    # What the threads do
+    def _appear(self, *, left: bool = False) -> None:
+        now, last = time.monotonic(), HERE.last
+        if (last.number, HERE.transfers) != self._place:
+            self._place, self._since = (last.number, HERE.transfers), now
+        self._beats += 1
+        in_stages = current_mesh().stages.size > 1
+        self.notices.appear(
+            Sighting(
+                number=last.number,
+                label=HERE.waits_at or str(last),
+                seconds=round(now - self._since, 3),
+                beat=self._beats,
+                left=left,
+                waits_for=HERE.waits_for if in_stages else (),
+            )
+        )
+
+    # Reports of the others
+
+    def _cause(self) -> Failure | None:
+        """Why the job ends: what a process reported, or that one of this machine is gone."""
+        failure = self.notices.failure()
+        if failure is not None:
+            return failure
+        for rank, process in self._local.items():
+            if _lives(process):
+                continue
+            # A process reports before it ends, so the store is read after it was found to be gone.
+            if (failure := self.notices.failure()) is not None:
+                return failure
+            seen = self.notices.sightings([rank]).get(rank)
+            if seen is None or not seen.left:
+                what = f"rank {rank} was lost (killed? out of memory?) while rank {self.rank} was"
+                return self.notices.post(Failure(rank, f"{what} at {HERE.last}", 1))
+        return None
+
+    def _find_left(self) -> Failure | None:
+        """A process that ended normally while this one needed it."""
+        others = [rank for rank in range(self.notices.world_size) if rank != self.rank]
+        for rank, seen in self.notices.sightings(others).items():
+            if seen.left:
+                what = f"rank {rank} left while rank {self.rank} waited for it at {HERE.last}"
+                return self.notices.post(Failure(rank, what, 1))
+        return None
+
+    def _look(self) -> Failure | None:
+        """The process that keeps the others waiting, if this one observes and stands still."""
+        now = time.monotonic()
+        still = now - self._since
+        if now < self._next_look or sum(self._place) == 0:
+            return None
+        self._next_look = now + self.pace
+        if still < min(STANDING_STILL * self.pace, self.timeout):
+            self._heard.clear()
+            return None
+        if self.notices.gone and still >= SILENCE_SECONDS:
+            what = f"rank 0 was lost: rank {self.rank} lost its store while at {HERE.last}"
+            return Failure(0, what, 1, stacks=True)
+        if self.rank >= OBSERVERS:
+            return None
+        seen = self.notices.sightings(range(self.notices.world_size))
+        in_stages = current_mesh().stages.size > 1
+        find = find_hanging_stage if in_stages else find_late
+        return find(seen, self.timeout) or self._find_silent(seen, now)
+
+    def _find_silent(self, seen: dict[int, Sighting], now: float) -> Failure | None:
+        for rank, each in seen.items():
+            beat, since = self._heard.get(rank, (each.beat, now))
+            self._heard[rank] = each.beat, since if beat == each.beat else now
+            silent = now - self._heard[rank][1]
+            if rank not in (self.rank, *self._local) and silent >= SILENCE_SECONDS:
+                if each.left:
+                    continue
+                what = (
+                    f"rank {rank} on {self._hosts[rank]} has sent nothing for {silent:.0f} s"
+                    f" (killed? network gone?): {whereabouts(each)}"
+                )
+                return Failure(rank, what, 1)
+        return None
+
+    # Threads
 
     def _beat(self) -> None:
-        while not self._over.wait(self.lookout.pace):
-            self.lookout.beat()
+        while not self._over.wait(self.pace):
+            self._appear()
 
     def _run(self) -> None:
-        while not self._over.wait(self.lookout.tick):
+        while not self._over.wait(self.tick):
             self._arm()
-            failure = self._cause_now()
-            if failure is None and (found := self.lookout.look()) is not None:
-                failure = self._agreed(found)
+            failure = self._cause()
+            if failure is None and (failure := self._look()) is not None:
+                failure = self.notices.post(failure)
             if failure is not None:
                 self._obey(failure)
                 return
@@ -281,7 +307,7 @@ class Watchdog:
             os._exit(failure.code)
 
     def _arm(self) -> None:
-        """Have the process ended, stacks first, should even this thread come to a stand."""
+        """End the process, stacks first, should even this thread stop."""
         now = time.monotonic()
         if now - self._armed_at >= self.timeout / 8:
             self._armed_at = now
@@ -289,20 +315,38 @@ class Watchdog:
 
 
 def _within(seconds: float, look: Callable[[], Failure | None]) -> Failure | None:
-    """What `look` finds at once or within that many seconds."""
+    """The first result of `look` within that many seconds."""
     deadline = time.monotonic() + seconds
-    pause, longest = POLL_SECONDS
     while (found := look()) is None and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(1.2 * pause, longest)
+        time.sleep(0.1)
     return found
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def _is_of_collectives(error: Exception) -> bool:
-    """Whether the error may be but the consequence of another process's."""
+    """Whether the error may be the consequence of another process's."""
     if isinstance(error, DesyncError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and OF_COLLECTIVES.search(str(error)) is not None
+
+
+def _dump_flight_record(rank: int) -> str:
+    """Write NCCL's record of the last collectives; a sentence that names the file."""
+    dump = getattr(import_module("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
+    if dump is None or not torch.cuda.is_available():
+        return ""
+    default = Path(tempfile.gettempdir()) / "rlhf_nccl_trace_rank_"
+    path = Path(f"{os.environ.get(FLIGHT_RECORD, default)}{rank}")
+    with suppress(Exception):
+        path.write_bytes(dump())
+        return f"\nNCCL's last collectives: {path}; torchfrtrace reads the files of all ranks"
+    return ""
 
 
 def _summary(error: Exception) -> str:
@@ -314,13 +358,13 @@ def _summary(error: Exception) -> str:
 def _show(error: Exception) -> None:
     """Show an error as the command line does: one sentence if that is all, else its traceback."""
     if isinstance(error, ONE_SENTENCE):
-        _say(f"error: {' '.join(str(error).split())}")
+        _write(f"error: {' '.join(str(error).split())}")
     else:
-        _say(_traceback(error))
+        _write(_traceback(error))
 
 
 def _traceback(error: Exception) -> str:
-    """The traceback as Python shows it, from where the processes have met."""
+    """The traceback as Python shows it, without the frames of this module."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_name in ("watching", "process_group"):
         frames = frames.tb_next
@@ -336,7 +380,7 @@ def _stacks() -> str:
     return "\n\n".join(each for each in stacks if not each.startswith("Current thread"))
 
 
-def _say(text: str) -> None:
-    """Lines on standard error, in one piece."""
+def _write(text: str) -> None:
+    """Write lines to standard error, in one piece."""
     sys.stderr.write(text.rstrip("\n") + "\n")
     sys.stderr.flush()

@@ -1,0 +1,142 @@
+"""Slow processes, and resources that a run never releases."""
+
+import logging
+import os
+import statistics
+import time
+
+import psutil
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from pipeline.parallel.group import Group
+from pipeline.position import HERE
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 20
+"""Steps after which the processes compare their times."""
+
+FACTOR = 1.5
+"""Multiple of the others' time from which a process is slow."""
+
+EXCEPTIONS = 2
+"""Steps of a window that are ignored: any process pauses now and then."""
+
+SETTLED = 10
+"""Steps until a run has opened the files and threads that it needs."""
+
+ALLOWED_GROWTH = 16
+"""Files or threads that a run may open after that."""
+
+
+class Stragglers:
+    """Measures how long each process computes in a step, and logs which one is slow.
+
+    Time spent waiting for other processes in collectives doesn't count. In a pipeline of several
+    `stages` the processes of one stage, which do the same work, are compared with each other.
+    """
+
+    def __init__(self, world: Group, *, stages: int = 1) -> None:
+        self._world = world
+        self._alike = world.size // stages
+        self.begin_step()
+        self._seconds: list[float] = []
+        self._reported: set[int] = set()
+
+    def begin_step(self) -> None:
+        """Begin a step; time before it doesn't count."""
+        self._start, self._waited = time.perf_counter(), HERE.waited()
+
+    def end_step(self, step: int) -> None:
+        """End a step. At the end of a window all processes compare, and the first one logs."""
+        elapsed = time.perf_counter() - self._start
+        self._seconds.append(max(0.0, elapsed - (HERE.waited() - self._waited)))
+        if len(self._seconds) == WINDOW:
+            if self._alike > 1:
+                self._compare(step - WINDOW + 1)
+            self._seconds.clear()
+        self.begin_step()
+
+    def _compare(self, first_step: int) -> None:
+        rows = self._world.gather_rows(self._seconds)
+        slow = {
+            first + each: factor
+            for first in range(0, len(rows), self._alike)
+            for each, factor in slow_ranks(rows[first : first + self._alike]).items()
+        }
+        new = slow.keys() - self._reported
+        self._reported = set(slow)
+        if not new:
+            return
+        hosts = self._world.gather_objects(os.uname().nodename)
+        if self._world.rank == 0:
+            for each in sorted(new):
+                logger.warning(
+                    "rank %d takes %.1f x the others' time since step %d (host %s)",
+                    each,
+                    slow[each],
+                    first_step,
+                    hosts[each],
+                )
+
+
+def slow_ranks(seconds: Float64[Tensor, "ranks steps"]) -> dict[int, float]:
+    """Multiple of the others' median time, of each rank that is slow in (nearly) every step.
+
+    `seconds[r, s]`: how long rank r, of two or more, computed in step s.
+    """
+    slow: dict[int, float] = {}
+    for rank in range(len(seconds)):
+        others = torch.cat([seconds[:rank], seconds[rank + 1 :]]).quantile(0.5, dim=0)
+        factors = sorted((seconds[rank] / others.clamp(min=1e-9)).tolist())
+        if factors[min(EXCEPTIONS, len(factors) - 1)] >= FACTOR:
+            slow[rank] = statistics.median(factors)
+    return slow
+
+
+class Health:
+    """Memory of the largest process, and files and threads that are never closed."""
+
+    def __init__(self, world: Group) -> None:
+        self._world = world
+        self._process = psutil.Process()
+        self._before: tuple[float, float] | None = None
+        self._has_warned = False
+
+    def look(self, step: int) -> float:
+        """Memory in GB of the largest process; on a GPU, the peak of its memory.
+
+        All processes call it after the same steps.
+        """
+        process = self._process
+        memory, descriptors, threads = self._world.maxima(
+            [
+                torch.cuda.max_memory_allocated()
+                if torch.cuda.is_available()
+                else process.memory_info().rss,
+                process.num_fds() if hasattr(process, "num_fds") else 0,
+                process.num_threads(),
+            ]
+        )
+        if step >= SETTLED:
+            self._compare(step, descriptors, threads)
+        return round(memory / 1e9, 3)
+
+    def _compare(self, step: int, descriptors: float, threads: float) -> None:
+        if self._before is None:
+            self._before, self._since = (descriptors, threads), step
+            return
+        grown = max(descriptors - self._before[0], threads - self._before[1])
+        if grown > ALLOWED_GROWTH and not self._has_warned:
+            self._has_warned = True
+            logger.info(
+                "a process has %.0f open files and %.0f threads after step %d, and had %.0f and"
+                " %.0f after step %d: something isn't closed",
+                descriptors,
+                threads,
+                step,
+                *self._before,
+                self._since,
+            )

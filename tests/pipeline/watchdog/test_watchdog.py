@@ -1,0 +1,261 @@
+"""A job names the process that failed, was lost or hangs, and ends in time."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.engine.engine import Engine
+from pipeline.errors import DataError
+from pipeline.parallel.mesh import current_mesh
+from pipeline.watchdog.monitors import SETTLED, WINDOW, Health, Stragglers, slow_ranks
+from pipeline.watchdog.notices import Sighting, find_hanging_stage, find_late
+from tests.distributed import rank
+from tests.jobs import Job, run_job
+from tests.pipeline.engine.test_stages import build, loss_of, settings
+
+
+def lines(job: Job) -> list[str]:
+    return job.errors.splitlines()
+
+
+def train(steps: int = 2) -> Engine:
+    engine = Engine(build("llama", "fp32"), settings(3, max_norm=None), total_steps=10)
+    for _ in range(steps):
+        engine.backward(loss_of(engine, 0, 0, rank()))
+        engine.step()
+    return engine
+
+
+def loss_fails() -> None:
+    engine = train()
+    if rank() == 1:
+        raise ValueError("labels are all masked")
+    engine.backward(loss_of(engine, 0, 0, rank()))
+
+
+def test_the_error_of_one_rank_is_shown_and_named_by_the_others() -> None:
+    job = run_job(loss_fails)
+
+    assert job.codes == [1, 1]
+    assert "in loss_fails" in job.errors
+    assert "ValueError: labels are all masked" in lines(job)
+    assert "rank 0 stopped because rank 1 failed: ValueError: labels are all masked" in lines(job)
+    assert job.errors.count("Traceback") == 1
+
+
+def wrong_row(ranks: tuple[int, ...]) -> None:
+    current_mesh().world.sum(rank())
+    if rank() in ranks:
+        raise DataError("rows.jsonl line 3 has no prompt")
+    current_mesh().world.barrier()
+
+
+@pytest.mark.jobs
+def test_wrong_input_that_one_rank_meets_is_shown() -> None:
+    job = run_job(wrong_row, (1,))
+
+    assert job.codes == [2, 2]
+    assert sorted(lines(job)) == [
+        "error: rows.jsonl line 3 has no prompt",
+        "rank 0 stopped because rank 1 failed: DataError: rows.jsonl line 3 has no prompt",
+    ]
+
+
+def test_wrong_input_that_all_ranks_meet_is_shown_once() -> None:
+    job = run_job(wrong_row, (0, 1, 2), world_size=3)
+
+    assert job.codes == [2, 2, 2]
+    assert lines(job) == ["error: rows.jsonl line 3 has no prompt"]
+
+
+def killed() -> None:
+    engine = train()
+
+    def die(*_: object) -> None:
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    engine.model.model.layers[1].register_full_backward_hook(die)
+    engine.backward(loss_of(engine, 0, 0, rank()))
+
+
+def test_a_killed_rank_is_named() -> None:
+    job = run_job(killed)
+
+    assert job.codes == [1, -signal.SIGKILL]
+    assert job.seconds < 30
+    assert "rank 0 stopped because rank 1 was lost (killed? out of memory?)" in lines(job)[0]
+
+
+def stop_on_signal() -> None:
+    current_mesh().world.sum(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+
+
+def test_processes_that_a_scheduler_stops_end_silently() -> None:
+    job = run_job(stop_on_signal)
+
+    assert job.codes == [-signal.SIGTERM] * 2
+    assert job.errors == ""
+
+
+def hangs() -> None:
+    engine = train()
+    if rank() == 1:
+        time.sleep(1000)
+    engine.backward(loss_of(engine, 0, 0, rank()))
+
+
+def test_a_rank_that_hangs_is_named_with_all_stacks_and_ended() -> None:
+    job = run_job(hangs, timeout_seconds=2)
+
+    assert job.codes == [1, 1]
+    assert job.seconds < 17
+    assert re.search(r"rank 1 did not come to all_gather of root \(engine\), .* rank 0 waited",
+                     job.errors)  # fmt: skip
+    assert "rank 0 is here:" in lines(job)
+    *_, of_rank_1 = job.errors.partition("rank 1 is here:")
+    assert "in hangs" in of_rank_1
+
+
+def in_another_order() -> None:
+    comm = train(0).comm
+    for unit in ("a", "b") if rank() == 0 else ("b", "a"):
+        full = torch.ones(64)
+        comm.all_gather(full, comm.piece(full), unit).wait()
+    comm.all_reduce(torch.zeros(4, dtype=torch.float64))
+
+
+@pytest.mark.jobs
+def test_collectives_in_another_order_end_the_job() -> None:
+    job = run_job(in_another_order)
+
+    assert 0 not in job.codes
+    assert "all_gather of a (engine)" in job.errors
+    assert "all_gather of b (engine)" in job.errors
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    ("case", "code", "message"),
+    [
+        ("killed", 128 + signal.SIGKILL, "rank 0 stopped because rank 1 was lost"),
+        ("wrong setting", 2, "error: rank 1 has no such file\n"),
+        ("wrong settings", 2, "error: there is no such file\n"),
+    ],
+)
+def test_a_step_under_torchrun_ends_with_the_code_of_the_rank_that_failed(
+    case: str, code: int, message: str
+) -> None:
+    launcher = [sys.executable, "-m", "pipeline.launch.torchrun", "--standalone"]
+    ended = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", "-m", "tests.pipeline.watchdog.watched", case],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == code
+    assert ended.stderr.startswith(message)
+    assert ended.stderr.count("\n") == 1
+
+
+def test_the_rank_that_is_furthest_behind_is_late() -> None:
+    seen = {
+        0: Sighting(7, "all_gather of a", 5.0, 9),
+        1: Sighting(8, "all_reduce of b", 4.0, 9),
+        2: Sighting(5, "barrier", 6.0, 9),
+    }
+
+    failure = find_late(seen, 5.0)
+
+    assert failure is not None
+    assert failure.rank == 2
+    assert failure.what == (
+        "rank 2 did not come to all_gather of a (collective 7), where rank 0 waited 5 s for it:"
+        " its last was barrier (collective 5), 6 s ago"
+    )
+    assert find_late(seen, 5.1) is None
+    assert find_late({0: seen[0], 1: seen[0]}, 1.0) is None
+
+
+def test_the_stage_that_all_others_wait_for_hangs() -> None:
+    seen = {
+        0: Sighting(3, "hidden states", 9.0, 1, waits_for=(1,)),
+        1: Sighting(4, "gradients", 8.0, 1, waits_for=(2,)),
+        2: Sighting(2, "barrier", 10.0, 1),
+    }
+
+    failure = find_hanging_stage(seen, 5.0)
+
+    assert failure is not None
+    assert failure.rank == 2
+    assert "rank 0 waited 9 s for it through rank 1" in failure.what
+    # Stages that wait for each other in a circle have no one at the end.
+    assert find_hanging_stage({**seen, 2: seen[2]._replace(waits_for=(0,))}, 5.0) is None
+
+
+def slow(*seconds: list[float]) -> dict[int, float]:
+    return slow_ranks(torch.tensor(seconds, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ([1.5] * 20, {1: 1.5}),
+        ([1.4999] * 20, {}),
+        ([1.0] * 2 + [1.5] * 18, {1: 1.5}),
+        ([1.0] * 3 + [9.0] * 17, {}),
+    ],
+)
+def test_a_rank_is_slow_that_takes_half_as_long_again_in_18_of_20_steps(
+    own: list[float], expected: dict[int, float]
+) -> None:
+    usual = [1.0] * WINDOW
+
+    assert slow(usual, own) == expected
+    assert slow(usual, own, usual) == expected
+
+
+def sleeping(seconds: tuple[float, ...], stages: int) -> None:
+    stragglers = Stragglers(current_mesh().world, stages=stages)
+    for step in range(1, WINDOW + 1):
+        time.sleep(seconds[rank()])
+        current_mesh().world.sum(1)
+        stragglers.end_step(step)
+
+
+@pytest.mark.jobs
+def test_a_slow_rank_is_compared_with_those_of_its_stage() -> None:
+    job = run_job(sleeping, (0.02, 0.02, 0.06, 0.18), 2, world_size=4)
+
+    assert job.codes == [0] * 4
+    (line,) = lines(job)
+    assert "rank 3 takes" in line
+
+
+def test_files_that_are_not_closed_are_logged_once(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    health = Health(current_mesh().world)
+    health.look(SETTLED)
+    health.look(SETTLED + 1)
+    assert caplog.messages == []
+
+    opened = [(tmp_path / str(n)).open("w") for n in range(20)]
+    for step in range(20, 23):
+        health.look(step)
+    for file in opened:
+        file.close()
+
+    assert len(caplog.messages) == 1
