@@ -14,7 +14,7 @@ from pipeline.config import StepConfig
 from pipeline.errors import EXIT_FAILED, EXIT_USER_ERROR
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import step_command, step_environment
-from pipeline.launch.environment import PLANNED
+from pipeline.launch.local import PLANNED
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.output import AUTOTUNE, MARK
 from pipeline.plan.plan import Plan

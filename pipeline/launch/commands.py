@@ -1,4 +1,4 @@
-"""The command lines that run a step, and the environment that its processes see."""
+"""The command lines that run a step, here or on another machine, and their environment."""
 
 import os
 import shlex
@@ -9,14 +9,15 @@ from pathlib import Path
 
 from pipeline.installation import ROOT
 from pipeline.launch.deployment import Deployment
-from pipeline.launch.environment import read_env_file
-from pipeline.launch.hosts import Host
-from pipeline.launch.layout import Layout
-from pipeline.launch.local import list_gpus, share_of_cores
+from pipeline.launch.layout import Host, Layout, is_this_machine
+from pipeline.launch.local import list_gpus, read_env_file, share_of_cores
 
 TORCHRUN = ("-m", "pipeline.launch.torchrun")
 RESTARTS = 100
-"""Of a job whose machines come and go; every one that is lost takes one."""
+"""Of an elastic job; every lost machine takes one."""
+
+NO_DIRECTORY, NO_PYTHON = 120, 121
+"""Exit codes where a machine lacks what a command needs."""
 
 
 def step_command(
@@ -34,7 +35,7 @@ def step_words(module: str, config_file: Path, where: Layout) -> list[str]:
 
 
 def launch_command(step: Sequence[str], where: Layout, deployment: Deployment) -> list[str]:
-    """The command line on this machine that runs `-m module ...` where it belongs."""
+    """The command line on this machine that runs `-m module ...` on all machines."""
     match where.by:
         case "process":
             return [sys.executable, *step]
@@ -60,7 +61,7 @@ def rendezvous(where: Layout, rank: int | str) -> list[str]:
     """Torchrun's options by which the machines find each other, for number `rank` of them."""
     most = len(where.hosts)
     if where.is_elastic:
-        # The first machine holds the store, so that it alone must not be lost.
+        # The first machine holds the store, so only the first one must not be lost.
         return [
             *("--nnodes", f"{where.fewest}:{most}", "--max-restarts", str(RESTARTS)),
             *("--rdzv-backend", "c10d", "--rdzv-id", "rlhf"),
@@ -74,7 +75,7 @@ def rendezvous(where: Layout, rank: int | str) -> list[str]:
 
 
 def srun_command(step: Sequence[str], where: Layout, deployment: Deployment) -> list[str]:
-    """The command line that has SLURM start torchrun once on each machine of the allocation.
+    """The command line by which SLURM starts torchrun once on each machine of the allocation.
 
     srun labels the output by machine, passes signals on, names the task that fails, and ends all.
     """
@@ -91,6 +92,27 @@ def srun_command(step: Sequence[str], where: Layout, deployment: Deployment) -> 
     ]
 
 
+def host_command(
+    command: Sequence[str], host: Host, where: Layout, deployment: Deployment
+) -> list[str]:
+    """The command line on this machine that runs another one on a host, by ssh or srun.
+
+    There it runs in the directory of the same name, and finds this repository's packages.
+    """
+    python = shlex.quote(sys.executable)
+    line = (
+        f"cd {shlex.quote(str(Path.cwd()))} || exit {NO_DIRECTORY};"
+        f" test -x {python} || exit {NO_PYTHON};"
+        f" exec env {shlex.quote(f'PYTHONPATH={ROOT}')} {shlex.join(command)}"
+    )
+    if where.by == "slurm":
+        one = ["--nodes", "1", "--ntasks", "1", "--nodelist", host.name, "--overlap"]
+        return ["srun", *one, "--cpu-bind", "none", "sh", "-c", line]
+    if is_this_machine(host.name):
+        return ["sh", "-c", line]
+    return [*shlex.split(deployment.ssh_command), host.name, line]
+
+
 def given_options(deployment: Deployment) -> list[str]:
     """The options as the launcher takes them, without those that have their defaults."""
     words: list[str] = []
@@ -104,9 +126,9 @@ def given_options(deployment: Deployment) -> list[str]:
 
 
 def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]:
-    """The environment of the command on this machine, so that it finds our packages.
+    """The environment of the command on this machine, in which it finds only our packages.
 
-    And no others: a folder of the directory that the user stands in may be named as one of ours.
+    A folder of the user's directory may have the name of one of them.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **read_env_file(deployment.env_file), "PYTHONPATH": path}
@@ -120,9 +142,9 @@ def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]
 
 
 def devices_of(host: Host, deployment: Deployment) -> list[str]:
-    """The GPUs that the processes of a host use, where it is this machine; none where it has none.
+    """The GPUs that the processes of a host use, where it is this machine, as `list_gpus` has them.
 
-    They are named as `list_gpus` names them.
+    Empty where it has none.
     """
     if deployment.filters or not host.is_whole:
         return [str(slot) for slot in host.slots] if list_gpus(hidden=True) else []
@@ -130,7 +152,7 @@ def devices_of(host: Host, deployment: Deployment) -> list[str]:
 
 
 def visible_devices(host: Host) -> Mapping[str, str]:
-    """What shows a process the devices of a host that are used, and no others."""
+    """The variable that restricts a process to the devices of a host that are used."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot) for slot in host.slots)}
 
 
@@ -141,6 +163,6 @@ def _torchrun(
     if deployment.log_dir is not None:
         logs = ["--log-dir", str(deployment.log_dir / host.name), "--tee", "3"]
     if deployment.bind_cores:
-        step = ["-m", "pipeline.launch.bound", *step[1:]]
+        step = [*TORCHRUN, "--bind", *step[1:]]
     each = ["--nproc-per-node", str(len(host.slots))]
     return [sys.executable, *TORCHRUN, *rendezvous, *each, *logs, *step]

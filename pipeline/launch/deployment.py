@@ -7,7 +7,7 @@ from typing import Literal
 from pipeline.errors import require
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
-"""Asks for no password, and notices within a minute that the other end is gone."""
+"""Without a password prompt; a connection that is lost is noticed within a minute."""
 
 OF_SEVERAL = ("hostfile", "num_nodes", "min_nodes", "master_addr", "master_port", "node_rank")
 """Options that one machine alone does not have."""
@@ -84,16 +84,14 @@ class Deployment:
             option = f"--{name.replace('_', '-')}"
             require(value is None or value > 0, f"{option} must be above 0, got {value}")
         for name in OF_SEVERAL:
-            option = f"--{name.replace('_', '-')}"
             require(
                 many or getattr(self, name) is None,
-                f"{option} needs --deployment-type multi_node",
+                f"--{name.replace('_', '-')} needs --deployment-type multi_node",
             )
         for name in ("include", "exclude", "num_gpus", "bind_cores", "log_dir"):
-            option = f"--{name.replace('_', '-')}"
             require(
                 self.deployment_type != "single_gpu" or not getattr(self, name),
-                f"{option} needs --deployment-type single_node or multi_node",
+                f"--{name.replace('_', '-')} needs --deployment-type single_node or multi_node",
             )
         require(
             self.include is None or self.exclude is None,

@@ -1,22 +1,52 @@
-"""Where the processes of a step run, as the options and a SLURM allocation have it."""
+"""Where the processes of a step run: this machine, a host file, a SLURM allocation, or by hand.
+
+A host file is DeepSpeed's, one machine a line with the processes that it can run, its GPUs:
+
+    worker-0 slots=8
+    worker-1 slots=8
+
+`--include worker-0@worker-1:0,2` takes all slots of worker-0 and two of worker-1, `--exclude` takes
+what it does not name, and `4-7` is `4,5,6,7`.
+"""
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.errors import ConfigError, require
+from pipeline.errors import ConfigError, require, suggestion
 from pipeline.launch.deployment import Deployment
-from pipeline.launch.hosts import THIS_MACHINE, Host, read_hostfile, select_hosts
 from pipeline.launch.local import CPU_PROCESSES, count_gpus, count_processes
 
 PORT = 29500
-"""Where processes meet, as torchrun and DeepSpeed have it."""
+"""Where processes meet, as with torchrun and DeepSpeed."""
 
+LINE = re.compile(r"(?P<name>[\w.@\[\]:%][\w.@\[\]:%-]*)\s+slots=(?P<slots>[1-9]\d*)")
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 NODES = r"[\w.-]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][\w.-]*)?"
 """One part of SLURM's list of names."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine."""
+
+    name: str
+    """As ssh takes it."""
+
+    slots: tuple[int, ...]
+    """Its devices that are used, one process each, in order."""
+
+    place: str = ""
+    """Its line in the host file, for error messages: `hosts:2`."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the slots are the first ones, so that no device has to be hidden."""
+        return self.slots == tuple(range(len(self.slots)))
 
 
 @dataclass(frozen=True)
@@ -24,14 +54,14 @@ class Layout:
     """Where the processes of a step run."""
 
     by: Literal["process", "node", "ssh", "slurm", "hand"]
-    """What starts them: nothing but Python, torchrun on this machine, or torchrun on each machine
+    """What starts them: Python alone, torchrun on this machine, or torchrun on each machine,
     through ssh, through srun, or through the people at them."""
 
     hosts: tuple[Host, ...] = ()
     """The machines, the first one first. By hand only their number counts."""
 
     fewest: int = 1
-    """Machines with which a job of a changing number of them goes on."""
+    """Machines with which an elastic job continues."""
 
     address: str = "127.0.0.1"
     port: int = PORT
@@ -56,7 +86,7 @@ def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) 
     """Where the processes of a step run, by the options and, for SLURM, the environment.
 
     Raises:
-        ConfigError: the options name no machines, or they are not there.
+        ConfigError: the options name no machines, or machines that don't exist.
     """
     if deployment.deployment_type == "single_gpu":
         return Layout("process")
@@ -74,25 +104,30 @@ def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) 
     )
 
 
+def is_this_machine(name: str) -> bool:
+    """Whether a host's name is that of this machine."""
+    own = socket.gethostname()
+    return name in (*THIS_MACHINE, own, own.partition(".")[0])
+
+
 def _this_machine(deployment: Deployment) -> Host:
-    if deployment.include is None and deployment.exclude is None:
-        if deployment.num_gpus is not None:
-            gpus = count_gpus()
-            if 0 < gpus < deployment.num_gpus:
-                raise ConfigError(
-                    f"--num-gpus {deployment.num_gpus} is more than the {gpus} GPUs of this machine"
-                )
-            return Host("localhost", tuple(range(deployment.num_gpus)))
-        return Host("localhost", tuple(range(count_processes(deployment.num_processes))))
+    if deployment.filters is None:
+        if deployment.num_gpus is None:
+            return Host("localhost", tuple(range(count_processes(deployment.num_processes))))
+        gpus = count_gpus()
+        require(
+            not 0 < gpus < deployment.num_gpus,
+            f"--num-gpus {deployment.num_gpus} is more than the {gpus} GPUs of this machine",
+        )
+        return Host("localhost", tuple(range(deployment.num_gpus)))
     whole = Host("localhost", tuple(range(count_gpus(hidden=True) or CPU_PROCESSES)))
     (host,) = select_hosts([whole], include=deployment.include, exclude=deployment.exclude)
     return host
 
 
 def _by_ssh(deployment: Deployment) -> Layout:
-    hosts = read_hostfile(deployment.hostfile or Path())
     hosts = select_hosts(
-        hosts,
+        read_hostfile(deployment.hostfile or Path()),
         include=deployment.include,
         exclude=deployment.exclude,
         num_nodes=deployment.num_nodes,
@@ -101,8 +136,8 @@ def _by_ssh(deployment: Deployment) -> Layout:
     local = [host for host in hosts if host.name in THIS_MACHINE]
     if local and len(hosts) > 1:
         raise ConfigError(
-            f"{local[0].place}: {local[0].name} is another machine for every host that hears it;"
-            " write the name by which the others reach it"
+            f"{local[0].place}: {local[0].name} is a different machine on every host; write the"
+            " name by which the others reach it"
         )
     address = deployment.master_addr or hosts[0].name.rpartition("@")[2]
     port = deployment.master_port or PORT
@@ -129,33 +164,32 @@ def _by_hand(deployment: Deployment) -> Layout:
 
 
 def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
-    for option in ("include", "exclude"):
-        require(
-            getattr(deployment, option) is None,
-            f"--{option} needs --hostfile; SLURM has its own --nodelist and --exclude",
-        )
+    require(
+        deployment.filters is None,
+        "--include and --exclude need --hostfile; SLURM has its own --nodelist and --exclude",
+    )
     names = expand_nodelist(environment.get("SLURM_JOB_NODELIST", ""))
     most = deployment.num_nodes or len(names)
-    if most > len(names):
-        raise ConfigError(f"--num-nodes {most} is more than the {len(names)} of the allocation")
+    require(
+        most <= len(names), f"--num-nodes {most} is more than the {len(names)} of the allocation"
+    )
     gpus = re.search(r"\d+$", environment.get("SLURM_GPUS_ON_NODE", ""))
     each = deployment.num_gpus or (int(gpus[0]) if gpus else 0) or count_processes(None)
     hosts = tuple(Host(name, tuple(range(each))) for name in names[:most])
-    # Jobs of one user may share a machine; their numbers tell them apart.
+    # Jobs of one user may share a machine; their numbers give them different ports.
     port = deployment.master_port or PORT + int(environment["SLURM_JOB_ID"]) % 1000
     fewest = _fewest(deployment, most)
     return Layout("slurm", hosts, fewest, deployment.master_addr or names[0], port)
 
 
 def _fewest(deployment: Deployment, most: int) -> int:
-    """Machines with which a job goes on, of that many."""
     fewest = deployment.min_nodes or most
     require(fewest <= most, f"--min-nodes {fewest} is more than the {most} there are")
     return fewest
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The names that SLURM's `node[01-03,7],login` stands for.
+    """The names in SLURM's notation `node[01-03,7],login`.
 
     Raises:
         ConfigError: the list is empty or malformed.
@@ -173,3 +207,99 @@ def expand_nodelist(text: str) -> list[str]:
             numbers = range(int(first), int(last or first) + 1) if first else [""]
             names += [f"{prefix}{str(each).zfill(len(first))}{suffix}" for each in numbers]
     return names
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a file, in its order.
+
+    Raises:
+        ConfigError: the file or a line of it can't be used; the sentence begins with its place.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hostfile {path} can't be read: {error}") from None
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        match = LINE.fullmatch(words)
+        require(match is not None, f"{path}:{number}: a line is `worker-0 slots=8`, not {words!r}")
+        assert match is not None
+        name = match["name"]
+        require(name not in hosts, f"{path}:{number}: {name} is named twice; give all its slots")
+        hosts[name] = Host(name, tuple(range(int(match["slots"]))), f"{path}:{number}")
+    require(bool(hosts), f"--hostfile {path} names no host; a line is `worker-0 slots=8`")
+    return list(hosts.values())
+
+
+def select_hosts(
+    hosts: Sequence[Host],
+    *,
+    include: str | None = None,
+    exclude: str | None = None,
+    num_nodes: int | None = None,
+    num_gpus: int | None = None,
+) -> list[Host]:
+    """The hosts and slots that the options select, in the order of the file.
+
+    Raises:
+        ConfigError: an option is malformed, names an unknown host or slot, or leaves nothing.
+    """
+    if include is not None:
+        named = _filter("--include", include, hosts)
+        hosts = [replace(host, slots=named[host.name]) for host in hosts if host.name in named]
+    if exclude is not None:
+        named = _filter("--exclude", exclude, hosts)
+        hosts = [
+            replace(host, slots=tuple(each for each in host.slots if each not in left_out))
+            for host in hosts
+            for left_out in [named.get(host.name, ())]
+        ]
+        hosts = [host for host in hosts if host.slots]
+        require(bool(hosts), f"--exclude {exclude} leaves no host")
+    if num_nodes is not None:
+        require(
+            num_nodes <= len(hosts), f"--num-nodes {num_nodes} is more than the {len(hosts)} hosts"
+        )
+        hosts = hosts[:num_nodes]
+    if num_gpus is not None:
+        for host in hosts:
+            require(
+                num_gpus <= len(host.slots),
+                f"--num-gpus {num_gpus} is more than the {len(host.slots)} slots of {host.name}"
+                f" ({host.place})",
+            )
+        hosts = [replace(host, slots=host.slots[:num_gpus]) for host in hosts]
+    return list(hosts)
+
+
+def _filter(option: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
+    """Slots by host in the notation `worker-0@worker-1:0,2`."""
+    known = {host.name: host for host in hosts}
+    named: dict[str, tuple[int, ...]] = {}
+    for part in text.split("@"):
+        match = re.fullmatch(r"([^:\s]+)(?::(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*))?", part.strip())
+        if match is None:
+            raise ConfigError(f"{option} {text}: write hosts and slots as worker-0@worker-1:0,2-3")
+        name, slots = match[1], match[2]
+        if name not in known:
+            raise ConfigError(
+                f"{option} {text}: no host is called {name}; {suggestion(name, known)}"
+            )
+        require(name not in named, f"{option} {text}: {name} is named twice")
+        host = known[name]
+        chosen = host.slots
+        if slots is not None:
+            spans = [each.partition("-") for each in slots.split(",")]
+            numbers = {n for a, _, b in spans for n in range(int(a), int(b or a) + 1)}
+            missing = sorted(numbers - set(host.slots))
+            require(
+                not missing and bool(numbers),
+                f"{option} {text}: {name} has no slot {missing[0] if missing else slots}, only"
+                f" {len(host.slots)} of them{f' ({host.place})' if host.place else ''}",
+            )
+            chosen = tuple(sorted(numbers))
+        named[name] = chosen
+    return named

@@ -1,4 +1,4 @@
-"""What one machine of a job has to say of itself, before anything is loaded.
+"""What one machine of a job reports about itself before it starts.
 
 `python -m pipeline.launch.probe` prints one line of JSON. On the first machine it then listens at
 the port where processes will meet, until its standard input ends; the others try to reach it.
@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.installation import ROOT
-from pipeline.launch.interface import own_address
+from pipeline.launch.torchrun import own_address
 
 CODE = (
     *("pipeline", "inference", "rewards", "evaluation"),
@@ -31,7 +31,7 @@ CODE = (
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy")
 
 MARK = "rlhf machine: "
-"""Before the line of JSON, for a login shell may greet first."""
+"""Before the line of JSON, since a login shell may print a greeting first."""
 
 CONNECT_SECONDS = 5.0
 
@@ -47,70 +47,36 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine says of itself."""
+    """What a machine reports."""
 
-    host: str
-    python: str
-    packages: dict[str, str]
-    code: str
-    """SHA-256 of this repository's code, as far as it is run."""
+    versions: dict[str, str]
+    """Of Python, of the packages, and a hash of this repository's code."""
 
     time: float
     disk_bytes: int
-    """Free bytes of the disk that the output goes to."""
+    """Free bytes of the output directory's disk."""
 
     memory_bytes: int
-    """Bytes of main memory that are available."""
+    """Available main memory."""
 
     gpus: list[Gpu]
     shared: str | None
-    """What the file says by which the first machine is known; None without it."""
+    """Text of the launcher's mark file; None if this machine doesn't see the file."""
 
     own_address: str | None
-    """The machine's own address on the way to the first machine."""
+    """The machine's address on the route to the first machine."""
 
     reaches: bool | None
-    """Whether it reaches the port of the first machine; None where that was not tried."""
+    """Whether it reaches the port of the first machine; None if that was not tried."""
 
     port: int | None
-    """On the first machine: that port, if it is free, else another one."""
+    """On the first machine: that port if it is free, else another one."""
 
     @classmethod
     def from_line(cls, line: str) -> "Machine":
         """The machine that printed a line."""
-        found = json.loads(line)
-        return cls(**{**found, "gpus": [Gpu(**gpu) for gpu in found["gpus"]]})
-
-
-def look(mark: Path, address: str | None, port: int | None, held: ExitStack | None) -> Machine:
-    """This machine.
-
-    Args:
-        mark: a file in the directory of the output that the launcher has made.
-        address: of the first machine; None where it is not to be reached.
-        port: where processes are to meet.
-        held: on the first machine keeps the port open; None on the others.
-    """
-    found_port = None
-    reaches = None
-    if held is not None and port is not None:
-        found_port = _listen(port, held)
-    elif address is not None and port is not None:
-        reaches = _reaches(address, port)
-    return Machine(
-        host=socket.gethostname(),
-        python=platform.python_version(),
-        packages={name: _version(name) for name in PACKAGES},
-        code=code_hash(),
-        time=time.time(),
-        disk_bytes=shutil.disk_usage(mark.parent if mark.parent.is_dir() else Path.cwd()).free,
-        memory_bytes=psutil.virtual_memory().available,
-        gpus=gpus(),
-        shared=mark.read_text() if mark.is_file() else None,
-        own_address=own_address(address) if address is not None else None,
-        reaches=reaches,
-        port=found_port,
-    )
+        values = json.loads(line)
+        return cls(**{**values, "gpus": [Gpu(**gpu) for gpu in values["gpus"]]})
 
 
 def gpus() -> list[Gpu]:
@@ -144,6 +110,14 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
+def package_version(name: str) -> str:
+    """The installed version of a package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def main(argv: Sequence[str]) -> None:
     """Print what this machine is; hold the port until standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.launch.probe")
@@ -152,23 +126,28 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--first", action="store_true")
     args = parser.parse_args(argv)
+    mark, packages = args.mark, {name: package_version(name) for name in PACKAGES}
+    address: str | None = args.address
     with ExitStack() as held:
-        machine = look(args.mark, args.address, args.port, held if args.first else None)
+        machine = Machine(
+            versions={"Python": platform.python_version(), **packages, "code": code_hash()},
+            time=time.time(),
+            disk_bytes=shutil.disk_usage(mark.parent if mark.parent.is_dir() else Path.cwd()).free,
+            memory_bytes=psutil.virtual_memory().available,
+            gpus=gpus(),
+            shared=mark.read_text() if mark.is_file() else None,
+            own_address=own_address(address) if address else None,
+            reaches=_reaches(address, args.port) if address and not args.first else None,
+            port=_listen(args.port, held) if args.first else None,
+        )
         sys.stdout.write(f"{MARK}{json.dumps(asdict(machine))}\n")
         sys.stdout.flush()
         if args.first:
             sys.stdin.read()
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "missing"
-
-
 def _listen(port: int, held: ExitStack) -> int:
-    """Listen at the port, or at another one where it is taken; which it is."""
+    """Listen at the port, or at another one if it is taken; return its number."""
     for wanted in (port, 0):
         server = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,65 +1,78 @@
 """torchrun whose exit code is that of the first process that failed.
 
 `python -m pipeline.launch.torchrun` takes torchrun's options. torchrun itself turns every failure
-into exit code 1 below a page of its own; here the failed process has already printed what is wrong.
+into exit code 1 below a page of text; here the failed process has already printed its error.
 Ctrl-C and a scheduler's signals reach the processes, which get the time they need to save their
-state; a second Ctrl-C has them abort. Nodes that can't meet are a sentence. The processes share the
-cores of the machine, and find each other by the address that leads to the first one.
+state; a second Ctrl-C aborts them. The processes share the cores of the machine, and find each
+other by the address that leads to the first one.
+
+`python -m pipeline.launch.torchrun --bind MODULE [ARGUMENTS ...]` runs a module as one of these
+processes, on separate cores (`--bind-cores`).
 """
 
 import argparse
 import logging
 import os
+import runpy
+import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain
-from pipeline.launch.interface import interface_of, own_address
 from pipeline.launch.local import share_of_cores
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 GRACE_SECONDS = 600
 """Until processes that were asked to stop are killed; a scheduler's own patience ends sooner."""
 
+BIND = "--bind"
+ANY_PORT = 9
+"""Nothing is sent to it: connecting a datagram socket only looks up the route."""
+
 
 def main(argv: list[str]) -> int:
     """Run the processes; return the exit code."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import determine_local_world_size, parse_args, run
+
     logging.disable(logging.ERROR)  # of this process, which only starts and watches the others
     options = parse_args(argv)
     least, _, most = options.nnodes.partition(":")
     if most not in ("", least):
-        # The store that it would share is announced in the first meeting of a node only, so that
-        # one that comes back never learns of it (torch 2.13).
+        # torchrun announces a shared store in a node's first rendezvous only, so that a node that
+        # returns never learns of it (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
-        determine_local_world_size(options.nproc_per_node)
+        processes = determine_local_world_size(options.nproc_per_node)
     except ValueError:
         complain(
             f"error: --nproc-per-node {options.nproc_per_node} names no devices of this machine;"
             " give the number of processes (NUM_PROCESSES of the scripts)"
         )
         return EXIT_USER_ERROR
-    if options.nproc_per_node.isdigit():
-        threads = share_of_cores(int(options.nproc_per_node))
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    _face_the_first_node(options)
+    os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(processes)))
+    _use_route_to_first_node(options)
+    if hasattr(options, "signals_to_handle"):
+        options.signals_to_handle += ",SIGUSR1"
+    if getattr(options, "shutdown_timeout", 0) is None:
+        options.shutdown_timeout = GRACE_SECONDS
     try:
-        run(_patient(options))
+        run(options)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as stopped:
-        _leave_nothing_behind()
+        _kill_children()
         return EXIT_REQUEUE if stopped.sigval in STOP_SIGNALS else EXIT_INTERRUPTED
     except KeyboardInterrupt:
-        _leave_nothing_behind()
+        _kill_children()
         return EXIT_INTERRUPTED
     except (RendezvousError, DistError) as error:
         complain(f"error: the nodes could not meet{_place(options)}: {_reason(error)}")
@@ -67,17 +80,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _leave_nothing_behind() -> None:
-    """End processes that outlive torchrun, which waits no more when a second signal stops it."""
+def _kill_children() -> None:
+    """End processes that outlive torchrun, which doesn't wait after a second signal."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def _face_the_first_node(options: argparse.Namespace) -> None:
-    """Have this machine known by its address on the way to the first one.
+def _use_route_to_first_node(options: argparse.Namespace) -> None:
+    """Register this machine under its address on the route to the first one.
 
-    Else gloo takes what the machine's name stands for, which often is 127.0.0.1.
+    By default gloo uses the address of the machine's name, which often is 127.0.0.1.
     """
     first = options.rdzv_endpoint or ("" if options.standalone else options.master_addr)
     address = own_address(first.rpartition(":")[0] or first) if first else None
@@ -85,9 +98,26 @@ def _face_the_first_node(options: argparse.Namespace) -> None:
         return
     if options.local_addr is None:
         options.local_addr = address
-    interface = interface_of(address)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            return
+
+
+def own_address(other: str) -> str | None:
+    """This machine's address on the route to another one, given by name or address.
+
+    None where there is no route, or the name is unknown.
+    """
+    try:
+        candidates = socket.getaddrinfo(other, ANY_PORT, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, place in candidates:
+        with socket.socket(family, kind, protocol) as route, suppress(OSError):
+            route.connect(place)
+            return route.getsockname()[0]
+    return None
 
 
 def _place(options: argparse.Namespace) -> str:
@@ -99,24 +129,48 @@ def _place(options: argparse.Namespace) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What was wrong, and the mend."""
     message = str(error).partition("\n")[0].rstrip(". ")
     if "EADDRINUSE" in message or "address already in use" in message:
         return "that port is taken by another program; choose another"
     return (
         f"{message}; every node needs the same address, of the first one, a port that is free there"
-        " and reachable, and a --node-rank of its own"
+        " and reachable, and a different --node-rank"
     )
 
 
-def _patient(options: argparse.Namespace) -> argparse.Namespace:
-    """Have torchrun pass on SIGUSR1 too, and wait while the processes save."""
-    if hasattr(options, "signals_to_handle"):
-        options.signals_to_handle += ",SIGUSR1"
-    if getattr(options, "shutdown_timeout", 0) is None:
-        options.shutdown_timeout = GRACE_SECONDS
-    return options
+def cores_of(local_rank: int, processes: int, cpus: Sequence[int]) -> set[int]:
+    """An even share of the CPUs for one process; a shared one where there are too few.
+
+    Args:
+        local_rank: number of the process on its machine.
+        processes: how many there are.
+        cpus: allowed CPUs, hyper-threads of one core and cores of one socket next to each other.
+    """
+    if len(cpus) < processes:
+        return {cpus[local_rank % len(cpus)]}
+    first = local_rank * len(cpus) // processes
+    return set(cpus[first : (local_rank + 1) * len(cpus) // processes])
+
+
+def bind(argv: Sequence[str]) -> None:
+    """Run a module on this process's share of the cores."""
+    if hasattr(os, "sched_setaffinity"):  # macOS has none
+        cpus = sorted(os.sched_getaffinity(0), key=_socket_and_core)
+        rank, processes = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
+        os.sched_setaffinity(0, cores_of(rank, processes, cpus))
+    sys.argv = list(argv)
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def _socket_and_core(cpu: int) -> tuple[int, ...]:
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    files = [topology / name for name in ("physical_package_id", "core_id")]
+    place = [int(file.read_text()) if file.is_file() else 0 for file in files]
+    return (*place, cpu)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == [BIND]:
+        bind(sys.argv[2:])
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ from pipeline.config import FrozenModelConfig, Kernels, Precision, StepConfig
 from pipeline.kernels.products.cpu import is_needed, library
 from pipeline.kernels.toolchain.cpp import Built
 from pipeline.kernels.toolchain.levels import has_avx512, is_arm
-from pipeline.launch.environment import PLANNED
+from pipeline.launch.local import PLANNED
 from pipeline.models.load import kernels_of
 
 

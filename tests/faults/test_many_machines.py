@@ -199,6 +199,6 @@ def test_where_one_machine_is_enough_the_job_goes_on_without_the_other(
         assert job.wait(240) == 0, job.output()
         output = job.output()
 
-    assert "worker-1 ended first, by SIGKILL; 1 of 2 go on" in output
+    assert "worker-1 ended first, by SIGKILL; 1 of 2 continue" in output
     finish(train(tmp_path / "one", *exact))
     assert weights(out) == weights(tmp_path / "one")

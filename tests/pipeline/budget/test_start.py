@@ -5,7 +5,7 @@ import pytest
 from pipeline.budget.start import check_memory
 from pipeline.config import TrainedModelConfig
 from pipeline.errors import ConfigError
-from pipeline.launch.environment import PASSED_ON, PLANNED
+from pipeline.launch.local import PASSED_ON, PLANNED
 from step1_sft.config import SFTConfig
 
 HUGE = SFTConfig(

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from pipeline.launch.commands import (
     given_options,
+    host_command,
     launch_command,
     node_command,
     step_command,
@@ -17,7 +17,6 @@ from pipeline.launch.commands import (
 )
 from pipeline.launch.deployment import Deployment
 from pipeline.launch.layout import Layout, layout
-from pipeline.launch.reach import host_command
 
 STEP = ["-m", "step1_sft.train", "--config", "out/config.yaml"]
 SLURM = {
@@ -56,10 +55,6 @@ def on_nodes(**options: object) -> list[str]:
     return [shlex.join(node_command(STEP, where, rank, deployment)) for rank in ranks]
 
 
-def test_one_process_needs_no_launcher() -> None:
-    assert line() == "/env/bin/python -m step1_sft.train --config out/config.yaml"
-
-
 def test_one_machine_runs_torchrun() -> None:
     assert line(deployment_type="single_node", num_processes=2) == (
         "/env/bin/python -m pipeline.launch.torchrun --standalone --nproc-per-node 2"
@@ -73,7 +68,7 @@ def test_cores_and_logs_are_options_of_torchruns_processes() -> None:
     ) == (
         "/env/bin/python -m pipeline.launch.torchrun --standalone --nproc-per-node 2"
         " --log-dir logs/localhost --tee 3"
-        " -m pipeline.launch.bound step1_sft.train --config out/config.yaml"
+        " -m pipeline.launch.torchrun --bind step1_sft.train --config out/config.yaml"
     )
 
 
@@ -146,14 +141,6 @@ def test_one_machine_of_an_allocation_is_reached_by_srun() -> None:
     )
 
 
-def test_this_machine_needs_no_ssh() -> None:
-    where, deployment = deployed(deployment_type="single_node")
-
-    command = host_command(["/env/bin/python", "-m", "x"], where.hosts[0], where, deployment)
-
-    assert command[:2] == ["sh", "-c"]
-
-
 def test_by_hand_the_command_is_that_of_the_machine() -> None:
     assert line(
         deployment_type="multi_node", node_rank=1, num_nodes=2, num_gpus=8, master_addr="10.0.0.1"
@@ -181,35 +168,12 @@ def test_slurm_starts_torchrun_once_on_each_machine() -> None:
     )
 
 
-def test_slurms_machines_log_below_their_own_names() -> None:
-    deployment = Deployment(deployment_type="multi_node", log_dir=Path("my logs"))
-    where = layout(deployment, SLURM)
-
-    words = launch_command(STEP, where, deployment)[-1]
-
-    assert " --log-dir 'my logs'/$SLURMD_NODENAME --tee 3 " in words
-
-
 def test_the_options_said_are_those_that_differ() -> None:
     deployment = Deployment(
         deployment_type="multi_node", hostfile=Path("h"), master_port=5, bind_cores=True
     )
 
     assert given_options(deployment) == ["--hostfile", "h", "--master-port", "5", "--bind-cores"]
-
-
-def test_children_find_the_packages_from_any_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    import_it = [sys.executable, "-c", "import pipeline.errors, step1_sft.config"]
-
-    subprocess.run(
-        import_it,
-        cwd=tmp_path,
-        env=dict(step_environment(Layout("process"), Deployment())),
-        check=True,
-    )
 
 
 def test_one_process_has_all_cores_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

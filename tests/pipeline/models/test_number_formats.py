@@ -11,7 +11,7 @@ import torch
 
 from pipeline.kernels.products.cpu import library
 from pipeline.kernels.toolchain.cpp import Built
-from pipeline.launch.environment import PLANNED
+from pipeline.launch.local import PLANNED
 
 ROOT = Path(__file__).parent.parent.parent.parent
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -10,7 +10,7 @@ from pipeline.budget.fit import shortage
 from pipeline.budget.machine import MIB, parse_machine
 from pipeline.config import TrainedModelConfig
 from pipeline.errors import ConfigError, ModelError
-from pipeline.launch.environment import PLANNED
+from pipeline.launch.local import PLANNED
 from pipeline.orchestrator import main
 from pipeline.plan.describe import describe_plan
 from pipeline.plan.make import make_plan

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.launch.environment import PASSED_ON
+from pipeline.launch.local import PASSED_ON
 from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs

@@ -1,0 +1,371 @@
+"""Child processes: torchrun's, those of another machine, and those of several machines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.launch import node
+from pipeline.launch.child import SIGNALS, Ending, run_child
+from pipeline.launch.torchrun import cores_of, own_address
+
+ROOT = Path(__file__).parents[3]
+NODE = [sys.executable, "-m", "pipeline.launch.node", sys.executable, "-c"]
+TORCHRUN = [sys.executable, "-m", "pipeline.launch.torchrun", "--standalone"]
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_heard() -> Iterator[None]:
+    """As in a terminal, even where the tests themselves run under nohup."""
+    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def python(program: str) -> Ending:
+    return run_child([sys.executable, "-c", program], os.environ)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_the_child_hears_of_an_interruption_once_and_closes_its_files(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    ready, closed = tmp_path / "ready", tmp_path / "closed"
+    program = f"""
+import pathlib, time
+try:
+    pathlib.Path({str(ready)!r}).touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.3)
+    pathlib.Path({str(closed)!r}).touch()
+    raise SystemExit(130)
+"""
+    before = signal.getsignal(number)
+
+    threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
+    ending = python(program)
+
+    assert ending == Ending(130, signal_received=number)
+    assert closed.exists()
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_child_hears_of_a_schedulers_signal_as_it_is(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    ready = tmp_path / "ready"
+    program = f"""
+import pathlib, signal, time
+signal.signal({int(number)}, lambda *_: exit(75))
+pathlib.Path({str(ready)!r}).touch()
+time.sleep(60)
+"""
+
+    threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
+
+    assert python(program) == Ending(75, signal_received=number)
+
+
+def when_exists(file: Path, action: Callable[[], None]) -> Callable[[], None]:
+    def wait() -> None:
+        for _ in range(600):
+            if file.exists():
+                return action()
+            time.sleep(0.05)
+        return None
+
+    return wait
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_torchrun_passes_a_schedulers_signal_on_and_waits(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(f"""
+import os, pathlib, signal, time
+def leave(*_):
+    time.sleep(0.5)
+    pathlib.Path({str(tmp_path)!r}, "saved" + os.environ["RANK"]).touch()
+    os._exit(75)
+signal.signal({int(number)}, leave)
+pathlib.Path({str(tmp_path)!r}, "ready" + os.environ["RANK"]).touch()
+time.sleep(60)
+""")
+    process = subprocess.Popen([*TORCHRUN, "--nproc-per-node", "2", str(script)])
+    for each in ("ready0", "ready1"):
+        when_exists(tmp_path / each, lambda: None)()
+
+    process.send_signal(number)
+
+    assert process.wait(timeout=60) == 75
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+
+
+def test_torchrun_ends_with_the_code_of_the_process_that_failed(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import os, sys; sys.exit(2 if os.environ['RANK'] == '1' else 0)")
+
+    ended = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
+
+
+def test_processes_share_the_cores_evenly() -> None:
+    assert [cores_of(rank, 3, range(8)) for rank in range(3)] == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
+    assert [cores_of(rank, 3, [4, 6]) for rank in range(3)] == [{4}, {6}, {4}]
+
+
+def test_the_address_on_the_route_to_this_machine_is_its_loopback() -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address("no-such-host.invalid") is None
+
+
+@contextmanager
+def told(program: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [*NODE, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def say(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+
+
+def hear(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_variables_come_through_standard_input_and_not_on_a_command_line() -> None:
+    shows = "import os; print(os.environ['HF_TOKEN'], flush=True); import time; time.sleep(60)"
+    with told(shows) as process:
+        say(process, json.dumps({"HF_TOKEN": "hf_secret"}))
+
+        assert hear(process) == "hf_secret"
+        of_node = psutil.Process(process.pid)
+        lines = [each.cmdline() for each in (of_node, *of_node.children())]
+        assert not [line for line in lines if "hf_secret" in " ".join(line)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_passed_on_by_name(number: signal.Signals) -> None:
+    waits = f"""
+import signal, time
+signal.signal({int(number)}, lambda *_: exit(75))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with told(waits) as process:
+        say(process, "{}")
+        say(process, "")
+        assert hear(process) == "ready"
+        say(process, number.name)
+
+        assert process.wait(30) == 75
+
+
+def test_nothing_stays_behind_when_the_launcher_is_gone() -> None:
+    starts = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    with told(starts) as process:
+        say(process, "{}")
+        grandchild = psutil.Process(int(hear(process)))
+        assert process.stdin is not None
+        process.stdin.close()
+
+        assert process.wait(30) == 128 + signal.SIGTERM
+        psutil.wait_procs([grandchild], timeout=10)
+        assert not grandchild.is_running()
+
+
+def test_a_launcher_that_says_nothing_counts_as_gone() -> None:
+    read, write = os.pipe()
+    os.write(write, b"{}\n")
+    stdin = os.dup(0)
+    os.dup2(read, 0)
+    try:
+        began = time.monotonic()
+        code = node.main([sys.executable, "-c", "import time; time.sleep(60)"], lost_seconds=0.5)
+    finally:
+        os.dup2(stdin, 0)
+        for each in (read, write, stdin):
+            os.close(each)
+
+    assert code == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 20
+
+
+RUNS = """
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+from pipeline.launch.remote import Errand, run_everywhere
+
+node = [sys.executable, "-m", "pipeline.launch.node", sys.executable, "-c"]
+errands = [
+    Errand(f"worker-{number}", command, {"NUMBER": str(number)})
+    for number, program in enumerate(PROGRAMS)
+    for command in [program if isinstance(program, list) else [*node, program]]
+]
+sys.exit(run_everywhere(errands, fewest=FEWEST))
+"""
+
+
+def start(*programs: str | list[str], fewest: int | None = None) -> "subprocess.Popen[str]":
+    """Run programs side by side; a list is a command of its own instead of one on a machine."""
+    program = f"PROGRAMS = {[_dedented(each) for each in programs]!r}\nFEWEST = {fewest!r}\n{RUNS}"
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _dedented(program: str | list[str]) -> str | list[str]:
+    return textwrap.dedent(program) if isinstance(program, str) else program
+
+
+def run(*programs: str | list[str], fewest: int | None = None) -> tuple[int, str, str]:
+    process = start(*programs, fewest=fewest)
+    out, errors = process.communicate(timeout=60)
+    return process.returncode, out, errors
+
+
+ENDS_WELL = "print('fine')"
+WAITS = "import time; time.sleep(60)"
+FAILS = "import sys; print('Traceback', file=sys.stderr); sys.exit(3)"
+
+
+def test_what_each_writes_comes_after_its_name_and_where_it_belongs() -> None:
+    shows = """
+        import os, sys
+        print("I am", os.environ["NUMBER"])
+        print("and complain", file=sys.stderr)
+        sys.stdout.write("half a line")
+    """
+
+    code, out, errors = run(shows, shows)
+
+    assert code == 0
+    assert sorted(out.splitlines()) == [
+        *("worker-0: I am 0", "worker-0: half a line"),
+        *("worker-1: I am 1", "worker-1: half a line"),
+    ]
+    assert sorted(errors.splitlines()) == ["worker-0: and complain", "worker-1: and complain"]
+
+
+def test_the_first_that_fails_is_named_and_ends_the_others() -> None:
+    ends_itself = """
+        import time
+        time.sleep(1)
+        raise SystemExit(1)
+    """
+
+    code, _, errors = run(ends_itself, FAILS)
+
+    assert code == 3
+    assert errors.splitlines() == [
+        "worker-1: Traceback",
+        "worker-1 ended first, with exit code 3; the others are stopped",
+    ]
+
+
+def test_who_is_killed_is_named_with_the_signal() -> None:
+    code, _, errors = run("import os; os.kill(os.getpid(), 9)", ENDS_WELL)
+
+    assert code == 137
+    assert errors.splitlines()[-1].startswith("worker-0 ended first, by SIGKILL")
+
+
+def test_a_connection_that_is_lost_is_no_exit_code_of_a_step() -> None:
+    lost = ["sh", "-c", "read line; echo 'Connection to worker-1 closed' >&2; exit 255"]
+
+    code, _, errors = run("raise SystemExit(0)", lost)
+
+    assert code == 1
+    assert errors.splitlines()[-1].startswith("worker-1: the connection failed or was lost")
+
+
+def test_the_others_go_on_while_enough_are_left() -> None:
+    code, out, errors = run("import time; time.sleep(2); print('done')", FAILS, fewest=1)
+
+    assert (code, out) == (0, "worker-0: done\n")
+    assert errors.splitlines()[-1] == "worker-1 ended first, with exit code 3; 1 of 2 continue"
+
+
+@pytest.mark.jobs
+def test_without_the_first_one_nothing_goes_on() -> None:
+    code, _, errors = run(FAILS, WAITS, fewest=1)
+
+    assert code == 3
+    assert "continue" not in errors
+
+
+@pytest.mark.parametrize(
+    ("number", "heard"),
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGUSR1, signal.SIGUSR1),
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGHUP, signal.SIGINT),
+    ],
+)
+def test_signals_reach_every_machine(number: signal.Signals, heard: signal.Signals) -> None:
+    saves = f"""
+        import signal, sys, time
+        def leave(*_):
+            print("saved", flush=True)
+            sys.exit(75)
+        signal.signal({int(heard)}, leave)
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    process = start(saves, saves)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline().endswith("ready\n")
+
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 75
+    assert sorted(out.splitlines()) == ["worker-0: saved", "worker-1: saved"]
