@@ -19,8 +19,7 @@ from pipeline.cli import complain, say, write_config
 from pipeline.config import StepConfig
 from pipeline.errors import EXIT_FAILED, ConfigError
 from pipeline.launch.commands import step_command, step_environment
-from pipeline.launch.local import PLANNED
-from pipeline.launch.local import count_gpus
+from pipeline.launch.local import PLANNED, count_gpus
 from pipeline.plan.output import AUTOTUNE, MARK
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage

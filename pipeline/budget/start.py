@@ -10,8 +10,7 @@ from pipeline.budget.tp_sizes import tp_sizes
 from pipeline.cli import remark, say
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
-from pipeline.launch.local import PLANNED
-from pipeline.launch.local import list_gpus
+from pipeline.launch.local import PLANNED, list_gpus
 from pipeline.parallel import launched
 
 

@@ -7,8 +7,7 @@ from pipeline.budget.fallbacks import Settings, nested
 from pipeline.budget.machine import Machine, parse_machine, this_machine
 from pipeline.cli import say, split_options
 from pipeline.launch.commands import devices_of
-from pipeline.launch.layout import Host, is_this_machine
-from pipeline.launch.layout import Layout, layout
+from pipeline.launch.layout import Host, Layout, is_this_machine, layout
 from pipeline.launch.local import list_gpus
 from pipeline.plan.help import train_help
 from pipeline.plan.inputs import check_inputs

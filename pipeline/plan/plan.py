@@ -8,8 +8,8 @@ from pipeline.budget.fallbacks import Settings
 from pipeline.budget.machine import Machine
 from pipeline.config import StepConfig
 from pipeline.launch.commands import step_command, step_environment
-from pipeline.launch.local import PLANNED
 from pipeline.launch.layout import Layout
+from pipeline.launch.local import PLANNED
 from pipeline.plan.output import MARK
 from pipeline.plan.request import Request
 from pipeline.plan.stage import Stage
