@@ -39,7 +39,6 @@ from inference.engine.replay import PassCounts
 from inference.engine.sampling import Sampler
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
-from pipeline.kernels.products.dispatch import suspended
 from pipeline.models.load import load_causal_lm
 
 PROMPT = 64
@@ -98,13 +97,12 @@ def answer_with_transformers(
         max_new_tokens=max(lengths), do_sample=False, eos_token_id=None, pad_token_id=2
     )
     criteria = StoppingCriteriaList([RowLengths(lengths)] if len(set(lengths)) > 1 else [])
-    with suspended():  # else it would have our products of bf16
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=settings,
-            stopping_criteria=criteria,
-        )
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=settings,
+        stopping_criteria=criteria,
+    )
     rows = output[:, PROMPT:].tolist()
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 

@@ -25,7 +25,6 @@ from inference.engine.replay import (
 from inference.engine.traced import TracedRows
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.dispatch import is_built
-from pipeline.kernels.linear.rows import fewest_rows
 from pipeline.models.attention import round_up
 
 logger = logging.getLogger(__name__)
@@ -146,7 +145,7 @@ class Decoder:
 
     def _wider(self, num_rows: int, longest: int, kind: Kind) -> ReplayedRows | None:
         """Passes of not too many more rows that are verified already, the fewest."""
-        if self._device.type == "cpu" and not self._few_rows_are_equal():
+        if self._device.type == "cpu" and not self._skips_padding():
             return None  # all rows are multiplied
         found = [
             rows
@@ -170,24 +169,16 @@ class Decoder:
         )
 
     def _num_rows(self, count: int) -> int:
-        if self._replays:
-            rows = power_of_two(count) if count <= MANY else round_up(count, STEP)
-        else:
-            rows = count
-        if self._device.type != "cpu":
-            return rows
-        if count == 1 and (not self._replays or not self._few_rows_are_equal()):
-            return 1
-        # Products of fewer are rounded otherwise than those of training, which have many; where a
-        # kernel of ours has the same bits, it computes no more rows than are asked for.
-        return round_up(rows, fewest_rows(self._dtype))
+        if not self._replays:
+            return count
+        return power_of_two(count) if count <= MANY else round_up(count, STEP)
 
     def replays_rows(self, count: int) -> bool:
         """Whether passes of so many rows, pieces of prompts among them, are traced on a CPU."""
         return self._replays and self._device.type == "cpu" and count <= MANY
 
-    def _few_rows_are_equal(self) -> bool:
-        """Whether a kernel rounds products of one row like those of many."""
+    def _skips_padding(self) -> bool:
+        """Whether a kernel multiplies only the rows that are read."""
         return kernel_mode() != "off" and is_built(self._dtype)
 
 

@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from inference.engine.cache import NextToken
-from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.decode_attention.dispatch import sequence_attention
 from pipeline.models.attention import Layout, continued_attention
 
@@ -73,7 +72,6 @@ class Pieces:
                 first=piece.first,
                 scaling=scaling,
                 sliding_window=sliding_window,
-                kernels=kernel_mode(),
             )
             begin = end
         return attended

@@ -23,8 +23,7 @@ from inference.engine.requests import Ticket, Waiting
 from inference.engine.row_adapters import RowAdapters
 from inference.tp_group import tp_group_of
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.linear.rows import fewest_rows
-from pipeline.models.attention import Ragged, round_up
+from pipeline.models.attention import Ragged
 from pipeline.models.forward import base_model
 
 PREFILL = 2048
@@ -86,8 +85,6 @@ class Slots:
         self._spare = self.cache.width - 1
         """Where padding is stored: the end of slot 0, which nobody reads."""
         plain = base_model(model)
-        self._fewest = fewest_rows(plain.dtype) if self.device.type == "cpu" else 1
-        """Rows of a pass, as those of training have many, and are rounded so."""
         # No part of this refers back to it: what a pass keeps goes when the slots do.
         self._modules = Modules(model, self.cache, self.device, adapters)
         tp_group = tp_group_of(plain)
@@ -290,24 +287,15 @@ class Slots:
     def _read_pieces(self, parts: Sequence[Part]) -> Float[Tensor, "B V"]:
         """Read so many more tokens of each prompt; the logits after each."""
         pieces, columns = self._pieces(parts)
-        padding = round_up(len(columns), self._fewest) - len(columns)
         continues = any(piece.first for piece in pieces)
         lengths = [piece.length for piece in pieces]
-        # Padding goes on from the last piece, whose tokens don't see what comes after them.
         layout = (
-            Pieces(pieces)
-            if continues
-            else Ragged([*lengths[:-1], lengths[-1] + padding], self.device, kernels=kernel_mode())
+            Pieces(pieces) if continues else Ragged(lengths, self.device, kernels=kernel_mode())
         )
-        ends = torch.tensor(lengths).cumsum(0) - 1
-        # Logits of as many tokens as there are rows in a pass at least, for the same reason.
-        again = max(0, self._fewest - len(ends))
-        last = torch.cat([ends, ends[-1:].expand(again)]).to(self.device)
-        padded = [*columns, *[(columns[-1][0], 0, self._spare, 0)] * padding]
-        inputs = torch.tensor(padded).T.contiguous().to(self.device)
+        last = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
+        inputs = torch.tensor(columns).T.contiguous().to(self.device)
         self._modules.has_adapters = has_adapters(columns)
-        logits = self._modules(inputs, layout, reads_slots=continues, keep=last)
-        return logits[: len(lengths)]
+        return self._modules(inputs, layout, reads_slots=continues, keep=last)
 
     def _pieces(self, parts: Sequence[Part]) -> tuple[list[Piece], list[Column]]:
         """Where the tokens of a pass lie in their prompts, and what it is given of each."""

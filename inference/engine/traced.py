@@ -25,8 +25,7 @@ from inference.engine.replay import (
 )
 from inference.engine.trace import Call, OperatorTrace, Replay, TraceRecorder, memory
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.linear.cpu import Linear
-from pipeline.kernels.linear.dispatch import prepare
+from pipeline.kernels.linear.dispatch import Linear, prepare
 
 Again = Callable[[StepLayout], object]
 """Attention into the memory of a trace, as the layout at hand has it."""
@@ -142,7 +141,7 @@ class TracedRows(ReplayedRows):
         return self._trace.replay()
 
     def _product(self, call: Call) -> Replay | None:
-        """A product of few rows by the kernel, if it has the bits that products of many have."""
+        """A product of few rows by the kernel, if it supports the tensors."""
         if kernel_mode() == "off" or len(call.made) != 1 or call.kwargs:
             return None
         if call.made[0].shape[:-1].numel() != self._inputs.shape[1]:

@@ -22,9 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.engine.zero import in_backward
-from pipeline.kernels.decode_attention.pieces import piece, whole_pieces
-from pipeline.kernels.products.cpu import library
-from pipeline.kernels.toolchain.cpp import Built
 from pipeline.kernels.toolchain.levels import has_avx512, multiplies_bf16
 
 PRODUCTS = ("mm", "addmm", "bmm")
@@ -38,10 +35,9 @@ some words: what the others have is an empty tensor here."""
 def widens_products() -> bool:
     """Whether products of bf16 matrices are computed in fp32 memory of their own on this machine.
 
-    oneDNN does so on processors with AVX-512 that have no instructions for bf16; our kernel, which
-    takes its place where it can be built, doesn't.
+    oneDNN does so on processors with AVX-512 that have no instructions for bf16.
     """
-    return has_avx512() and not multiplies_bf16() and not isinstance(library(), Built)
+    return has_avx512() and not multiplies_bf16()
 
 
 @dataclass(frozen=True)
@@ -198,14 +194,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention by a fused kernel, as devices have it; the meta device has none.
-
-    In fp32 a processor gets whole pieces of keys, as `pipeline.models.attention` has them.
-    """
-
-    def __init__(self, *, on_cpu: bool) -> None:
-        super().__init__()
-        self.on_cpu = on_cpu
+    """Attention by a fused kernel, as devices have it; the meta device has none."""
 
     def __torch_function__(
         self,
@@ -218,9 +207,6 @@ class _FusedAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value = _heads(*args, **(kwargs or {}))
-        if self.on_cpu and query.dtype == torch.float32:
-            more = whole_pieces(key.shape[2]) - key.shape[2]
-            key, value = (F.pad(each, (0, 0, 0, more)) for each in (key, value))
         return _Fused.apply(query, key, value)
 
 
@@ -230,13 +216,13 @@ def _heads(
     return query, key, value
 
 
-def _again(part: nn.Module, *, on_cpu: bool) -> Iterator[RemovableHandle]:
+def _again(part: nn.Module) -> Iterator[RemovableHandle]:
     """Have a part of a block see fused attention when autograd, without modes, recomputes it."""
     modes: list[_FusedAttention] = []
 
     def enter(*_: object) -> None:
         if in_backward():
-            modes.append(_FusedAttention(on_cpu=on_cpu))
+            modes.append(_FusedAttention())
             modes[-1].__enter__()
 
     def leave(*_: object) -> None:
@@ -250,13 +236,11 @@ def _again(part: nn.Module, *, on_cpu: bool) -> Iterator[RemovableHandle]:
 @contextmanager
 def profiled(model: nn.Module, *, on_cpu: bool = False) -> Iterator[ActivationProfiler]:
     """Count all but the model's own parameters, their gradients and its buffers."""
-    if on_cpu:
-        piece()  # is found by computing, in which nothing may stand in for PyTorch
     profiler = ActivationProfiler(on_cpu=on_cpu)
     params = list(model.parameters())
     profiler.ignore([*params, *(param.grad for param in params), *model.buffers()])
     with ExitStack() as stack:
-        stack.enter_context(_FusedAttention(on_cpu=on_cpu))
+        stack.enter_context(_FusedAttention())
         stack.enter_context(profiler)
         yield profiler
 
@@ -304,9 +288,7 @@ def measure_pass(
             hooks += [each.register_forward_hook(_on_the_way_back(profiler)) for each in ends]
             for block in model.modules():
                 if isinstance(block, GradientCheckpointingLayer):
-                    hooks += [
-                        hook for part in block.children() for hook in _again(part, on_cpu=on_cpu)
-                    ]
+                    hooks += [hook for part in block.children() for hook in _again(part)]
             found = run()
             waits = profiler.held
             if trains:

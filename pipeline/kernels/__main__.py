@@ -14,9 +14,7 @@ import torch
 from pipeline.cli import run_main, say
 from pipeline.command import read_command
 from pipeline.installation import MODULE
-from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.operators import cases_of, operators
-from pipeline.kernels.products.dispatch import take_over
 from pipeline.kernels.timing import Sizes, Timed
 from pipeline.kernels.toolchain.cache import cache_directory
 from pipeline.kernels.toolchain.levels import table
@@ -62,7 +60,6 @@ def main(argv: Sequence[str]) -> None:
         usage=f"{MODULE} pipeline.kernels [--SETTING VALUE ...]",
         about="What is built, what PyTorch does instead and why, and how fast each operator is.",
     )
-    take_over(kernel_mode())  # as steps do
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))

@@ -23,9 +23,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pipeline.config import Kernels
-from pipeline.kernels.causal_attention.dispatch import causal_attention, leave_out_cudnn
-from pipeline.kernels.causal_attention.dispatch import continued_attention as by_kernel
-from pipeline.kernels.decode_attention.pieces import whole_pieces
 from pipeline.models import varlen
 from pipeline.models.in_order import in_order
 from pipeline.models.padding import pad, unpad
@@ -34,8 +31,7 @@ from pipeline.parallel.device import send
 RAGGED = "ragged"
 
 KEY_BLOCK = 32
-"""Attention reads keys in multiples of that many, in training as in generation: both then add up a
-softmax alike, bit for bit, whatever shares the call."""
+"""Attention reads keys in multiples of that many, in training as in generation."""
 
 
 class LostLayoutError(RuntimeError):
@@ -133,8 +129,7 @@ class Ragged:
 
         On a GPU in 16 bits they need no padding (`varlen.py`). Otherwise it sits on the right, for
         the attention alone: under a causal mask no real token sees what comes after it, so padding
-        needs no mask. In fp32 there are that many keys that what a
-        token sees is added up alike on a CPU, bit for bit, whatever comes after it.
+        needs no mask.
         """
         if self.kernels != "off" and varlen.takes(query, key, value, dropout=dropout):
             together = partial(
@@ -150,24 +145,16 @@ class Ragged:
             value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
         leave_out_cudnn(query)
-        exact = query.dtype == torch.float32 and query.device.type == "cpu"
-        keys = self._whole if exact else self.padded
         outputs: list[Tensor] = []
-        for taken in zip(
-            self.padded.spread(query), keys.spread(key), keys.spread(value), strict=True
-        ):
-            length, seen = taken[0].shape[2], taken[1].shape[2]
-            window = window_mask(length, sliding_window, query.device, more=seen - length)
-            if window is None and dropout == 0.0:
-                attend = partial(causal_attention, scaling=scaling, kernels=self.kernels)
-            else:
-                attend = partial(
-                    F.scaled_dot_product_attention,
-                    attn_mask=window,
-                    is_causal=window is None,
-                    dropout_p=dropout,
-                    scale=scaling,
-                )
+        for taken in zip(*(self.padded.spread(each) for each in (query, key, value)), strict=True):
+            window = window_mask(taken[0].shape[2], sliding_window, query.device)
+            attend = partial(
+                F.scaled_dot_product_attention,
+                attn_mask=window,
+                is_causal=window is None,
+                dropout_p=dropout,
+                scale=scaling,
+            )
             outputs.append(in_order(attend, *taken))  # (B, H, T, E)
         return self.padded.collect(outputs)
 
@@ -179,12 +166,7 @@ class Ragged:
     @cached_property
     def padded(self) -> Padded:
         """The sequences as attention calls take them."""
-        return _padded(self.groups, self.lengths, self.device, whole=False)
-
-    @cached_property
-    def _whole(self) -> Padded:
-        """Padded sequences of as many keys as are added up in one piece."""
-        return _padded(self.groups, self.lengths, self.device, whole=True)
+        return _padded(self.groups, self.lengths, self.device)
 
 
 def continued_attention(
@@ -195,39 +177,35 @@ def continued_attention(
     first: int,
     scaling: float | None,
     sliding_window: int | None,
-    kernels: Kernels = "auto",
 ) -> Float[Tensor, "1 T H E"]:
-    """Attention of tokens from place `first` of their sequence on, whose beginning is known.
+    """Attention of the tokens from position `first` of their sequence, whose prefix is cached.
 
-    Where `Ragged` has the same bits whatever shares the call, this has them too. Keys and values
-    begin with those of all tokens; what lies behind these is not seen, and must be finite.
+    Keys and values begin with those of all tokens; later ones are not seen, and must be finite.
     """
-    tokens, end = query.shape[2], first + query.shape[2]
-    exact = query.dtype == torch.float32 and query.device.type == "cpu"
-    seen = whole_pieces(round_up(end, KEY_BLOCK)) if exact else end
-    key, value = (_first_keys(each, seen, query.shape[1]) for each in (key, value))
-    if sliding_window is None or end <= sliding_window:
-        attended = by_kernel(
-            query, key[:, :, :end], value[:, :, :end], scaling=scaling, kernels=kernels
-        )
-        if attended is not None:
-            return attended.transpose(1, 2)
-    if exact:  # products of as many rows as `Ragged` has
-        query = F.pad(query, (0, 0, 0, round_up(tokens, KEY_BLOCK) - tokens))
-    places = torch.arange(first, first + query.shape[2], device=query.device)[:, None]
-    distance = places - torch.arange(seen, device=query.device)[None, :]
+    end = first + query.shape[2]
+    key, value = (_expand_keys(each[:, :, :end], query.shape[1]) for each in (key, value))
+    positions = torch.arange(first, end, device=query.device)[:, None]
+    distance = positions - torch.arange(end, device=query.device)[None, :]
     mask = distance >= 0
     if sliding_window is not None:
         mask &= distance < sliding_window
-    mask[tokens:, 0] = True  # padding: a row without a key would be NaN
     leave_out_cudnn(query)
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return attended[:, :, :tokens].transpose(1, 2)
+    return attended.transpose(1, 2)
 
 
-def _first_keys(keys: Float[Tensor, "1 G M D"], count: int, heads: int) -> Float[Tensor, "1 H K D"]:
-    """So many keys for each query head, zeros where there are fewer."""
-    keys = F.pad(keys[:, :, :count], (0, 0, 0, max(0, count - keys.shape[2])))
+def leave_out_cudnn(query: Tensor) -> None:
+    """Select FlashAttention over cuDNN's attention for queries on a GPU, for the whole process.
+
+    From Hopper on PyTorch prefers cuDNN's attention, which makes a plan for each new shape of a
+    call: batches of sequences of any lengths have thousands of shapes.
+    """
+    if query.is_cuda and torch.backends.cuda.cudnn_sdp_enabled():
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _expand_keys(keys: Float[Tensor, "1 G K D"], heads: int) -> Float[Tensor, "1 H K D"]:
+    """Repeat each key head for the query heads that share it."""
     shared_by = heads // keys.shape[1]
     return keys if shared_by == 1 else keys.repeat_interleave(shared_by, dim=1)
 
@@ -253,9 +231,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def _padded(
-    groups: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device, *, whole: bool
+    groups: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
 ) -> Padded:
-    """Each group padded to a multiple of KEY_BLOCK, and on to whole pieces of a sum if `whole`."""
+    """Each group padded to a multiple of KEY_BLOCK."""
     sizes = torch.tensor(lengths)
     first = sizes.cumsum(0) - sizes
     shapes: list[tuple[int, int]] = []
@@ -264,7 +242,7 @@ def _padded(
     for rows in groups:
         size = sizes[list(rows), None]  # (B, 1)
         length = round_up(int(size.max()), KEY_BLOCK)
-        step = torch.arange(whole_pieces(length) if whole else length)[None, :]  # (1, T)
+        step = torch.arange(length)[None, :]  # (1, T)
         tokens = first[list(rows), None] + torch.minimum(step, size - 1)
         shapes.append((tokens.shape[0], tokens.shape[1]))
         source.append(tokens.flatten())

@@ -24,7 +24,6 @@ from pipeline.errors import ModelError, UserError, is_out_of_memory
 from pipeline.hub import cached_file, require_reachable
 from pipeline.installation import TRAIN
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.products.dispatch import take_over_for
 from pipeline.models.aligned import align_weights
 from pipeline.models.attention import RAGGED
 from pipeline.models.deferred import (
@@ -339,7 +338,6 @@ def _prepared(
     nn.Module.to(model, device=device)
     align_weights(model)
     require_finite(model, model_path(config))
-    take_over_for(model, device, kernels_of(config))
     return model.eval()
 
 

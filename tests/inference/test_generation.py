@@ -15,8 +15,6 @@ from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.errors import ConfigError, DataError
-from pipeline.kernels.linear.rows import fewest_rows
-from pipeline.models.attention import round_up
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
 from pipeline.parallel.mesh import current_mesh
@@ -32,11 +30,6 @@ from tests.families import (
 )
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
-
-
-def padded(rows: int) -> int:
-    """Rows of a pass of that many: as many as round one like many do, on this machine."""
-    return round_up(rows, fewest_rows(torch.float32))
 
 
 NEW_TOKENS = 8
@@ -331,7 +324,7 @@ def test_samples_of_one_prompt_read_it_once(tmp_path: Path) -> None:
 
     assert sample([prompt] * 7, list(range(7)), 3) == alone
     # Seven samples in three slots: three rounds of three steps, the last of one sequence.
-    assert counts == [padded(12), *[padded(3)] * 6, *[1] * 3]
+    assert counts == [12, *[3] * 6, *[1] * 3]
 
 
 def test_a_slot_that_is_free_is_refilled_at_once(tmp_path: Path) -> None:
@@ -371,7 +364,7 @@ def test_a_long_prompt_is_read_in_pieces(family: str, tmp_path: Path) -> None:
     opened = batch.OpenBatch(model, num_slots=len(PROMPTS), capacity=20, chunk=5)
     pieces = {each.index: each.response for each in run_closed(opened, requests, None, None)}
 
-    assert max(counts) == padded(5)
+    assert max(counts) == 5
     assert [pieces[row].ids for row in range(len(PROMPTS))] == [each.ids for each in whole]
 
 
@@ -392,7 +385,7 @@ def test_the_cache_is_as_large_as_it_may_be(tmp_path: Path) -> None:
         return [each.index for each in finished]
 
     assert sorted(answer(needed)) == [0, 1, 2, 3, 4, 5]
-    assert set(counts[1:]) <= {1, *map(padded, range(1, 13))}
+    assert set(counts[1:]) <= set(range(1, 13))
     assert counts.count(1) >= 6 * 7  # one sequence at a time
     with pytest.raises(ConfigError, match=f"of 20 tokens take {needed:,} bytes, and there is room"):
         answer(needed - 1)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import choice
-from pipeline.kernels.decode_attention import cpu, cuda, definition
+from pipeline.kernels.decode_attention import cpu, cuda, definition, dispatch
 from pipeline.kernels.decode_attention.definition import Scores
 from pipeline.kernels.timing import NO_GPU, Sizes, Timed, by_kernel, describe, name_of
+from pipeline.kernels.toolchain.cpp import NotBuiltError
 from pipeline.kernels.toolchain.gpu import Gpu, Macros
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -166,28 +167,17 @@ def _timed(device: torch.device, dtype: torch.dtype, tokens: int) -> Timed:
     lengths = torch.full((SEQUENCES,), tokens, dtype=torch.int32, device=device)
     scores = Scores(lengths=lengths, scaling=HEAD_SIZE**-0.5)
     if device.type == "cpu":
-        found = cpu.kernel(dtype, HEAD_SIZE)
+        found = cpu.library(dtype)
     else:
         defines = cuda.specialisation(dtype, cuda.Shape(1, HEAD_SIZE, dtype.itemsize))
         found = choice.find(device, "decode_attention", defines, cuda.self_test)
 
     def ours() -> Tensor:
-        assert not isinstance(found, str)
-        if isinstance(found, Gpu):
-            return cuda.decode_attention(query, key, value, scores, gpu=found, longest=tokens)
-        return cpu.decode_attention(
-            query,
-            key,
-            value,
-            lengths,
-            scaling=scores.scaling,
-            sliding_window=None,
-            built=found,
-        )
+        return dispatch.decode_attention(query, key, value, scores, longest=tokens)
 
     return by_kernel(
         f"decode attention on {device.type}, {SEQUENCES} x {tokens}, {name_of(dtype)}",
-        found,
+        str(found) if isinstance(found, NotBuiltError) else found,
         ours,
         lambda: definition.decode_attention(query, key, value, scores),
     )

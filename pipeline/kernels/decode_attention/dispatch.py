@@ -42,16 +42,18 @@ def decode_attention(
             query, key, value, scores, gpu=kernel, longest=longest, out=out
         )
     if kernel is not None:
-        return cpu.decode_attention(
+        out = query.new_empty(query.shape) if out is None else out
+        call = cpu.prepare(
             query,
             key,
             value,
-            scores.lengths,
+            out,
             scaling=scores.scaling,
             sliding_window=scores.sliding_window,
             built=kernel,
-            out=out,
         )
+        call(scores.lengths)
+        return out
     result = definition.decode_attention(query, key, value, scores)
     return result if out is None else out.copy_(result)
 
@@ -77,16 +79,17 @@ def sequence_attention(
     if not isinstance(built, Built) or not out.is_contiguous():
         return False
     lengths = torch.arange(first + 1, first + 1 + len(query), dtype=torch.int32)
-    cpu.sequence_attention(
+    call = cpu.prepare(
         query,
         key,
         value,
-        lengths,
+        out,
         scaling=scaling,
         sliding_window=sliding_window,
         built=built,
-        out=out,
+        one_sequence=True,
     )
+    call(lengths)
     return True
 
 
@@ -144,8 +147,8 @@ def _on_cpu(
     kernels = choice.kernel_mode()
     if kernels == "off":
         return None
-    found = next(cpu.refusals(query, key, value), None) or cpu.kernel(query.dtype, query.shape[2])
+    found = next(cpu.refusals(query, key, value), None) or cpu.library(query.dtype)
     if isinstance(found, Built):
         return found
-    choice.settle("attention", found, kernels)
+    choice.settle("attention", str(found), kernels)
     return None

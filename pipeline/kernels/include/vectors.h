@@ -1,9 +1,10 @@
-// Vectors of fp32 sums, and tensors of fp32 or bf16 read in units of 32 bits: one number, or two
-// neighbours. NUMBER, Float32 or BFloat16, chooses at compile time. A product and a sum of vectors must
-// become a fused multiply-add (-ffp-contract=fast).
+// Vectors of fp32 numbers for any instruction set, and rows of fp32 or bf16 numbers read in units of 32 bits:
+// one number, or two neighbours. NUMBER, Float32 or BFloat16, selects the format at compile time. The compiler
+// must contract products and sums of vectors into fused multiply-adds (-ffp-contract=fast).
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #ifdef __AVX512F__
@@ -20,9 +21,9 @@ constexpr int LANES = 16;
 constexpr int LANES = 8;
 #endif
 
-// Either is looked at as the other, and number by number.
 typedef float Vector __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES), may_alias));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
 
 template <class To, class From>
@@ -40,190 +41,130 @@ inline To load(const void* from) {
     return to;
 }
 
-// So many units from the first one on, and zeros; nothing beyond them is read.
-inline Bits begun(const void* from, int count) {
-#if defined(__AVX512F__)
-    return as<Bits>(_mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), from));
-#else
-    Bits to = {};
-    std::memcpy(&to, from, 4 * count);
-    return to;
+// The first `bytes` bytes, followed by zeros.
+template <class To>
+inline To load_part(const void* from, int bytes) {
+#ifdef __AVX512F__
+    const uint64_t mask = bytes < 64 ? (uint64_t{1} << bytes) - 1 : ~uint64_t{0};
+    if constexpr (sizeof(To) == 64) return as<To>(_mm512_maskz_loadu_epi8(mask, from));
+    if constexpr (sizeof(To) == 32) return as<To>(_mm256_maskz_loadu_epi8(uint32_t(mask), from));
 #endif
+    To to = {};
+    std::memcpy(&to, from, bytes);
+    return to;
 }
 
-// A sum over lanes, halves first.
-inline float sum_of(Vector parts) {
+inline Vector broadcast(float value) { return value - Vector{}; }
+
+inline float horizontal_sum(Vector parts) {
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int lane = 0; lane < width; lane++) parts[lane] += parts[lane + width];
     return parts[0];
 }
 
-inline float most_of(Vector numbers) {
+inline float horizontal_max(Vector numbers) {
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int lane = 0; lane < width; lane++)
             numbers[lane] = numbers[lane + width] > numbers[lane] ? numbers[lane + width] : numbers[lane];
     return numbers[0];
 }
 
-// So many bytes, and zeros.
-template <class To>
-inline To some(const void* from, int bytes) {
-    To to = {};
-    std::memcpy(&to, from, bytes);
-    return to;
-}
-
-inline Vector wide(Vector stored) { return stored; }
-inline Vector wide(Half stored) { return as<Vector>(__builtin_convertvector(stored, Bits) << 16); }
-
 struct Float32 {
     using Stored = float;
     static constexpr int NUMBERS = 1;  // of a unit
-    static float widen(Stored stored) { return stored; }
+    using Line = Vector;               // LANES numbers as they are stored
+    static Vector widen(Line line) { return line; }
     static Stored narrow(float value) { return value; }
-    static Vector round(Vector values) { return values; }
-    static Vector line() { return Vector{}; }
-    static uint32_t unit(const Stored* first, int64_t) { return as<uint32_t>(*first); }
-    static Vector add(Vector sum, Bits weights, uint32_t x) {
-        return as<Vector>(weights) * as<float>(x) + sum;
-    }
-    using Factor = Stored;
-    static constexpr int LINES = 1;
-    template <class Units>
-    static Units line(Units units, int) { return units; }
-    static Vector add(Vector sum, Bits line, const Factor* x) { return as<Vector>(line) * *x + sum; }
+    static Vector add(Vector sum, Bits a, Bits b) { return as<Vector>(a) * as<Vector>(b) + sum; }
 };
 
 struct BFloat16 {
     using Stored = uint16_t;
     static constexpr int NUMBERS = 2;
-    static float widen(Stored stored) { return as<float>(uint32_t(stored) << 16); }
+    using Line = Half;
+    static Vector widen(Line line) { return as<Vector>(__builtin_convertvector(line, Bits) << 16); }
     static Stored narrow(float value) {
         const uint32_t bits = as<uint32_t>(value);
         const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // ties to even
         return Stored(((bits & 0x7fffffffu) > 0x7f800000u ? bits : rounded) >> 16);
     }
-    // What can be stored. NaN stays where its low bits are zeros, as they are of all that came of bf16.
-    static Vector round(Vector values) {
-        const Bits bits = as<Bits>(values);
-        return as<Vector>((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
-    }
-    static Half line() { return Half{}; }
-    static uint32_t unit(const Stored* first, int64_t stride) {
-        return first[0] | uint32_t(first[stride]) << 16;
-    }
-    static Vector add(Vector sum, Bits weights, uint32_t x) {
+    static Vector add(Vector sum, Bits a, Bits b) {
 #ifdef __AVX512BF16__
-        const __m512i xs = _mm512_set1_epi32(int32_t(x));
-        return as<Vector>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(xs), as<__m512bh>(weights)));
+        return as<Vector>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(a), as<__m512bh>(b)));
 #else
-        // As that instruction does, the second product first.
-        sum = as<Vector>(weights & 0xffff0000u) * as<float>(x & 0xffff0000u) + sum;
-        return as<Vector>(weights << 16) * as<float>(x << 16) + sum;
+        sum = as<Vector>(a & 0xffff0000u) * as<Vector>(b & 0xffff0000u) + sum;
+        return as<Vector>(a << 16) * as<Vector>(b << 16) + sum;
 #endif
     }
-    // A vector of units that many numbers are multiplied with, as LINES vectors of what an instruction takes:
-    // pairs, or where there is none for them fp32 numbers, the second of each pair first.
-#ifdef __AVX512BF16__
-    using Factor = Stored;
-    static constexpr int LINES = 1;
-    template <class Units>
-    static Units line(Units units, int) { return units; }
-    static Vector add(Vector sum, Bits line, const Factor* x) { return add(sum, line, load<uint32_t>(x)); }
-#else
-    using Factor = float;
-    static constexpr int LINES = 2;
-    template <class Units>
-    static Units line(Units units, int second) { return second ? units << 16 : units & 0xffff0000u; }
-    static Vector add(Vector sum, Bits line, const Factor* x) { return as<Vector>(line) * *x + sum; }
-#endif
 };
 
 using Number = NUMBER;
 using Stored = Number::Stored;
 
-// Numbers of two vectors, those of the second counted on, in the order of the indices.
+// The numbers of two vectors in the order of the indices, which count on in the second one.
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, Bits{__VA_ARGS__})
 #endif
 
-// Of each 128 bits, the numbers 0, 1 or 2, 3 of both vectors, taken in turn or two by two; and the even or
-// odd ones of their parts of 128 bits.
+// Of each 128 bits of both vectors, the numbers 0, 1 or 2, 3, alternating singly or in pairs; and the even or
+// odd 128 bits of both.
 #ifdef __AVX512F__
-inline Bits low(Bits a, Bits b) { return PICK(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29); }
-inline Bits high(Bits a, Bits b) { return PICK(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31); }
-inline Bits low_pairs(Bits a, Bits b) { return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); }
-inline Bits high_pairs(Bits a, Bits b) { return PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); }
-// Compilers that are left to choose take an instruction that is half as fast.
-inline Bits even(Bits a, Bits b) { return as<Bits>(_mm512_shuffle_i32x4(as<__m512i>(a), as<__m512i>(b), 0x88)); }
-inline Bits odd(Bits a, Bits b) { return as<Bits>(_mm512_shuffle_i32x4(as<__m512i>(a), as<__m512i>(b), 0xdd)); }
+inline Vector low(Vector a, Vector b) { return PICK(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29); }
+inline Vector high(Vector a, Vector b) { return PICK(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31); }
+inline Vector low_pairs(Vector a, Vector b) { return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); }
+inline Vector high_pairs(Vector a, Vector b) { return PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); }
+inline Vector even(Vector a, Vector b) { return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27); }
+inline Vector odd(Vector a, Vector b) { return PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31); }
 #else
-inline Bits low(Bits a, Bits b) { return PICK(a, b, 0, 8, 1, 9, 4, 12, 5, 13); }
-inline Bits high(Bits a, Bits b) { return PICK(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
-inline Bits low_pairs(Bits a, Bits b) { return PICK(a, b, 0, 1, 8, 9, 4, 5, 12, 13); }
-inline Bits high_pairs(Bits a, Bits b) { return PICK(a, b, 2, 3, 10, 11, 6, 7, 14, 15); }
-inline Bits even(Bits a, Bits b) { return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11); }
-inline Bits odd(Bits a, Bits b) { return PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15); }
+inline Vector low(Vector a, Vector b) { return PICK(a, b, 0, 8, 1, 9, 4, 12, 5, 13); }
+inline Vector high(Vector a, Vector b) { return PICK(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
+inline Vector low_pairs(Vector a, Vector b) { return PICK(a, b, 0, 1, 8, 9, 4, 5, 12, 13); }
+inline Vector high_pairs(Vector a, Vector b) { return PICK(a, b, 2, 3, 10, 11, 6, 7, 14, 15); }
+inline Vector even(Vector a, Vector b) { return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11); }
+inline Vector odd(Vector a, Vector b) { return PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15); }
 #endif
 
-// Of each 128 bits of four vectors, number i of vector j becomes number j of vector i.
-inline void turn_four(Bits a, Bits b, Bits c, Bits d, Bits* to, int stride) {
-    const Bits low_ab = low(a, b), high_ab = high(a, b), low_cd = low(c, d), high_cd = high(c, d);
-    to[0] = low_pairs(low_ab, low_cd);
-    to[stride] = high_pairs(low_ab, low_cd);
-    to[2 * stride] = low_pairs(high_ab, high_cd);
-    to[3 * stride] = high_pairs(high_ab, high_cd);
+// Sums over the lanes of four vectors within each 128 bits.
+inline Vector sums_of_four(const Vector* of) {
+    const Vector first = low(of[0], of[1]) + high(of[0], of[1]), second = low(of[2], of[3]) + high(of[2], of[3]);
+    return low_pairs(first, second) + high_pairs(first, second);
 }
 
-// Number i of vector j becomes number j of vector i: first within 128 bits, then among those.
-inline void turn(Bits (&tile)[LANES]) {
-    constexpr int QUARTERS = LANES / 4;
-    Bits part[4][QUARTERS];  // column 4 q + c of the rows 4 r to 4 r + 3 is quarter q of part[c][r]
-    for (int r = 0; r < QUARTERS; r++) {
-        const Bits* row = tile + 4 * r;
-        turn_four(row[0], row[1], row[2], row[3], part[0] + r, QUARTERS);
-    }
-    for (int c = 0; c < 4; c++) {
-        const Bits* from = part[c];
-        const Bits even01 = even(from[0], from[1]), odd01 = odd(from[0], from[1]);
-        if constexpr (QUARTERS == 2) {
-            tile[c] = even01;
-            tile[4 + c] = odd01;
-        } else {
-            const Bits even23 = even(from[2], from[3]), odd23 = odd(from[2], from[3]);
-            tile[c] = even(even01, even23);
-            tile[4 + c] = even(odd01, odd23);
-            tile[8 + c] = odd(even01, even23);
-            tile[12 + c] = odd(odd01, odd23);
-        }
-    }
-}
-
-// LANES rows of LANES units, so many bytes apart, turned.
-inline void turn_rows(const void* rows, int64_t stride, Bits* turned) {
+// Number i is the sum over the lanes of vector i.
+inline Vector horizontal_sums(const Vector (&of)[LANES]) {
+    const Vector one = sums_of_four(of), two = sums_of_four(of + 4);
+    const Vector pair = even(one, two) + odd(one, two);
 #ifdef __AVX512F__
-    // Every fourth row's 128 bits are put side by side as they are read: nothing else crosses them.
-    const auto* first = static_cast<const char*>(rows);
-    const auto part = [](const char* from) { return load<__m128i>(from); };
-    for (int q = 0; q < 4; q++) {
-        Bits row[4];
-        for (int r = 0; r < 4; r++) {
-            const char* from = first + r * stride + q * 16;
-            __m512i four = _mm512_castsi128_si512(part(from));
-            four = _mm512_inserti32x4(four, part(from + 4 * stride), 1);
-            four = _mm512_inserti32x4(four, part(from + 8 * stride), 2);
-            row[r] = as<Bits>(_mm512_inserti32x4(four, part(from + 12 * stride), 3));
-        }
-        turn_four(row[0], row[1], row[2], row[3], turned + 4 * q, 1);
-    }
+    const Vector three = sums_of_four(of + 8), four = sums_of_four(of + 12);
+    const Vector other = even(three, four) + odd(three, four);
+    return even(pair, other) + odd(pair, other);
 #else
-    Bits tile[LANES];
-    for (int n = 0; n < LANES; n++) tile[n] = load<Bits>(static_cast<const char*>(rows) + n * stride);
-    turn(tile);
-    std::memcpy(turned, tile, sizeof tile);
+    return pair;
 #endif
+}
+
+inline Vector floor_of(Vector x) {
+    const Vector cut = __builtin_convertvector(__builtin_convertvector(x, Integers), Vector);
+    return cut - as<Vector>(as<Bits>(broadcast(1.0f)) & as<Bits>(cut > x));
+}
+
+// exp(x) of x that are at most 0, within two units in the last place; 0 where that is not a normal number. NaN
+// stays. After Malossi et al. 2015, Fast Exponential Computation on SIMD Architectures.
+inline Vector exp_of(Vector x) {
+    constexpr float LOWEST = -87.33654785f, LOG2_E = 1.442695021629f;
+    const Vector clamped = x > LOWEST ? x : broadcast(LOWEST);
+    const Vector power = floor_of(clamped * LOG2_E + 0.5f);
+    const Vector rest = clamped - power * 0.693147182465f;
+    Vector sum = rest * 0.00828929059f + 0.0418978221f;
+    sum = rest * sum + 0.166676521f;
+    sum = rest * sum + 0.499991506f;
+    sum = rest * sum + 0.999999701f;
+    sum = rest * sum + 1.0f;
+    const Bits half_power = as<Bits>(__builtin_convertvector(power - 1.0f, Integers) + 127) << 23;
+    const Vector result = sum * as<Vector>(half_power) * 2.0f;
+    return x == x ? as<Vector>(as<Bits>(result) & as<Bits>(x >= LOWEST)) : x;
 }
 
 }  // namespace

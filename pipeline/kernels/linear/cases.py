@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.linear import cpu
-from pipeline.kernels.products.dispatch import suspended
+from pipeline.kernels.linear import dispatch
 from pipeline.kernels.timing import Sizes, Timed, by_kernel, name_of
+from pipeline.kernels.toolchain.cpp import Built
 
 ROWS, INPUTS, OUTPUTS = 16, 1024, 4096
 
@@ -20,21 +20,20 @@ def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
 
 
 def _timed(dtype: torch.dtype) -> Timed:
-    found = cpu.kernel(dtype, INPUTS, OUTPUTS)
+    found = dispatch.library(dtype)
     x, weight = (torch.randn(rows, INPUTS).to(dtype) for rows in (ROWS, OUTPUTS))
     out = torch.empty(ROWS, OUTPUTS, dtype=dtype)
 
     def ours() -> None:
-        assert not isinstance(found, str)
-        cpu.make(*found, x, weight, None, out)()
+        assert isinstance(found, Built)
+        dispatch.make(found, x, weight, None, out)()
 
     def plain() -> None:
-        with suspended():
-            F.linear(x, weight)
+        F.linear(x, weight)
 
     return by_kernel(
         f"linear layer on cpu, {ROWS} x {INPUTS} x {OUTPUTS}, {name_of(dtype)}",
-        found if isinstance(found, str) else found[0],
+        found if isinstance(found, Built) else str(found),
         ours,
         plain,
     )

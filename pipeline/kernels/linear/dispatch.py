@@ -1,24 +1,73 @@
-"""Linear layers of few rows on the CPU, by a kernel where it has PyTorch's bits.
+"""Linear layers of few rows on the CPU.
 
-The definition is `torch.nn.functional.linear` of many rows.
+The definition is `torch.nn.functional.linear`. The libraries under PyTorch are optimized for many
+rows: with one to eight they read weights at half of the memory's speed or less.
 """
 
+import ctypes
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pipeline.kernels import choice
-from pipeline.kernels.linear.cpu import FEWEST_OUTPUTS, MOST_ROWS, Linear, kernel, library, make
-from pipeline.kernels.toolchain.cpp import NUMBERS, Built
+from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, found
+from pipeline.kernels.toolchain.levels import bf16_flags
+from pipeline.kernels.toolchain.threads import parallel
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+
+MOST_ROWS = 64
+"""With more rows arithmetic is the limit, and the libraries under PyTorch are as fast."""
+
+
+class Product(ctypes.Structure):
+    """Arguments of a call; the source has the same structure."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs")),
+    ]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer on fixed memory, which can be called any number of times."""
+
+    built: Built
+    product: Product
+    rows: int
+    """Rows of x and of the result."""
+
+    tensors: tuple[Tensor, ...]
+    """Keep the memory that `product` points to alive."""
+
+    def take(self, rows: int) -> None:
+        """Compute only the first `rows` rows from now on.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if not 0 <= rows <= self.rows:
+            raise ValueError(f"this linear layer was made for {self.rows} rows, not {rows}")
+        self.product.rows = rows
+
+    def __call__(self) -> None:
+        """Write the product of the memory's current contents."""
+        self.built.library.linear(
+            ctypes.byref(self.product), parallel(), ctypes.c_int32(torch.get_num_threads())
+        )
 
 
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Linear | None:
-    """What writes x w^T + bias into `out`, with the bits that PyTorch has for many rows.
+    """Return a call that writes x w^T + bias into `out`; None where PyTorch does the work.
 
-    Made for x (*B, K), weight (N, K) or the transpose of a contiguous (K, N), bias (N) and out
-    (*B, N), side by side; any others may be asked for. None where PyTorch is to do the work: of
-    what is not a linear layer of few rows on the CPU without a word, else the log says why.
+    Takes x (*B, K), weight (N, K), bias (N) and out (*B, N), contiguous. Other tensors are left to
+    PyTorch: silently if they are no linear layer of few rows on the CPU, else with a reason in the
+    log.
 
     Raises:
         KernelError: kernels are required, and there is none for these.
@@ -26,19 +75,17 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
     kernels = choice.kernel_mode()
     if kernels == "off" or not is_of_few_rows(x, weight, bias, out):
         return None
-    found = next(refusals(x, weight, bias, out), None) or kernel(
-        x.dtype, *weight.T.shape, turned=not weight.is_contiguous()
-    )
-    if isinstance(found, str):
-        choice.settle("linear layers", found, kernels)
+    reason = next(refusals(x, weight, bias, out), None) or library(x.dtype)
+    if not isinstance(reason, Built):
+        choice.settle("linear layers", str(reason), kernels)
         return None
-    return make(*found, x, weight, bias, out)
+    return make(reason, x, weight, bias, out)
 
 
 def is_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
-    """Whether these are a linear layer of few rows on the CPU, for which there is a kernel at all.
+    """Whether these are a linear layer of few rows on the CPU.
 
-    A sum of a product and a matrix, which may look like one, is none.
+    `addmm` of a matrix, which may look like one, is not.
     """
     tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
     if any(tensor.device.type != "cpu" for tensor in tensors) or x.ndim < 2 or weight.ndim != 2:
@@ -53,9 +100,9 @@ def is_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) 
 
 
 def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[str]:
-    """Why the kernel doesn't take a linear layer of few rows, in clauses; nothing where it does."""
+    """Why the kernel doesn't support a linear layer of few rows, in clauses."""
     if x.dtype not in NUMBERS:
-        yield f"it is written for fp32 and bf16, not {x.dtype}"
+        yield f"it supports fp32 and bf16, not {x.dtype}"
     named = {"x": x, "the weight": weight, "the bias": bias, "the result": out}
     for name, tensor in named.items():
         if tensor is None:
@@ -63,15 +110,35 @@ def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ite
         if tensor.dtype != x.dtype:
             yield f"{name} is {tensor.dtype}, x {x.dtype}"
         if tensor.data_ptr() % tensor.element_size():
-            yield f"{name} begins between the places of two numbers in memory"
-        if not (tensor.is_contiguous() or (tensor is weight and weight.mT.is_contiguous())):
-            yield f"the numbers of {name} don't lie side by side"
-    if weight.shape[0] < FEWEST_OUTPUTS:
-        yield f"it is written for {FEWEST_OUTPUTS} outputs and more, not {weight.shape[0]}"
+            yield f"{name} is not aligned to its elements"
+        if not tensor.is_contiguous():
+            yield f"{name} is not contiguous"
     if x.shape[-1] % (4 // x.element_size() or 1):
-        yield f"it is written for an even number of inputs, not {x.shape[-1]}"
+        yield f"it supports an even number of inputs, not {x.shape[-1]}"
+
+
+def make(built: Built, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Linear:
+    """Return the call, without checking the tensors."""
+    rows = x.numel() // x.shape[-1]
+    product = Product(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        rows=rows,
+        inputs=x.shape[-1],
+        outputs=weight.shape[0],
+    )
+    kept = (x, weight, out) if bias is None else (x, weight, out, bias)
+    return Linear(built, product, rows, kept)
+
+
+@functools.cache
+def library(dtype: torch.dtype) -> Built | NotBuiltError:
+    """The kernel for this dtype, or why it can't be built."""
+    return found(SOURCE, {"NUMBER": NUMBERS[dtype]}, FUSED, optional=bf16_flags())
 
 
 def is_built(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for this number format."""
+    """Whether there is a kernel for this dtype."""
     return dtype in NUMBERS and isinstance(library(dtype), Built)

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <vector>
 
-#include "../include/exponential.h"
+#include "../include/vectors.h"
 
 namespace {
 
@@ -43,16 +43,16 @@ inline double uniform(uint64_t seed, uint64_t key, uint64_t position) {
 
 // The exponentials of so many numbers; those that there are not weigh 0.
 inline Vector weights_of(const float* logprobs, int64_t count) {
-    if (count >= LANES) return exp_of(load<Vector>(logprobs), Float32{});
-    Vector part = all(-INFINITY);
+    if (count >= LANES) return exp_of(load<Vector>(logprobs));
+    Vector part = broadcast(-INFINITY);
     std::memcpy(&part, logprobs, size_t(count) * sizeof(float));
-    return exp_of(part, Float32{});
+    return exp_of(part);
 }
 
 double weight_of_block(const float* logprobs, int64_t count) {
     Vector sum = {};
     for (int64_t at = 0; at < count; at += LANES) sum = sum + weights_of(logprobs + at, count - at);
-    return sum_of(sum);
+    return horizontal_sum(sum);
 }
 
 // The first number at which the sum of weights passes a share of the whole, or the last that weighs

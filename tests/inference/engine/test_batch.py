@@ -17,11 +17,9 @@ from inference.engine.sampling import Sampler
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.errors import DataError
-from pipeline.kernels.decode_attention.cpu import kernel
-from pipeline.kernels.linear.cpu import order_of
-from pipeline.kernels.toolchain.cpp import Built
 from pipeline.models.load import load_causal_lm
 from tests.families import random_rows, saved, tiny_causal_lm
+from tests.inference.closeness import assert_close
 
 PROMPTS = [tuple(row.input_ids) for row in random_rows((7, 3, 12, 5, 1, 6, 9, 4))]
 WARM = Sampler(temperature=1.0, seed=3, stop_ids=(2, 3, 4, 5))
@@ -104,18 +102,15 @@ def come_one_by_one(batch: OpenBatch, requests: Sequence[Request], seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_requests_that_come_while_others_run_are_answered_as_alone_to_the_bit(
+def test_requests_that_come_while_others_run_are_answered_as_alone(
     tmp_path: Path, seed: int
 ) -> None:
-    if not isinstance(kernel(torch.float32, 64), Built) or order_of(torch.float32, 128) is None:
-        pytest.skip("there are no kernels that add up as PyTorch does")
     model = loaded("llama", tmp_path, **WHOLE_VECTORS)
     requests = [asked(number, SAMPLERS[number % 6], 10 + number) for number in range(14)]
 
     tickets = come_one_by_one(opened(model), requests, seed)
 
-    # Ids and log-probabilities.
-    assert [each.response for each in tickets] == [alone(model, each) for each in requests]
+    assert_close([each.response for each in tickets], [alone(model, each) for each in requests])
     assert len({len(each.response.ids) for each in tickets}) > 3
 
 

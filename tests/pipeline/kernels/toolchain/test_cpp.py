@@ -1,6 +1,5 @@
 """Compiled once, whole or not at all, and every way in which it can fail is a sentence."""
 
-import ctypes
 import logging
 import os
 import shutil
@@ -8,34 +7,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from pipeline.errors import KernelError
-from pipeline.kernels.adamw.cpu import Numbers, Variant, Vectors, library
+from pipeline.kernels.adamw.cpu import library
 from pipeline.kernels.adamw.definition import AdamW, Weights
 from pipeline.kernels.adamw.dispatch import adamw_
-from pipeline.kernels.causal_attention import cpu as causal_attention
 from pipeline.kernels.choice import _say_once
-from pipeline.kernels.decode_attention import cpu as decode_attention
-from pipeline.kernels.linear import cpu as linear
-from pipeline.kernels.sampling import cpu as sampling
 from pipeline.kernels.toolchain import cpp as module
 from pipeline.kernels.toolchain.cpp import (
     CACHE,
-    FUSED,
-    NUMBERS,
-    Built,
     NotBuiltError,
     build,
     cache_directory,
     is_whole,
 )
-from pipeline.kernels.toolchain.levels import bf16_flags
 from tests.pipeline.kernels.adamw.test_adamw import STEP
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
@@ -229,41 +218,6 @@ def test_a_flag_that_the_source_can_do_without_may_be_unknown(source: Path) -> N
     assert unknown.library.answer() == 42
 
 
-@pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("flags", [("-mavx512bf16",), ()], ids=str)
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_compiler_gives_the_same_bits(
-    dtype: torch.dtype, compiler: str, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if shutil.which(compiler) is None:
-        pytest.skip(f"there is no {compiler}")
-    order = linear.order_of(dtype, 768)
-    if order is None or not set(flags) <= set(bf16_flags()):
-        pytest.skip("there is no kernel that adds up as PyTorch does")
-    monkeypatch.setenv("CXX", compiler)
-    defines: dict[str, str | int] = {"NUMBER": NUMBERS[dtype]}
-    products = build(linear.SOURCE, defines, FUSED, optional=flags)
-    attention = build(decode_attention.SOURCE, {**defines, "PIECE": 192}, FUSED, optional=flags)
-    usual = decode_attention.build_for(dtype, 192)
-
-    x, weight, bias = (tensor.to(dtype) for tensor in linear.probe(768))
-    out = torch.empty(len(x), len(weight), dtype=dtype)
-    linear.make(products, order, x, weight, bias, out)()
-    assert torch.equal(out, F.linear(x, weight, bias))
-
-    query, key, value = (tensor.to(dtype) for tensor in decode_attention.probe(dtype, 64))
-    asked = query[:, :, -1].contiguous()
-    lengths = torch.tensor([300], dtype=torch.int32)
-    ours, expected = (
-        decode_attention.decode_attention(
-            asked, key, value, lengths, scaling=0.1, sliding_window=200, built=built
-        )
-        for built in (attention, usual)
-    )
-    assert torch.equal(ours, expected)
-
-
 def test_a_compiler_that_is_not_there_is_named(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,25 +349,3 @@ def test_without_a_compiler_pytorch_does_the_work_and_one_line_says_so(
         " no-such-compiler, was not found"
     ]
     assert weights.master[0] < 1
-
-
-@pytest.mark.parametrize(
-    ("built", "structures"),
-    [
-        (lambda: library(Variant(torch.float32, torch.float32)), (Vectors, Numbers)),
-        (lambda: linear.library(torch.float32), (linear.Product,)),
-        (lambda: decode_attention.build_for(torch.float32, 192), (decode_attention.Attention,)),
-        (causal_attention.forward_library, (causal_attention.Forward,)),
-        (causal_attention.backward_library, (causal_attention.Backward,)),
-        (sampling.library, (sampling.Draw,)),
-    ],
-)
-def test_the_structures_are_as_long_as_the_sources(
-    built: Callable[[], Built | NotBuiltError], structures: tuple[type[ctypes.Structure], ...]
-) -> None:
-    found = built()
-    assert isinstance(found, Built)
-    told = found.library.structure_bytes
-    told.restype = ctypes.c_int64
-
-    assert told() == sum(map(ctypes.sizeof, structures))

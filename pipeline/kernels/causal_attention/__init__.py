@@ -1,1 +1,0 @@
-"""Attention of whole sequences, forward and backward."""

@@ -1,1 +1,0 @@
-"""Products of bf16 matrices, where the processor has no instructions for them."""
