@@ -69,6 +69,7 @@ STAGES = (
         chat_model="actor",
         begins={"orpo": {"model": BEFORE}},
         optional=frozenset({"reward"}),
+        takes_shares=True,
         own_directories=True,
         learns="step3_preference.store",
     ),

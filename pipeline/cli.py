@@ -49,9 +49,8 @@ from pipeline.errors import (
 from pipeline.help import step_help
 from pipeline.installation import find_preset
 from pipeline.parallel import launched
-from pipeline.settings.build import Layer, build_config
+from pipeline.settings.build import Layer, build_config, method_layer
 from pipeline.settings.file import read_settings
-from pipeline.settings.methods import method_layer
 from pipeline.settings.plain import Option, config_yaml
 from pipeline.signals import EXIT_INTERRUPTED
 

@@ -1,5 +1,6 @@
 """Settings of step 0."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -27,6 +28,21 @@ class PretrainConfig(StepConfig):
     """Step 0: continued pre-training on text, every token of which is learned."""
 
     reads_dialogues: ClassVar[bool] = False
+
+    OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **{
+            name: each
+            for name, each in StepConfig.OPTIONS.items()
+            if not each[0].startswith("data")
+        },
+        "actor_zero_stage": ("model.zero_stage",),
+    }
+
+    ALONE_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        name: StepConfig.OPTIONS[name]
+        for name in ("data_path", "eval_path", "data_seed", "max_length")
+    }
+    """Together with other steps, options for data are about the rows of those."""
 
     output_dir: Path = Path("output/step0_pretrain")
 

@@ -1,7 +1,9 @@
 """Settings of step 1."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from evaluation.settings import TaskSettings, check_tasks
 from pipeline.config import (
@@ -18,6 +20,11 @@ from pipeline.errors import require
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(TaskSettings, StepConfig):
     """Step 1: supervised fine-tuning."""
+
+    OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **StepConfig.OPTIONS,
+        "actor_zero_stage": ("model.zero_stage",),
+    }
 
     output_dir: Path = Path("output/step1_sft")
 

@@ -1,9 +1,9 @@
 """Settings of step 2."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pipeline.config import (
     FrozenModelConfig,
@@ -27,6 +27,11 @@ GENERATED_AT_ONCE = 64
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(LabelSettings, StepConfig):
     """Step 2: the reward model."""
+
+    OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **StepConfig.OPTIONS,
+        "reward_zero_stage": ("model.zero_stage",),
+    }
 
     output_dir: Path = Path("output/step2_reward")
 

@@ -2,8 +2,9 @@
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import RowColumns
 from pipeline.errors import require
@@ -128,22 +129,30 @@ def without_reward_options(options: list[Option]) -> list[Option]:
     Raises:
         ConfigError: a word describes no source, or --rewards is there as well.
     """
-    short = ("reward_function", "reward")
-    rest = [option for option in options if option[0] not in short]
-    sources: list[RewardConfig] = []
-    for name, words in options:
-        if name in short:
-            require(bool(words), f"--{name.replace('_', '-')} needs at least one value")
-            for word in words:
-                require(
-                    name == "reward" or re.fullmatch(r".+\.py:\w+", word) is not None,
-                    f"--reward-function {word}: give FILE.py:NAME",
-                )
-                sources.append(read_spec(word, [source.name for source in sources]))
-    if not sources:
+    short = [option for option in options if option[0] in ("reward_function", "reward")]
+    rest = [option for option in options if option not in short]
+    if not short:
         return rest
     require(
         all(name != "rewards" for name, _ in rest),
         "--rewards lists the sources already; omit --reward-function and --reward",
     )
-    return [*rest, ("rewards", [json.dumps(plain(sources))])]
+    return [*rest, ("rewards", [json.dumps(read_reward_options(short))])]
+
+
+def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
+    """The sources of `--reward-function` and `--reward`, as settings.
+
+    Raises:
+        ConfigError: a word describes no source.
+    """
+    sources: list[RewardConfig] = []
+    for name, words in options:
+        require(bool(words), f"--{name.replace('_', '-')} needs at least one value")
+        for word in words:
+            require(
+                name == "reward" or re.fullmatch(r".+\.py:\w+", word) is not None,
+                f"--reward-function {word}: give FILE.py:NAME",
+            )
+            sources.append(read_spec(word, [source.name for source in sources]))
+    return plain(sources)

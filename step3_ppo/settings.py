@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from evaluation.settings import TaskSettings
 from pipeline.config import (
@@ -18,7 +18,7 @@ from pipeline.config import (
 from pipeline.settings.plain import Option
 from step3_ppo.guard_settings import GuardSettings
 from step3_ppo.needs import ESTIMATOR_NEEDS
-from step3_ppo.reward_settings import RewardSettings, without_reward_options
+from step3_ppo.reward_settings import RewardSettings, read_reward_options, without_reward_options
 
 LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 """Default learning rates, where whole weights learn."""
@@ -32,6 +32,29 @@ def adam(lr: float) -> OptimConfig:
 @dataclass(frozen=True, kw_only=True)
 class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """The settings of `PPOConfig`."""
+
+    OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **StepConfig.OPTIONS,
+        "actor_zero_stage": ("actor.zero_stage",),
+        "reward_zero_stage": ("critic.zero_stage",),
+        "tensor_parallel": ("parallel.tp", "inference_tp_size"),
+        "guards": ("guards",),
+        "environment": ("environment",),
+        "reward_function": (),
+        "reward": (),
+    }
+
+    RUN_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "lr": ("actor.optim.lr",),
+        "batch_size": ("batch_size",),
+        "epochs": ("epochs",),
+        "lora": ("actor.lora.rank", "critic.lora.rank"),
+        "lora_variant": ("actor.lora.variant", "critic.lora.variant"),
+        "quantize": ("actor.quantize", "critic.quantize"),
+    }
+
+    AT_LEAST: ClassVar[Mapping[str, str]] = {"rollout_size": "batch_size"}
+    """A minibatch is cut from one rollout."""
 
     output_dir: Path = Path("output/step3_ppo")
 
@@ -305,6 +328,13 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     def row_columns(self) -> RowColumns:
         """The columns that the sources of rewards read."""
         return self.reward_columns
+
+    @classmethod
+    def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The sources that options name; in an environment each process plays by itself."""
+        words = {name: given[name] for name in ("reward_function", "reward") if name in given}
+        sources = {"rewards": read_reward_options(words.items())} if words else {}
+        return {**sources, **({"inference_tp_size": 1} if "environment" in given else {})}
 
     @classmethod
     def without_short_forms(cls, options: list[Option]) -> list[Option]:

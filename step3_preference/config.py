@@ -29,6 +29,12 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
     """The settings that each choice of `method` stands for."""
 
+    OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **StepConfig.OPTIONS,
+        "actor_zero_stage": ("model.zero_stage",),
+        "guards": ("guards",),
+    }
+
     output_dir: Path = Path("output/step3_dpo")
 
     method: Literal[

@@ -28,6 +28,7 @@ import step2_reward.label_config
 import step3_ppo.config
 import step3_preference.config
 from tests.sources import PACKAGES, ROOT
+from train import STAGES
 
 CONFIG_MODULES = (
     evaluation.config,
@@ -67,8 +68,13 @@ def settings() -> Iterator[str]:
 
 
 def attributes_read() -> set[str]:
-    """Names after a dot, and in getattr, in all code but the checks of the settings themselves."""
-    names: set[str] = set()
+    """Names after a dot, in getattr, and of options in the tables of the steps' settings.
+
+    The checks of the settings themselves don't count.
+    """
+    classes = [stage.config_class for stage in STAGES]
+    tables = [table for each in classes for table in (each.OPTIONS, each.RUN_OPTIONS)]
+    names = {option for table in tables for option in table}
     files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     for file in [*files, ROOT / "train.py", ROOT / "chat.py"]:
         tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -372,7 +372,10 @@ def _values(config: StepConfig, name: str, settings: Sequence[str], text: str) -
     )
     setting = settings[0]
     try:
-        return tuple(typed_settings(type(config), [], [(setting, [w])])[setting] for w in words)
+        return tuple(
+            typed_settings(type(config), [], [(setting, [w])], names=[setting])[setting]
+            for w in words
+        )
     except ConfigError as error:
         raise ConfigError(f"{option}: {error}") from None
 

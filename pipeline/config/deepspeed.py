@@ -298,7 +298,8 @@ def deepspeed_layer(
     ]
     require(bool(trained), f"--zero-config {path}: no model is trained here")
     file = read_file(path)
-    ours = typed_settings(config_class, layers, overrides, section=section)
+    names = ["batch_size", "micro_batch_size", *(f"{role}.optim.lr" for role in trained)]
+    ours = typed_settings(config_class, layers, overrides, names=names, section=section)
     settings = {role: nested(model_settings(file, lr=ours[f"{role}.optim.lr"])) for role in trained}
     return Layer({**settings, **step_settings(file, ours, world=world)}, str(path), is_file=True)
 

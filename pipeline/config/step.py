@@ -54,8 +54,38 @@ class StepConfig(ABC):
     """What every step needs."""
 
     reads_dialogues: ClassVar[bool] = True
-    """Whether it learns from rows in a chat format; else from a corpus of its own, to which
-    train.py's options for rows do not speak."""
+    """Whether it learns from rows in a chat format; else from a corpus."""
+
+    OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **{name: (name,) for name in ("seed", "save_every", "threads")},
+        "replicas": ("parallel.replicas",),
+        "tensor_parallel": ("parallel.tp",),
+        "pipeline_parallel": ("parallel.pp",),
+        "data_path": ("data.path",),
+        "eval_path": ("data.eval_path",),
+        "data_seed": ("data.seed",),
+        "data_split": ("data.split",),
+        "fields": ("data.fields",),
+        "format": ("data.format",),
+        "max_length": ("data.max_length",),
+    }
+    """Options of train.py, and the settings of the step that each of them sets."""
+
+    RUN_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "lr": ("model.optim.lr",),
+        "batch_size": ("batch_size",),
+        "epochs": ("epochs",),
+        "lora": ("model.lora.rank",),
+        "lora_variant": ("model.lora.variant",),
+        "quantize": ("model.quantize",),
+    }
+    """Further ones, where the step is one of those that run."""
+
+    ALONE_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Further ones, where no other step runs."""
+
+    AT_LEAST: ClassVar[Mapping[str, str]] = {}
+    """Settings that are raised to another one where an option sets that one."""
 
     output_dir: Path
     """Receives config.yaml, metrics.jsonl and the model."""
@@ -142,6 +172,11 @@ class StepConfig(ABC):
         require(self.keep_last >= 2, f"keep_last must be at least 2, got {self.keep_last}")
         if self.save_every is not None:
             SaveInterval.parse(self.save_every)
+
+    @classmethod
+    def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003
+        """Settings by dotted name that follow from several options of train.py, or from others."""
+        return {}
 
     @classmethod
     def without_short_forms(cls, options: list[Option]) -> list[Option]:

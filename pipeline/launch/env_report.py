@@ -19,7 +19,7 @@ from pipeline.errors import require
 from pipeline.launch.local import PASSED_ON
 from pipeline.launch.probe import PACKAGES, ROOT, code_hash, package_version
 
-MORE_PACKAGES = ("accelerate", "jsonargparse", "triton", "wandb", "tensorboard")
+MORE_PACKAGES = ("accelerate", "pydantic", "triton", "wandb", "tensorboard")
 OF_A_JOB = re.compile(r"SLURM_\w+|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+|CUDA_VISIBLE_DEVICES")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|PROXY", re.IGNORECASE)
 

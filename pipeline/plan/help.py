@@ -12,8 +12,8 @@ from pipeline.launch.deployment import Deployment
 from pipeline.plan.request import Request
 from pipeline.plan.stage import METHODS, Stage
 from pipeline.plan.tuning_options import Autotuning
+from pipeline.settings.build import rows_of
 from pipeline.settings.describe import Setting, list_settings
-from pipeline.settings.methods import rows_of
 
 
 @dataclass(frozen=True)

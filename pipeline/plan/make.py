@@ -15,7 +15,7 @@ from pipeline.plan.methods import check_sections_run, side_by_side
 from pipeline.plan.output import RESULT, finished_steps, recorded_methods
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Request, given_rewards, parse_request
-from pipeline.plan.resolve import given_settings, step_configs, with_needed_steps
+from pipeline.plan.resolve import given_settings, resolve_run, step_configs
 from pipeline.plan.stage import Stage, without_unchosen
 from pipeline.settings.build import Layer
 
@@ -41,22 +41,22 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     check_sections_run(command_line.overrides, given_rewards(request), stages, known)
     made = {each.number for each in stages if (out / each.name / RESULT).is_file()}
     command_line = replace(command_line, made=frozenset(made))
-    command_line = with_needed_steps(command_line, stages, known)
-    request = command_line.request
     if request.plan_for is not None:
         machine = parse_machine(request.plan_for)
         where = _imagined(machine)
     else:
         where = layout(request)
         machine = _machine(where, request)
+    command_line, configs = resolve_run(command_line, stages, known=known, world=machine.world)
+    request = command_line.request
     chosen: Mapping[str, Settings] = {}
     if request.plan == "auto":
         # It counts bytes with PyTorch, which takes seconds to load.
         from pipeline.plan.auto import choose
 
         chosen = choose(command_line, stages, machine)
-    layers = {name: Layer(nested(each), "--plan auto") for name, each in chosen.items()}
-    configs = step_configs(command_line, stages, world=machine.world, chosen=layers)
+        layers = {name: Layer(nested(each), "--plan auto") for name, each in chosen.items()}
+        configs = step_configs(command_line, stages, world=machine.world, chosen=layers)
     finished = finished_steps(request, stages, configs, known=known)
     check_inputs(request, stages, configs)
     requested = tuple(stage for stage in stages if stage.number in request.step)

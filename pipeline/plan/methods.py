@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from pipeline.errors import ConfigError, require, suggestion
 from pipeline.plan.stage import METHODS, Stage
-from pipeline.settings.build import Layer
-from pipeline.settings.methods import rows_of
+from pipeline.settings.build import Layer, rows_of
 from pipeline.settings.plain import Option
 
 
@@ -99,8 +98,7 @@ def check_sections_run(
                 f" {', '.join(rows_of(stage.config_class))}, none of which runs; name one with"
                 " --method, or leave it out"
             )
-    # Whoever learns from rewards has a setting for an environment.
-    takes_rewards = any(hasattr(stage.config_class, "environment") for stage in stages)
+    takes_rewards = any("environment" in stage.config_class.OPTIONS for stage in stages)
     if rewards and not takes_rewards:
         raise ConfigError(
             f"{rewards[0]} is for methods that learn from rewards, and those that run learn from"

@@ -14,7 +14,7 @@ from pipeline.plan.methods import check_sections
 from pipeline.plan.stage import METHODS, Stage
 from pipeline.plan.tuning_options import Autotuning
 from pipeline.settings.build import Layer, build_config
-from pipeline.settings.deepspeed_chat import hint_for_train
+from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
 from pipeline.settings.describe import Setting, did_you_mean, list_settings
 from pipeline.settings.plain import Option
 
@@ -347,7 +347,7 @@ def _hint(name: str, of_steps: Sequence[Setting]) -> str:
     """What was likely meant by an option that does not exist."""
     close = did_you_mean([*list_settings(Request), *of_steps], name)
     meant = " or ".join(_option_name(found) for found in close)
-    return hint_for_train(name) or (
+    return deepspeed_chat_hint(name) or (
         f"did you mean {meant}?" if meant else "--help lists the options"
     )
 

@@ -54,6 +54,9 @@ class Stage:
     optional: frozenset[str] = frozenset()
     """Roles it does without where the model has not been made and no step of the run makes it."""
 
+    takes_shares: bool = False
+    """Whether it also learns from the rows of earlier steps that don't run."""
+
     own_directories: bool = False
     """Whether each method has a directory of its own where it runs alone, too."""
 

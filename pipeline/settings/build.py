@@ -1,36 +1,37 @@
 """Dataclasses of settings built from nested mappings and dotted options, with clear errors.
 
-A name such as `actor.optim.lr` is a path through nested dataclasses. Types are checked by
-jsonargparse, ranges and contradictions by the dataclasses themselves; whatever fails, the message
-is one sentence that starts with the setting's full name.
+A name such as `actor.optim.lr` is a path through nested dataclasses. Layers and options are merged
+into one nested dictionary, whose types pydantic checks; the dataclasses check ranges and
+contradictions themselves. Each error is one sentence that starts with the setting's full name.
 """
 
-import dataclasses
 import functools
-import json
 import re
 import typing
-from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from datetime import date
+from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from pydantic import TypeAdapter, ValidationError
 
-from pipeline.errors import ConfigError, raise_all
-from pipeline.settings.deepspeed_chat import hint_for_step
+from pipeline.errors import ConfigError, raise_all, require
+from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
 from pipeline.settings.describe import (
+    default_of,
     did_you_mean,
     fields_of,
     items_class,
+    kinds_of,
     list_of_word,
     list_settings,
     section_class,
     without_none,
 )
-from pipeline.settings.plain import Option
-from pipeline.settings.words import as_word, items_of, one_sentence
+from pipeline.settings.plain import Option, nested
 
 C = TypeVar("C")
 
@@ -45,7 +46,7 @@ class Layer:
     """Where they came from, for error messages."""
 
     is_file: bool = False
-    """Whether `origin` is a file that a user can mend."""
+    """Whether `origin` is a file that the user can correct."""
 
 
 def build_config(
@@ -61,16 +62,17 @@ def build_config(
         config_class: a frozen dataclass; its fields may be dataclasses.
         layers: settings in order of rising precedence.
         overrides: dotted names and their words from the command line; these win.
-        section: what a message puts before the setting's name, such as "sft.".
+        section: the prefix of names in messages, such as "sft.".
 
     Raises:
         ConfigError: an unknown setting, a wrong type, a value out of range, a contradiction.
     """
-    values = _parsed(config_class, layers, overrides, section)
+    merged = merge(config_class, layers, overrides, section=section)
     try:
-        return _instantiate(config_class, values, section)
-    except ConfigError as error:
-        raise ConfigError(_with_file(str(error), layers, overrides, section)) from None
+        return _adapter(config_class).validate_python(merged)
+    except ValidationError as error:
+        sentence = _sentence(error, config_class, section)
+        raise ConfigError(_with_file(sentence, layers, overrides, section)) from None
 
 
 def typed_settings(
@@ -78,170 +80,262 @@ def typed_settings(
     layers: Sequence[Layer],
     overrides: Sequence[Option] = (),
     *,
+    names: Sequence[str],
     section: str = "",
 ) -> dict[str, Any]:
-    """What `build_config` would put into its instance, by dotted name; only types are checked.
+    """The values that `build_config` would give these settings; only types are checked.
 
     Raises:
-        ConfigError: an unknown setting or a wrong type.
+        ConfigError: an unknown setting, or a wrong type.
     """
-    return vars(_parsed(config_class, layers, overrides, section).as_flat())
+    merged = merge(config_class, layers, overrides, section=section)
+    found: dict[str, Any] = {}
+    for name in names:
+        kind, value = type_of(config_class, name), _value_in(config_class, merged, name)
+        try:
+            found[name] = _adapter(kind).validate_python(value)
+        except ValidationError:
+            sentence = _wrong_type(section + name, kind, value)
+            raise ConfigError(_with_file(sentence, layers, overrides, section)) from None
+    return found
 
 
-def _parsed(
-    config_class: type, layers: Sequence[Layer], overrides: Sequence[Option], section: str
-) -> Namespace:
-    """The layers and the overrides on one another, each value of its setting's type."""
+def method_layer(
+    config_class: type, layers: Sequence[Layer], overrides: Sequence[Option] = ()
+) -> Layer:
+    """The row of `METHODS` of a dataclass that the setting `method` names; empty without a name.
+
+    A name that no row has gives an empty layer, and an error where the settings are built.
+    """
+    named = [layer.settings["method"] for layer in layers if "method" in layer.settings]
+    named += [words[0] for name, words in overrides if name == "method" and words]
+    name = str(named[-1]) if named else ""
+    return Layer(rows_of(config_class).get(name, {}), f"the method {name}")
+
+
+def rows_of(config_class: type) -> Mapping[str, Mapping[str, Any]]:
+    """The methods of a step, by name; empty for a step without any."""
+    return getattr(config_class, "METHODS", {})
+
+
+def merge(
+    config_class: type,
+    layers: Sequence[Layer],
+    overrides: Sequence[Option] = (),
+    *,
+    section: str = "",
+) -> dict[str, Any]:
+    """The layers and the options in one nested dictionary; sections merge, other values replace.
+
+    Raises:
+        ConfigError: an unknown setting, or one whose words are no value.
+    """
+
+    def lay(
+        inner: type, into: dict[str, Any], settings: Mapping[str, Any], prefix: str, place: str
+    ) -> None:
+        for key, value in settings.items():
+            name, kind = f"{prefix}{key}", kinds_of(inner).get(key)
+            if kind is None:
+                raise _unknown(config_class, name, section=section, place=place)
+            below = section_class(kind)
+            if below is not None and isinstance(value, Mapping):
+                into[key] = _opened(into[key] if key in into else default_of(inner, key))
+                lay(below, into[key], value, f"{name}.", place)
+                continue
+            require(
+                below is None or is_dataclass(value) or (value is None and below is not kind),
+                f"{section}{name}{place} holds no settings: {value}",
+            )
+            into[key] = _normalized(kind, value, section + name, place)
+
     merged: dict[str, Any] = {}
     for layer in layers:
-        _check_names(config_class, layer, section)
-        _merge(config_class, merged, layer.settings)
-    arguments = ["--config", json.dumps(merged, default=str)] if merged else []
+        lay(config_class, merged, layer.settings, "", f" in {layer.origin}")
     raise_all(
         _unknown(config_class, name, section=section, place="")
         for name, _ in overrides
-        if _type_of(config_class, name) is None
+        if type_of(config_class, name) is None
     )
     for name, words in overrides:
-        kind = _type_of(config_class, name)
-        given = words
-        if (item := items_class(kind)) is not None:
-            found = list_of_word(item, " ".join(words))
-            given = words if found is None else [json.dumps(found)]
-            _check_items(item, _read_list(given), f"{section}{name}", place="")
-        arguments.append(f"--{name}={as_word(f'--{section}{name}', kind, given)}")
-    try:
-        return _parser(config_class).parse_args(arguments)
-    except ArgumentError as error:
-        sentence = one_sentence(str(error), section)
-        raise ConfigError(_with_file(sentence, layers, overrides, section)) from None
+        value = _value_of_words(type_of(config_class, name), words, f"--{section}{name}")
+        head, _, key = name.rpartition(".")
+        given = {name: value}
+        if head and typing.get_origin(type_of(config_class, head)) is dict:
+            given = {head: {**_value_in(config_class, merged, head), key: value}}
+        lay(config_class, merged, nested(given), "", "")
+    return merged
 
 
-@functools.cache
-def _parser(config_class: type) -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False, default_env=False, add_help=False)
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(config_class)
-    return parser
-
-
-def _type_of(config_class: type, name: str) -> object:
+def type_of(config_class: type, name: str) -> object:
     """The type of the setting `name`; None where there is no such setting."""
     head, _, rest = name.partition(".")
-    hints = typing.get_type_hints(config_class)
-    kind = {field.name: hints[field.name] for field in fields_of(config_class)}.get(head)
+    kind = kinds_of(config_class).get(head)
     if kind is None or not rest:
         return kind
     inner = section_class(kind)
     if inner is not None:
-        return _type_of(inner, rest)
+        return type_of(inner, rest)
     return str if typing.get_origin(kind) is dict else None  # data.fields.prompt
 
 
-def _check_names(config_class: type, layer: Layer, section: str) -> None:
-    """Raise unless every name in the layer is a setting, and every section holds settings."""
-
-    def walk(settings: Mapping[str, Any], prefix: str) -> None:
-        for key, value in settings.items():
-            name = prefix + str(key)
-            kind = _type_of(config_class, name)
-            if kind is None:
-                place = f" in {layer.origin}"
-                raise _unknown(config_class, name, section=section, place=place)
-            if (item := items_class(kind)) is not None and value is not None:
-                _check_items(item, value, section + name, place=f" in {layer.origin}")
-            if section_class(kind) is None:
-                continue
-            if isinstance(value, Mapping):
-                walk(value, name + ".")
-            elif value is not None or section_class(kind) is kind:
-                raise ConfigError(f"{section}{name} in {layer.origin} holds no settings: {value}")
-
-    walk(layer.settings, "")
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401
+    return TypeAdapter(kind)
 
 
-def _read_list(words: Sequence[str]) -> object:
-    """What jsonargparse will read: JSON, or YAML as in settings files; else the text itself."""
-    text = " ".join(words)
+def _opened(value: object) -> dict[str, Any]:
+    """A section as a dictionary."""
+    if is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in fields_of(type(value))}
+    return value if isinstance(value, dict) else {}
+
+
+def _value_in(config_class: type, merged: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
+    """The value of a setting among merged ones, or else its default."""
+    head, _, rest = name.partition(".")
+    value = merged[head] if head in merged else default_of(config_class, head)
+    inner = section_class(kinds_of(config_class)[head])
+    return value if not rest or inner is None else _value_in(inner, _opened(value), rest)
+
+
+def _normalized(kind: object, value: object, name: str, place: str) -> object:
+    """A value of a file as its type has it: one item as a list, a date as text."""
+    item = items_class(kind)
+    if item is not None and value is not None:
+        found = list_of_word(item, value)
+        return _checked_items(item, value, name, place) if found is None else found
+    if typing.get_origin(without_none(kind)) is tuple and isinstance(value, str | int | float):
+        return _items(without_none(kind), [value]) if isinstance(value, str) else [value]
+    return str(value) if isinstance(value, date) else value
+
+
+def _checked_items(item_class: type, value: object, name: str, place: str) -> object:
+    """`value`, which lists settings of `item_class` with names that it has."""
+    for item in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(item, Mapping) and not is_dataclass(item):
+            words = "".join(f"{word}, " for word in getattr(item_class, "WORDS", ()))
+            or_list = f"one of {words}or a list" if words else "a list"
+            example = f'[{{"{fields_of(item_class)[0].name}": ...}}]'
+            raise ConfigError(f"{name}{place} must be {or_list} as {example}, got {value}")
+        for key in item if isinstance(item, Mapping) else ():
+            if type_of(item_class, str(key)) is None:
+                raise _unknown(item_class, str(key), section=f"{name}.", place=place)
+    return value
+
+
+def _value_of_words(kind: object, words: list[str], option: str) -> object:
+    """The words after an option as a value of the setting's type, as far as text can be one."""
+    kind = without_none(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    is_text = origin is tuple and arguments[0] is str
+    if words == ["null"]:
+        return None
+    if len(words) == 1 and words[0][:1] in (("[",) if is_text else ("[", "{")):
+        return _from_yaml(words[0])
+    if origin is dict and words and all("=" in word for word in words):
+        pairs = dict(word.split("=", 1) for word in words)
+        is_text = arguments[1] is str
+        return pairs if is_text else {name: _from_yaml(word) for name, word in pairs.items()}
+    if section_class(kind) is not None:
+        require(not words, f"{option} holds settings: set them one by one, {option}.NAME VALUE")
+        return {}
+    if origin is tuple:
+        require(bool(words), f"{option} takes at least one value, got none")
+        return words[0] if items_class(kind) is not None else _items(kind, words)
+    return True if kind is bool and not words else _one_value(kind, words, option)
+
+
+def _one_value(kind: object, words: list[str], option: str) -> object:
+    """The only word after an option as a value."""
+    if len(words) != 1:
+        got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
+        raise ConfigError(f"{option} takes one value, {got}")
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return {str(choice): choice for choice in arguments}.get(words[0], words[0])
+    return _from_yaml(words[0]) if int in arguments else words[0]  # save_every: 100, or 2h
+
+
+def _from_yaml(text: str) -> object:
+    """The value of JSON, or YAML as in settings files; else the text itself."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
 
 
-def _check_items(item_class: type, value: object, name: str, *, place: str) -> None:
-    """Raise unless `value` lists settings of `item_class`, with names that it has."""
-    if list_of_word(item_class, value) is not None:
-        return
-    items = value if isinstance(value, list | tuple) else [None]
-    needed = [
-        field.name
-        for field in dataclasses.fields(item_class)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    for item in items:
-        if not isinstance(item, Mapping):
-            example = ", ".join(f'"{each}": ...' for each in needed)
-            words = "".join(f"{word}, " for word in getattr(item_class, "WORDS", ()))
-            or_list = f"one of {words}or a list" if words else "a list"
-            raise ConfigError(f"{name}{place} must be {or_list} as [{{{example}}}], got {value}")
-        for key in item:
-            if _type_of(item_class, str(key)) is None:
-                raise _unknown(item_class, str(key), section=f"{name}.", place=place)
-        missing = [each for each in needed if each not in item]
-        if missing:
-            raise ConfigError(f"{name}{place}: {dict(item)} lacks its {' and '.join(missing)}")
+def _items(kind: object, words: Sequence[str]) -> list[Any]:
+    """The items of a list setting; numbers may be joined by commas: "2,4,4"."""
+    first = typing.get_args(kind)[0]
+    if first is str:
+        return list(words)
+    items = [item for item in ",".join(words).split(",") if item]
+    choices = {str(choice): choice for choice in typing.get_args(first)}
+    return [choices.get(item, item) for item in items]
 
 
-def _merge(config_class: type, into: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Lay `settings` over `into`: sections merge, every other value replaces."""
-    hints = typing.get_type_hints(config_class)
-    for name, value in settings.items():
-        kind = without_none(hints[name])
-        inner = section_class(kind)
-        if inner is not None and isinstance(value, Mapping):
-            below = into.get(name)
-            into[name] = below if isinstance(below, dict) else {}
-            _merge(inner, into[name], value)
-        elif (item := items_class(kind)) and (found := list_of_word(item, value)) is not None:
-            into[name] = found
-        elif typing.get_origin(kind) is tuple and isinstance(value, str | int | float):
-            into[name] = items_of(kind, [value]) if isinstance(value, str) else [value]
-        else:
-            into[name] = value
+def _sentence(error: ValidationError, config_class: type, section: str) -> str:
+    """The first error as a sentence that starts with the setting's full name.
+
+    Raises:
+        Exception: the dataclass raised an error that is not about a setting.
+    """
+    first = error.errors()[0]
+    kind: object = config_class
+    name = section.removesuffix(".")
+    for part in first["loc"]:
+        items, inner = typing.get_args(without_none(kind)), section_class(kind)
+        if isinstance(part, int) and items and first["type"] != "missing":
+            kind = items[0] if items[-1] is ... else items[part]
+        elif isinstance(part, int) and (item := items_class(kind)) is not None:
+            kind = item
+        elif inner is not None and part in kinds_of(inner):
+            name, kind = f"{name}.{part}".lstrip("."), kinds_of(inner)[str(part)]
+    cause, inner = first.get("ctx", {}).get("error"), section_class(kind)
+    if cause is not None and not isinstance(cause, ConfigError):
+        raise cause
+    if cause is not None and inner is not None:
+        return _with_path(str(cause), f"{name}." if name else "", kinds_of(inner))
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
+        item, _, needed = name.rpartition(".")
+        return f"{item}: {first['input']} lacks its {needed}"
+    return _wrong_type(name, kind, first["input"])
 
 
-def _instantiate(config_class: type[C], values: Namespace, path: str) -> C:
-    """The dataclass; a ConfigError names the setting by its full dotted path."""
-    hints = typing.get_type_hints(config_class)
-    arguments: dict[str, Any] = {}
-    for field in fields_of(config_class):
-        value = values[field.name]
-        inner = section_class(hints[field.name])
-        if inner is not None and isinstance(value, Namespace):
-            value = _instantiate(inner, value, f"{path}{field.name}.")
-        elif (item := items_class(hints[field.name])) is not None and value is not None:
-            value = tuple(_item(item, each, f"{path}{field.name}.") for each in value)
-        elif value is None and without_none(hints[field.name]) is hints[field.name]:
-            # jsonargparse takes null for "not given", whatever the type.
-            raise ConfigError(f"{path}{field.name} can't be null")
-        arguments[field.name] = value
-    try:
-        return config_class(**arguments)
-    except ConfigError as error:
-        raise ConfigError(_with_path(str(error), path, list(arguments))) from None
+def _wrong_type(name: str, kind: object, value: object) -> str:
+    shown = "null" if value is None else "nothing" if value == "" else value
+    if isinstance(value, list | tuple):
+        shown = f"[{', '.join(map(str, value))}]"
+    return f"{name} must be {_in_words(kind)}, got {shown}"
 
 
-def _item(item_class: type[C], given: Any, path: str) -> C:  # noqa: ANN401
-    """One of a list of dataclasses; what isn't given has the default of its class."""
-    if not isinstance(given, Namespace):
-        return given
-    settings = given.as_dict()
-    layer = Layer(settings, "the list")
-    return build_config(item_class, [layer], section=f"{path}{settings.get('name', '')}.")
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping of names to values",
+    NoneType: "null",
+    Path: "a path",
+}
 
 
-def _with_path(sentence: str, path: str, names: Sequence[str]) -> str:
+def _in_words(kind: object) -> str:
+    """A type in plain words."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, UnionType):
+        return " or ".join(map(_in_words, arguments))
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(repr, arguments))}"
+    if origin is tuple:
+        return "a list" if arguments[-1] is ... else f"a list of {len(arguments)} values"
+    if section_class(kind) is not None:
+        return "settings"
+    return _WORDS.get(typing.cast("type", origin or kind), str(kind))
+
+
+def _with_path(sentence: str, path: str, names: Mapping[str, object]) -> str:
     """`sentence` with its first word, a setting's name, spelled with the full path.
 
     "optim.lr must be ..." raised inside `actor.optim` becomes "actor.optim.lr must be ...".
@@ -249,9 +343,7 @@ def _with_path(sentence: str, path: str, names: Sequence[str]) -> str:
     own = path.rstrip(".").rpartition(".")[2]
     first = re.split(r"[^\w.]", sentence, maxsplit=1)[0]
     name = first.removeprefix(f"{own}.") if own else first
-    if name.split(".")[0] in names:
-        return path + name + sentence[len(first) :]
-    return sentence
+    return path + name + sentence[len(first) :] if name.split(".")[0] in names else sentence
 
 
 def _with_file(
@@ -259,32 +351,32 @@ def _with_file(
 ) -> str:
     """`sentence`, whose first word is a setting, with the file that has the setting's value.
 
-    "sft.epochs must be ..." becomes "sft.epochs in my.yaml must be ..."; what the command line
-    given last stays as it is.
+    "sft.epochs must be ..." becomes "sft.epochs in my.yaml must be ..."; a value from the command
+    line changes nothing.
     """
     spelled = re.split(r"[^\w.]", sentence, maxsplit=1)[0]
     name = spelled.removeprefix(section)
     if not name or any(given == name or given.startswith(f"{name}.") for given, _ in overrides):
         return sentence
-    last = next((layer for layer in reversed(layers) if _says(layer.settings, name)), None)
+    last = next((layer for layer in reversed(layers) if _has(layer.settings, name)), None)
     if last is None or not last.is_file:
         return sentence
     return f"{spelled} in {last.origin}{sentence[len(spelled) :]}"
 
 
-def _says(settings: Mapping[str, Any], name: str) -> bool:
-    """Whether the setting of this dotted name, or something in it, is among nested settings."""
+def _has(settings: Mapping[str, Any], name: str) -> bool:
+    """Whether the setting of this dotted name, or a part of it, is among nested settings."""
     head, _, rest = name.partition(".")
     if head not in settings or not rest:
         return head in settings
     below = settings[head]
-    return _says(below, rest) if isinstance(below, Mapping) else True
+    return _has(below, rest) if isinstance(below, Mapping) else True
 
 
 def _unknown(config_class: type, name: str, *, section: str, place: str) -> ConfigError:
     """The error for a name that is not a setting, with the likely meant ones."""
     settings = list(list_settings(config_class))
     meant = " or ".join(section + match for match in did_you_mean(settings, name))
-    hint = hint_for_step(name, {each.name for each in settings}, section)
-    hint = hint or (f"did you mean {meant}?" if meant else "--help lists the settings")
+    other = f"did you mean {meant}?" if meant else "--help lists the settings"
+    hint = deepspeed_chat_hint(name) or other
     return ConfigError(f"there is no setting {section}{name}{place}; {hint}")

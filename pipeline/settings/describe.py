@@ -52,6 +52,20 @@ def fields_of(config_class: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(config_class) if field.init]
 
 
+@functools.cache
+def kinds_of(config_class: type) -> Mapping[str, object]:
+    """The types of the fields that can be set, by name."""
+    hints = typing.get_type_hints(config_class)
+    return {field.name: hints[field.name] for field in fields_of(config_class)}
+
+
+def default_of(config_class: type, name: str) -> object:
+    """The default of a field; None where it has none."""
+    field = next(each for each in fields_of(config_class) if each.name == name)
+    default = _default(field)
+    return None if default is dataclasses.MISSING else default
+
+
 def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
     """The sections of a dataclass of settings, with what each is about.
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.plan.request import parse_request
-from pipeline.plan.resolve import step_configs, with_needed_steps
+from pipeline.plan.resolve import resolve_run
 from step3_ppo.config import PPOConfig
 from tests.pipeline.stages import THREE_STEPS
 
 
 def planned(*argv: str) -> tuple[tuple[int, ...], PPOConfig]:
     """The steps that run, and the settings of step 3."""
-    command_line = with_needed_steps(parse_request(argv, THREE_STEPS), THREE_STEPS)
-    config = step_configs(command_line, THREE_STEPS)["step3_ppo"]
+    command_line, configs = resolve_run(parse_request(argv, THREE_STEPS), THREE_STEPS)
+    config = configs["step3_ppo"]
     assert isinstance(config, PPOConfig)
     return command_line.request.step, config
 

@@ -106,7 +106,7 @@ def test_numbers_in_exponent_form_are_numbers(number: object) -> None:
         ("count", ["x"], "s.count must be a whole number, got x"),
         ("count", ["1.5"], "s.count must be a whole number, got 1.5"),
         ("count", ["null"], "s.count must be a whole number, got null"),
-        ("maybe.rate", ["null"], "s.maybe.rate can't be null"),
+        ("maybe.rate", ["null"], "s.maybe.rate must be a number, got null"),
         ("count", [], "--s.count takes one value, got none"),
         ("count", ["1", "2"], "--s.count takes one value, got 2: 1 2"),
         ("names", [], "--s.names takes at least one value, got none"),
