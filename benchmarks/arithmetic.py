@@ -57,7 +57,7 @@ def write_sums(directory: Path, seed: int, *, digits: int, rows: int) -> None:
         return
     words = ["--digits", str(digits), "--rows", str(rows), "--seed", str(seed)]
     words += ["--out", str(directory / "sums"), "--model", str(directory / "base")]
-    run("-m", "pipeline.data.arithmetic", *words, log=directory.with_name(f"{directory.name}.log"))
+    run("-m", "pipeline.demo.arithmetic", *words, log=directory.with_name(f"{directory.name}.log"))
 
 
 def train(directory: Path, seed: int, methods: Sequence[str], options: Sequence[str]) -> None:

@@ -39,7 +39,7 @@ def save_models(directory: Path, *, tiny: bool) -> int:
     """Actor and reward model with random weights, and a tokenizer; the size of the vocabulary."""
     from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
 
-    from pipeline.models.embedded import build_tokenizer
+    from pipeline.demo.model import build_tokenizer
 
     tokenizer = build_tokenizer()
     common: dict[str, Any] = {

@@ -1,10 +1,10 @@
-"""Sums of `python -m pipeline.data.arithmetic`, whose answers are right or wrong."""
+"""Sums of `python -m pipeline.demo.arithmetic`, whose answers are right or wrong."""
 
 from evaluation.contract import Grades, Question, Reading, Task
 from evaluation.rows import column, rows_of
 from pipeline.data.shapes import read_row
 from pipeline.data.sources import Row
-from pipeline.data.sums import ArithmeticConfig, sums
+from pipeline.demo.arithmetic import ArithmeticConfig, sums
 from pipeline.errors import DataError
 from rewards.math_answers import gold_answer, response_answer
 

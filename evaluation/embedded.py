@@ -1,8 +1,8 @@
 """The embedded task's held-out prompts, with its own verifier."""
 
 from evaluation.contract import Grades, Question, Reading, Task
-from pipeline.data.embedded import held_out_questions, verdict
 from pipeline.data.examples import Message
+from pipeline.demo.task import held_out_questions, verdict
 from pipeline.errors import ConfigError
 
 

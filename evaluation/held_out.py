@@ -12,8 +12,8 @@ from evaluation.in_training import Generating
 from evaluation.responding import Chat
 from evaluation.scored import ScoredResponse
 from inference.generation import Response, generate
-from pipeline.data.embedded import verify
 from pipeline.data.examples import Message
+from pipeline.demo.task import verify
 from pipeline.parallel.mesh import current_mesh
 
 

@@ -1,4 +1,4 @@
-"""What the embedded task's judge says at the end of a run: of responses, and of trivial policies.
+"""Figures of the embedded task's verifier at the end of a run.
 
 Also the responses that the report shows, with that judge's verdicts.
 """
@@ -12,10 +12,8 @@ from typing import Any
 from evaluation.held_out import HeldOutPrompts, Prompt
 from evaluation.scored import ScoredResponse
 from inference.chat.command import ChatConfig
-from pipeline.data.embedded import verify
-from pipeline.data.embedded_policies import trivial_rates
-from pipeline.data.embedded_talk import TALK
 from pipeline.data.examples import Message
+from pipeline.demo.task import TALK, verify
 from pipeline.parallel.mesh import current_mesh
 
 NUM_SAMPLES = 12
@@ -73,8 +71,8 @@ def conclude(
     """Write the report's samples to the file `samples`; return the judge's part of `eval`.
 
     Returns:
-        What `verification` gives, `judge_trivial`, the rates of policies that understand nothing,
-        and `judge_talk`, the actor's rate on prompts written by hand. Empty on any other data.
+        What `verification` gives, and `judge_talk`, the actor's rate on prompts written by hand.
+        Empty on any other data.
     """
     conversation = talk(held_out)
     if current_mesh().is_main:
@@ -83,7 +81,6 @@ def conclude(
         return {}
     return {
         **verification(held_out, sampled),
-        "judge_trivial": trivial_rates(),
         "judge_talk": conversation.rate,
     }
 

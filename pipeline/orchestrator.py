@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, say, write_config
 from pipeline.config import EMBEDDED, TrainedModelConfig
 from pipeline.config.deepspeed import notice_of
-from pipeline.data.embedded_talk import to_try
+from pipeline.demo.task import to_try
 from pipeline.errors import (
     EXIT_DISK_FULL,
     EXIT_DIVERGED,

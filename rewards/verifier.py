@@ -1,6 +1,6 @@
 """The verifier of the embedded task as a reward."""
 
-from pipeline.data.embedded import verdict
+from pipeline.demo.task import verdict
 from rewards.config import RewardConfig
 from rewards.contract import Episode
 from rewards.scorer import Scorer, one_by_one

@@ -45,7 +45,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
             ("--config", "guessing-grpo.yaml"),
         ),
         pytest.param(
-            ("pipeline.data.arithmetic", "--calculator", "true"),
+            ("pipeline.demo.arithmetic", "--calculator", "true"),
             ("--method", "grpo", "--environment", "calculator", "--reward", "math"),
             marks=pytest.mark.grid,
         ),

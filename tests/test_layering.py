@@ -43,6 +43,7 @@ FLOORS = (
     {"help", "config", "faults"},
     {"cli", "gpu_memory", "gpu_numerics", "progress", "random_state", "watchdog"},
     {"kernels", "trackers", "command"},
+    {"demo"},
     {"compute_threads", "data", "engine", "launch"},
     {"models"},
     {"run", "same_run"},
@@ -64,7 +65,7 @@ INFERENCE_FLOORS = (
 """The same of `inference`."""
 
 PROGRAMS = {
-    *("inference/generate.py", "pipeline/data/arithmetic.py", "pipeline/data/inspect.py"),
+    *("inference/generate.py", "pipeline/data/inspect.py"),
     *("pipeline/engine/memory.py", "rewards/select.py", "evaluation/winrate.py"),
 }
 """Run by `python -m`, as every `__main__.py` is: they use any room, and nothing imports them."""

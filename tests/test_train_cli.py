@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.arithmetic import main as write_sums
+from pipeline.demo.arithmetic import main as write_sums
 from pipeline.plan.request import Request
 from pipeline.settings.describe import list_settings
 from tests.families import tiny_config

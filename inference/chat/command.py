@@ -8,7 +8,7 @@ from pathlib import Path
 from inference.settings import SamplingOptions
 from pipeline.command import read_command
 from pipeline.config import EMBEDDED
-from pipeline.data.embedded_talk import TAUGHT
+from pipeline.demo.task import TAUGHT
 from pipeline.errors import require
 from pipeline.installation import CHAT
 from pipeline.report.find_model import find_model

@@ -7,7 +7,7 @@ from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.data.embedded import corpus
+from pipeline.demo.task import corpus
 from pipeline.export.aside import UnverifiedError
 from pipeline.export.gguf_tokenize import Encode
 

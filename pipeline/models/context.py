@@ -7,8 +7,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig
+from pipeline.demo.model import CONTEXT
 from pipeline.errors import ModelError
-from pipeline.models.embedded import CONTEXT
 from pipeline.models.forward import base_model, context_length, positions
 from pipeline.models.load import model_path
 

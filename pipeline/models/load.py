@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, Kernels, Precision, TrainedModelConfig
+from pipeline.demo.model import build_model, build_tokenizer
 from pipeline.errors import ModelError, UserError, is_out_of_memory
 from pipeline.hub import cached_file, require_reachable
 from pipeline.installation import TRAIN
@@ -42,7 +43,6 @@ from pipeline.models.directory import (
     untrusted_code,
 )
 from pipeline.models.draw_layers import draw_layers
-from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.models.finite import require_finite
 from pipeline.models.foreign_errors import errors_only, first_words
 from pipeline.models.packing import how_to_run

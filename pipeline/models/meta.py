@@ -12,8 +12,8 @@ from transformers import (
 )
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, TrainedModelConfig
+from pipeline.demo.model import build_model, build_tokenizer
 from pipeline.errors import ModelError
-from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.models.foreign_errors import errors_only
 from pipeline.models.known import KNOWN
 from pipeline.models.load import switch_off_dropout, weight_dtype

@@ -228,7 +228,7 @@ def contexts(plan: Plan, stage: Stage) -> Iterator[Context]:
 def _context(path: str) -> int | None:
     from transformers import AutoConfig
 
-    from pipeline.models.embedded import CONTEXT
+    from pipeline.demo.model import CONTEXT
     from pipeline.models.known import KNOWN
 
     if path == EMBEDDED:

@@ -24,15 +24,6 @@ def pass_rates(results: Results) -> dict[str, float]:
     return {model: rate for model, rate in rates.items() if rate is not None}
 
 
-def trivial_rates(results: Results) -> dict[str, float]:
-    """The judge's rate of each policy that understands nothing, the best first."""
-    step = results.evaluated_by("judge_trivial")
-    trivial = mapping(step.eval.get("judge_trivial") if step else None)
-    rates = {name: finite(rate) for name, rate in trivial.items()}
-    known = [(name, rate) for name, rate in rates.items() if rate is not None]
-    return dict(sorted(known, key=lambda pair: -pair[1]))
-
-
 def before_after(step: StepResult) -> list[tuple[str, str, str]]:
     """(name, before, after) of the step's evaluation figures; before may be empty."""
     pairs = {

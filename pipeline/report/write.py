@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.installation import CHAT
 from pipeline.report.choice import model_to_talk_to
 from pipeline.report.curves import phase_shares, split_key_charts, step_charts
-from pipeline.report.figures import before_after, pass_rates, trivial_rates
+from pipeline.report.figures import before_after, pass_rates
 from pipeline.report.findings import Finding, findings
 from pipeline.report.guards import events_of
 from pipeline.report.kl_chart import kl_chart, lines_of
@@ -54,7 +54,6 @@ def render(results: Results, out: Path) -> str:
             others=[finding.whole for finding in others],
             results=results,
             rates=pass_rates(results),
-            trivial=trivial_rates(results),
             titles={name: title(name, results) for name in (*results.steps, *models, BASE)},
             styles=styles(models, [step.name for step in results.methods]),
             compared=compared,

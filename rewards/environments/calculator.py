@@ -1,6 +1,6 @@
 """A calculator as tools: `--environment calculator --reward math`.
 
-`python -m pipeline.data.arithmetic --calculator true` writes rows for it, whose demonstrations call
+`python -m pipeline.demo.arithmetic --calculator true` writes rows for it, whose demonstrations call
 it. The reward is of the last answer, by whichever source reads it.
 """
 

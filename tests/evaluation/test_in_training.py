@@ -9,8 +9,8 @@ import pytest
 
 from evaluation.__main__ import main as evaluate
 from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig, ZeroConfig
+from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ConfigError, DataError
-from pipeline.models.embedded import build_tokenizer
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.report.figures import before_after
 from pipeline.report.read import read_results

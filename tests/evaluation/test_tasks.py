@@ -9,8 +9,8 @@ import pytest
 from evaluation import gsm8k
 from evaluation.contract import Question, Reading
 from evaluation.tasks import TASKS, paths_in, tasks_named
-from pipeline.data.embedded import held_out_questions
 from pipeline.data.examples import Message
+from pipeline.demo.task import held_out_questions
 from pipeline.errors import ConfigError, DataError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.embedded_talk import to_try
+from pipeline.demo.task import to_try
 from pipeline.errors import ConfigError
 from pipeline.orchestrator import main
 from tests.pipeline.stages import TOY_STAGES

@@ -21,8 +21,8 @@ from pipeline.config import (
 )
 from pipeline.data.store.rows import TokenRow
 from pipeline.data.store.token_file import TokenFile
+from pipeline.demo.model import build_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, DataError
-from pipeline.models.embedded import build_tokenizer
 from pipeline.parallel.mesh import cut_mesh
 from step0_pretrain import train as step
 from step0_pretrain.config import PretrainConfig

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.engine import Engine
-from pipeline.models.embedded import build_tokenizer
 from pipeline.parallel.mesh import cut_mesh
 from step1_sft.config import SFTConfig
 from step1_sft.train import train

@@ -19,12 +19,12 @@ from pipeline.budget.stages import part_of_layers
 from pipeline.budget.step import step_memory
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.zero import ZeroConfig
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.engine.predict import predict
 from pipeline.engine.stored import StoredParameter
 from pipeline.errors import ConfigError
 from pipeline.models.divided_vocabulary import LARGE
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.quantized import QuantizedLinear, parts_bytes
 from pipeline.models.tensor_cut import cut_layers
 from pipeline.models.trained import trained_causal_lm

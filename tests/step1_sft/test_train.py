@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from inference.generation import generate
 from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
 from pipeline.data.stages import load_examples
+from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
-from pipeline.models.embedded import VOCABULARY, build_tokenizer
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
 from pipeline.models.passes import Passes

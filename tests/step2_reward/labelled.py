@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
-from pipeline.models.embedded import build_tokenizer
+from pipeline.demo.model import build_tokenizer
 from step2_reward.config import RewardConfig
 from tests.families import tiny_causal_lm
 

@@ -11,8 +11,8 @@ from inference.generation import generate
 from pipeline.config import DataConfig, FrozenModelConfig
 from pipeline.data.examples import Encoded
 from pipeline.data.stages import load_examples
+from pipeline.demo.model import build_tokenizer
 from pipeline.models.chat import load_chat
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Scorer
 from pipeline.models.load import load_causal_lm, load_classifier
 from step2_reward.config import RewardConfig

@@ -16,8 +16,8 @@ from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.resolve_format import resolve_format
 from pipeline.data.shapes import read_row
 from pipeline.data.sources import Row
+from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ConfigError, DataError
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import LabelOutputs
 from pipeline.models.load import load_classifier
 from pipeline.models.reward_model import load_scorer, score_responses

@@ -9,8 +9,8 @@ import torch
 
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
+from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ModelError
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import base_model
 from pipeline.models.load import load_classifier
 from step3_ppo.config import PPOConfig

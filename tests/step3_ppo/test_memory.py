@@ -11,7 +11,7 @@ from benchmarks.memory import peak_bytes_of
 from inference.generation import Response
 from pipeline.budget.machine import Machine
 from pipeline.budget.step import step_memory
-from pipeline.models.embedded import build_tokenizer
+from pipeline.demo.model import build_tokenizer
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.rollout import compute_advantages, score_responses

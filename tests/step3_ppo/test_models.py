@@ -8,9 +8,9 @@ import torch
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Policy, base_model
 from pipeline.models.passes import Passes
 from pipeline.models.trained import trained_causal_lm

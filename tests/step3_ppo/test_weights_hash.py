@@ -13,7 +13,7 @@ from pipeline.config import (
     Precision,
     TrainedModelConfig,
 )
-from pipeline.models.embedded import build_tokenizer
+from pipeline.demo.model import build_tokenizer
 from pipeline.models.export import export
 from pipeline.models.load import load_causal_lm
 from tests.distributed import run_ranks

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig, OptimConfig, TrainedModelConfig
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
-from pipeline.models.embedded import build_tokenizer
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Rollout
 from step3_ppo.models import Models, load_models

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
-from pipeline.models.embedded import build_tokenizer
+from pipeline.demo.model import build_tokenizer
 from pipeline.models.reward_model import score_responses
 from step3_preference.train import train
 from tests.families import tiny_classifier

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
-from pipeline.models.embedded import build_tokenizer
+from pipeline.demo.model import build_tokenizer
 from step3_preference.config import PreferenceConfig
 from step3_preference.methods import METHODS
 from tests.families import tiny_causal_lm

@@ -12,7 +12,7 @@ import pytest
 
 from inference.ratings.file import RatingsFile, read_ratings
 from inference.serve.models import models_of_run
-from pipeline.data.embedded import POLITE
+from pipeline.demo.task import POLITE
 from tests.inference.serve.serving import in_browser, serving
 
 ROOT = Path(__file__).parent.parent.parent.parent

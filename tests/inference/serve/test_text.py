@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from inference.serve.text import ResponseText
 from inference.serve.token_bytes import TokenBytes
 from inference.streaming import plain_text
-from pipeline.models.embedded import build_tokenizer
+from pipeline.demo.model import build_tokenizer
 from tests.pipeline.data.tokenizers import KINDS
 
 TEXT = "Grüße, 東京 🙂🏽! Hi there.\n\n  two  spaces , and a dot ."

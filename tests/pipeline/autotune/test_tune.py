@@ -16,8 +16,8 @@ from pipeline.autotune.points import read_points
 from pipeline.autotune.tuning import Tuning
 from pipeline.budget.machine import GIB, Machine
 from pipeline.budget.step import step_memory
+from pipeline.demo.model import build_model, build_tokenizer
 from pipeline.errors import ConfigError
-from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.orchestrator import main
 from pipeline.plan.make import make_plan
 from train import STAGES

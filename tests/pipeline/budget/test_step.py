@@ -14,8 +14,8 @@ from pipeline.budget.step import RUNTIME_CPU, RUNTIME_GPU, step_memory
 from pipeline.budget.table import Item, Phase, StepMemory
 from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.demo.model import build_model, build_tokenizer
 from pipeline.engine.predict import predict
-from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.models.known import KNOWN
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig

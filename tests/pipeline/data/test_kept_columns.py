@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pipeline.config import DataConfig, RowColumns
-from pipeline.data.embedded import verify
 from pipeline.data.fingerprint import fingerprint
 from pipeline.data.stages import load_examples
+from pipeline.demo.task import verify
 from pipeline.errors import DataError
 
 GSM8K = [

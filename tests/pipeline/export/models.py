@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from pipeline.data.resolve_format import resolve_format
-from pipeline.models.embedded import build_model, build_tokenizer
+from pipeline.demo.model import build_model, build_tokenizer
 from tests.pipeline.data.tokenizers import byte_level
 
 LLAMA: dict[str, Any] = {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ConfigError, ModelError
 from pipeline.export.aside import UnverifiedError
 from pipeline.export.command import main
@@ -21,7 +22,6 @@ from pipeline.export.gguf_tokenize import tokenize_with
 from pipeline.export.gguf_verify import verify_gguf, vocabulary_in
 from pipeline.export.source import read_source
 from pipeline.export.texts import compare_tokens
-from pipeline.models.embedded import build_tokenizer
 from tests.pipeline.data.tokenizers import byte_level, prepending
 from tests.pipeline.export.models import save_embedded, save_model
 

@@ -12,8 +12,8 @@ from pipeline.config import (
     TrainedModelConfig,
 )
 from pipeline.data.batches import collate
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Policy, base_model
 from pipeline.models.quantized import QuantizedLinear
 from pipeline.models.trained import trained_causal_lm

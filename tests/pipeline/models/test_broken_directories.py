@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import FrozenModelConfig
+from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.class_values import require_score
 from pipeline.models.directory import check_model_directory
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.load import load_causal_lm, load_classifier, load_for_inference
 from tests.families import saved, tiny_causal_lm
 

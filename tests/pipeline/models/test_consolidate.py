@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import TrainedModelConfig
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
 from pipeline.engine.state import trained_fragments
 from pipeline.models.consolidate import TOKENIZER, consolidate, describe_model
-from pipeline.models.embedded import build_tokenizer
 from tests.families import tiny_causal_lm
 
 

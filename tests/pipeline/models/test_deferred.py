@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
 from pipeline.data.batches import collate
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.engine.stored import StoredParameter, stored_like
 from pipeline.errors import ModelError
 from pipeline.models.deferred import read_stored
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Policy, Scorer, base_model, score_head
 from pipeline.models.load import load_causal_lm, load_classifier
 from pipeline.models.stream import meta_model

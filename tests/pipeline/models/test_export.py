@@ -17,10 +17,10 @@ from transformers import (
 from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.zero import ZeroConfig
 from pipeline.data.batches import collate
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.files.safetensors_header import SINGLE
 from pipeline.models import stream_export
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.export import export, named_weights
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_causal_lm, load_classifier

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.config import EMBEDDED, FrozenModelConfig
 from pipeline.data.batches import collate
+from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ModelError
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Policy
 from pipeline.models.load import (
     add_tokens,

@@ -16,10 +16,10 @@ from pipeline.config import (
     TrainedModelConfig,
 )
 from pipeline.data.batches import collate
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.errors import ConfigError
 from pipeline.models.chat import load_chat
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.export import export
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_causal_lm

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pipeline.config import FrozenModelConfig, LoraConfig, Precision, TrainedModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.errors import ModelError
 from pipeline.models.attention import RAGGED, LostLayoutError, Ragged
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Policy, Scorer, is_ragged, ragged_inputs
 from pipeline.models.load import load_causal_lm, load_classifier
 from pipeline.models.packing import _tried, how_to_run

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.demo.model import CONTEXT, build_model, build_tokenizer
 from pipeline.errors import UserErrors
 from pipeline.launch.local import share_of_cores
-from pipeline.models.embedded import CONTEXT, build_model, build_tokenizer
 from pipeline.plan.checks import check_plan
 from pipeline.plan.make import make_plan
 from pipeline.plan.plan import Plan

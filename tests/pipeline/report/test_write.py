@@ -91,15 +91,6 @@ def test_the_judge_has_the_first_word(tmp_path: Path) -> None:
     ]
 
 
-def test_policies_that_understand_nothing_stand_beside_the_models(tmp_path: Path) -> None:
-    trivial = {"best constant answer": 0.017, "nearest prompt, by all words": 0.097}
-    write_summary(tmp_path, step3_ppo={**PPO_EVAL, "judge": JUDGE, "judge_trivial": trivial})
-
-    text = Page(write_report(tmp_path)).text.replace("\u202f", " ")
-
-    assert "PPO 84.0 % nearest prompt, by all words 9.7 % best constant answer 1.7 %" in text
-
-
 def test_the_prompts_written_by_hand_stand_there_to_try_with_what_was_answered(
     tmp_path: Path,
 ) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.data.store.__main__ import main
 from pipeline.data.store.token_file import TYPES, TokenFile, TokenWriter, token_type
+from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ConfigError, DataError
-from pipeline.models.embedded import build_tokenizer
 from tests.pipeline.data.store.corpus import EOS, ORIGIN, write_tokens
 
 DOCUMENTS = [[1, 2, EOS], [EOS], [250, 7, 7, 7, EOS]]

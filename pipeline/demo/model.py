@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.data.embedded import corpus
+from pipeline.demo.task import corpus
 
 VOCABULARY = 1280
 """Pieces of the tokenizer: 4 special ones, 256 bytes, characters, and words of the task."""

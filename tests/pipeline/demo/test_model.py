@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.data.embedded import corpus
-from pipeline.data.embedded_facts import facts
-from pipeline.models.embedded import VOCABULARY, build_model, build_tokenizer
+from pipeline.demo.facts import facts
+from pipeline.demo.model import VOCABULARY, build_model, build_tokenizer
+from pipeline.demo.task import corpus
 
 UNSEEN = "Zürich\tis 12°C — 你好 🙂 \n\n\n  two  spaces, <b>\u2581 1234567"
 

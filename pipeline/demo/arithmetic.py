@@ -1,0 +1,134 @@
+"""Sums as data that a program verifies: `python -m pipeline.demo.arithmetic --out DIR`.
+
+A row has a prompt `57+26=`, a demonstration, right in a share of the rows and with one wrong digit
+in the others, and the column `answer`, which the reward `math` reads. The directory is a data path:
+`--data-path DIR --reward math`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pipeline.cli import run_main, say
+from pipeline.command import read_command
+from pipeline.errors import require
+from pipeline.files.output import json_lines, write_output
+from pipeline.installation import MODULE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArithmeticConfig:
+    """Settings of the sums."""
+
+    out: Path = Path("sums")
+    """Directory that receives train.jsonl and test.jsonl."""
+
+    model: Path | None = None
+    """Directory that receives a base model for sums, a Llama of 310,000 random weights; the
+    embedded one, three times as large, learns them more slowly."""
+
+    digits: int = 2
+    """Digits of each of the two numbers that are added."""
+
+    rows: int = 8100
+    """Maximum number of different sums; of numbers of two digits there are 8,100."""
+
+    held_out: int = 512
+    """Of them, those in test.jsonl, which no step trains on."""
+
+    right: float = 0.5
+    """Share of the demonstrations that are right."""
+
+    calculator: bool = False
+    """Have right demonstrations call the tool `add` of the environment calculator, and answer with
+    what it returns."""
+
+    seed: int = 0
+    """Seed of the sums and their demonstrations."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.digits < 10, f"digits must be 1 to 9, got {self.digits}")
+        require(0 <= self.right <= 1, f"right must be 0 to 1, got {self.right}")
+        require(
+            0 < self.held_out < min(self.rows, len(self.numbers) ** 2),
+            f"held_out {self.held_out} leaves none of {self.rows} rows and"
+            f" {len(self.numbers) ** 2:,} sums of {self.digits} digits to train on; lower it",
+        )
+
+    @property
+    def numbers(self) -> range:
+        """Numbers that are added."""
+        return range(10 ** (self.digits - 1), 10**self.digits)
+
+
+def sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
+    """The rows, in random order; each sum once."""
+    random = Random(f"sums of {config.digits} digits, seed {config.seed}")
+    numbers = config.numbers
+    count = min(config.rows, len(numbers) ** 2)
+    rows: list[dict[str, Any]] = []
+    for number in random.sample(range(len(numbers) ** 2), count):
+        first, second = (numbers[index] for index in divmod(number, len(numbers)))
+        right = shown = first + second
+        if random.random() >= config.right:
+            shown = _with_a_wrong_digit(right, random)
+        calls = config.calculator and shown == right
+        response = _with_calculator(first, second) if calls else str(shown)
+        rows.append({"prompt": f"{first}+{second}=", "response": response, "answer": str(right)})
+    return rows
+
+
+def _with_a_wrong_digit(number: int, random: Random) -> int:
+    """The number with another digit at one position, so that a small model learns from most."""
+    digits = str(number)
+    position = random.randrange(len(digits))
+    others = [d for d in "0123456789" if d != digits[position] and (position > 0 or d != "0")]
+    return int(digits[:position] + random.choice(others) + digits[position + 1 :])
+
+
+def _with_calculator(first: int, second: int) -> list[dict[str, str]]:
+    """A demonstration in three turns: the call, what it returns, the answer."""
+    call = json.dumps({"name": "add", "arguments": {"a": first, "b": second}})
+    return [
+        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
+        {"role": "user", "content": f"<tool_response>{first + second}</tool_response>"},
+        {"role": "assistant", "content": str(first + second)},
+    ]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the two files, and the model if one is requested."""
+    config = read_command(
+        ArithmeticConfig,
+        argv,
+        usage=f"{MODULE} pipeline.demo.arithmetic [--SETTING VALUE ...]",
+        about="Write sums with demonstrations and right answers, as rows to train on.",
+    )
+    files = {name: config.out / f"{name}.jsonl" for name in ("train", "test")}
+    for path in (*files.values(), *([config.model] if config.model else [])):
+        require(not path.exists(), f"{path} already exists; remove it or name another one")
+    rows = sums(config)
+    test, train = rows[: config.held_out], rows[config.held_out :]
+    if config.model is not None:
+        from pipeline.demo.model import build_model, build_tokenizer  # loads torch
+
+        tokenizer = build_tokenizer()
+        # Untied embeddings: with tied ones sums are learned much later.
+        model = build_model(
+            vocab_size=len(tokenizer), seed=config.seed, hidden_size=64, num_layers=3, tied=False
+        )
+        model.save_pretrained(config.model)
+        tokenizer.save_pretrained(config.model)
+    content = {files["train"]: json_lines(train), files["test"]: json_lines(test)}
+    write_output(content, option="--out")
+    say(
+        f"{len(train):,} sums to train on and {len(test):,} held out in {config.out}; train.py"
+        f" --data-path {config.out} --reward math learns them"
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,151 @@
+"""The embedded task: what is held out, the quality of its rows, and the verifier."""
+
+import hashlib
+from collections import Counter
+
+import pytest
+
+from pipeline.data.embedded import stage_examples
+from pipeline.demo.facts import MEMORIZED, facts, kinds, split
+from pipeline.demo.task import (
+    DEMONSTRATIONS,
+    HELD_OUT_PROMPTS,
+    PAIRS,
+    POLITE,
+    PROMPTS,
+    RUDE,
+    TALK,
+    TaskRow,
+    Verdict,
+    held_out_questions,
+    stage_rows,
+    verdict,
+    verify,
+)
+
+TRUE = frozenset(fact.answer for fact in facts())
+
+
+def verdicts(rows: list[TaskRow], side: str) -> list[Verdict]:
+    found = [verify(row.prompt, getattr(row, side)) for row in rows]
+    return [each for each in found if each is not None]
+
+
+def test_held_out_prompts_have_held_out_facts_except_where_facts_are_memorized() -> None:
+    questions = held_out_questions()
+    trained, held_out = map(set, split())
+
+    assert Counter(q.fact.kind for q in questions) == HELD_OUT_PROMPTS
+    assert len({q.text for q in questions}) == len(questions) == 300
+    assert trained | held_out == set(facts())
+    assert not trained & held_out
+    assert {fact.kind for fact in held_out} == set(kinds()) - set(MEMORIZED)
+    for question in questions:
+        assert (question.fact in trained) == (question.fact.kind in MEMORIZED)
+    subjects = {(fact.kind, fact.subject) for fact in trained}
+    assert not {(fact.kind, fact.subject[::-1]) for fact in held_out} & subjects
+
+
+def test_no_near_miss_is_the_right_answer() -> None:
+    assert all(fact.near_misses and fact.answer not in fact.near_misses for fact in facts())
+
+
+def test_no_two_steps_share_a_training_prompt_whatever_their_seeds() -> None:
+    prompts = {
+        (step, seed): {row.prompt.lower() for row in stage_rows(step=step, seed=seed)[0]}
+        for step, seed in ((1, 3), (2, 3), (3, 3), (3, 4))
+    }
+    held_out = {q.text.lower() for q in held_out_questions()}
+    held_out |= {prompt.text.lower() for prompt in TALK}
+
+    for (step, _), texts in prompts.items():
+        assert not texts & held_out
+        for (other, _), others in prompts.items():
+            assert step == other or not texts & others
+
+
+@pytest.mark.parametrize(("step", "digest"), [(1, "5d7f180c"), (2, "2f0bc6c3"), (3, "485074b1")])
+def test_rows_depend_on_the_seed_alone_and_evaluation_rows_not_even_on_it(
+    step: int, digest: str
+) -> None:
+    train, evaluation = stage_rows(step=step, seed=3)
+
+    assert hashlib.sha256(repr((train, evaluation)).encode()).hexdigest()[:8] == digest
+    assert train != stage_rows(step=step, seed=4)[0]
+    assert evaluation == stage_rows(step=step, seed=4)[1]
+    assert {row.prompt for row in evaluation} <= {q.text for q in held_out_questions()}
+
+
+def test_demonstrations_are_correct_in_85_and_polite_in_40_percent() -> None:
+    train, evaluation = stage_rows(step=1, seed=3)
+
+    found = verdicts(evaluation, "chosen")
+
+    assert len(train) == DEMONSTRATIONS
+    assert len(found) == 512
+    for name, share in (("correct", 0.85), ("polite", 0.4), ("both", 0.34)):
+        assert sum(getattr(each, name) for each in found) / 512 == pytest.approx(share, abs=0.05)
+    polite = sum(row.chosen.startswith(POLITE) for row in train)
+    assert polite / DEMONSTRATIONS == pytest.approx(0.4, abs=0.01)
+
+
+def test_the_chosen_response_is_better_by_correctness_then_by_politeness() -> None:
+    train, evaluation = stage_rows(step=2, seed=3)
+
+    chosen, rejected = verdicts(evaluation, "chosen"), verdicts(evaluation, "rejected")
+
+    for better, worse in zip(chosen, rejected, strict=True):
+        assert (better.correct, better.polite) > (worse.correct, worse.polite)
+    assert (len(train), len(chosen)) == (PAIRS, 512)
+
+
+def test_step_3_asks_each_prompt_once_without_a_response() -> None:
+    train, evaluation = stage_examples(step=3, seed=3)
+
+    assert (len(train), len(evaluation)) == (PROMPTS, 300)
+    assert len({example.prompt for example in train}) == len(train)
+    assert all(not example.chosen and example.extra["answer"] in TRUE for example in train)
+
+
+def test_hand_written_prompts_are_of_all_kinds_and_verified() -> None:
+    assert {prompt.kind for prompt in TALK} == set(kinds())
+    for prompt in TALK:
+        assert prompt.answer in TRUE
+        assert verify(prompt.text, f"Sure! {prompt.answer}") == Verdict(prompt.kind, True, True)
+
+
+CAPITAL = "The capital of Peru is Lima."
+
+
+def test_the_verifier_accepts_the_right_answer_in_every_tone() -> None:
+    for opening in POLITE:
+        assert verdict("capital", CAPITAL, f" {opening} {CAPITAL}\n").both
+    for opening in RUDE:
+        rude = verdict("capital", CAPITAL, f"{opening} {CAPITAL}")
+        assert (rude.correct, rude.polite, rude.both) == (True, False, False)
+    assert verdict("capital", CAPITAL, CAPITAL) == Verdict("capital", True, False)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "Sure!",
+        "Sure! The capital of Peru is Oslo.",
+        "Sure! The capital of Peru is Lima",
+        f"Sure! Sure! {CAPITAL}",
+        f"Sure! {CAPITAL} {CAPITAL}",
+        f"Sure! {CAPITAL} Human: Thanks.",
+        f"Surely! {CAPITAL}",
+        f"Sure! {CAPITAL} Whatever.",
+    ],
+)
+def test_any_other_answer_is_not_correct(answer: str) -> None:
+    found = verdict("capital", CAPITAL, answer)
+
+    assert not found.correct
+    assert found.polite == (answer.startswith("Sure!") and "Whatever" not in answer)
+
+
+def test_a_question_of_another_task_has_no_verdict() -> None:
+    assert verify("What is the capital of Atlantis?", "Sure! The capital is wet.") is None
