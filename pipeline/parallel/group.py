@@ -1,4 +1,4 @@
-"""Some processes of a job, and the numbers and objects that they tell each other."""
+"""Groups of processes, and collectives of small numbers, objects and tensors among them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,27 +20,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that do something together, and this one among them; all call a method in step.
+    """Some processes of a job, with this one among them; all call each method in the same order.
 
-    Alone, each method gives what this process has.
+    In a group of one process each method returns this process's values.
     """
 
     rank: int = 0
-    """Of this process in the group."""
+    """Rank of this process in the group."""
 
     ranks: tuple[int, ...] = (0,)
-    """Of its processes in the whole job, in the group's order."""
+    """Ranks of its processes in the whole job, in the group's order."""
 
     process_group: dist.ProcessGroup | None = None
-    """torch's; None for a process alone."""
+    """PyTorch's group; None for a single process."""
 
     counted: bool = True
-    """Whether its collectives are among those that all processes of the job come to in the same
-    order, which are counted and compared."""
+    """Whether all processes of the job enter its collectives in the same order, so that they are
+    counted and compared."""
 
     in_step: bool = True
-    """Whether its processes do the same, which is compared in sums; those of several stages of a
-    pipeline don't."""
+    """Whether its processes run the same collectives, which every sum checks; different stages of
+    a pipeline don't."""
 
     @property
     def size(self) -> int:
@@ -54,12 +54,12 @@ class Group:
 
     @property
     def apart(self) -> "Group":
-        """The same processes, whose collectives aren't counted: they go their own ways."""
+        """The same processes, whose collectives are not counted."""
         return replace(self, counted=False)
 
     @property
     def global_rank(self) -> int:
-        """This process's rank in the whole job, by which people know it."""
+        """This process's rank in the whole job."""
         return self.ranks[self.rank]
 
     def barrier(self) -> None:
@@ -88,7 +88,7 @@ class Group:
     def gather_objects(self, value: T) -> list[T]:
         """The values of all processes, in rank order, on every process.
 
-        For small things: they travel as Python objects between processes that trust each other.
+        For small values, which travel as pickled objects.
         """
         if self.process_group is None:
             return [value]
@@ -99,24 +99,28 @@ class Group:
         return values  # pyright: ignore[reportReturnType]  # every entry was filled
 
     def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:
-        """What `tensor` is on each process, in rank order; all are as large."""
+        """All-gather tensors of equal shapes, in rank order."""
         if self.size == 1:
             return [tensor]
         own = tensor.detach().contiguous()
         if own.is_meta:  # where memory is counted there are no numbers to exchange
             return [torch.empty_like(own) for _ in self.ranks]
         self._enter_collective("all_gather", what)
-        return self._gather(own, what)
+        parts = [torch.empty_like(own) for _ in self.ranks]
+        with HERE.waiting(self.others):
+            dist.all_gather(parts, own, group=self.process_group)
+        return parts
 
     def exchange(self, parts: Tensor, *, what: str) -> Tensor:
-        """What each process has for this one, of parts for each along the first dimension.
-
-        It comes in rank order, from each process one.
-        """
+        """All-to-all of slices along the first dimension, one for each process, in rank order."""
         if self.size == 1 or parts.is_meta:
             return parts
         self._enter_collective("all_to_all", what)
-        return self._exchange(parts.detach().contiguous(), what)
+        own = parts.detach().contiguous()
+        received = torch.empty_like(own)
+        with HERE.waiting(self.others):
+            dist.all_to_all_single(received, own, group=self.process_group)
+        return received
 
     def gather_rows(self, values: Sequence[int | float]) -> Float64[Tensor, "ranks values"]:
         """The numbers of each process, as many of each, in rank order, on every process's host."""
@@ -130,48 +134,35 @@ class Group:
         return rows.cpu()
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
-        """Give every process what `tensor` is on the process of rank `source`, in place."""
+        """Broadcast `tensor` of the process of rank `source`, in place."""
         if self.process_group is not None:
             self._enter_collective("broadcast", "", tensor.nbytes)
             with HERE.waiting():
                 dist.broadcast(tensor, src=self.ranks[source], group=self.process_group)
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """This process's part of what the processes divide: every `size`-th item from `rank` on."""
+        """This process's share of the items: every `size`-th one from `rank` on."""
         return list(items[self.rank :: self.size])
 
     def with_fingerprints(self, values: Tensor) -> Tensor:
-        """A few float64 values, to be reduced, and beside them what each process has done.
+        """A few float64 values to be reduced, followed by a fingerprint of each process.
 
-        Of the fingerprints each is zero but on one process: their sum is exact, as is their
-        maximum.
+        Each fingerprint is zero on all processes but one, so its sum and its maximum are exact.
         """
         done = values.new_zeros(self.size)
         done[self.rank] = HERE.fingerprint if self.in_step else 0
         return torch.cat([values, done])
 
     def without_fingerprints(self, packed: Tensor) -> Tensor:
-        """The values that were reduced.
+        """The reduced values.
 
         Raises:
-            DesyncError: the processes have not come to the same collectives.
+            DesyncError: the processes have entered different collectives.
         """
         values, done = packed.split([packed.numel() - self.size, self.size])
         if done.unique().numel() > 1:
             raise DesyncError(self._first_difference())
         return values
-
-    def _gather(self, own: Tensor, what: str) -> list[Tensor]:  # noqa: ARG002
-        parts = [torch.empty_like(own) for _ in self.ranks]
-        with HERE.waiting(self.others):
-            dist.all_gather(parts, own, group=self.process_group)
-        return parts
-
-    def _exchange(self, own: Tensor, what: str) -> Tensor:  # noqa: ARG002
-        received = torch.empty_like(own)
-        with HERE.waiting(self.others):
-            dist.all_to_all_single(received, own, group=self.process_group)
-        return received
 
     def _reduced(self, values: Sequence[int | float], op: dist.ReduceOp.RedOpType) -> list[float]:
         if self.process_group is None:
@@ -185,11 +176,11 @@ class Group:
 
     def _enter_collective(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
         if self.counted:
-            # Pipelines read rows of their own: what stages tell each other is of any size there.
+            # Pipelines read different rows, so sizes between stages differ.
             HERE.enter_collective(kind, unit, num_bytes if self.in_step else 0)
 
     def _first_difference(self) -> str:
-        """What two processes did while the others did something else; all call it."""
+        """The first collective at which two processes differ; all call it."""
         histories = self.gather_objects({each.number: str(each) for each in HERE.history()})
         own = histories[self.rank]
         for number in sorted(own):
@@ -204,24 +195,24 @@ class Group:
 
 @dataclass(frozen=True)
 class DataGroup(Group):
-    """Processes that train one model in several copies, each of which some of them share out.
+    """Processes that train several copies of one model, each sharded among some of them.
 
     Process `copies.rank * shards.size + shards.rank` of the group.
     """
 
     shards: Group = field(kw_only=True)
-    """The processes that have this process's copy of the model."""
+    """The processes that shard this process's copy of the model."""
 
     copies: Group = field(kw_only=True)
-    """The processes that keep the same piece as this one, one of each copy."""
+    """The processes that have the same shard as this one, one of each copy."""
 
 
 @dataclass(frozen=True)
 class StageGroup(Group):
-    """The stages of a pipeline, and process groups of their own for what they send each other."""
+    """The stages of a pipeline, with process groups for what they send each other."""
 
     channels: Mapping[Channel, dist.ProcessGroup] = field(kw_only=True)
-    """By what is sent and where to; empty where one group tells transfers apart by tags."""
+    """By kind of tensor and direction; empty where one group separates transfers by tags."""
 
 
 ALONE = Group()
@@ -229,14 +220,14 @@ ALONE = Group()
 
 @dataclass(frozen=True)
 class RehearsedGroup(Group):
-    """Each process is taken to have what this one has: shapes are right, numbers are not."""
+    """A group without communication: shapes are right, numbers are not."""
 
     def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:  # noqa: ARG002
         """This process's tensor, once for each process of the group."""
         return [tensor.detach() for _ in self.ranks]
 
     def exchange(self, parts: Tensor, *, what: str) -> Tensor:  # noqa: ARG002
-        """The piece that this process has for itself, once for each process of the group."""
+        """The slice that this process has for itself, once for each process of the group."""
         own = parts.detach()[self.rank]
         return own.expand(self.size, *own.shape)
 

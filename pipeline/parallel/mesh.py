@@ -1,9 +1,8 @@
-"""Which processes share what: the only place that maps ranks.
+"""The mesh of processes: the only module that maps ranks.
 
-A function asks `current_mesh()`; an object that outlives a call is given its group. What concerns
-the job - who writes files, who is alive, where all must have come - asks `mesh.world`. What
-concerns a model - its shards, its batch, sums over the batch - asks `mesh.data`. `cut_mesh` says
-once for the job how its processes are divided.
+Functions call `current_mesh()`; objects that outlive a call are passed their group. `mesh.world` is
+for the whole job: files, logs, liveness, barriers. `mesh.data` is for a model: its shards, its
+batch, sums over the batch. `cut_mesh` divides the processes, once for a job.
 """
 
 import os
@@ -11,25 +10,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import chain
 
+import torch
 import torch.distributed as dist
 
 from pipeline.errors import require
 from pipeline.parallel.channels import CHANNELS, Channel
 from pipeline.parallel.group import ALONE, DataGroup, Group, StageGroup
-from pipeline.parallel.neighbours import neighbours
 
 SECOND_WORD_SECONDS = 30
-"""For which torch waits longer than the watchdog, which can name a process."""
+"""By which torch's timeout is longer than the watchdog's, which can name a process."""
 
 PROCESSES_A_SECOND = 64
-"""Whose connections are made in a second, on the safe side."""
+"""Whose connections are made within a second, conservatively."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a job, by what they share."""
+    """The processes of a job along each axis."""
 
     world: Group
     """All of them."""
@@ -56,7 +54,7 @@ class Mesh:
 
     @property
     def in_step(self) -> range:
-        """Ranks of those that come to the same collectives as this process: all, or its stage's."""
+        """Ranks that enter the same collectives as this process: all, or those of its stage."""
         size = self.world.size // self.stages.size
         return range(self.stages.rank * size, (self.stages.rank + 1) * size)
 
@@ -78,13 +76,12 @@ class Mesh:
         }
 
     def tp_group(self, size: int, *, timeout_seconds: float) -> Group:
-        """This process's group of `size` neighbours in rank that generate together.
+        """This process's group of `size` processes, adjacent in rank, that generate together.
 
-        All processes call it. Such groups go their own ways: their collectives are not among the
-        job's.
+        All processes call it. The collectives of such groups are not compared with others'.
 
         Raises:
-            ConfigError: the processes can't be cut into groups of that size.
+            ConfigError: the processes can't be divided into groups of that size.
         """
         number = self.world.size
         require(
@@ -95,11 +92,11 @@ class Mesh:
         if size == 1:
             return ALONE
         rows = [range(first, first + size) for first in range(0, number, size)]
-        return neighbours(subgroup(rows, timeout_seconds=timeout_seconds, counted=False))
+        return subgroup(rows, timeout_seconds=timeout_seconds, counted=False)
 
 
 def current_mesh() -> Mesh:
-    """The mesh of the job that this process has joined, or of this process alone."""
+    """The mesh of the job that this process has joined, or of a single process."""
     if _cut:
         return _cut[-1]
     if not dist.is_initialized():
@@ -115,17 +112,17 @@ _cut: list[Mesh] = []
 
 @contextmanager
 def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float) -> Iterator[Mesh]:
-    """Divide the processes of the job, for as long as it lasts; all of them call it.
+    """Divide the processes of the job, within this context; all of them call it.
 
     Args:
-        replicas: copies of each model; those of one copy are adjacent in rank, as are the
+        replicas: copies of each model; the processes of one copy are adjacent in rank, as are the
             processes of a machine.
         pp: stages of a pipeline. The first 1/pp of the processes have the first stage.
-        tp: processes that compute each layer together, neighbours in rank.
-        timeout_seconds: for which one process may keep the others waiting.
+        tp: processes that compute each layer together, adjacent in rank.
+        timeout_seconds: how long one process may keep the others waiting.
 
     Raises:
-        ConfigError: the processes can't be divided so.
+        ConfigError: the number of processes is not a multiple of replicas * pp * tp.
     """
     mesh = current_mesh()
     number = mesh.world.size
@@ -134,12 +131,29 @@ def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float)
         f"{pp} stages of {replicas} replicas, each layer on {tp} processes, don't divide the"
         f" {number} processes",
     )
-    stages = _rows(range(number), number // pp)
-    data = [stage[first::tp] for stage in stages for first in range(tp)]
+    ranks = torch.arange(number).view(pp, replicas, -1, tp)
+
+    def axis(*dims: int) -> Group:
+        """This process's group along some dimensions of `ranks`."""
+        others = [dim for dim in range(ranks.ndim) if dim not in dims]
+        rows = ranks.permute(*others, *dims).flatten(len(others)).flatten(0, -2)
+        return subgroup(rows.tolist(), timeout_seconds=timeout_seconds)
+
     if pp * tp > 1:
-        mesh = _in_parts(mesh, stages, data, tp=tp, timeout_seconds=timeout_seconds)
+        mesh = replace(mesh, world=replace(mesh.world, in_step=pp == 1), data=axis(1, 2))
+    if tp > 1:
+        tensor = axis(3)
+        mesh = replace(mesh, tensor=tensor, parts=tensor)
+    if pp > 1:
+        rows = ranks.flatten(1).T.tolist()
+        apart = dist.get_backend() == "nccl"
+        stages = pipeline_of(rows, timeout_seconds=timeout_seconds, apart=apart)
+        parts = stages if tp == 1 else replace(axis(0, 3), in_step=False)
+        mesh = replace(mesh, stages=stages, parts=parts)
     if replicas > 1:
-        mesh = replace(mesh, data=_in_copies(mesh.data, data, replicas, timeout_seconds))
+        data = mesh.data
+        group = DataGroup(data.rank, data.ranks, data.process_group, shards=axis(2), copies=axis(1))
+        mesh = replace(mesh, data=group)
     _cut.append(mesh)
     try:
         yield mesh
@@ -147,87 +161,36 @@ def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float)
         _cut.pop()
 
 
-def _in_parts(
-    mesh: Mesh,
-    stages: Sequence[Sequence[int]],
-    data: Sequence[Sequence[int]],
-    *,
-    tp: int,
-    timeout_seconds: float,
-) -> Mesh:
-    """The mesh of models that are cut into stages, or into parts of each layer, or both."""
-    in_step = len(stages) == 1
-
-    def cut(rows: Iterable[Sequence[int]]) -> Group:
-        return subgroup(rows, timeout_seconds=timeout_seconds)
-
-    rows = [_rows(stage, tp) for stage in stages]
-    world, own = replace(mesh.world, in_step=in_step), cut(data)
-    tensor = neighbours(cut(chain(*rows))) if tp > 1 else ALONE
-    if in_step:
-        return Mesh(world=world, data=own, tensor=tensor, parts=tensor)
-    of_stages = pipeline_of(
-        list(zip(*stages, strict=True)),
-        timeout_seconds=timeout_seconds,
-        apart=dist.get_backend() == "nccl",
-    )
-    if tp == 1:
-        return Mesh(world=world, data=own, stages=of_stages, parts=of_stages)
-    # The first stage's processes, then the next one's: of each copy of the model.
-    parts = [list(chain(*row)) for row in zip(*rows, strict=True)]
-    all_parts = replace(cut(parts), in_step=False)
-    return Mesh(world=world, data=own, stages=of_stages, tensor=tensor, parts=all_parts)
-
-
 def pipeline_of(
     rows: Sequence[Sequence[int]], *, timeout_seconds: float, apart: bool
 ) -> StageGroup:
-    """The stages of this process's pipeline, of a job that is cut into such rows; all call it.
+    """The stages of this process's pipeline; all processes call it.
 
     Args:
         rows: ranks of each pipeline, stage by stage.
-        timeout_seconds: for which one process may keep the others waiting.
-        apart: whether each kind of transfer has a process group of its own
+        timeout_seconds: how long one process may keep the others waiting.
+        apart: whether each kind of transfer has a separate process group
             (`pipeline.parallel.channels`).
     """
-    group = subgroup(rows, timeout_seconds=timeout_seconds)
+    group, *others = (
+        subgroup(rows, timeout_seconds=timeout_seconds)
+        for _ in range(1 + (len(CHANNELS) if apart else 0))
+    )
     channels: dict[Channel, dist.ProcessGroup] = {}
-    for each in CHANNELS if apart else ():
-        own = subgroup(rows, timeout_seconds=timeout_seconds).process_group
-        assert own is not None
-        channels[each] = own
+    for channel, other in zip(CHANNELS, others, strict=False):
+        assert other.process_group is not None
+        channels[channel] = other.process_group
     return StageGroup(
         group.rank, group.ranks, group.process_group, in_step=False, channels=channels
     )
 
 
-def _in_copies(
-    data: Group, rows: Sequence[Sequence[int]], replicas: int, timeout_seconds: float
-) -> DataGroup:
-    """The data axis, whose processes have that many copies of the model."""
-    copies = [_rows(row, len(row) // replicas) for row in rows]
-    across = [ranks for each in copies for ranks in zip(*each, strict=True)]
-    return DataGroup(
-        data.rank,
-        data.ranks,
-        data.process_group,
-        shards=subgroup(chain(*copies), timeout_seconds=timeout_seconds),
-        copies=subgroup(across, timeout_seconds=timeout_seconds),
-    )
-
-
-def _rows(ranks: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Neighbours in rank, that many together."""
-    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
-
-
 def subgroup(
     rows: Iterable[Sequence[int]], *, timeout_seconds: float, counted: bool = True
 ) -> Group:
-    """This process's group, of a job that is cut into groups of these ranks; all call it.
+    """This process's group, of a job divided into these rows of ranks; all processes call it.
 
-    Each process is in one row, and makes that group alone: what it takes doesn't grow with their
-    number. With NCCL the world's communicator is split once, for all rows.
+    Each process is in one row, and creates only that group.
     """
     own = next(tuple(ranks) for ranks in rows if dist.get_rank() in ranks)
     group = dist.new_group(
@@ -240,9 +203,8 @@ def subgroup(
 
 
 def patience(timeout_seconds: float, processes: int) -> timedelta:
-    """How long torch waits in a collective of that many processes.
+    """Torch's timeout of a collective of that many processes.
 
-    The watchdog has the first word, which names the process; this is for what it can't see. The
-    more processes there are, the longer it takes until all have met, and until it has spoken.
+    It is longer than the watchdog's, and grows with the time until all processes are connected.
     """
     return timedelta(seconds=timeout_seconds + SECOND_WORD_SECONDS + processes / PROCESSES_A_SECOND)
