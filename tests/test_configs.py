@@ -150,20 +150,6 @@ LAUNCHERS = {
 }
 
 
-def test_what_is_not_given_is_the_presets_and_the_steps_before(environment: dict[str, str]) -> None:
-    folder = ROOT / "scripts" / "step3_ppo" / "llama"
-
-    many = printed(folder / "multi_node" / "run_70b.sh", LAUNCH="--node-rank 1", **environment)
-    one = printed(folder / "single_gpu" / "run_7b_lora.sh", **environment)
-
-    on_many = parse_step(PPOConfig, many[index_of_step(many) + 2 :])
-    on_one = parse_step(PPOConfig, one[index_of_step(one) + 2 :])
-    assert many[1:5] == ["-m", "pipeline.launch.cluster", "--node-rank", "1"]
-    assert (on_many.actor.zero_stage, on_one.actor.zero_stage) == (3, 0)
-    assert (on_many.actor.path, on_many.reward.path) == ("output/step1_sft", "output/step2_reward")
-    assert str(on_many.output_dir) == "output/step3_ppo"
-
-
 def test_a_script_takes_another_preference_method(environment: dict[str, str]) -> None:
     script = ROOT / "scripts" / "step3_preference" / "opt" / "single_gpu" / "run_1.3b.sh"
 
@@ -186,32 +172,6 @@ def test_every_model_has_its_presets_and_scripts() -> None:
                 assert list((ROOT / "scripts" / step / family).glob(f"*/run_{size}.sh"))
             for section in ("sft", "reward", "ppo", "preference"):
                 assert list((ROOT / "configs" / section).glob(f"{family}*-{size}.yaml"))
-
-
-def test_a_sweep_tries_every_combination_once_and_notes_those_that_fail(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text('echo "$@" >>"$CALLS"\n[ "$2" != 1 ]\n')
-    sweep = ["bash", str(ROOT / "scripts" / "sweep.sh"), str(script), str(tmp_path / "out")]
-    calls = tmp_path / "calls"
-    narrow = {"CALLS": str(calls), "STAGES": "0 1", "OFFLOAD": "cpu", "LORA": "off 64"}
-
-    for _ in range(2):
-        subprocess.run([*sweep, "--max_steps", "2"], env=os.environ | narrow, check=True)
-
-    rows = [line.split("\t") for line in (tmp_path / "out" / "sweep.tsv").read_text().splitlines()]
-    run = f"{tmp_path / 'out'}/stage0_cpu_lora_"
-    cpu = "--model.zero.offload.optimizer cpu"
-    assert [row[:4] for row in rows[1:5]] == [
-        ["0", "cpu", "off", "0"],
-        ["0", "cpu", "64", "0"],
-        ["1", "cpu", "off", "1"],
-        ["1", "cpu", "64", "1"],
-    ]
-    assert calls.read_text().splitlines()[:2] == [
-        f"{run}off 0 {cpu} --max_steps 2",
-        f"{run}64 0 {cpu} --model.lora.rank 64 --max_steps 2",
-    ]
-    assert len(calls.read_text().splitlines()) == 6  # what has failed is tried again
 
 
 def test_the_script_of_the_contract_is_there() -> None:

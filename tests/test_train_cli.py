@@ -111,17 +111,6 @@ def test_a_dry_run_on_several_machines_shows_the_command_of_each(tmp_path: Path)
 
 
 @pytest.mark.jobs
-def test_a_dry_run_works_from_any_directory_and_leaves_nothing(tmp_path: Path) -> None:
-    ended = train(tmp_path, "--dry-run", "--actor-model", "facebook/opt-125m")
-
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "-m step1_sft.train --data.path Dahoas/rm-static" in " ".join(ended.stdout.split())
-    assert "  rows       not known: on the Hub, read when the run begins\n" in ended.stdout
-    assert "data       Dahoas/rm-static, split 2,4,4" in ended.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.jobs
 def test_sums_and_their_base_model_are_all_that_their_preset_needs(tmp_path: Path) -> None:
     write_sums(["--out", str(tmp_path / "sums"), "--model", str(tmp_path / "base")])
 

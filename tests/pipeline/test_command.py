@@ -43,10 +43,6 @@ def test_dashes_underscores_and_aliases_are_the_same_setting() -> None:
     assert read("--best_of=3", "--output", "a") == Settings(best_of=3, output=Path("a"))
 
 
-def test_words_of_an_option_that_is_given_twice_are_one_list() -> None:
-    assert read("--stop", "[a", "{b", "--best-of", "2", "--stop", "c").stop == ("[a", "{b", "c")
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from pipeline.errors import ConfigError
 from pipeline.evaluations import EVALUATIONS, SHARE, evaluation_interval
-from step1_sft.config import SFTConfig
 
 
 @pytest.mark.parametrize(
@@ -35,11 +33,3 @@ def test_chosen_evaluations_are_few_and_cheap_whatever_the_run() -> None:
 
             assert before_the_last < EVALUATIONS
             assert before_the_last * cost <= SHARE * total_steps
-
-
-def test_evaluations_are_never_negative_and_patience_needs_some() -> None:
-    with pytest.raises(ConfigError, match="eval_every must not be below 0"):
-        SFTConfig(eval_every=-1)
-    with pytest.raises(ConfigError, match="patience counts evaluations: eval_every must not be 0"):
-        SFTConfig(eval_every=0, patience=2)
-    assert SFTConfig(patience=2).eval_every is None

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -48,15 +47,6 @@ def test_errors_come_at_the_visit_they_name(monkeypatch: pytest.MonkeyPatch) -> 
         fault_point("c")
 
 
-def test_sleep_takes_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    arm(monkeypatch, "a:0:1:sleep-50")
-    began = time.monotonic()
-
-    fault_point("a")
-
-    assert time.monotonic() - began >= 0.05
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -73,12 +63,3 @@ def test_what_is_no_fault_is_refused(
 
     with pytest.raises(ConfigError, match=sentence):
         fault_point("b")
-
-
-def test_without_faults_a_point_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "_text", None)
-    faults._visits.clear()
-
-    fault_point("a")
-
-    assert not faults._visits

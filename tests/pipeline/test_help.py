@@ -1,4 +1,3 @@
-import os
 import re
 import resource
 import subprocess
@@ -12,8 +11,6 @@ from pipeline.help import step_help
 from pipeline.plan.help import train_help
 from pipeline.plan.request import Request
 from pipeline.settings.describe import list_settings
-from step1_sft.config import SFTConfig
-from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardSettings
 from step3_ppo.reward_settings import RewardSettings
@@ -36,14 +33,6 @@ def test_help_starts_at_once_and_without_pytorch(command: str) -> None:
     assert not {"torch", "transformers", "numpy", "datasets"} & imported
     # Processor time: the machine may be busy with something else.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
-
-
-def test_a_step_run_on_several_processes_prints_its_help_once() -> None:
-    argv = [sys.executable, "-m", "step1_sft.train", "--help"]
-    environment = {**os.environ, "RANK": "1"}
-    ended = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, check=True)
-
-    assert (ended.stdout, ended.stderr) == (b"", b"")
 
 
 def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sections() -> None:
@@ -69,42 +58,12 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
     ]
 
 
-def test_a_section_of_the_short_help_names_what_it_has() -> None:
-    text = " ".join(step_help(SFTConfig).split())
-
-    assert "--model.SETTING A model that learns: where it starts and how it is trained." in text
-    assert "gradient_checkpointing checkpoint_every lora.* head_lr fp16.* optim.* kernels" in text
-
-
-@pytest.mark.parametrize(
-    ("word", "names"),
-    [
-        ("actor.lora", ["rank", "alpha", "variant", "dropout", "targets", "lr"]),
-        ("--actor.lora.", ["rank", "alpha", "variant", "dropout", "targets", "lr"]),
-    ],
-)
-def test_help_of_a_section_has_its_settings_alone(word: str, names: list[str]) -> None:
-    said = re.findall(r"^  --([\w.]+)", step_help(PPOConfig, [word]), re.MULTILINE)
-
-    assert said == ["actor.lora", *(f"actor.lora.{name}" for name in names)]
-
-
 def test_help_of_a_name_finds_it_anywhere() -> None:
     said = re.findall(r"^  --([\w.]+)", step_help(PPOConfig, ["head-lr"]), re.MULTILINE)
 
     assert said == ["actor.head_lr", "critic.head_lr"]
     with pytest.raises(ConfigError, match=r"^--help kl_coeff: .*did you mean kl_coef\?$"):
         step_help(PPOConfig, ["kl_coeff"])
-
-
-def test_a_default_of_0_is_shown() -> None:
-    assert "Weight of the entropy bonus. (default: 0)" in step_help(PPOConfig, ["entropy_coef"])
-
-
-def test_the_lengths_say_what_each_step_loses() -> None:
-    for config_class in (SFTConfig, RewardConfig):
-        said = " ".join(step_help(config_class, ["data.max_length"]).split())
-        assert "loses its end in step 1, and its beginning in step 2" in said
 
 
 def test_train_names_every_option_and_explains_every_one_on_request() -> None:

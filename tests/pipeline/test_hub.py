@@ -39,16 +39,6 @@ def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.s
         require_reachable("no a/b", ModelError, instead="c")
 
 
-@pytest.mark.parametrize("name", ["HTTPS_PROXY", "HF_HUB_OFFLINE"])
-def test_behind_a_proxy_or_offline_its_own_client_decides(
-    name: str, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listening.close()
-    monkeypatch.setenv(name, "1")
-
-    assert why_unreachable() is None
-
-
 def test_names_that_nobody_knows_are_refused_at_once_without_a_network(
     listening: socket.socket, tmp_path: Path
 ) -> None:

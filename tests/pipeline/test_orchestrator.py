@@ -164,39 +164,6 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
     assert "weights                  3.6" in said
 
 
-def test_a_dry_run_shows_stages_and_offload(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "ds_config.json"
-    file.write_text(
-        '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},'
-        ' "dump_state": true}'
-    )
-
-    run(
-        tmp_path / "out",
-        *("--dry-run", "--zero-config", str(file), "--reward-zero-stage", "1"),
-        *("--reward.model.zero.offload.params", "none"),
-        *("--ppo.critic.zero.offload.params", "none"),
-    )
-
-    said = capsys.readouterr()
-    made = f"{tmp_path}/out/step"
-    assert "  model      embedded, ZeRO stage 3, offloaded: params to cpu\n" in said.out
-    assert f"  model      {made}1_sft, ZeRO stage 1\n" in said.out
-    assert f"  actor      {made}1_sft, ZeRO stage 3, offloaded: params to cpu\n" in said.out
-    assert f"  critic     {made}2_reward, ZeRO stage 1\n" in said.out
-    assert said.err.count("these keys of") == 1
-    assert "dump_state" in said.err
-
-
-def test_an_output_directory_that_cant_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(ValueError, match=r"--output-dir .*file/out can't be written"):
-        run(tmp_path / "file" / "out", "--step", "1")
-
-
 def test_a_step_that_runs_out_of_memory_goes_on_with_half_the_micro_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

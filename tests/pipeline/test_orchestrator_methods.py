@@ -73,33 +73,3 @@ def test_a_method_that_diverges_is_announced_and_the_others_run(
     run(tmp_path, "--method", "ppo", "rloo", "--resume", "--methods.ppo.actor.optim.lr", "1e-7")
     assert (tmp_path / "step3_ppo" / "result.json").is_file()
     assert written(tmp_path, "rloo") == before
-
-
-def test_the_first_failure_decides_the_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOY", "wrong input")
-
-    with pytest.raises(SystemExit) as end:
-        run(tmp_path / "out", "--method", "grpo", "rloo")
-
-    assert end.value.code == 2
-    assert capfd.readouterr().err.splitlines() == [
-        *["error: rows.jsonl line 3 has no prompt"] * 2,
-        "not finished: grpo, rloo; the same command with --resume tries again",
-    ]
-
-
-@pytest.mark.jobs
-def test_overwrite_replaces_the_named_methods_and_leaves_the_others(tmp_path: Path) -> None:
-    run(tmp_path, "--method", "ppo", "grpo", "rloo", "--seed", "1")
-    before = written(tmp_path, "ppo")
-
-    run(tmp_path, "--method", "grpo", "rloo", "--seed", "2", "--overwrite")
-
-    weights = {
-        method: (tmp_path / f"step3_{method}" / "deep" / "weights").read_text()
-        for method in ("ppo", "grpo", "rloo")
-    }
-    assert weights == {"ppo": "1", "grpo": "2", "rloo": "2"}
-    assert written(tmp_path, "ppo") == before

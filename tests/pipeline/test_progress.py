@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.progress import Progress, duration
+from pipeline.progress import Progress
 
 
 @pytest.mark.parametrize("total", [1, 2, 19, 20, 21, 137, 5000])
@@ -24,11 +24,3 @@ def test_the_status_has_what_a_person_watches() -> None:
     status = progress.status(4, metrics, seconds=40.0)
 
     assert status == "score -0.5123  kl 2  12,346 tokens/s  1:00 left"
-
-
-def test_the_last_status_says_how_long_it_took() -> None:
-    assert Progress("step1_sft", 3).status(3, {"loss": 1.5}, seconds=61.0) == "loss 1.5  took 1:01"
-
-
-def test_durations_read_like_a_clock() -> None:
-    assert [duration(s) for s in (0, 59.6, 3599, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import DataConfig
 from pipeline.errors import ConfigError
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh, current_mesh
@@ -55,38 +54,6 @@ def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
     ]
 
 
-def test_the_result_names_the_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
-    config = SFTConfig(output_dir=tmp_path, seed=7, data=DataConfig(path=("a.jsonl",)))
-
-    with Run(config, name="run", total_steps=1, mesh=ALONE) as run:
-        run.finish(eval={})
-
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["changed_settings"] == {"data.path": ["a.jsonl"], "seed": 7}
-
-
-def test_details_of_an_evaluation_are_in_the_file_and_in_no_tracker(tmp_path: Path) -> None:
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    watched = SFTConfig(output_dir=tmp_path, trackers=("tensorboard",))
-
-    with Run(watched, name="run", total_steps=1, mesh=ALONE) as run:
-        run.evaluated(1, {"kl": 2.0}, details={"found": [0.5, None, float("nan")]})
-
-    (line,) = lines(tmp_path)
-    assert (line["step"], line["eval_kl"]) == (1, 2.0)
-    assert line["found"] == [0.5, None, None]
-    seen = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()
-    assert seen["scalars"] == ["eval_kl"]
-
-
-def test_every_log_every_th_and_the_last_step_are_logged(tmp_path: Path) -> None:
-    with Run(config(tmp_path, log_every=3), name="run", total_steps=7, mesh=ALONE) as run:
-        for step in range(1, 8):
-            run.log(step, tokens=10, loss=float(step))
-
-    assert [line["step"] for line in lines(tmp_path)] == [3, 6, 7]
-
-
 def test_tokens_per_second_counts_the_interval_without_its_evaluation(tmp_path: Path) -> None:
     with Run(config(tmp_path), name="run", total_steps=2, mesh=ALONE) as run:
         time.sleep(0.4)
@@ -127,19 +94,6 @@ def test_a_run_never_begins_over_the_checkpoints_of_one_that_was_cut_off(tmp_pat
     (tmp_path / "result.json").write_text("{}")  # a finished run may be repeated
     with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=ALONE):
         pass
-
-
-def test_a_run_begins_with_none_of_the_old_results(tmp_path: Path) -> None:
-    for name in ("result.json", "samples.json", "metrics.jsonl", "notes.txt"):
-        (tmp_path / name).write_text("old\n")
-
-    with Run(config(tmp_path), name="run", total_steps=1, mesh=ALONE):
-        pass
-
-    assert not (tmp_path / "result.json").exists()
-    assert not (tmp_path / "samples.json").exists()
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-    assert (tmp_path / "notes.txt").read_text() == "old\n"
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,18 +148,3 @@ def test_an_interrupted_run_leaves_whole_lines(tmp_path: Path, stop: signal.Sign
     assert not (tmp_path / "result.json").exists()
     if stop is signal.SIGINT:
         assert "step1_sft stopped after step" in errors
-
-
-def test_console_lines_begin_with_the_time_of_day(tmp_path: Path) -> None:
-    script = ENDLESS.replace("10**9", "3")
-
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-
-    shown = done.stderr.splitlines()
-    assert len(shown) == 2
-    for step, line in zip((1, 2), shown, strict=True):
-        clock, rest = line.split(" ", 1)
-        time.strptime(clock, "%H:%M:%S")
-        assert rest.startswith(f"step1_sft step {step}/3  loss 0.{step}  ")
-    assert done.stdout == ""

@@ -87,18 +87,6 @@ def test_the_first_signal_is_noted_and_a_ctrl_c_after_it_aborts(
     assert process.returncode == (130 if aborts else 0)
 
 
-def test_a_signal_that_comes_twice_at_once_is_one() -> None:
-    """As `timeout` sends it: to the process, and to its group."""
-    with listening(WAITS) as process:
-        for _ in range(3):
-            process.send_signal(INT)
-            time.sleep(0.02)
-        time.sleep(LATER)
-        out, _ = process.communicate("\n", timeout=30)
-
-    assert out.splitlines() == ["has heard SIGINT", "left by SIGINT"]
-
-
 def test_signals_are_answered_at_once_while_the_main_thread_runs_no_python() -> None:
     computes = 'with StopSignals(tell):\n    print("ready", flush=True)\n    compute_in_c()\n'
     with listening(computes) as process:
@@ -111,24 +99,6 @@ def test_signals_are_answered_at_once_while_the_main_thread_runs_no_python() -> 
 
         assert process.wait(30) == 130
         assert time.monotonic() - began < 10
-
-
-def test_what_the_caller_has_us_ignore_stays_ignored() -> None:
-    program = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + WAITS
-    with listening(program) as process:
-        process.send_signal(HUP)
-        time.sleep(LATER)
-        out, _ = process.communicate("\n", timeout=30)
-
-    assert out.splitlines() == ["left by None"]
-
-
-def test_handlers_are_put_back() -> None:
-    program = "import os\n" + WAITS + "os.kill(os.getpid(), signal.SIGTERM)\n"
-    with listening(program) as process:
-        process.communicate("\n", timeout=30)
-
-    assert process.returncode == -TERM
 
 
 @pytest.mark.parametrize("number", [TERM, USR1])

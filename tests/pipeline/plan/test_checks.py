@@ -1,6 +1,5 @@
 """A plan is checked whole before its first step: nothing here loads weights or trains."""
 
-import importlib.util
 import json
 import os
 import re
@@ -145,25 +144,6 @@ def test_what_is_wrong_in_a_later_step_is_said_before_the_first(
     assert any(sentence.replace("{out}", f"{tmp_path}/out") in each for each in said)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_tracker_that_is_not_installed_is_said_once_and_without_pytorch(tmp_path: Path) -> None:
-    program = (
-        "import sys; from pipeline.cli import run_main; from train import main\n"
-        "try: run_main(main)\n"
-        "finally: print('torch' in sys.modules)\n"
-    )
-    argv = ["--ppo.trackers", "wandb", "--sft.trackers", "wandb", "--output-dir", str(tmp_path)]
-    command = [sys.executable, "-c", program, *argv]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    assert (ended.returncode, ended.stdout) == (2, "False\n")
-    assert ended.stderr == (
-        "error: trackers: wandb is not installed; run `pip install wandb` or take it out of"
-        " `trackers`\n"
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.jobs
 def test_all_that_is_wrong_is_said_together_a_line_for_each(
     tmp_path: Path, model: Path, pairs: Path
@@ -232,30 +212,6 @@ def test_a_reward_model_is_taken_as_the_critic_and_refused_as_the_actor(
     assert said[0].startswith(f"{reward} is a classifier, as reward models and critics are")
 
 
-def test_a_reward_model_to_train_with_another_tokenizer_is_refused_before_step_1(
-    tmp_path: Path, model: Path, pairs: Path
-) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    tokenizer: Any = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = list(vocabulary)[-2:]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-
-    said = complaints(
-        tmp_path / "out",
-        *("--actor-model", str(model), "--reward-model", str(other), "--data-path", str(pairs)),
-        *("--ppo.max_new_tokens", "9", "--ppo.max_prompt_length", "64"),
-    )
-
-    assert any("have different tokenizers (2 tokens differ)" in each for each in said)
-
-
-def test_plan_off_looks_at_nothing(tmp_path: Path) -> None:
-    assert previews(tmp_path, "--ppo.data.format", "none", "--plan", "off") == {}
-
-
 def test_more_processes_than_the_machine_has_memory_for_are_refused_as_such(tmp_path: Path) -> None:
     argv = ("--deployment-type", "single_node", "--num-processes", "100000")
     (said,) = complaints(tmp_path, *argv)
@@ -264,27 +220,6 @@ def test_more_processes_than_the_machine_has_memory_for_are_refused_as_such(tmp_
         "100000 processes are more than this machine can run: they take 39062.5 G"
     )
     assert said.endswith(f"; take --num-processes {share_of_cores(1)}")
-
-
-def test_a_name_on_the_hub_is_left_for_the_run(tmp_path: Path) -> None:
-    seen = previews(tmp_path, "--actor-model", "nobody/nothing", "--reward-model", "nobody/else")
-
-    assert [each.data for each in seen.values()] == [None, None, None]
-    assert {each.unread for each in seen.values()} == {"on the Hub, read when the run begins"}
-
-
-def test_rows_of_tasks_that_a_model_is_asked_in_training_are_read(
-    tmp_path: Path, model: Path, pairs: Path
-) -> None:
-    rows = tmp_path / "gsm8k.jsonl"
-    argv = ["--actor-model", str(model), "--data-path", str(pairs), "--step", "1"]
-    argv += ["--sft.eval_tasks", "gsm8k", "--sft.eval_task_data.gsm8k", str(rows)]
-
-    rows.write_text('{"question": "1 + 1?", "answer": "two"}\n')
-    (sentence,) = complaints(tmp_path / "out", *argv)
-    assert sentence.startswith(f"{rows} line 1: its answer has no number behind ####")
-    rows.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    assert previews(tmp_path / "out", *argv)
 
 
 EQUAL = {"chosen": "Yes.", "rejected": "Yes."}

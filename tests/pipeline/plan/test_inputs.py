@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DataError, ModelError, UserError
-from pipeline.plan.inputs import check_inputs, is_local, without_weight
+from pipeline.plan.inputs import check_inputs
 from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
@@ -29,10 +29,6 @@ def model(directory: Path, *files: str) -> str:
     return str(directory)
 
 
-def test_a_step_of_the_same_run_may_make_the_model() -> None:
-    check()
-
-
 def test_a_step_whose_input_is_missing_names_the_directory_and_the_command(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
 
@@ -43,30 +39,6 @@ def test_a_step_whose_input_is_missing_names_the_directory_and_the_command(tmp_p
     assert "`python train.py --step 1 --actor-model a/b --data-path c/d --output-dir" in complaint(
         *("--step", "3", "--output-dir", out, "--actor-model", "a/b", "--data-path", "c/d")
     )
-
-
-def test_a_pair_of_files_is_looked_for_as_files_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.json").write_text("[]")
-
-    assert complaint("--data-path", "local/jsonfile:2") == (
-        "--data-path local/jsonfile:2 means data/train.json and data/eval.json below the current"
-        " directory, and there is no data/eval.json"
-    )
-    (tmp_path / "data" / "eval.json").write_text("[]")
-    check("--data-path", "local/jsonfile:2")
-
-
-def test_the_command_that_makes_the_reward_model_names_its_start(tmp_path: Path) -> None:
-    model(tmp_path / "step1_sft")
-
-    sentence = complaint("--step", "3", "--output-dir", str(tmp_path), "--reward-model", "a/b")
-
-    assert "step 3 needs the model of step 2" in sentence
-    assert "`python train.py --step 2 --reward-model a/b --output-dir" in sentence
 
 
 @pytest.mark.parametrize(
@@ -91,20 +63,8 @@ def test_a_step_does_not_begin_with_a_model_from_its_own_directory(
         assert f"where step {step} writes and may clear what is there before it reads" in sentence
 
 
-def test_a_model_of_another_run_is_read_from_there(tmp_path: Path) -> None:
-    earlier = model(tmp_path / "step3_ppo" / "actor", "result.json")
-
-    check("--output-dir", str(tmp_path / "another"), "--actor-model", earlier, "--overwrite")
-
-
 def test_earlier_output_is_accepted_when_it_is_finished(tmp_path: Path) -> None:
     model(tmp_path / "step1_sft", "config.yaml", "result.json")
-
-    check("--step", "2", "--output-dir", str(tmp_path))
-
-
-def test_a_model_put_in_place_by_hand_is_accepted(tmp_path: Path) -> None:
-    model(tmp_path / "step1_sft")
 
     check("--step", "2", "--output-dir", str(tmp_path))
 
@@ -116,13 +76,6 @@ def test_an_unfinished_step_is_not_an_input(tmp_path: Path) -> None:
 
     assert "holds an unfinished one; finish it with" in sentence
     assert sentence.endswith(f"--output-dir {tmp_path} --resume`")
-
-
-def test_models_given_by_overrides_replace_the_output_of_steps(tmp_path: Path) -> None:
-    actor, critic = model(tmp_path / "a"), model(tmp_path / "c")
-    argv = ["--step", "3", "--output-dir", str(tmp_path / "out"), "--ppo.actor.path", actor]
-
-    check(*argv, "--ppo.critic.path", critic, "--ppo.reward.path", critic)
 
 
 def test_a_model_that_isnt_there_is_named_by_its_option(tmp_path: Path) -> None:
@@ -154,37 +107,3 @@ def test_data_that_isnt_there_is_named_by_its_option(tmp_path: Path) -> None:
     assert complaint("--ppo.ptx_data", "a/none.parquet").startswith("ppo.ptx_data a/none.parquet")
     with pytest.raises(DataError):
         check("--data-path", "none.jsonl")
-
-
-def test_a_step_that_isnt_asked_for_isnt_checked(tmp_path: Path) -> None:
-    check("--step", "1", "--reward-model", "./none", "--output-dir", str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("path", "local"),
-    [
-        ("gpt2", False),
-        ("facebook/opt-1.3b", False),
-        ("./opt", True),
-        ("../opt", True),
-        ("/models/opt", True),
-        ("~/opt", True),
-        ("a/b/c", True),
-        ("models/", True),
-    ],
-)
-def test_hub_names_are_one_or_two_words(path: str, *, local: bool) -> None:
-    assert is_local(path) is local
-
-
-@pytest.mark.parametrize(
-    ("path", "bare"), [("a.jsonl:2", "a.jsonl"), ("a/b:0.5", "a/b"), ("C:x", "C:x"), ("a", "a")]
-)
-def test_a_weight_is_not_part_of_the_path(path: str, bare: str) -> None:
-    assert without_weight(path) == bare
-
-
-def test_a_data_path_is_looked_for_without_its_split(tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-
-    check("--data-path", f"{tmp_path / 'set'}@train_sft:2", "--output-dir", str(tmp_path / "out"))

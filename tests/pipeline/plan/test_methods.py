@@ -5,11 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.autotune.best import write_best
-from pipeline.errors import UserError, UserErrors
-from pipeline.plan.checks import check_settings
-from pipeline.plan.describe import describe_plan
-from pipeline.plan.help import train_help
+from pipeline.errors import UserError
 from pipeline.plan.make import make_plan
 from pipeline.plan.methods import side_by_side
 from pipeline.plan.output import recorded_methods
@@ -46,15 +42,6 @@ def test_each_method_has_its_row_and_what_all_were_given(tmp_path: Path) -> None
         assert step["output_dir"] == str(tmp_path / "out" / name)
         assert step["actor.path"] == str(tmp_path / "out" / "step1_sft")
         assert step["reward.path"] == str(tmp_path / "out" / "step2_reward")
-
-
-def test_one_method_stays_where_it_was(tmp_path: Path) -> None:
-    own = ("--method", "grpo", "--methods.grpo.kl_coef", "0.7")
-
-    (step,) = step3(plan(tmp_path, *own)).values()
-
-    assert step["output_dir"] == str(tmp_path / "out" / "step3_ppo")
-    assert (step["method"], step["kl_coef"]) == ("grpo", 0.7)
 
 
 def test_settings_of_one_method_win_over_those_of_all_in_the_same_place(tmp_path: Path) -> None:
@@ -142,34 +129,6 @@ def test_a_section_that_nothing_reads_is_refused(text: str, sentence: str, tmp_p
         plan(tmp_path, "--config", str(file))
 
 
-def test_what_is_wrong_in_one_method_is_found_before_step_1(tmp_path: Path) -> None:
-    made = plan(
-        tmp_path, "--method", "ppo", "grpo", "--methods.grpo.rollout_size", "16",
-        "--methods.grpo.batch_size", "16", "--methods.grpo.group_size", "16",
-        "--deployment-type", "single_node", "--num-processes", "2",
-    )  # fmt: skip
-
-    with pytest.raises(UserErrors) as error:
-        check_settings(made)
-
-    assert error.value.sentences == (
-        "method grpo: methods.grpo.rollout_size 16 in groups of 16 leaves some of 2 processes"
-        " without a prompt; raise it, or start fewer processes",
-    )
-
-
-def test_a_dry_run_has_a_part_for_each_method(tmp_path: Path) -> None:
-    words = ("--step", "3", "--reward", "verifier", "--ppo.actor.path", "embedded")
-    text = describe_plan(plan(tmp_path, "--method", "grpo", "rloo", *words))
-
-    assert text.startswith("The plan: 2 steps, ")
-    assert "Step 3: step3_grpo\n" in text
-    assert "Step 3: step3_rloo\n" in text
-    assert "  method     rloo: 4 responses to each prompt, without a critic or reward\n" in text
-    assert f"--output_dir {tmp_path}/out/step3_rloo" in " ".join(text.replace("\\\n", "").split())
-    assert text.count("\nstep3_") == 2  # tables of memory
-
-
 def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
     first = plan(tmp_path, "--method", "ppo", "grpo", "--step", "3", *_MODELS)
     for stage in first.stages:
@@ -190,57 +149,7 @@ def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
         plan(tmp_path, "--method", "ppo", "grpo", *words, "--methods.grpo.clip", "0.1")
 
 
-def test_a_method_that_was_alone_stays_in_its_directory_unless_ppo_runs_beside_it(
-    tmp_path: Path,
-) -> None:
-    words = ("--step", "3", *_MODELS)
-    (stage,) = (alone := plan(tmp_path, "--method", "grpo", *words)).stages
-    directory = tmp_path / "out" / stage.name
-    directory.mkdir(parents=True)
-    settings = yaml.safe_dump(plain(alone.configs[stage.name]))
-    (directory / "config.yaml").write_text(settings)
-    (directory / "result.json").write_text("{}")
-
-    added = plan(tmp_path, "--method", "grpo", "rloo", *words, "--resume")
-    anew = plan(tmp_path, "--method", "grpo", "ppo", *words, "--overwrite")
-
-    assert directory.name == "step3_ppo"
-    assert (list(step3(added)), added.finished) == (["step3_ppo", "step3_rloo"], {"step3_ppo"})
-    assert (list(step3(anew)), anew.finished) == (["step3_grpo", "step3_ppo"], set())
-    for say in ((), ("--resume",)):
-        with pytest.raises(UserError, match=r"with ppo\.method grpo where this run has ppo"):
-            plan(tmp_path, "--method", "grpo", "ppo", *words, *say)
-
-
 _MODELS = [word for role in ("actor", "critic", "reward") for word in (f"--ppo.{role}.path", "a/b")]
-
-
-def test_best_settings_of_each_method_run_again_as_they_were(tmp_path: Path) -> None:
-    words = ("--method", "ppo", "grpo", "--methods.grpo.kl_coef", "0.3", "--ppo.clip", "0.1")
-    made = plan(tmp_path, *words)
-    file = tmp_path / "best.yaml"
-
-    tuned = {"step3_grpo": {"micro_batch_size": 4}}
-    write_best(file, made.request, made.all_stages, made.configs, tuned)
-    again = make_plan(["--config", str(file)], STAGES)
-
-    document = yaml.safe_load(file.read_text())
-    assert document["method"] == ["ppo", "grpo"]
-    assert document["methods"] == {
-        "ppo": {"clip": 0.1},
-        "grpo": {"micro_batch_size": made.configs["step3_grpo"].micro_batch_size, "kl_coef": 0.3}
-        | {"clip": 0.1},
-    }
-    assert again.configs == made.configs
-
-
-def test_help_lists_the_settings_of_one_method() -> None:
-    text = train_help(STAGES, ["methods.grpo.kl_coef"])
-
-    assert text.startswith("  --methods.grpo.kl_coef ")
-    assert "Weight of the KL penalty" in text
-    with pytest.raises(UserError, match=r"--help methods.gpro.kl_coef: there is no such option"):
-        train_help(STAGES, ["methods.gpro.kl_coef"])
 
 
 def write_settings(out: Path, name: str, method: str) -> None:

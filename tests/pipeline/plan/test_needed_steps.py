@@ -1,7 +1,5 @@
 """Which steps run by default, and what step 3 starts from, by what rewards its responses."""
 
-from pathlib import Path
-
 import pytest
 
 from pipeline.plan.request import parse_request
@@ -43,15 +41,6 @@ def test_the_reward_model_is_trained_where_something_reads_it(
     assert planned(*argv)[0] == steps
 
 
-def test_a_file_may_say_the_steps_too(tmp_path: Path) -> None:
-    (tmp_path / "all.yaml").write_text("step: [1, 2, 3]\nppo: {rewards: [{name: a, kind: math}]}\n")
-
-    steps, config = planned("--config", str(tmp_path / "all.yaml"))
-
-    assert steps == (1, 2, 3)
-    assert [source.kind for source in config.rewards] == ["math"]
-
-
 def test_without_a_reward_model_a_critic_starts_from_the_actor() -> None:
     _, alone = planned("--reward", "math", "--output-dir", "out")
     _, beside = planned("--reward", "math", "model", "--output-dir", "out")
@@ -72,9 +61,3 @@ def test_short_forms_stand_for_sources_with_names_of_their_own() -> None:
         ("check_2", "function", "b.py:check", ""),
         ("regex", "regex", None, "^#"),
     ]
-
-
-def test_a_source_that_is_the_reward_model_may_name_its_directory() -> None:
-    _, config = planned("--reward", "{kind: model, path: DIR, weight: 0.5}")
-
-    assert config.reward.path == "DIR"

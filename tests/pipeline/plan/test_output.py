@@ -41,57 +41,6 @@ def run_step(out: Path, number: int, *argv: str, done: bool = True) -> Path:
     return out / name
 
 
-def test_a_new_or_empty_directory_is_free(tmp_path: Path) -> None:
-    assert finished(tmp_path) == set()
-    assert finished(tmp_path / "new") == set()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        (),
-        ("--sft.data.fields.prompt", "q", "--sft.data.fields.chosen", "a"),
-        ("--sft.data.template_args.enable_thinking", "false"),
-        ("--sft.model.lora.rank", "4"),
-    ],
-)
-def test_a_finished_step_is_the_same_run_whatever_shape_its_settings_have(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    run_step(tmp_path, 1, *options)
-
-    assert finished(tmp_path, "--resume", *options) == {"step1_sft"}
-
-
-def test_a_setting_that_did_not_exist_then_had_the_effect_of_its_default(tmp_path: Path) -> None:
-    recorded = run_step(tmp_path, 1) / "config.yaml"
-    older = [line for line in recorded.read_text().splitlines() if "keep_best" not in line]
-    recorded.write_text("\n".join(older))
-
-    assert finished(tmp_path, "--resume") == {"step1_sft"}
-    assert "sft.keep_best True where this run has False" in complaint(
-        tmp_path, "--resume", "--sft.keep_best", "false"
-    )
-
-
-def test_so_had_one_of_an_optional_section(tmp_path: Path) -> None:
-    adapters = ("--sft.model.lora.rank", "4")
-    recorded = run_step(tmp_path, 1, *adapters) / "config.yaml"
-    older = [line for line in recorded.read_text().splitlines() if "variant:" not in line]
-    recorded.write_text("\n".join(older))
-
-    assert finished(tmp_path, "--resume", *adapters) == {"step1_sft"}
-    assert "sft.model.lora.variant lora where this run has rslora" in complaint(
-        tmp_path, "--resume", *adapters, "--sft.model.lora.variant", "rslora"
-    )
-
-
-def test_a_file_is_no_output_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    assert complaint(tmp_path / "file").endswith("is a file, not a directory")
-
-
 def test_files_that_are_not_ours_are_refused_until_told_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
 
@@ -105,12 +54,6 @@ def test_a_step_directory_that_is_not_ours_is_refused_whatever_is_said(tmp_path:
 
     for option in ([], ["--resume"], ["--overwrite"]):
         assert "it has no config.yaml" in complaint(tmp_path, *option)
-
-
-def test_the_next_step_needs_no_option(tmp_path: Path) -> None:
-    run_step(tmp_path, 1)
-
-    assert finished(tmp_path, "--step", "2") == set()
 
 
 def test_a_finished_step_is_not_run_again_unasked(tmp_path: Path) -> None:
@@ -164,51 +107,6 @@ def test_a_finished_step_goes_on_where_its_learning_rates_have_no_end(tmp_path: 
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "reason"),
-    [
-        # Of several differences the one that is in the way of the length.
-        (
-            ("schedule=constant", "warmup_steps=3"),
-            ("schedule=constant",),
-            "sft.model.optim.warmup_steps 3 where this run has null;",
-        ),
-        (
-            ("schedule=constant",),
-            ("schedule=constant",),
-            "sft.max_steps 20 where this run has 30, and sft.model.optim.warmup_steps is null, so"
-            " that the warm-up is a share of all steps (warmup_ratio 0.03);",
-        ),
-        (
-            (),
-            ("warmup_steps=0",),
-            "sft.model.optim.warmup_steps null where this run has 0;",
-        ),
-        (
-            ("warmup_steps=2000",),
-            ("warmup_steps=2000",),
-            "sft.max_steps 20 where this run has 30, and sft.model.optim.schedule cosine ends with"
-            " the run;",
-        ),
-    ],
-)
-def test_a_refusal_to_make_a_step_longer_names_the_setting_in_the_way(
-    before: tuple[str, ...], now: tuple[str, ...], reason: str, tmp_path: Path
-) -> None:
-    directory = run_step(tmp_path, 1, "--sft.max_steps", "20", *optim_options(before))
-
-    assert complaint(
-        tmp_path, "--step", "1", "--resume", "--sft.max_steps", "30", *optim_options(now)
-    ) == (
-        f"step 1 in {directory} was finished with {reason} keep that setting, choose another"
-        " --output-dir, or pass --overwrite"
-    )
-
-
-def optim_options(settings: tuple[str, ...]) -> list[str]:
-    return [f"--sft.model.optim.{setting}" for setting in settings]
-
-
 def test_another_run_is_refused_by_its_shared_settings(tmp_path: Path) -> None:
     run_step(tmp_path, 1, "--seed", "1")
 
@@ -256,38 +154,6 @@ def test_clearing_a_step_that_was_cut_off_removes_what_steps_make(tmp_path: Path
     assert not directory.exists()
 
 
-def test_clearing_a_step_that_was_cut_off_leaves_what_no_step_makes(tmp_path: Path) -> None:
-    directory = run_step(tmp_path, 1, done=False)
-    (directory / "notes.txt").write_text("mine")
-    (tmp_path / "run.json").unlink()
-
-    clear_step(tmp_path, "step1_sft")
-
-    assert [file.name for file in directory.iterdir()] == ["notes.txt"]
-
-
-def test_a_file_that_stayed_through_one_clearing_stays_through_the_next(tmp_path: Path) -> None:
-    directory = run_step(tmp_path, 1)
-    (directory / "notes.txt").write_text("mine")
-
-    others = clear_step(tmp_path, "step1_sft")
-    run_step(tmp_path, 1)
-    record_step(tmp_path, "step1_sft", others=others)
-    clear_step(tmp_path, "step1_sft")
-
-    assert others == {"notes.txt"}
-    assert [file.name for file in directory.iterdir()] == ["notes.txt"]
-
-
-def test_clearing_touches_no_directory_without_our_mark(tmp_path: Path) -> None:
-    (tmp_path / "step1_sft").mkdir()
-    (tmp_path / "step1_sft" / "weights").write_text("mine")
-
-    clear_step(tmp_path, "step1_sft")
-
-    assert (tmp_path / "step1_sft" / "weights").read_text() == "mine"
-
-
 def test_a_step_that_made_nothing_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "step1_sft").mkdir(parents=True)
@@ -319,21 +185,3 @@ def test_the_summary_holds_each_finished_step_and_the_sum_of_seconds(tmp_path: P
         "steps": {"step1_sft": {"seconds": 2.5}, "step2_reward": {"seconds": 2.5}},
         "seconds": 5.0,
     }
-
-
-def test_settings_that_cant_be_read_are_named(tmp_path: Path) -> None:
-    directory = run_step(tmp_path, 1)
-    (directory / "config.yaml").write_text("a: [")
-
-    assert complaint(tmp_path, "--resume").startswith(f"{directory}/config.yaml can't be read")
-
-
-def test_overwriting_removes_checkpoints_that_were_never_recorded(tmp_path: Path) -> None:
-    directory = tmp_path / "step1_sft"
-    run_step(tmp_path, 1)
-    (directory / "checkpoints" / "step_00000002").mkdir(parents=True)
-    (directory / "checkpoints" / "step_00000002" / "manifest.json").write_text("{}")
-
-    clear_step(tmp_path, "step1_sft")
-
-    assert not (directory / "checkpoints").exists()

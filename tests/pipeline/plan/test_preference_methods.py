@@ -46,32 +46,6 @@ def test_with_step_2_the_shares_stay_apart_and_its_model_judges(tmp_path: Path) 
     assert config.reward.path == str(tmp_path / "step2_reward")
 
 
-def test_what_step_2_has_left_counts_as_a_step_that_runs(tmp_path: Path) -> None:
-    directory = tmp_path / "step2_reward"
-    directory.mkdir()
-    for name in ("config.yaml", "config.json", "result.json"):
-        (directory / name).write_text("{}")
-
-    config = preference(
-        plan(
-            tmp_path,
-            "--step",
-            "3",
-            "--method",
-            "dpo",
-            "--plan",
-            "off",
-            "--preference.model.path",
-            "embedded",
-            "--resume",
-        ),
-        "step3_dpo",
-    )
-
-    assert config.shares == (3,)
-    assert config.reward.path == str(directory)
-
-
 def test_orpo_needs_no_step_before_it(tmp_path: Path) -> None:
     made = plan(tmp_path, "--method", "orpo")
 
@@ -96,18 +70,6 @@ def test_methods_of_both_kinds_run_side_by_side(tmp_path: Path) -> None:
     assert config.reward.path == str(tmp_path / "step2_reward")
 
 
-@pytest.mark.parametrize("method", ["ipo", "kto"])
-def test_one_method_has_a_directory_and_a_row_of_its_own(method: str, tmp_path: Path) -> None:
-    made = plan(tmp_path, "--method", method)
-
-    assert steps(made) == ["step1_sft", f"step3_{method}"]
-    config = preference(made, f"step3_{method}")
-    assert (config.method, config.loss) == (method, method)
-    assert config.row_share.use == ("responses" if method == "kto" else "pairs")
-    (stage,) = [each for each in made.stages if each.number == 3]
-    assert stage.title == "step 3"
-
-
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -126,11 +88,3 @@ def test_options_that_nothing_would_read_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         plan(tmp_path, *argv)
-
-
-def test_a_run_of_another_method_leaves_the_directory_of_dpo_alone(tmp_path: Path) -> None:
-    directory = tmp_path / "step3_dpo"
-    directory.mkdir()
-    (directory / "config.yaml").write_text("method: dpo\n")
-
-    assert steps(plan(tmp_path, "--method", "ppo"))[-1] == "step3_ppo"

@@ -11,11 +11,6 @@ def request(*argv: str) -> Request:
     return parse_request(argv, STAGES).request
 
 
-def test_without_options_all_steps_run_in_one_process() -> None:
-    assert request() == Request()
-    assert (Request().step, Request().deployment_type) == ((1, 2, 3), "single_gpu")
-
-
 def test_the_options_of_the_contract_are_read() -> None:
     read = request(
         *("--step", "1", "2", "--actor-model", "facebook/opt-1.3b"),
@@ -41,12 +36,6 @@ def test_the_options_of_the_contract_are_read() -> None:
         seed=7,
         dry_run=True,
         resume=True,
-    )
-
-
-def test_the_underscores_of_deepspeed_chat_are_accepted() -> None:
-    assert request("--actor_model", "a/b", "--output_dir", "o") == Request(
-        actor_model="a/b", output_dir=Path("o")
     )
 
 

@@ -2,15 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import parse_step
 from pipeline.config import StepConfig
-from pipeline.errors import ConfigError
-from pipeline.plan.help import train_help
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import EMBEDDED_PRESET, step_configs
 from pipeline.settings.plain import flatten, plain
-from step3_ppo.config import PPOConfig
-from step3_ppo.methods import METHODS
 from tests.pipeline.stages import THREE_STEPS
 
 
@@ -86,27 +81,6 @@ def test_a_method_lies_over_the_presets_and_under_all_that_is_said(tmp_path: Pat
     assert (method["kl_coef"], method["ppo_epochs"], method["group_size"]) == (0.04, 1, 8)
     assert (method["method"], method["advantage"], method["max_steps"]) == ("grpo", "grpo", 40)
     assert (moved["kl_coef"], moved["group_size"], moved["kl_in"]) == (0.1, 4, "loss")
-
-
-def test_a_method_may_stand_in_a_file_of_train_or_of_the_step(tmp_path: Path) -> None:
-    outside, inside = tmp_path / "outside.yaml", tmp_path / "inside.yaml"
-    outside.write_text("method: rloo\n")
-    inside.write_text("ppo: {method: raft}\n")
-
-    assert settings("--config", str(outside))["step3_ppo"]["advantage"] == "rloo"
-    assert settings("--config", str(inside))["step3_ppo"]["advantage"] == "best"
-    assert settings("--ppo.method", "dr_grpo")["step3_ppo"]["aggregate"] == "constant"
-    both = settings("--config", str(inside), "--method", "rloo")["step3_ppo"]
-    assert (both["method"], both["loss"]) == ("rloo", "clip")
-
-
-def test_the_help_of_method_names_every_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_step(PPOConfig, ["--help", "method"])
-    of_step = capsys.readouterr().out
-    of_train = train_help(THREE_STEPS, ["method"])
-
-    assert not [name for name in METHODS if name not in of_step or name not in of_train]
 
 
 def test_the_embedded_preset_applies_to_the_embedded_model_alone(tmp_path: Path) -> None:
@@ -205,43 +179,3 @@ def test_a_deepspeed_file_wins_over_files_and_loses_to_options(tmp_path: Path) -
     assert sft["model.optim.weight_decay"] == 0.1
     assert stages(above) == (3, 2, 0, 2)
     assert (above["step1_sft"]["batch_size"], above["step1_sft"]["micro_batch_size"]) == (5, 4)
-
-
-def test_a_deepspeed_file_need_not_suit_the_steps_that_dont_run(tmp_path: Path) -> None:
-    file = tmp_path / "ds_config.json"
-    file.write_text('{"train_batch_size": 512}')
-    argv = ["--actor-model", "a/b", "--zero-config", str(file)]
-
-    assert settings(*argv, "--step", "1", "2")["step1_sft"]["batch_size"] == 512
-    with pytest.raises(ConfigError, match=r"ds_config.json 512 is larger than ppo.rollout_size"):
-        settings(*argv)
-
-
-def test_a_stage_from_the_command_line_is_held_against_the_files_offload(tmp_path: Path) -> None:
-    file = tmp_path / "ds_config.json"
-    file.write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
-
-    with pytest.raises(ConfigError, match=r"ds_config\.json cpu needs zero_stage 3, got 1"):
-        resolved("--zero-config", str(file), "--actor-zero-stage", "1")
-
-
-def test_a_wrong_deepspeed_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^none\.json: no such DeepSpeed configuration file"):
-        resolved("--zero-config", "none.json")
-    (tmp_path / "ds.json").write_text('{"zero_optimisation": {"stage": 3}}')
-    with pytest.raises(ConfigError, match=r"^zero_optimisation in .* did you mean zero_optim"):
-        resolved("--zero-config", str(tmp_path / "ds.json"))
-
-
-@pytest.mark.parametrize("in_file", [True, False])
-def test_a_step_cant_be_moved_out_of_the_output_directory(tmp_path: Path, *, in_file: bool) -> None:
-    (tmp_path / "my.yaml").write_text("sft: {output_dir: elsewhere}")
-    argv = ["--config", str(tmp_path / "my.yaml")] if in_file else ["--sft.output_dir", "elsewhere"]
-
-    with pytest.raises(ConfigError, match=r"^sft\.output_dir can't be set here: .* --output-dir"):
-        resolved(*argv)
-
-
-def test_a_wrong_setting_is_named_with_its_step() -> None:
-    with pytest.raises(ConfigError, match=r"^reward\.model\.optim\.lr must be above 0, got -1"):
-        resolved("--reward.model.optim.lr", "-1")

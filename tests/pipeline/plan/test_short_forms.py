@@ -47,14 +47,6 @@ def test_epochs_take_the_place_of_steps() -> None:
     assert configs("--epochs", "3", "--sft.max_steps", "7")["sft"].max_steps == 7
 
 
-def test_a_file_that_has_epochs_and_steps_keeps_its_steps(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("epochs: 3\nsft: {max_steps: 7}\n")
-    file = ["--config", str(tmp_path / "my.yaml")]
-
-    assert [config.max_steps for config in configs(*file).values()] == [7, None, None]
-    assert configs(*file, "--epochs", "3")["sft"].max_steps is None
-
-
 def test_tensor_parallel_divides_every_model_and_has_them_generate_together() -> None:
     given = configs("--tensor-parallel", "2", "--ppo.inference_tp_size", "1", "--replicas", "3")
 
@@ -66,30 +58,6 @@ def test_tensor_parallel_divides_every_model_and_has_them_generate_together() ->
     assert game["ppo"].inference_tp_size == 1  # each process plays by itself
     with pytest.raises(ConfigError, match="--tensor-parallel must be above 0, got 0"):
         configs("--tensor-parallel", "0")
-
-
-def test_pipeline_parallel_cuts_the_models_of_every_step() -> None:
-    given = configs("--pipeline-parallel", "2", "--reward.parallel.pp", "1")
-
-    assert [config.parallel.pp for config in given.values()] == [2, 1, 2]
-    with pytest.raises(ConfigError, match="--pipeline-parallel must be above 0, got 0"):
-        configs("--pipeline-parallel", "0")
-
-
-def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
-    given = configs("--lora", "4", "--lr", "1e-3")
-    models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)
-
-    assert [model.lora.rank for model in models] == [4, 4, 4, 4]
-    assert given["ppo"].actor.optim.lr == 1e-3
-
-
-def test_lora_variant_is_the_kind_of_those_adapters() -> None:
-    given = configs("--lora", "4", "--lora-variant", "rslora", "--ppo.critic.lora.variant", "lora")
-    models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)
-
-    assert [model.lora.variant for model in models] == ["rslora", "rslora", "rslora", "lora"]
-    assert {model.lora.rank for model in models} == {4}
 
 
 def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_learns() -> None:
@@ -159,15 +127,6 @@ def test_the_sizes_of_deepspeed_chat_are_models_of_opt(
     given = configs("--actor-model", "1.3B", "--reward-model", "350m")
     assert given["sft"].model.path == given["ppo"].base.path == "facebook/opt-1.3b"
     assert given["reward"].model.path == "facebook/opt-350m"
-
-
-def test_a_local_directory_wins_over_a_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "13b").mkdir()
-    monkeypatch.chdir(tmp_path)
-
-    assert configs("--actor-model", "13b")["sft"].model.path == "13b"
 
 
 def test_a_size_that_opt_has_not_is_refused_and_other_names_are_left_alone() -> None:

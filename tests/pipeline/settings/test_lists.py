@@ -27,14 +27,6 @@ def test_what_an_item_does_not_say_has_its_class_s_default_and_the_file_repeats_
     assert parse_step(PPOConfig, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
-def test_a_command_line_takes_a_list_as_a_file_has_it() -> None:
-    given = "[{name: right, kind: math}, {name: short, kind: length, max_tokens: 9}]"
-
-    assert parse_step(PPOConfig, ["--rewards", given]).rewards == tuple(
-        RewardConfig(**item) for item in TWO
-    )
-
-
 def test_on_a_command_line_an_item_says_what_differs_from_its_class() -> None:
     config = parse_step(PPOConfig, ["--rewards", json.dumps(TWO)])
 

@@ -6,8 +6,7 @@ import yaml
 from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.errors import ConfigError, require
 from pipeline.settings.build import Layer, build_config
-from pipeline.settings.describe import list_settings
-from pipeline.settings.plain import config_yaml, flatten, plain
+from pipeline.settings.plain import config_yaml
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
@@ -49,10 +48,6 @@ def test_later_layers_win_and_sections_merge() -> None:
     assert config == Outer(count=2, inner=Inner(rate=4.0), words={"c": "d"})
 
 
-def test_overrides_win_over_layers() -> None:
-    assert build_config(Outer, [layer(count=2)], [("count", ["3"])]).count == 3
-
-
 def test_a_section_keeps_the_defaults_of_its_role() -> None:
     config = build_config(PPOConfig, [], [("actor.optim.weight_decay", ["0.1"])])
 
@@ -85,19 +80,10 @@ def test_a_mapping_takes_pairs_or_dotted_names() -> None:
     assert (pairs.words, dotted.words) == ({"prompt": "q", "chosen": "a=b"}, {"prompt": "q"})
 
 
-def test_a_switch_alone_is_true() -> None:
-    assert build_config(Outer, [], [("flag", [])]).flag
-
-
 def test_an_optional_section_is_switched_on_by_its_name_or_by_a_setting_in_it() -> None:
     assert build_config(Outer, [], [("maybe", [])]).maybe == Inner()
     assert build_config(Outer, [], [("maybe.rate", ["7"])]).maybe == Inner(rate=7.0)
     assert build_config(Outer, [layer(maybe={"rate": 7})], [("maybe", ["null"])]).maybe is None
-
-
-@pytest.mark.parametrize("number", ["1e-4", 1e-4, "0.0001"])
-def test_numbers_in_exponent_form_are_numbers(number: object) -> None:
-    assert build_config(Outer, [layer(inner={"rate": number})]).inner.rate == 1e-4
 
 
 @pytest.mark.parametrize(
@@ -158,16 +144,3 @@ def test_yaml_reads_back_to_the_same_settings() -> None:
     config = SFTConfig(model=model, max_steps=3)
 
     assert build_config(SFTConfig, [Layer(yaml.safe_load(config_yaml(config)), "")]) == config
-
-
-def test_flatten_names_every_leaf() -> None:
-    assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
-
-
-def test_list_settings_has_every_leaf_with_the_default_of_its_role() -> None:
-    settings = {setting.name: setting for setting in list_settings(PPOConfig)}
-
-    assert flatten(plain(PPOConfig())).keys() <= settings.keys()
-    assert settings["actor.optim.lr"].default == 1e-6
-    assert settings["critic.optim.lr"].default == 9e-6
-    assert settings["kl_coef"].description.startswith("Weight of the KL penalty to the reference")

@@ -58,14 +58,6 @@ def test_an_anchor_may_be_used_twice(tmp_path: Path) -> None:
     }
 
 
-def test_what_the_command_line_says_is_not_blamed_on_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "good.yaml"
-    file.write_text("epochs: 2\n")
-
-    with pytest.raises(ConfigError, match=r"^epochs must be above 0, got -1"):
-        parse_step(SFTConfig, ["--config", str(file), "--epochs", "-1"])
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -81,9 +73,3 @@ def test_train_names_the_file_of_a_wrong_value(tmp_path: Path, text: str, senten
         step_configs(parse_request(["--config", str(file)], THREE_STEPS), THREE_STEPS)
 
     assert str(error.value) == sentence.format(file)
-
-
-def test_one_step_in_a_file_is_a_list_of_one(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("step: 2\n")
-
-    assert parse_request(["--config", str(tmp_path / "my.yaml")], THREE_STEPS).request.step == (2,)
