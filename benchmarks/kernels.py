@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.memory import peak_bytes_of
-from pipeline.engine.host_memory import keep_freed_memory
+from pipeline.engine.setup import keep_freed_memory
 from pipeline.kernels.adamw.definition import AdamW, Weights, new_moments, split_master
 from pipeline.kernels.adamw.dispatch import adamw_
 from pipeline.kernels.logprobs import definition as logprobs

@@ -103,7 +103,7 @@ class CountedModel:
 
     def units(self) -> "list[UnitParams]":
         """What is gathered together, the root last."""
-        from pipeline.engine.vocabulary_units import engine_units
+        from pipeline.engine.units import engine_units
 
         return engine_units(self.present, self.engine.zero.unit_classes if self.engine else ())
 

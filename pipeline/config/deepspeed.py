@@ -64,7 +64,6 @@ ACTING = {
     f"{ZERO}offload_param.nvme_path": "zero.offload.nvme_path",
     f"{ZERO}offload_param.pin_memory": "zero.offload.pin_memory",
     f"{ZERO}stage3_prefetch_bucket_size": "zero.prefetch_units 0 where it is 0",
-    "compile.deepcompile": "zero.compile",
     "tensorboard.enabled": "trackers tensorboard",
     "wandb.enabled": "trackers wandb",
 }
@@ -108,7 +107,7 @@ IGNORED = {
     " DeepSpeed's own bookkeeping",
     f"{ZERO}offload_optimizer.* {ZERO}offload_param.* aio": "offloaded state is read and written"
     " unit by unit, with two buffers",
-    "compile.*": "units are compiled by torch.compile with its defaults",
+    "compile.*": "models are not compiled",
     "steps_per_print": "metrics.jsonl gets a line every log_every steps",
     "wall_clock_breakdown timers csv_monitor": "metrics.jsonl always has tokens per second",
     "memory_breakdown": "train.py --dry-run estimates the memory of each step",
@@ -415,7 +414,6 @@ def _zero(file: DeepSpeedFile) -> dict[str, Any]:
         "zero.offload.pin_memory": file.only(*(f"{each}pin_memory" for each in OFFLOADS.values())),
         "zero.prefetch_units": 0 if file.get(f"{ZERO}stage3_prefetch_bucket_size") == 0 else None,
         "zero.reduce_dtype": kinds.get(kind, kind),
-        "zero.compile": file.get("compile.deepcompile"),
     }
     return {name: value for name, value in settings.items() if value is not None}
 

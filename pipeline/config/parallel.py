@@ -149,15 +149,6 @@ class ParallelConfig:
         """
         if self.pp > 1:
             self._check_stages(role, model)
-        if self.tp > 1:
-            self._check_tensor(role, model)
-
-    def _check_tensor(self, role: str, model: TrainedModelConfig) -> None:
-        require(
-            not model.zero.compile,
-            f"{role}.zero.compile can't compile blocks in which the processes of parallel.tp"
-            f" {self.tp} wait for each other; set it to false",
-        )
 
     def _check_stages(self, role: str, model: TrainedModelConfig) -> None:
         require(

@@ -81,9 +81,6 @@ class ZeroConfig:
     max_skipped_steps: int = 20
     """Training stops after that many steps in a row without a finite gradient."""
 
-    compile: bool = False
-    """Compile each unit with torch.compile."""
-
     unit_classes: tuple[str, ...] = ()
     """Class names of the modules that are gathered and reduced as one unit; empty takes the
     transformer blocks."""

@@ -1,109 +1,79 @@
-"""Memory that collectives read or write, used again as soon as nobody reads it."""
+"""Gradient buffers that are used again, and copies of gradients on a side stream of a GPU."""
 
-from collections import Counter
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pipeline.engine.comm import Collectives
-from pipeline.engine.side_stream import Mark, gradient_copies
+
+AT_ONCE = 2
+"""Gradients in transfer to main memory: one is copied while the next is computed."""
 
 
-@dataclass
-class _Buffer:
-    """A buffer of the pool."""
+class GradientCopies:
+    """Copies of gradients from a GPU to main memory, at most `AT_ONCE` of an engine."""
 
-    memory: Tensor
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
-    used: int = 0
-    """Bytes of it that have been written, and take memory."""
+    def start(self, gradient: Tensor, work: Callable[[], object]) -> torch.cuda.Event:
+        """Run `work`, which reads `gradient`, on the side stream; the event after it.
 
-    zero: bool = False
+        If too many copies are pending, the computing stream waits for the oldest, not the host.
+        """
+        computing = torch.cuda.current_stream()
+        while len(self._pending) >= AT_ONCE:
+            computing.wait_event(self._pending.popleft()[0])
+        self._stream.wait_stream(computing)
+        with torch.cuda.stream(self._stream):
+            work()
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((event, gradient))
+        return event
 
-    since: int = 0
-    """`Collectives.rendezvous` when it was given back, for `has_been_read`."""
-
-    after: Mark | None = None
-    """The moment after which this process has read it."""
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Block the host until `event`, and release the gradients that have been copied."""
+        event.synchronize()
+        while self._pending and self._pending[0][0].query():
+            self._pending.popleft()
 
 
 class BufferPool:
-    """Flat buffers by size and type. All processes borrow and give back in the same order."""
+    """Flat buffers by size and dtype. All processes borrow and give back in the same order."""
 
     def __init__(self, comm: Collectives, device: torch.device) -> None:
         self.comm = comm
         self.device = device
-        self.copies = gradient_copies(device)
-        """Of gradients to main memory."""
-        self._free: dict[tuple[int, torch.dtype], list[_Buffer]] = {}
-        self._lent: dict[int, _Buffer] = {}
-        self._made: Counter[tuple[int, torch.dtype]] = Counter()
+        self.copies = GradientCopies(device) if device.type == "cuda" else None
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._read: dict[int, torch.cuda.Event] = {}
+        """By address: the moment after which a free buffer has been read."""
 
-    def borrow(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        at_most: int,
-        zero: bool = False,
-        narrow: torch.dtype | None = None,
-    ) -> Tensor:
-        """A buffer, full of zeros or of undefined content.
+    def borrow(self, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Tensor:
+        """A buffer of zeros, or of undefined content."""
+        free = self._free.setdefault((numel, dtype), [])
+        buffer = free.pop(0) if free else self.comm.empty(numel, dtype, self.device)
+        read = self._read.pop(buffer.data_ptr(), None)
+        if read is not None:
+            torch.cuda.current_stream().wait_event(read)
+        return buffer.zero_() if zero else buffer
 
-        Rather than make more than `at_most` it waits until the other processes have read one. With
-        `narrow`, a smaller type, the elements are of that type and take the start of the buffer;
-        each process may choose for itself.
-        """
-        kind = (numel, dtype)
-        free = self._free.setdefault(kind, [])
-        if free and self._made[kind] >= at_most and not any(map(self._has_been_read, free)):
-            self.comm.meet()
-        index = next((n for n, each in enumerate(free) if self._has_been_read(each)), None)
-        if index is None:
-            self._made[kind] += 1
-            memory = self.comm.empty(numel, dtype, self.device)
-            buffer = _Buffer(memory, zero=self.comm.starts_zero)
-        else:
-            buffer = free.pop(index)
-            if buffer.after is not None:
-                buffer.after.hold_computation()
-                buffer.after = None
-        view = buffer.memory if narrow is None else buffer.memory.view(narrow)[:numel]
-        if zero and not buffer.zero:
-            view.zero_()
-        buffer.zero = False
-        buffer.used = max(buffer.used, view.nbytes)
-        self._lent[view.data_ptr()] = buffer
-        return view
-
-    def give_back(self, borrowed: Tensor, *, after: Mark | None = None) -> None:
-        """The buffer may be used again, once the other processes have read their pieces of it.
-
-        And once `after` has come, on this one.
-        """
-        buffer = self._lent.pop(borrowed.data_ptr())
-        buffer.after = after
-        buffer.since = self.comm.rendezvous
-        self._free[buffer.memory.numel(), buffer.memory.dtype].append(buffer)
+    def give_back(self, buffer: Tensor, *, after: torch.cuda.Event | None = None) -> None:
+        """Make the buffer available again, once `after` has come."""
+        if after is not None:
+            self._read[buffer.data_ptr()] = after
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
 
     def release(self) -> None:
-        """Give the memory of all free buffers back until they are borrowed again."""
-        free = [each for kind in self._free.values() for each in kind]
-        if not all(map(self._has_been_read, free)):
-            self.comm.meet()
-        if not self.comm.starts_zero:
-            self._free.clear()
-            self._made.clear()
-            return
-        for each in free:
-            if self.comm.release(each.memory):
-                each.used, each.zero = 0, True
-
-    def _has_been_read(self, free: _Buffer) -> bool:
-        return self.comm.has_been_read(free.since)
+        """Free the memory of all buffers that are not borrowed."""
+        self._free = {kind: [] for kind in self._free}
+        self._read.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffers that lie here."""
-        return sum(each.used for kind in self._free.values() for each in kind)
+        """Bytes of the buffers that are not borrowed."""
+        return sum(buffer.nbytes for free in self._free.values() for buffer in free)

@@ -53,13 +53,9 @@ class CommLog:
         """Kind and unit of every call since `recording` began."""
         self._recording = False
 
-    def add(self, kind: str, unit: str, num_bytes: int, *, common_bytes: int | None = None) -> None:
-        """Count one collective, which this process comes to now.
-
-        `common_bytes` is what all processes say of its size, where each moves bytes of its own.
-        """
-        shown = num_bytes if common_bytes is None else common_bytes
-        HERE.enter_collective(kind, self.label(unit), shown)
+    def add(self, kind: str, unit: str, num_bytes: int) -> None:
+        """Count one collective, which this process enters now."""
+        HERE.enter_collective(kind, self.label(unit), num_bytes)
         self.num_bytes[kind] += num_bytes
         if self._recording:
             self.order.append((kind, unit))
@@ -135,13 +131,10 @@ class Collectives:
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
         """Write the sum over processes of the own piece of `full` to `out`.
 
-        `full` comes from `empty`, is undefined afterwards and must stay alone until
-        `has_been_read`; `out` may be its own piece, and is fp32 where `full` is below it.
+        `full` comes from `empty` and is undefined afterwards; `out` may be its own piece.
         """
-        in_fp32 = full.numel() * torch.float32.itemsize  # some may have it in the weights' type
         itemsize = (full.dtype if self.narrow is None else self.narrow).itemsize
-        moved = full.numel() * itemsize
-        self.log.add("reduce_scatter", unit, moved, common_bytes=in_fp32)
+        self.log.add("reduce_scatter", unit, full.numel() * itemsize)
         return self._reduce_scatter(full, out, unit)
 
     def all_reduce(self, values: Tensor) -> None:
@@ -152,15 +145,6 @@ class Collectives:
         self.log.add("all_reduce", "", values.nbytes)
         self._all_reduce(values)
 
-    @property
-    def rendezvous(self) -> int:
-        """A number for the present moment; see `has_been_read`."""
-        return 0
-
-    def has_been_read(self, rendezvous: int) -> bool:  # noqa: ARG002
-        """Whether the others are done with what was reduced or gathered before that moment."""
-        return True
-
     def synchronize(self) -> None:
         """Wait until no copy from main memory to the GPU is under way."""
         if self._copies is not None:
@@ -169,26 +153,8 @@ class Collectives:
     narrow: torch.dtype | None = None
     """In which `reduce_scatter` sends vectors, where that is below fp32."""
 
-    adds_in_fp32 = False
-    """Whether `reduce_scatter` takes vectors below fp32, whatever the others have, and rounds no
-    more than the settings say. Such a vector lies at the start of one that `empty` made, as long
-    and of fp32."""
-
-    defers = False
-    """Whether a process reads the others' vectors only when it waits for its reduction."""
-
-    starts_zero = False
-    """Whether what `empty` makes is zero, and `release` makes it zero again."""
-
-    def release(self, buffer: Tensor) -> bool:  # noqa: ARG002
-        """Give a buffer's memory back until it is written again; False where that can't be done."""
-        return False
-
-    def meet(self) -> None:
-        """Come to a moment after which all before it has been read; all processes call it."""
-
     copy, copies = 0, 1
-    """Of the model, of which each is sharded among processes of its own."""
+    """Index and number of the model's sharded copies."""
 
     def end_step(self) -> None:
         """Give back what only an optimizer step needs; all processes call it."""
@@ -224,13 +190,13 @@ class GroupCollectives(Collectives):
     ) -> None:
         super().__init__(device, name, group, pin_memory=pin_memory)
         self.asynchronous = True
-        self.narrow, self.adds_in_fp32 = narrow, narrow is not None
+        self.narrow = narrow
         # gloo's own reduce-scatter is a fraction as fast as an exchange and a local sum.
         self.exchanges = deterministic or dist.get_backend(group.process_group) == "gloo"
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
         work = all_gather(full, self.piece(full), self.group.process_group)
-        return _Timed(work, self.group, on_gpu=full.is_cuda)
+        return Timed(work, self.group, on_gpu=full.is_cuda)
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
         if self.narrow is not None:
@@ -238,12 +204,12 @@ class GroupCollectives(Collectives):
         if not self.exchanges:
             target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
             work = reduce_scatter(target, full, self.group.process_group)
-            timed = _Timed(work, self.group, on_gpu=full.is_cuda)
+            timed = Timed(work, self.group, on_gpu=full.is_cuda)
             return timed if target is out else _Widened(timed, target, out)
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=self.group.process_group, async_op=True)
         assert work is not None
-        return _TreeSum(_Timed(work, self.group, on_gpu=full.is_cuda), received, out, self.size)
+        return _TreeSum(Timed(work, self.group, on_gpu=full.is_cuda), received, out, self.size)
 
     def _all_reduce(self, values: Tensor) -> None:
         """Beside the values goes what each process has done since the last time.
@@ -254,12 +220,12 @@ class GroupCollectives(Collectives):
         packed = self.group.with_fingerprints(values)
         work = dist.all_reduce(packed, group=self.group.process_group, async_op=True)
         assert work is not None
-        _Timed(work, self.group, on_gpu=values.is_cuda).wait()
+        Timed(work, self.group, on_gpu=values.is_cuda).wait()
         values.copy_(self.group.without_fingerprints(packed))
 
 
 @dataclass(frozen=True)
-class _Timed:
+class Timed:
     """A collective that keeps account of the time it is waited for."""
 
     work: Work
@@ -267,6 +233,7 @@ class _Timed:
     on_gpu: bool
 
     def wait(self) -> None:
+        """Return when the result may be used, on a GPU by the computing stream."""
         if not self.on_gpu:
             with HERE.waiting(self.group.others):
                 self.work.wait()

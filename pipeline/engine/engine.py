@@ -10,15 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pipeline.config import OptimConfig, TrainedModelConfig
+from pipeline.config import Kernels, OptimConfig, TrainedModelConfig
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.collectives import make_collectives
-from pipeline.engine.host_memory import keep_freed_memory
 from pipeline.engine.lr import lr_factor, momentum
 from pipeline.engine.norms import NormsOfParts, added_up, squares_of_pieces
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.rollout_offload import KINDS, Kind, RolloutOffload
-from pipeline.engine.setup import build_units, placement_of, store_on_disk
+from pipeline.engine.setup import build_units, keep_freed_memory, placement_of, store_on_disk
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError, DivergedError
@@ -107,6 +106,7 @@ class Engine:
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
         self.parts, self.tensor, self.stages = parts, tensor, stages
         self._norms = NormsOfParts(parts, [group.flat.unit for group in self.groups])
+        self._kernels: Kernels = config.kernels
         self._launches = Launches()
         self.rollout_offload = RolloutOffload(self.zero, self.groups)
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
@@ -140,20 +140,6 @@ class Engine:
         self.zero.backward(outputs, gradients, reaches_root=not blocks_alone)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave gradients where they are found until a backward pass outside, or the step.
-
-        One reduction then serves many micro-batches, at the cost of a whole fp32 gradient on every
-        process; sums are rounded in another order than with a reduction for each.
-        """
-        before, self.zero.reducing = self.zero.reducing, False
-        try:
-            yield
-        finally:
-            self.zero.flush()
-            self.zero.reducing = before
-
-    @contextmanager
     def gathered(self) -> Iterator[None]:
         """All weights whole on every process, to read or to generate with."""
         with self.zero.gathered():
@@ -170,12 +156,12 @@ class Engine:
         self.zero.check_ready()
         self.zero.flush()
         self.zero.reduce()
-        grad_norm, worst, all_used = self._grad_norm()
+        grad_norm, worst = self._grad_norm()
         finite = grad_norm < float("inf")  # False for NaN as well
         scheduled = lr_factor(self.steps, total_steps=self.total_steps, optim=self.optim)
         factor = scheduled * self.lr_scale
         if finite:
-            self._update(grad_norm, factor, all_used=all_used)
+            self._update(grad_norm, factor)
             self.steps += 1
             self.zero.updates += 1
         self.scaler.update(finite=finite)
@@ -228,31 +214,10 @@ class Engine:
     def load_masters(self, masters: Sequence[Tensor]) -> None:
         """Set the weights to copies of what `masters` gave earlier, or an average of them."""
         self.zero.check_ready()
-        self.comm.meet()  # another process may still read the weights as they are
         self.zero.updates += 1
         for group, master in zip(self.visit(), masters, strict=True):
             with group.changing() as own:
                 own.copy_(master)
-
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Set trained weights by name to whole tensors, which every process has; moments stay.
-
-        Raises:
-            KeyError: a name is not that of a trained parameter.
-        """
-        known = {name for group in self.groups for name in group.flat.params}
-        unknown = sorted(weights.keys() - known)
-        if unknown:
-            raise KeyError(f"{unknown[0]} is not a trained parameter of the model")
-        self.zero.check_ready()
-        self.comm.meet()
-        self.zero.updates += 1
-        for group in self.visit():
-            with group.changing() as own:
-                for name, place, elements in group.spans():
-                    if name in weights:
-                        own[place] = weights[name].reshape(-1)[elements]
 
     def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
         """The parameters of each unit, whole until the next are asked for; in step on all."""
@@ -269,85 +234,60 @@ class Engine:
             yield self.groups[index]
             self.groups[index].detach()
 
-    def _grad_norm(self) -> tuple[float, str, bool]:
-        """Global norm, the first unit whose gradient is not finite, whether none lacks on any."""
+    def _grad_norm(self) -> tuple[float, str]:
+        """Global norm of the gradient, and the first unit whose gradient is not finite."""
         device = local_device()
-        found = [group.flat.params.keys() == group.gradients.found for group in self.groups]
         norms = [
             squares_of_pieces(group.counted_gradient(), group.comm).to(device)
             for group in self.groups
         ]
-        packed = torch.cat([*norms, norms[0].new_tensor([not all(found)])])
+        packed = torch.cat(norms)
         self.comm.all_reduce(packed)
-        # All that the host reads of the device between the first pass and the update.
-        *own, lacking = added_up(packed, vectors=len(norms)).tolist()
-        squares, all_used = self._norms.gathered(own, flag=lacking == 0)
+        # The only values that the host reads from the device between forward pass and update.
+        own = added_up(packed, vectors=len(norms)).tolist()
+        squares = self._norms.gathered(own)
         bad = next((at for at, each in enumerate(squares) if not math.isfinite(each)), None)
         if bad is not None:
             rows = len(squares) // len(self._norms.units)
-            return math.nan, self._norms.units[bad // rows], all_used
+            return math.nan, self._norms.units[bad // rows]
         # fsum rounds once, so that the order of units doesn't count either.
-        return math.sqrt(math.fsum(squares)) / self.scaler.scale, "", all_used
+        return math.sqrt(math.fsum(squares)) / self.scaler.scale, ""
 
-    def _maximum(self, value: float) -> float:
-        """The maximum over all processes that have a part or a share of the model."""
-        return self.parts.max(self.group.max(value))
-
-    def _used(self) -> list[set[str]]:
-        """The parameters of each group that had a gradient, on whatever process."""
-        names = [list(group.flat.params) for group in self.groups]
-        found = [
-            float(name in group.gradients.found)
-            for group, own in zip(self.groups, names, strict=True)
-            for name in own
-        ]
-        counts = torch.tensor(found, dtype=torch.float64, device=local_device())
-        self.comm.all_reduce(counts)
-        flags = iter(counts.tolist())
-        return [{name for name in own if next(flags) > 0} for own in names]
-
-    def _update(self, grad_norm: float, lr_share: float, *, all_used: bool) -> None:
+    def _update(self, grad_norm: float, lr_share: float) -> None:
         limit = self.optim.max_grad_norm
         clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
         multiplier = clip / self.scaler.scale
         beta1 = momentum(self.steps, optim=self.optim)
-        used = [None for _ in self.groups] if all_used else self._used()
-        joined: list[tuple[TrainedParams, list[Shard]]] = []
-        for group, names in zip(self.visit(), used, strict=True):
-            shards = group.begin_joined_step(lr_share=lr_share, momentum=beta1, used=names)
-            if shards is not None:
-                joined.append((group, shards))
-            else:
-                group.step(multiplier=multiplier, lr_share=lr_share, momentum=beta1, used=names)
-        self._step_joined(joined, multiplier, lr_share)
-
-    def _step_joined(
-        self,
-        joined: Sequence[tuple[TrainedParams, list[Shard]]],
-        multiplier: float,
-        lr_share: float,
-    ) -> None:
-        """One step of vectors that a kernel takes together, on a GPU in one launch.
-
-        Those that have been stepped as often, which mostly are all, are one call.
-        """
         self.comm.synchronize()  # before weights change that are being copied to the GPU
-        by_number: dict[int, list[Shard]] = {}
-        for group, shards in joined:
-            by_number.setdefault(int(group.state["step"].item()), []).extend(shards)
-        for number, shards in by_number.items():
-            (settings,) = joined[0][0].optimizer.param_groups
+        begun: dict[TrainedParams, list[Shard]] = {}
+        for group in self.visit():
+            begun[group] = group.begin_step(
+                multiplier=multiplier, lr_share=lr_share, momentum=beta1
+            )
+            if not group.steps_in_place:
+                self._finish_update(begun, multiplier, lr_share)
+                begun.clear()
+        self._finish_update(begun, multiplier, lr_share)
+
+    def _finish_update(
+        self, begun: Mapping[TrainedParams, list[Shard]], multiplier: float, lr_share: float
+    ) -> None:
+        """Run the AdamW kernel on vectors, on a GPU in one launch, and publish their weights."""
+        shards = [shard for own in begun.values() for shard in own]
+        if shards:
+            group = next(iter(begun))
+            (settings,) = group.optimizer.param_groups
             step = AdamW(
                 lr=lr_share,
                 betas=settings["betas"],
                 eps=settings["eps"],
-                weight_decay=0.0,
-                step=number,
+                weight_decay=0.0,  # each shard has its own
+                step=int(group.state["step"].item()),
                 multiplier=multiplier,
             )
-            self._launches.step(shards, step, kernels=joined[0][0].kernels)
-        works = [group.end_joined_step() for group, _ in joined]
-        for work in works:
+            launches = self._launches if group.steps_in_place else Launches()
+            launches.step(shards, step, kernels=self._kernels)
+        for work in [group.end_step() for group in begun]:
             work.wait()
 
     def _stop_if_hopeless(self, *, finite: bool, worst: str) -> None:

@@ -1,20 +1,188 @@
-"""Gradients between autograd and the optimizer: buffers, reductions, sums."""
+"""Gradients between autograd and the optimizer: buffers, reductions and sums."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from pipeline.engine.buffers import BufferPool
+from pipeline.engine.buffers import BufferPool, GradientCopies
 from pipeline.engine.comm import Work
 from pipeline.engine.flat import FlatParams
-from pipeline.engine.gradient_sums import OffloadedSum, RunningSum, TreeSum
+
+PIECE = 1 << 24
+"""Elements of a sum in main memory that are on the GPU at once to be added to: 64 MiB in fp32."""
+
+
+class RunningSum:
+    """The sum so far, micro-batch after micro-batch: ((g1 + g2) + g3) + ...
+
+    Its memory is allocated from the first gradient of a step to the end of the step.
+    """
+
+    def __init__(self, empty: Callable[[], Tensor]) -> None:
+        self._empty = empty
+        self._total: Tensor | None = None
+        self.empty = True
+
+    @property
+    def total(self) -> Tensor:
+        """The sum; undefined while `empty`."""
+        if self._total is None:
+            self._total = self._empty()
+        return self._total
+
+    @property
+    def direct(self) -> Tensor | None:
+        """Where the first gradient may be written instead of `add`; then set `empty = False`."""
+        return self.total if self.empty else None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add what a backward pass found; `gradient` may change once `read` has come."""
+        if self.empty:
+            self.total.copy_(gradient)
+        else:
+            self.total.add_(gradient)
+        self.empty = False
+
+    @property
+    def read(self) -> torch.cuda.Event | None:
+        """The moment after which what was added last has been read; None if it is over."""
+        return None
+
+    def end_micro_batch(self) -> None:
+        """Does nothing: every addition is final."""
+
+    def finish(self) -> Tensor:
+        """The sum over all micro-batches; zeros where there was none."""
+        if self.empty:
+            self.total.zero_()
+            self.empty = False
+        return self.total
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._total = None
+        self.empty = True
+
+    def tensors(self) -> list[Tensor]:
+        """What takes memory now."""
+        return [] if self._total is None else [self._total]
+
+
+class OffloadedSum(RunningSum):
+    """A running sum in main memory of gradients on a GPU; neither host nor backward pass waits.
+
+    The GPU adds: the sum so far comes to it and goes back, a piece at a time, beside the
+    computation. So the host has nothing to do until the sum is asked for, and the bits are those of
+    the sum on either side.
+    """
+
+    def __init__(self, empty: Callable[[], Tensor], copies: GradientCopies) -> None:
+        super().__init__(empty)
+        self._copies = copies
+        self._read: torch.cuda.Event | None = None
+
+    @property
+    def direct(self) -> None:
+        """Always None: nothing on the GPU writes straight to a sum in main memory."""
+
+    def add(self, gradient: Tensor) -> None:
+        """Add what a backward pass found; `gradient` may change once `read` has come."""
+        total, is_first = self.total, self.empty
+
+        def copy() -> None:
+            if is_first:
+                total.copy_(gradient, non_blocking=True)
+                return
+            for own, found in zip(total.split(PIECE), gradient.split(PIECE), strict=True):
+                added = own.to(found.device, non_blocking=True, copy=True).add_(found)
+                own.copy_(added, non_blocking=True)
+
+        self._read = self._copies.start(gradient, copy)
+        self.empty = False
+
+    @property
+    def read(self) -> torch.cuda.Event | None:
+        """The moment after which what was added last has been read."""
+        return self._read
+
+    def finish(self) -> Tensor:
+        """The sum over all micro-batches, which the host waits for; zeros where there was none."""
+        self._wait()
+        return super().finish()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._wait()
+        super().clear()
+
+    def _wait(self) -> None:
+        if self._read is not None:
+            self._copies.wait(self._read)
+            self._read = None
+
+
+class TreeSum:
+    """The sum as a binary tree over micro-batches, whatever their number on this process.
+
+    Like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). If ranks are
+    summed as a tree as well, and micro-batch i is on rank i modulo W, the tree over all
+    micro-batches is the same for every power of two W. Holds at most log2(micro-batches) + 1 sums.
+    `current` is that of the micro-batch at hand.
+    """
+
+    def __init__(self, empty: Callable[[], Tensor], current: RunningSum) -> None:
+        self._empty = empty
+        self._current = current
+        self._levels: list[tuple[int, Tensor]] = []
+
+    direct = None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add what a backward pass of the present micro-batch found."""
+        self._current.add(gradient)
+
+    @property
+    def read(self) -> torch.cuda.Event | None:
+        """The moment after which what was added last has been read; None if it is over."""
+        return self._current.read
+
+    def end_micro_batch(self) -> None:
+        """Add the micro-batch to the sums of as many others."""
+        if self._current.empty:
+            return
+        level, value = 0, self._current.finish()
+        self._current.clear()
+        while self._levels and self._levels[-1][0] == level:
+            value = self._levels.pop()[1] + value
+            level += 1
+        self._levels.append((level, value))
+
+    def finish(self) -> Tensor:
+        """The sum over all micro-batches, the smallest sums first; zeros where there was none."""
+        self.end_micro_batch()
+        if not self._levels:
+            return self._empty().zero_()
+        value = self._levels[-1][1]
+        for _, larger in reversed(self._levels[:-1]):
+            value = larger + value
+        return value
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._current.clear()
+        self._levels.clear()
+
+    def tensors(self) -> list[Tensor]:
+        """What takes memory now."""
+        return [*self._current.tensors(), *(value for _, value in self._levels)]
 
 
 class FlatGradients:
     """The gradient of one flat vector: a buffer for autograd, and the sum of the own piece.
 
-    Autograd accumulates directly into the buffer, of which the parameters' `.grad` are views: in
-    fp32, or in the weights' own dtype where each gets exactly one gradient, so that nothing is
-    rounded. A finished buffer is reduced in fp32, each shard into the sum of its process.
+    Autograd accumulates directly into the fp32 buffer, of which the parameters' `.grad` are views.
+    A finished buffer is reduced, each shard into the sum of its process.
     """
 
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
@@ -25,32 +193,15 @@ class FlatGradients:
         self.sum: TreeSum | RunningSum = (
             TreeSum(self._empty, running) if placement.deterministic else running
         )
-        self.found: set[str] = set()
-        """Parameters that have had a gradient here since `clear`."""
         self._buffer: Tensor | None = None
         self._reduction: tuple[Work, Tensor, Tensor] | None = None
-        self._dtype = flat.settings.dtype
-        self.expect(once=False)
+        for param in flat.params.values():
+            param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
 
     def _empty(self) -> Tensor:
         placement = self.flat.placement
         numel, device = self.flat.shard_numel, placement.gradient_device
         return placement.host_empty(numel, torch.float32, device)
-
-    def expect(self, *, once: bool) -> None:
-        """Declare whether each parameter gets at most one gradient before the next reduction.
-
-        Takes effect with the next buffer, also for graphs that already exist.
-        """
-        own = self.flat.settings.dtype
-        narrow = once and own.itemsize < torch.float32.itemsize and self.comm.adds_in_fp32
-        dtype = own if narrow else torch.float32
-        if self._buffer is not None or dtype == self._dtype:
-            return
-        self._dtype = dtype
-        for param in self.flat.params.values():
-            param.grad = None
-            param.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
 
     def begin(self) -> None:
         """Have autograd write into a zeroed buffer, or continue in the current one."""
@@ -61,20 +212,14 @@ class FlatGradients:
         if direct is not None:
             self._buffer = direct.zero_()
         else:
-            self._buffer = self.borrow(self._dtype, zero=True)
+            self._buffer = self.borrow(zero=True)
         for name, view in self.flat.cut(self._buffer).items():
             # With `.data` each has its own version counter, which counts autograd's additions.
             self.flat.params[name].grad = view.data
 
-    def borrow(self, dtype: torch.dtype = torch.float32, *, zero: bool = False) -> Tensor:
-        """A buffer of the whole vector's length, from the pool."""
-        # One block's buffer may be reduced while the next one's fills, and processes that are a
-        # block behind may still read a third; what lies outside of blocks is there once.
-        at_most = 2 + self.comm.defers if self.flat.is_block else 1
-        narrow = None if dtype == torch.float32 else dtype
-        return self.pool.borrow(
-            self.flat.numel, torch.float32, at_most=at_most, zero=zero, narrow=narrow
-        )
+    def borrow(self, *, zero: bool = False) -> Tensor:
+        """An fp32 buffer of the full vector's length, from the pool."""
+        return self.pool.borrow(self.flat.numel, torch.float32, zero=zero)
 
     def start_reduction(self) -> None:
         """Start summing the buffer over processes.
@@ -86,18 +231,11 @@ class FlatGradients:
         if self._buffer is None:
             return
         self.settle()
-        for name, param in self.flat.params.items():
-            if param.grad is not None and param.grad._version > 0:  # noqa: SLF001
-                self.found.add(name)
+        for param in self.flat.params.values():
             param.grad = None
         buffer, self._buffer = self._buffer, None
         direct = self._direct()
-        if direct is not None:
-            out = direct
-        elif buffer.dtype == torch.float32:
-            out = self.comm.piece(buffer)
-        else:
-            out = torch.empty(self.flat.shard_numel, dtype=torch.float32, device=buffer.device)
+        out = self.comm.piece(buffer) if direct is None else direct
         work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
         self._reduction = (work, buffer, out)
 
@@ -137,7 +275,6 @@ class FlatGradients:
                 self.pool.give_back(self._buffer)
             self._buffer = None
         self.sum.clear()
-        self.found.clear()
 
     def _direct(self) -> Tensor | None:
         """The sum, where what is found can be written straight into it; else None."""

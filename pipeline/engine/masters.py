@@ -1,17 +1,70 @@
-"""fp32 masters of the weights that learn: where they lie, and how they become weights."""
+"""fp32 masters of trained weights, and the optimizer that updates them."""
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int16
 from torch import Tensor, nn
 
-from pipeline.config import Kernels, OptimConfig
+from pipeline.config import OptimConfig
 from pipeline.engine.flat import FlatParams, Placement
-from pipeline.engine.optim import steps_in_one_pass
-from pipeline.kernels.adamw.definition import COPIES, join_master, round_weights, split_master
+from pipeline.kernels.adamw.definition import (
+    BLOCK,
+    COPIES,
+    join_master,
+    round_weights,
+    split_master,
+)
+
+FUSED_DEVICES = ("cpu", "cuda")
+"""Devices on which every fused class of torch.optim has its kernel."""
+
+
+MOMENTS: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "8bit": torch.uint8,
+}
+"""In which type AdamW's moments are kept, by the setting `optim.moments`."""
+
+
+def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer that `optim` names, in its fused implementation where it has one.
+
+    Args:
+        groups: one or more of {"params": [flat fp32 parameter], "lr": ..., "weight_decay": ...}.
+        optim: the class, its betas, eps and further arguments; an implementation that these ask for
+            (fused, foreach) comes before the choice made here.
+    """
+    optimizer_class = getattr(torch.optim, optim.name)
+    accepted = inspect.signature(optimizer_class).parameters
+    arguments: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps}
+    devices = {param.device.type for group in groups for param in group["params"]}
+    if devices <= set(FUSED_DEVICES) and "foreach" not in optim.params:
+        arguments["fused"] = True
+    arguments = {name: value for name, value in arguments.items() if name in accepted}
+    own = [
+        {name: value for name, value in group.items() if name == "params" or name in accepted}
+        for group in groups
+    ]
+    return optimizer_class(own, **(arguments | optim.params))
+
+
+def uses_adamw_kernel(optim: OptimConfig) -> bool:
+    """True for AdamW without further arguments, which `pipeline.kernels.adamw` steps.
+
+    Other optimizers are classes of torch.optim, with one weight decay per vector.
+    """
+    return optim.name == "AdamW" and not optim.params
+
+
+def block_of_moments(optim: OptimConfig) -> int:
+    """Elements of a parameter whose moments are kept together: it begins at a multiple of them."""
+    return BLOCK if optim.moments == "8bit" else 1
+
 
 Kind = Literal["weights", "split", "whole"]
 
@@ -22,15 +75,12 @@ PIECE = 2**20
 """Elements that PyTorch rounds at once: what it makes on the way stays small."""
 
 
-def kind_of_masters(
-    dtype: torch.dtype, placement: Placement, optim: OptimConfig, kernels: Kernels
-) -> Kind:
+def kind_of_masters(dtype: torch.dtype, placement: Placement, optim: OptimConfig) -> Kind:
     """How the masters of weights in `dtype` are kept.
 
     Returns:
-        weights: they are the weights, in fp32 where the optimizer works; split: bf16 weights there
-        and 16 bits beside them are the masters, for an optimizer that steps them so; whole: an fp32
-        vector of their own.
+        weights: they are the weights, in fp32 on the optimizer's device; split: a master is the
+        bf16 weight and 16 more bits, for AdamW; whole: a separate fp32 vector.
     """
     where = placement.param_device if placement.shard_params else placement.device
     on_disk = placement.params_on_disk or placement.optimizer_on_disk
@@ -38,8 +88,7 @@ def kind_of_masters(
         return "whole"
     if dtype == torch.float32:
         return "weights"
-    splits = kernels != "off" and steps_in_one_pass(optim, placement.optimizer_device)
-    return "split" if splits and dtype == torch.bfloat16 else "whole"
+    return "split" if uses_adamw_kernel(optim) and dtype == torch.bfloat16 else "whole"
 
 
 class Masters:
@@ -76,23 +125,6 @@ class Masters:
         if self.low_bits is not None:
             return join_master(self.weights, self.low_bits)
         return self.param.detach()
-
-    def read(self, place: slice) -> Float[Tensor, " k"]:
-        """A copy of some of them."""
-        if self.low_bits is not None:
-            return join_master(self.weights[place], self.low_bits[place])
-        return self.param.detach()[place].clone()
-
-    def write(self, place: slice, values: Float[Tensor, " k"], rounded: Tensor | None) -> None:
-        """Replace some of them, and what they are rounded to in `rounded`, `room_for_weights`."""
-        if self.low_bits is not None:
-            weights, low_bits = split_master(values)
-            self.weights[place] = weights
-            self.low_bits[place] = low_bits
-            return
-        self.param.detach()[place] = values
-        if rounded is not None:
-            rounded[place] = round_weights(values, rounded.dtype)
 
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:

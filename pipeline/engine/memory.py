@@ -1,34 +1,26 @@
-"""What training a model takes, before a byte is allocated: `python -m pipeline.engine.memory`.
+"""Memory of a model in training: `python -m pipeline.engine.memory`.
 
-Two answers: DeepSpeed's estimates, by its own formulas, and the exact bytes that our engine holds
-on each process. Activations come on top; they grow with micro-batch and length.
+Prints DeepSpeed's estimates, by its own formulas, and the bytes of this engine's weights, masters,
+moments and gradients on each process. Activations come on top.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 from pipeline.cli import run_main, say
 from pipeline.command import read_command
-from pipeline.config import FrozenModelConfig, TrainedModelConfig
-from pipeline.engine.estimates import estimate_zero2, estimate_zero3, format_estimates
+from pipeline.config import FrozenModelConfig
 from pipeline.errors import require
 from pipeline.installation import MODULE
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _USAGE = (
     f"{MODULE} pipeline.engine.memory --params N [--largest-layer N] [--gpus N]",
     f"{MODULE} pipeline.engine.memory --model NAME [--gpus N] [--nodes N]",
 )
 
-ADAM_BYTES = 16
-"""Bytes a parameter in mixed-precision training with Adam (Rajbhandari et al. 2020, section 3.1): 2
-for the weight, 2 for its gradient, 4 each for master weight, momentum and variance. This engine
-sums gradients in fp32 and keeps 2 bytes of the master beside the weight: 16 as well."""
-
+BUFFER_FACTOR = 1.5
+"""DeepSpeed's allowance for buffers in host memory."""
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMB]?)", re.IGNORECASE)
 
@@ -48,30 +40,23 @@ def parse_count(text: str, name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """What is to be trained, on what."""
+    """The model and the machines."""
 
     params: str | None = None
     """Parameters of the model, such as 7B or 1889110016."""
 
     largest_layer: str | None = None
-    """Parameters of the largest module, without those of modules within it, such as 189.5M;
-    DeepSpeed's stage 3 estimate needs it."""
+    """Parameters of the largest module, without its submodules, such as 189.5M; DeepSpeed's stage 3
+    estimate needs it."""
 
     model: str | None = None
-    """Hugging Face model id or directory, instead of `params`; only its configuration is read. Our
-    own engine's bytes are predicted as well."""
+    """Hugging Face model id or directory, instead of `params`; only its configuration is read."""
 
     gpus: int = 1
     """GPUs (processes) of each machine."""
 
     nodes: int = 1
     """Machines."""
-
-    stage: Literal[0, 1, 2, 3] | None = None
-    """ZeRO stage of DeepSpeed's estimates, which are for 2 and 3; null shows both."""
-
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Number format of the model's weights."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
@@ -85,23 +70,100 @@ class MemoryConfig:
         require(self.nodes > 0, f"nodes must be above 0, got {self.nodes}")
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """One line of DeepSpeed's tables, in bytes."""
+
+    cpu: int
+    """On each machine."""
+
+    gpu: int
+    """On each GPU."""
+
+    options: str
+
+
+def estimate_zero2(params: int, *, gpus: int = 1, nodes: int = 1) -> list[Estimate]:
+    """DeepSpeed's `estimate_zero2_model_states_mem_needs_all_cold`, line by line."""
+    world = gpus * nodes
+    offloaded_cpu = int(params * max(4 * world, 16) * BUFFER_FACTOR)
+    return [
+        Estimate(offloaded_cpu, 2 * params, "offload_optimizer=cpu "),
+        Estimate(
+            int(params * 4 * gpus * BUFFER_FACTOR),
+            2 * params + int(18 * params / world),
+            "offload_optimizer=none",
+        ),
+    ]
+
+
+def estimate_zero3(
+    params: int, largest_layer: int, *, gpus: int = 1, nodes: int = 1
+) -> list[Estimate]:
+    """DeepSpeed's `estimate_zero3_model_states_mem_needs_all_cold`, line by line."""
+    world = gpus * nodes
+    layer = 4 * largest_layer
+    # (parameters offloaded, optimizer offloaded): bytes a parameter in host memory and on the GPUs
+    rows = (("cpu ", "cpu ", 18, 0), ("none", "cpu ", 16, 2), ("none", "none", 0, 18))
+    estimates = []
+    for offload_param, offload_optimizer, host, device in rows:
+        gpu = layer + int(device * params / world)
+        for zero_init in (1, 0):
+            # Without zero_init every process builds the full model in host memory first.
+            if host:
+                each = host / nodes if zero_init else max(4 * gpus, host / nodes)
+                cpu = params * each * BUFFER_FACTOR
+            else:
+                cpu = (largest_layer if zero_init else params) * 4 * gpus * BUFFER_FACTOR
+            options = (
+                f"offload_param={offload_param}, offload_optimizer={offload_optimizer},"
+                f" zero_init={zero_init}"
+            )
+            estimates.append(Estimate(int(cpu), gpu, options))
+    return estimates
+
+
+def engine_bytes(params: int, *, world: int, stage: int) -> dict[str, int]:
+    """Bytes of this engine on each process, with bf16 weights and AdamW."""
+    sharded = params // world
+    return {
+        "weights": 2 * (sharded if stage == 3 else params),
+        "masters": 2 * (sharded if stage else params),  # the 16 bits that bf16 weights lack
+        "moments": 8 * (sharded if stage else params),
+        "gradients": 4 * sharded,
+    }
+
+
+def count_parameters(name: str, *, trust_remote_code: bool) -> tuple[int, int]:
+    """All parameters of a model, and those of its largest module without submodules."""
+    import torch
+
+    from pipeline.models.meta import model_on_meta
+
+    source = FrozenModelConfig(path=name, precision="bf16", trust_remote_code=trust_remote_code)
+    model = model_on_meta(source, task="causal", device=torch.device("cpu"))
+    layers = (
+        sum(param.numel() for param in module.parameters(recurse=False))
+        for module in model.modules()
+    )
+    return sum(param.numel() for param in model.parameters()), max(layers)
+
+
 def main(argv: Sequence[str]) -> None:
     """Print the tables."""
     config = read_command(
         MemoryConfig,
         argv,
         usage=_USAGE,
-        about="Print DeepSpeed's estimates of memory, and with --model this engine's exact bytes.",
+        about="Print DeepSpeed's estimates of memory, and the bytes of this engine.",
     )
     say("\n\n".join(_tables(config)))
 
 
 def _tables(config: MemoryConfig) -> Iterator[str]:
-    model: nn.Module | None = None
     largest: int | None = None
     if config.model is not None:
-        model = _model(config)
-        params, largest = count_parameters(model)
+        params, largest = count_parameters(config.model, trust_remote_code=config.trust_remote_code)
     else:
         params = parse_count(config.params or "", "--params")
         if config.largest_layer is not None:
@@ -109,75 +171,31 @@ def _tables(config: MemoryConfig) -> Iterator[str]:
             require(
                 largest <= params, "--largest-layer must not have more parameters than --params"
             )
-    yield (
-        f"{params:,} parameters x {ADAM_BYTES} bytes (weights 2, gradients 2, fp32 masters 4,"
-        f" Adam's moments 8) = {ADAM_BYTES * params / 1e9:.1f} GB (10**9 bytes), before anything is"
-        " shared out"
+    yield f"{params:,} parameters on {config.nodes} machines with {config.gpus} processes each"
+    yield "DeepSpeed's estimate for ZeRO stage 2\n" + _format(
+        estimate_zero2(params, gpus=config.gpus, nodes=config.nodes)
     )
-    hardware = {"params": params, "gpus": config.gpus, "nodes": config.nodes}
-    if config.stage in (None, 2):
-        yield "DeepSpeed's estimate for ZeRO stage 2\n" + format_estimates(
-            estimate_zero2(**hardware), **hardware
-        )
-    if config.stage in (None, 3):
-        yield "DeepSpeed's estimate for ZeRO stage 3\n" + _zero3_table(largest, hardware)
-    if model is not None:
-        yield _prediction_table(model, world=config.gpus * config.nodes)
-
-
-def _model(config: MemoryConfig) -> "nn.Module":
-    import torch
-
-    from pipeline.models.meta import model_on_meta
-
-    source = FrozenModelConfig(
-        path=config.model,
-        precision=config.precision,
-        trust_remote_code=config.trust_remote_code,
+    yield "DeepSpeed's estimate for ZeRO stage 3\n" + (
+        "needs --largest-layer, the parameters of the largest layer, or --model"
+        if largest is None
+        else _format(estimate_zero3(params, largest, gpus=config.gpus, nodes=config.nodes))
     )
-    return model_on_meta(source, task="causal", device=torch.device("cuda")).requires_grad_()
+    world = config.gpus * config.nodes
+    lines = ["This engine's GB on each process, bf16 with AdamW, without activations"]
+    for stage in range(4):
+        kinds = engine_bytes(params, world=world, stage=stage)
+        shown = [f"{kind} {size / 2**30:.2f}" for kind, size in kinds.items()]
+        total = sum(kinds.values()) / 2**30
+        lines.append(f"  stage {stage}: {', '.join(shown)}; total {total:.2f}")
+    yield "\n".join(lines)
 
 
-def _prediction_table(model: "nn.Module", *, world: int) -> str:
-    """Our bytes on each GPU, one line a stage."""
-    import torch
-
-    from pipeline.engine.predict import KINDS, predict
-
-    stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
-    device = torch.device("cuda")
-    names = (*(kind.replace("_", " ") for kind in KINDS), "total")
-    lines = [
-        f"This engine's bytes on {'1 GPU' if world == 1 else f'each of {world} GPUs'} with AdamW,"
-        " without activations",
-        "  stage | " + " | ".join(f"{name:>16}" for name in names),
-    ]
-    for stage in stages:
-        settings = TrainedModelConfig(zero_stage=stage)
-        kinds = predict(model, settings, world=world, device=device)
-        sizes = [*(kinds[kind] for kind in KINDS), sum(kinds.values())]
-        lines.append(f"  {stage:5} | " + " | ".join(f"{size:16,}" for size in sizes))
+def _format(estimates: Sequence[Estimate]) -> str:
+    lines = ["  per CPU  |  per GPU |   Options"]
+    for estimate in estimates:
+        cpu, gpu = estimate.cpu / 2**30, estimate.gpu / 2**30
+        lines.append(f" {cpu:7.2f}GB | {gpu:6.2f}GB | {estimate.options}")
     return "\n".join(lines)
-
-
-def _zero3_table(largest: int | None, hardware: Mapping[str, int]) -> str:
-    if largest is None:
-        return "needs --largest-layer, the parameters of the largest layer, or --model"
-    return format_estimates(
-        estimate_zero3(largest_layer=largest, **hardware), largest_layer=largest, **hardware
-    )
-
-
-def count_parameters(model: "nn.Module") -> tuple[int, int]:
-    """All parameters, and those of the largest module without the modules within it.
-
-    Tied parameters count once in all, and wherever they stand in the largest.
-    """
-    layers = (
-        sum(param.numel() for param in module.parameters(recurse=False))
-        for module in model.modules()
-    )
-    return sum(param.numel() for param in model.parameters()), max(layers)
 
 
 if __name__ == "__main__":

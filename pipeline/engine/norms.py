@@ -13,11 +13,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.engine.comm import Collectives
-from pipeline.engine.layout import num_chunks
+from pipeline.engine.flat import num_chunks
 from pipeline.parallel.group import Group
 
 BLOCK = 262144
 """Elements that are brought to fp64 at once: 2 MiB, of which a call is worth its start."""
+
+GPU_COLUMNS = 2**18
+"""Elements of each stretch that are converted to fp64 at once on a GPU."""
 
 MOST_READ = 256
 """Stretches of a vector whose sums the host adds, exactly."""
@@ -31,7 +34,10 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
     """Sum of squares of each of the `rows` equal stretches of `shard`, in float64."""
     stretches = shard.view(rows, -1)
     if shard.device.type != "cpu":
-        return torch.linalg.vector_norm(stretches, dim=1, dtype=torch.float64).square()
+        # A norm in another dtype copies its input: in pieces the copy stays small.
+        pieces = stretches.split(GPU_COLUMNS, dim=1)
+        norms = [torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in pieces]
+        return torch.stack(norms).square().sum(0)
     # On a CPU a reduction that casts as it goes is twenty times slower than these two passes.
     block = torch.empty(BLOCK, dtype=torch.float64)
     return torch.tensor([_sum_of_squares(row, block) for row in stretches], dtype=torch.float64)
@@ -50,16 +56,9 @@ def squares_of_pieces(piece: Float[Tensor, " k"], comm: Collectives) -> Float[Te
 
 
 def added_up(packed: Float[Tensor, " n"], *, vectors: int) -> Float[Tensor, " m"]:
-    """Sums of squares of all vectors' stretches and one number more, of not too many stretches.
-
-    Where there are thousands of processes each has a stretch of every vector: then those of a
-    vector are added up where they are, in one order for that many processes, for the host to read a
-    number for each vector.
-    """
-    stretches = packed[:-1].view(vectors, -1)
-    if stretches.shape[1] <= MOST_READ:
-        return packed
-    return torch.cat([stretches.sum(1), packed[-1:]])
+    """Sums of squares of all vectors' stretches, or of the vectors where stretches are many."""
+    stretches = packed.view(vectors, -1)
+    return packed if stretches.shape[1] <= MOST_READ else stretches.sum(1)
 
 
 class NormsOfParts:
@@ -73,19 +72,17 @@ class NormsOfParts:
         self._before = sum(len(own) for own in of_parts[: parts.rank])
         self._own = len(units)
 
-    def gathered(self, own: Sequence[float], *, flag: bool) -> tuple[Sequence[float], bool]:
-        """The squares of all parts' vectors, and whether all parts have the flag.
+    def gathered(self, own: Sequence[float]) -> Sequence[float]:
+        """The squares of all parts' vectors, as many numbers for each, vector after vector.
 
-        As many numbers for each vector, vector after vector. Each is zero but for one part, so that
-        their sums are exact.
+        Each is zero except on one part, so that their sums are exact.
         """
         if self._parts.size == 1:
-            return own, flag
+            return own
         rows = len(own) // self._own
         after = len(self.units) - self._before - self._own
         values = [*[0.0] * (self._before * rows), *own, *[0.0] * (after * rows)]
-        *summed, lacks = self._parts.sums([*values, float(not flag)])
-        return summed, lacks == 0
+        return self._parts.sums(values)
 
 
 def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> float:

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.engine.disk_weights import BUFFERS
-from pipeline.engine.flat import ParamSettings, Placement
-from pipeline.engine.gradient_sums import PIECE
-from pipeline.engine.layout import lay_out, padded_size
+from pipeline.engine.flat import ParamSettings, Placement, lay_out, padded_size
+from pipeline.engine.gradients import PIECE
 from pipeline.engine.masters import BYTES as MASTER_BYTES
-from pipeline.engine.masters import kind_of_masters
-from pipeline.engine.optim import BLOCK, MOMENTS, build_optimizer
+from pipeline.engine.masters import MOMENTS, build_optimizer, kind_of_masters
 from pipeline.engine.setup import placement_of, vectors_of
-from pipeline.engine.units import Kind, UnitParams
-from pipeline.engine.vocabulary_units import engine_units
+from pipeline.engine.units import Kind, UnitParams, engine_units
+from pipeline.kernels.adamw.definition import BLOCK
 from pipeline.parallel.device import local_device
 
 HELD = ("weights", "masters", "moments")
@@ -152,7 +149,7 @@ def streamed(model: nn.Module, config: TrainedModelConfig, *, world: int) -> int
     """Bytes of main memory through which what lies on a disk comes and goes, on each process.
 
     Two sets of masters and moments of the largest vector, and for each size of a piece of the
-    weights as many buffers as `pipeline.engine.disk_weights` makes.
+    weights as many buffers as the engine makes.
     """
     if "nvme" not in (config.zero.offload.optimizer, config.zero.offload.params):
         return 0
@@ -166,8 +163,7 @@ def streamed(model: nn.Module, config: TrainedModelConfig, *, world: int) -> int
     if config.zero.offload.params == "nvme":
         pieces = Counter((vector.numel // world, vector.settings.dtype) for vector in vectors)
         num_bytes += sum(
-            min(count + 1, BUFFERS) * numel * dtype.itemsize
-            for (numel, dtype), count in pieces.items()
+            min(count + 1, 3) * numel * dtype.itemsize for (numel, dtype), count in pieces.items()
         )
     return num_bytes
 
@@ -214,7 +210,7 @@ def _vectors(
 
 def _master_bytes(vector: Vector, config: TrainedModelConfig, placement: Placement) -> int:
     """Bytes of a master, beside its weight."""
-    kind = kind_of_masters(vector.settings.dtype, placement, config.optim, config.kernels)
+    kind = kind_of_masters(vector.settings.dtype, placement, config.optim)
     return MASTER_BYTES[kind]
 
 
@@ -231,10 +227,8 @@ def _gradient_buffers(
         return 0  # autograd writes into the sums themselves
     trained = [[vector for vector in unit if vector.settings.trained] for unit in units]
     through_group = through_a_group(config, placement.device, world)
-    meets = world > 1 and not through_group
-    # At stage 3 processes meet before each block, to gather its weights.
-    apart = meets and not placement.shard_params
-    narrow = meets or (through_group and config.zero.reduce_dtype == "bf16")
+    apart = False
+    narrow = False
     num_bytes = sum(each.used for each in _buffers_of_pass(trained, narrow=narrow, apart=apart))
     if placement.offloads_gradients and placement.device.type == "cuda" and micro_batches > 1:
         # A sum in main memory comes to the GPU to be added to, a piece at a time.

@@ -1,5 +1,7 @@
 """Building the engine's units from a model and its settings."""
 
+import ctypes
+import os
 from collections.abc import Sequence
 
 import torch
@@ -8,16 +10,13 @@ from torch import nn
 from pipeline.config import TrainedModelConfig
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Collectives
-from pipeline.engine.disk_weights import WeightDisk
 from pipeline.engine.flat import FlatParams, ParamSettings, Placement
-from pipeline.engine.held_unit import Unit
-from pipeline.engine.optim import MOMENTS, block_of_moments, steps_in_parts
-from pipeline.engine.store import TensorStore
-from pipeline.engine.swap import StreamedState
+from pipeline.engine.masters import MOMENTS, block_of_moments, uses_adamw_kernel
+from pipeline.engine.offload import StreamedState, TensorStore, WeightDisk
 from pipeline.engine.tensor_parts import part_in_blocks, role_of
 from pipeline.engine.trained import TrainedParams
-from pipeline.engine.units import UnitParams
-from pipeline.engine.vocabulary_units import engine_units
+from pipeline.engine.units import UnitParams, engine_units
+from pipeline.engine.zero import Unit
 from pipeline.kernels.adamw.definition import new_moments
 from pipeline.parallel.group import ALONE, Group
 
@@ -92,9 +91,6 @@ def _build(
     disk: WeightDisk | None,
     tensor: Group,
 ) -> Unit:
-    if config.zero.compile and unit.kind == "block":
-        # The forward method alone: hooks stay outside of what is compiled.
-        unit.module.forward = torch.compile(unit.module.forward)
     flats: list[FlatParams] = []
     trained: list[TrainedParams] = []
     for (_, settings), params in vectors_of(unit, config).items():
@@ -146,7 +142,7 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         lr = config.lora_lr
     elif {"score", "classifier"} & {*name.split(".")}:
         lr = config.head_lr
-    together = steps_in_parts(config.optim)
+    together = uses_adamw_kernel(config.optim)
     return ParamSettings(
         param.dtype,
         trained=True,
@@ -155,3 +151,29 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         role=role_of(param),
         block=block_of_moments(config.optim),
     )
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Numbers of the settings that `mallopt` takes, from glibc's malloc.h."""
+
+OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_")
+"""Variables of the environment by which a user tells glibc what to keep."""
+
+
+def keep_freed_memory() -> bool:
+    """Have malloc use freed memory again instead of giving it back to the system.
+
+    By default large tensors and the top of the heap go back as soon as they are freed, and every
+    page of the next step's activations is faulted in and zeroed anew: a tenth of a step on a CPU.
+    It holds for the whole process, which keeps the size of its highest moment, and that a tenth
+    larger where tensors of different sizes leave holes.
+
+    Returns:
+        False where malloc isn't glibc's, or where the environment has settings of the user's own.
+    """
+    if any(name in os.environ for name in OWN_SETTINGS):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, -1))

@@ -6,19 +6,21 @@ of its own piece of every flat vector, at stage 0 as well.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.format import Fragment
+from pipeline.engine.checkpoint.format import Columns, Fragment
 from pipeline.engine.engine import Engine
 from pipeline.engine.flat import FlatParams
-from pipeline.engine.part_elements import fragments_of, read_part
-from pipeline.engine.tensor_parts import part_in_blocks, part_of, whole_shape
+from pipeline.engine.stored import READ_AT_ONCE
+from pipeline.engine.tensor_parts import Part, part_in_blocks, part_of, whole_shape
 from pipeline.engine.trained import TrainedParams
 from pipeline.errors import CheckpointError
 from pipeline.kernels.adamw.definition import (
@@ -32,6 +34,124 @@ from pipeline.kernels.adamw.definition import (
 )
 from pipeline.parallel.group import Group
 
+ReadInto = Callable[[int, Tensor], None]
+"""Fills a flat tensor with elements of a whole parameter from a place on."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The elements of one shard among some consecutive elements of a part."""
+
+    columns: Columns
+    """The columns of the whole parameter that these elements lie in."""
+
+    is_one_row: bool
+    """Whether the whole parameter has no other rows, so that they are consecutive there."""
+
+    first: int
+    last: int
+    """The shard's elements from `first` on and before `last`."""
+
+    begin: int
+    """Where the shard's run begins in a row of the part."""
+
+    width: int
+    """Elements of a row of the part."""
+
+    offset: int
+    """Number in the part of the first of the consecutive elements."""
+
+    counts: bool
+    """Whether no process of lower rank has them."""
+
+    def places(self, first: int, last: int) -> Int[Tensor, " n"]:
+        """Where elements of the shard lie among the consecutive ones."""
+        number = torch.arange(first, last)
+        run = self.columns.run
+        return number // run * self.width + self.begin + number % run - self.offset
+
+    @property
+    def is_all(self) -> bool:
+        """Whether they are all of the consecutive elements."""
+        return self.columns.run == self.width
+
+
+def blocks_of(part: Part, start: int, stop: int) -> Iterator[Block]:
+    """The elements `start` to `stop` of a flattened part, shard by shard."""
+    spec, inner = part.own, part.inner
+    width, stride = spec.shape(part.whole)[spec.dim] * inner, part.whole[spec.dim] * inner
+    one_row = part.whole[: spec.dim].numel() == 1
+    for shard, begin in spec.placed():
+        run, low = shard.size * inner, begin * inner
+
+        def before(element: int, run: int = run, low: int = low) -> int:
+            return element // width * run + min(max(element % width - low, 0), run)
+
+        columns = Columns(shard.start * inner, run, stride)
+        first, last = before(start), before(stop)
+        if first < last:
+            yield Block(columns, one_row, first, last, low, width, start, shard.counts)
+
+
+def fragments_of(
+    key: str, part: Part | None, start: int, values: Shaped[Tensor, " n"]
+) -> Iterator[Fragment]:
+    """Elements of a flattened `part` from `start` on, under their places in the whole parameter.
+
+    Those that a process of lower rank has too are left to it.
+    """
+    if part is None:
+        yield Fragment(key, start, values)
+        return
+    for block in blocks_of(part, start, start + values.numel()):
+        if not block.counts:
+            continue
+        if block.is_all:
+            own = values
+        elif block.is_one_row:
+            first = block.begin + block.first - start
+            own = values[first : first + block.last - block.first]
+        else:
+            own = values[block.places(block.first, block.last).to(values.device)]
+        if block.is_one_row:
+            yield Fragment(key, block.columns.offset + block.first, own)
+        else:
+            yield Fragment(key, block.first, own, block.columns)
+
+
+def read_part(part: Part | None, start: int, out: Shaped[Tensor, " n"], read: ReadInto) -> None:
+    """Fill `out` with elements of a flattened `part` from `start` on.
+
+    `read` knows those of the whole parameter. Where elements lie apart there, whole rows are read,
+    a few at a time.
+    """
+    if part is None:
+        read(start, out)
+        return
+    for block in blocks_of(part, start, start + out.numel()):
+        if block.is_one_row:
+            first = block.begin + block.first - start
+            read(block.columns.offset + block.first, out[first : first + block.last - block.first])
+        else:
+            _read_rows(block, out, read)
+
+
+def _read_rows(block: Block, out: Tensor, read: ReadInto) -> None:
+    offset, run, stride = block.columns
+    at_once = max(1, READ_AT_ONCE // stride)
+    for row in range(block.first // run, (block.last - 1) // run + 1, at_once):
+        rows = min(at_once, (block.last - 1) // run + 1 - row)
+        whole = torch.empty(rows * stride, dtype=out.dtype)
+        read(row * stride, whole)
+        own = whole.view(rows, stride)[:, offset : offset + run].reshape(-1)
+        first, last = max(block.first, row * run), min(block.last, (row + rows) * run)
+        own = own[first - row * run : last - row * run].to(out.device)
+        if block.is_all:
+            out[first - block.first : last - block.first] = own
+        else:
+            out[block.places(first, last).to(out.device)] = own
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +163,7 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     """
     engine.zero.check_ready()
     for group in engine.visit():
-        vectors = {"weights": group.masters.fp32(), **_moments(group)}
+        vectors = {"weights": group.masters.fp32(), **group.named_moments()}
         for kind, vector in vectors.items():
             yield from _written(group, vector, f"{prefix}/{kind}", kind)
     elsewhere = _buffers_of_earlier_parts(engine)
@@ -52,19 +172,6 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
             continue
         key = _buffer_key(prefix, name, engine.group.rank)
         yield Fragment(key, 0, buffer.detach().reshape(-1))
-
-
-def trained_bytes(engine: Engine) -> int:
-    """Bytes of masters and moments that `trained_fragments` gives, after the first step."""
-    sizes = {
-        kind: each.itemsize for group in engine.groups for kind, each in _moments(group).items()
-    }
-    places = [place for group in engine.groups for _, place, _ in group.spans(own=True)]
-    return sum(
-        size * (own.stop - own.start)
-        for kind, size in {"weights": 4, **sizes}.items()
-        for own in (entries(kind, place) for place in places)
-    )
 
 
 def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
@@ -110,16 +217,10 @@ def _describe_own(engine: Engine) -> dict[str, Any]:
         "scaler": engine.scaler.state_dict(),
         "optimizer": engine.optim.name,
         "moments_kept": engine.optim.moments,
-        "moments": sorted({kind for group in engine.groups for kind in _moments(group)}),
+        "moments": sorted({kind for group in engine.groups for kind in group.named_moments()}),
         "counters": {
-            name: _counters(group, name) for group in engine.groups for name in group.flat.params
+            name: group.counters() for group in engine.groups for name in group.flat.params
         },
-        "never_updated": [
-            name
-            for group in engine.groups
-            for name in group.flat.params
-            if group.numbers(name) is None
-        ],
         "trained": _shapes(engine, trained=True),
         "frozen": _shapes(engine, trained=False),
         "buffers": sorted(_buffers(engine)),
@@ -134,15 +235,14 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
         CheckpointError: it trains another model, or with another optimizer.
     """
     _check(engine, described, checkpoint)
-    if described.get("moments_kept", "fp32") != engine.optim.moments:
+    if described["moments_kept"] != engine.optim.moments:
         logger.info(
-            "the moments of %s are kept as %s, and are converted to %s",
+            "converting the moments of %s from %s to %s",
             checkpoint.path,
-            described.get("moments_kept", "fp32"),
+            described["moments_kept"],
             engine.optim.moments,
         )
     engine.zero.check_ready()
-    engine.comm.meet()  # another process may still read the weights as they are
     engine.zero.updates += 1
     engine.steps = int(described["steps"])
     engine.skipped_in_a_row = int(described["skipped_in_a_row"])
@@ -214,9 +314,6 @@ def _load_group(
     checkpoint: Checkpoint,
     described: Mapping[str, Any],
 ) -> None:
-    numbers = _numbers(group, described)
-    updated = [own for own in numbers.values() if own is not None]
-    common = max(updated, key=updated.count, default=None)
     moments = _room_for_moments(group, masters, described["moments"])
     stored = moments
     if converted := described["moments"] and moments.keys() != {*described["moments"]}:
@@ -224,27 +321,23 @@ def _load_group(
     for kind, vector in {"weights": masters, **stored}.items():
         read = _reader(group.flat, f"{prefix}/{kind}", checkpoint, block=grain(kind))
         for name, place, elements in group.spans():
-            if kind == "weights" or numbers[name] is not None:
-                read(name, elements.start // grain(kind), vector[entries(kind, place)])
+            read(name, elements.start // grain(kind), vector[entries(kind, place)])
     if converted:
         in_fp32 = read_moments(Weights(masters, **stored))
         write_moments(Weights(masters, **moments), *in_fp32)
-    if not (updated or moments) and group.state:
-        group.state.clear()  # it was saved before its first update
-    if common is not None and (common or moments):
-        group.load_state({**moments, **_as_tensors(common)})
-    group.numbers_of = {
-        name: None if own is None else _as_tensors(own)
-        for name, own in numbers.items()
-        if own != common or (own is None and group.state)
-    }
+    counters = described["counters"][next(iter(group.flat.params))]
+    if counters or moments:
+        scalars = {name: torch.tensor(value) for name, value in counters.items()}
+        group.load_state({**moments, **scalars})
+    else:
+        group.state.clear()  # saved before the first update
 
 
 def _room_for_moments(
     group: TrainedParams, masters: Tensor, described: Sequence[str]
 ) -> dict[str, Tensor]:
     """Where the moments of a checkpoint that has those `described` are to lie."""
-    kept, dtype = _moments(group), group.moment_dtype
+    kept, dtype = group.named_moments(), group.moment_dtype
     in_codes = dtype == torch.uint8
     if described and in_codes != (_stored_dtype(described) == torch.uint8):
         return new_moments(masters, dtype) | kept
@@ -259,21 +352,6 @@ def _room_for_moments(
 def _stored_dtype(described: Sequence[str]) -> torch.dtype:
     """The type as which moments of a checkpoint are read; from bf16 to fp32 each as it is read."""
     return torch.uint8 if EXPONENTS[0] in described else torch.float32
-
-
-def _numbers(
-    group: TrainedParams, described: Mapping[str, Any]
-) -> dict[str, dict[str, float] | None]:
-    """The optimizer's numbers for each parameter; None for those it has never updated."""
-    new = described.get("never_updated", ())  # which earlier versions didn't have
-    return {
-        name: None if name in new else dict(described["counters"][name])
-        for name in group.flat.params
-    }
-
-
-def _as_tensors(numbers: Mapping[str, float]) -> dict[str, Tensor]:
-    return {name: torch.tensor(value) for name, value in numbers.items()}
 
 
 def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint) -> None:
@@ -307,20 +385,6 @@ def _shapes(engine: Engine, *, trained: bool) -> dict[str, list[int]]:
         if flat.settings.trained is trained
         for name, param in flat.params.items()
     }
-
-
-def _moments(group: TrainedParams) -> dict[str, Tensor]:
-    """What the optimizer keeps for each weight, by its own names."""
-    return {kind: value for kind, value in _state(group) if value.ndim > 0}
-
-
-def _counters(group: TrainedParams, param: str) -> dict[str, float]:
-    """What it keeps for a whole parameter."""
-    return {name: value.item() for name, value in (group.numbers(param) or {}).items()}
-
-
-def _state(group: TrainedParams) -> Iterable[tuple[str, Tensor]]:
-    return [(name, value) for name, value in group.state.items() if isinstance(value, Tensor)]
 
 
 def _buffers_of_earlier_parts(engine: Engine) -> set[str]:

@@ -1,6 +1,6 @@
-"""A flat vector of weights that learn: masters, gradients and their optimizer."""
+"""A flat vector of trained weights: masters, summed gradients and the optimizer."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,28 +13,22 @@ from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Work
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.gradients import FlatGradients
-from pipeline.engine.masters import Kind, Masters, kind_of_masters
-from pipeline.engine.optim import MOMENTS, build_optimizer, steps_in_one_pass
-from pipeline.engine.set_aside import Numbers, SetAside, filled_up, same, step_by_itself
+from pipeline.engine.masters import (
+    MOMENTS,
+    Masters,
+    build_optimizer,
+    kind_of_masters,
+    uses_adamw_kernel,
+)
 from pipeline.engine.tensor_parts import Stretch, completed, counted
 from pipeline.errors import KernelError
-from pipeline.kernels.adamw.definition import (
-    COPIES,
-    AdamW,
-    Shard,
-    Weights,
-    entries,
-    new_moments,
-)
-from pipeline.kernels.adamw.dispatch import adamw_, prepare
+from pipeline.kernels.adamw.definition import COPIES, Shard, Weights, new_moments
+from pipeline.kernels.adamw.dispatch import prepare
 from pipeline.parallel.group import ALONE, Group
-
-NOWHERE = slice(0, 0)
-"""The place of a parameter of which this process updates no element."""
 
 
 class TrainedParams:
-    """A flat vector with what trains it: masters, summed gradients and an optimizer."""
+    """A flat vector with its masters, summed gradients and optimizer state."""
 
     def __init__(
         self,
@@ -47,94 +41,93 @@ class TrainedParams:
     ) -> None:
         self.flat, self.comm, self.optim = flat, flat.comm, optim
         self.tensor = tensor
-        """The processes that have the parts of each layer."""
-        self.kernels: Kernels = kernels
+        """The tensor-parallel group of the vector's layers."""
         self.moment_dtype = MOMENTS[optim.moments]
-        kind = kind_of_masters(flat.settings.dtype, flat.placement, optim, kernels)
-        self.one_pass = self._prepare(optim, kind)
-        # On a GPU a kernel may not be there, which on a CPU PyTorch stands in for.
-        self.masters = Masters(flat, "whole" if kind == "split" and not self.one_pass else kind)
-        self.gradients = FlatGradients(flat, pool)
-        *_, decay = next(flat.decays(0, 1))  # where parts of it have rates of their own, the first
-        settings = {"lr": flat.settings.lr, "weight_decay": decay}
-        self.optimizer = build_optimizer([{"params": [self.masters.param], **settings}], optim)
-        self.numbers_of: dict[str, Numbers | None] = {}
-        """What the optimizer keeps for parameters that were not updated as often as the others;
-        None for those that never were."""
-
-    def _prepare(self, optim: OptimConfig, kind: Kind) -> bool:
-        """Whether the optimizer steps in one pass, with the kernel for it ready where one is."""
-        device, dtype = self.flat.placement.optimizer_device, self.flat.settings.dtype
-        if self.kernels != "off" and steps_in_one_pass(optim, device):
+        kind = kind_of_masters(flat.settings.dtype, flat.placement, optim)
+        self._by_kernel = uses_adamw_kernel(optim)
+        device, dtype = flat.placement.optimizer_device, flat.settings.dtype
+        if self._by_kernel:
             copy = dtype if kind == "whole" and dtype in COPIES else None
-            ready = prepare(
-                device,
-                copy=copy,
-                split=kind == "split",
-                moments=self.moment_dtype,
-                kernels=self.kernels,
-            )
-            # On a CPU PyTorch has the same bits without a kernel, on a GPU a faster class.
-            return ready or device.type == "cpu" or optim.moments != "fp32"
-        if self.kernels == "required":
+            split = kind == "split"
+            prepare(device, copy=copy, split=split, moments=self.moment_dtype, kernels=kernels)
+        elif kernels == "required":
             raise KernelError(
                 f"kernels required: there is none of {optim.name} on {device.type} with these"
                 " settings; set kernels auto, or take AdamW without optim.params"
             )
-        return optim.moments != "fp32"  # of which no class of PyTorch knows
+        self.masters = Masters(flat, kind)
+        self.gradients = FlatGradients(flat, pool)
+        *_, decay = next(flat.decays(0, 1))  # PyTorch's classes have one for the full vector
+        settings = {"lr": flat.settings.lr, "weight_decay": decay}
+        self.optimizer = build_optimizer([{"params": [self.masters.param], **settings}], optim)
+        self._rounded: Tensor | None = None
+        self._gathered_gradient: Tensor | None = None
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the optimizer keeps, by its own names: moments, and numbers for all weights."""
+        """The optimizer's state by its own names: moments, and scalars such as `step`."""
         return self.optimizer.state[self.masters.param]
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Replace what the optimizer keeps."""
-        if self.moment_dtype != torch.float32:  # PyTorch's class would make fp32 of it
+        """Replace the optimizer's state."""
+        if self.moment_dtype != torch.float32:  # PyTorch's class would convert it to fp32
             self.state.clear()
             self.state.update(state)
             return
         settings = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": {0: state}, "param_groups": settings})
 
+    def moments(self) -> list[Tensor]:
+        """The part of the state that is stored for each weight."""
+        return list(self.named_moments().values())
+
+    def named_moments(self) -> dict[str, Tensor]:
+        """The moments by the optimizer's names."""
+        return {name: value for name, value in self._tensors() if value.ndim > 0}
+
+    def counters(self) -> dict[str, float]:
+        """The part of the state that is stored once: the number of updates, mostly."""
+        return {name: value.item() for name, value in self._tensors() if value.ndim == 0}
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [(name, value) for name, value in self.state.items() if isinstance(value, Tensor)]
+
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:
-        """The fp32 masters, to change in place; then the weights follow, on all processes."""
+        """The fp32 masters, to change in place; the weights of all processes follow at exit."""
         self.comm.synchronize()  # before weights change that are being copied to the GPU
         with self.masters.changing() as masters:
             yield masters
-        self.publish()
+        self.masters.write_weights()
+        self.flat.publish()
 
     def attach(self, master: Tensor, *moments: Tensor) -> None:
-        """Have masters and moments that live on a disk here, until `detach`."""
+        """Use masters and moments that were read from a disk, until `detach`."""
         self.masters.param.data = master
         self.state.setdefault("step", torch.zeros(()))
         names = new_moments(torch.empty(0), self.moment_dtype)
         self.state.update(zip(names, moments, strict=True))
 
     def detach(self) -> None:
-        """Free the masters and moments that `attach` brought."""
+        """Release the masters and moments of `attach`."""
         self.masters.param.data = torch.empty(0)
         self.state.update(new_moments(torch.empty(0), self.moment_dtype))
 
     def spans(self, *, own: bool = False) -> Iterator[tuple[str, slice, slice]]:
-        """Where the elements of each parameter in these masters lie, and which they are.
+        """Each parameter with elements in these masters: name, place here, elements there.
 
-        With `own` only those that this process writes to a checkpoint: processes that keep the same
-        share it out among them.
+        With `own` only those that this process writes to a checkpoint.
         """
         flat, first = self.flat, self._first
-        low, high = first, first + self.masters.numel
-        if own:
-            low, high = flat.written
+        low, high = flat.written if own else (first, first + self.masters.numel)
         for name, start, stop in flat.stretches(low, high):
             offset = flat.offsets[name]
             yield name, slice(start - first, stop - first), slice(start - offset, stop - offset)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The reduced gradient of each parameter, whole, by name; all processes call it.
+        """The reduced gradient of each parameter by name; all processes call it.
 
-        Where layers are divided, of this process's part.
+        With tensor parallelism, of this process's part.
         """
         full = self._gathered(self._gradient())
         whole = {name: view.clone() for name, view in self.flat.cut(full).items()}
@@ -142,7 +135,7 @@ class TrainedParams:
         return whole
 
     def _gathered(self, gradient: Tensor) -> Tensor:
-        """The whole vector of which each process has its piece, in a buffer of the pool."""
+        """All-gather the shards of a gradient into a buffer of the pool."""
         full = self.gradients.borrow()
         piece = self.comm.piece(full)
         piece.copy_(gradient)
@@ -150,13 +143,13 @@ class TrainedParams:
         return full
 
     def _gradient(self) -> Float[Tensor, " n"]:
-        """The sum over all micro-batches and processes, of the own piece."""
+        """This process's shard of the sum over all micro-batches and processes."""
         self.gradients.settle()
         gradient = self.gradients.sum.finish()
         return completed(gradient, self.flat.settings.role, self.tensor, self._stretches())
 
     def _stretches(self) -> list[Stretch]:
-        """The parameters of the own piece."""
+        """The parameters of this process's shard."""
         flat, first = self.flat, self.comm.rank * self.flat.shard_numel
         return [
             (flat.params[name], start - flat.offsets[name], slice(start - first, stop - first))
@@ -164,227 +157,79 @@ class TrainedParams:
         ]
 
     def counted_gradient(self) -> Float[Tensor, " n"]:
-        """The own piece of the reduced gradient, with zeros for what counts on another process."""
+        """The shard of the gradient, with zeros where another process counts the element."""
         return counted(self._gradient(), self.flat.settings.role, self.tensor, self._stretches())
 
-    def step(
-        self,
-        *,
-        multiplier: float,
-        lr_share: float,
-        momentum: float | None = None,
-        used: Collection[str] | None = None,
-    ) -> None:
-        """Update the masters with the summed gradient times `multiplier`, then the weights.
-
-        The rate is `lr_share` of this vector's. `momentum` replaces the optimizer's beta1 where a
-        schedule cycles it. `used` are the parameters that had a gradient on any process, all
-        without it; the others stay as they are, moments included.
-        """
-        used = self.flat.params.keys() if used is None else used
-        if not used:
-            self.gradients.clear()
-            return
-        self.comm.synchronize()  # before weights change that are being copied to the GPU
-        self._set_rates(lr_share, momentum)
-        gathers = not self.flat.placement.shard_optimizer and self.comm.size > 1
-        gradient = self._gradient()
-        if multiplier != 1.0 and not self.one_pass:
-            gradient.mul_(multiplier)
-        if gathers:
-            gradient = self._gathered(gradient)
-        moved = gradient.to(self.flat.placement.optimizer_device)
-        rounded = self._update(moved, multiplier, used)
-        if gathers:
-            self.gradients.pool.give_back(gradient)
-        self.gradients.clear()
-        self.publish(rounded)
-
-    def begin_joined_step(
-        self, *, lr_share: float, momentum: float | None, used: Collection[str] | None
-    ) -> list[Shard] | None:
-        """This vector's part of a step of many by one kernel; `end_joined_step` comes after that.
-
-        None where it must be stepped by itself, which is so on all processes: the optimizer is
-        another, a parameter is left as it is, or gradient and weights are not whole where they are.
-        """
-        placement, masters = self.flat.placement, self.masters
-        here = placement.device == placement.gradient_device == placement.optimizer_device
-        whole = placement.shard_optimizer or self.comm.size == 1
-        if not (self.one_pass and here and whole) or placement.optimizer_on_disk:
-            return None
-        if used is not None or self.numbers_of or placement.params_on_disk:
-            return None
-        if self.flat.placement.shard_params and placement.param_device != placement.device:
-            return None
-        self._set_rates(lr_share, momentum)
-        gradient = self._gradient()
-        vectors = self._next_vectors(gradient, masters.room_for_weights())
-        return [
-            Shard(
-                weights=vectors.part(place),
-                gradient=gradient[place],
-                lr=self.flat.settings.lr,
-                weight_decay=rate,
-            )
-            for place, rate in self._decays()
-        ]
-
-    def end_joined_step(self) -> Work:
-        """Begin to have the weights follow, on all processes."""
-        self.gradients.clear()
-        self.masters.write_weights(self.masters.room_for_weights())
-        return self.flat.start_publishing()
-
-    def _decays(self) -> list[tuple[slice, float]]:
-        """The parts of these masters that weight decay treats alike, and its rate there."""
-        first = self._first
-        parts = self.flat.decays(first, first + self.masters.numel)
-        return [(slice(start - first, stop - first), rate) for start, stop, rate in parts]
-
     @property
-    def _first(self) -> int:
-        """Where these masters begin in the whole vector."""
-        flat = self.flat
-        return flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0
+    def steps_in_place(self) -> bool:
+        """True if a step needs no memory beyond the vectors, so that many may be prepared."""
+        placement = self.flat.placement
+        return (
+            placement.device == placement.gradient_device == placement.optimizer_device
+            and (placement.shard_optimizer or self.comm.size == 1)
+            and not (placement.optimizer_on_disk or placement.params_on_disk)
+            and not (placement.shard_params and placement.param_device != placement.device)
+        )
 
-    def _set_rates(self, lr_share: float, momentum: float | None) -> None:
+    def begin_step(
+        self, *, multiplier: float, lr_share: float, momentum: float | None
+    ) -> list[Shard]:
+        """Prepare one step, which the caller runs by the AdamW kernel before `end_step`.
+
+        Other optimizers step here, and return nothing.
+
+        Args:
+            multiplier: of the gradient.
+            lr_share: of this vector's learning rate.
+            momentum: replaces the optimizer's beta1, where a schedule cycles it.
+        """
         (settings,) = self.optimizer.param_groups
         settings["lr"] = self.flat.settings.lr * lr_share
         if momentum is not None and "betas" in settings:
             settings["betas"] = (momentum, settings["betas"][1])
-
-    def _update(self, gradient: Tensor, multiplier: float, used: Collection[str]) -> Tensor | None:
-        """Update what has a gradient, the parameters with numbers of their own by themselves.
-
-        Returns:
-            The rounded weights, where the masters are others than these and a kernel has done it.
-        """
-        names = self.flat.params.keys()
-        places = {name: place for name, place, _ in self.spans()}
-        aside = [
-            self._set_aside(name, places.get(name, NOWHERE), gradient if name in used else None)
-            for name in names
-            if name not in used or name in self.numbers_of
-        ]
-        together = len(aside) < len(names)
-        rounded = self._step_together(gradient, multiplier) if together else None
-        for each in aside:
-            if each.gradient is not None:
-                self._step_alone(each, multiplier)
-            if together or each.gradient is not None:
-                self.numbers_of[each.name] = each.numbers
-            self._put_back(each, rounded)
-        numbers = self._numbers() if aside else None
-        for name in [name for name, own in self.numbers_of.items() if same(own, numbers)]:
-            del self.numbers_of[name]
-        return rounded
-
-    def numbers(self, name: str) -> Numbers | None:
-        """What the optimizer keeps for a whole parameter; None where it was never updated."""
-        return self.numbers_of[name] if name in self.numbers_of else self._numbers()
-
-    def _numbers(self) -> Numbers | None:
-        """The numbers of all parameters that have none of their own."""
-        found = {name: value for name, value in self._tensors() if value.ndim == 0}
-        return {name: value.clone() for name, value in found.items()} if self.state else None
-
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [(name, each) for name, each in self.state.items() if isinstance(each, Tensor)]
-
-    def _set_aside(self, name: str, place: slice, gradient: Tensor | None) -> SetAside:
-        numbers = self.numbers(name)
-        kept = [] if numbers is None else [each for each in self._tensors() if each[1].ndim]
-        return SetAside(
-            name,
-            place,
-            master=filled_up(self.masters.read(place)),
-            moments={kind: filled_up(each[entries(kind, place)], kind) for kind, each in kept},
-            gradient=None if gradient is None else filled_up(gradient[place]),
-            numbers=numbers,
-        )
-
-    def _put_back(self, each: SetAside, rounded: Tensor | None) -> None:
-        self.masters.write(each.place, each.master[: each.numel], rounded)
-        for kind, vector in self._tensors():
-            if vector.ndim:
-                values, own = each.moments.get(kind), vector[entries(kind, each.place)]
-                own[:] = 0 if values is None else values[: own.numel()]
-
-    def _step_together(self, gradient: Tensor, multiplier: float) -> Tensor | None:
-        """Update the vector as a whole; what `_update` returns."""
-        if not (self.one_pass or self.flat.decays_in_part):
-            self.masters.param.grad = gradient
+        gradient = self._gradient()
+        if not self.flat.placement.shard_optimizer and self.comm.size > 1:
+            gradient = self._gathered_gradient = self._gathered(gradient)
+        gradient = gradient.to(self.flat.placement.optimizer_device)
+        if not self._by_kernel:
+            self.masters.param.grad = gradient.mul_(multiplier)
             self.optimizer.step()
             self.masters.param.grad = None
-            return None
-        rounded = self.masters.room_for_weights()
-        vectors = self._next_vectors(gradient, rounded)
-        step = int(self.state["step"].item())
-        for place, rate in self._decays():
-            self._step_in_one_pass(
-                vectors.part(place), gradient[place], multiplier, step=step, weight_decay=rate
-            )
-        return rounded
+            return []
+        self._rounded = self.masters.room_for_weights()
+        vectors = self._vectors(gradient, self._rounded)
+        lr, first = self.flat.settings.lr, self._first
+        places = [
+            (slice(start - first, stop - first), rate)
+            for start, stop, rate in self.flat.decays(first, first + self.masters.numel)
+        ]
+        return [
+            Shard(weights=vectors.part(place), gradient=gradient[place], lr=lr, weight_decay=rate)
+            for place, rate in places
+        ]
 
-    def _next_vectors(self, gradient: Tensor, rounded: Tensor | None) -> Weights:
-        """What a kernel steps, for the next step, whose number the optimizer's state has then."""
+    def _vectors(self, gradient: Tensor, rounded: Tensor | None) -> Weights:
+        """The kernel's arguments; counts the step."""
         state, masters = self.state, self.masters
         if "exp_avg" not in state:
             state["step"] = torch.zeros(())
             state |= new_moments(gradient, self.moment_dtype)
-        if state["step"].is_cuda:  # as PyTorch's fused class has loaded it
-            state["step"] = state["step"].cpu()
-        state["step"] += 1
+        state["step"] = state["step"].cpu() + 1  # PyTorch's fused class loads it to the GPU
         stepped = masters.fp32() if masters.low_bits is None else masters.weights
-        moments = {name: value for name, value in self._tensors() if value.ndim}
-        return Weights(stepped, **moments, copy=rounded, low_bits=masters.low_bits)
+        return Weights(stepped, **self.named_moments(), copy=rounded, low_bits=masters.low_bits)
 
-    def _step_alone(self, each: SetAside, multiplier: float) -> None:
-        """Update a parameter that lies aside, as `_step_together` would."""
-        assert each.gradient is not None
-        offset = self.flat.offsets[each.name]
-        *_, rate = next(self.flat.decays(offset, offset + 1))
-        if self.one_pass:
-            step = 1 if each.numbers is None else int(each.numbers["step"].item()) + 1
-            each.moments = each.moments or new_moments(each.master, self.moment_dtype)
-            vectors = Weights(each.master, **each.moments)
-            self._step_in_one_pass(vectors, each.gradient, multiplier, step=step, weight_decay=rate)
-            each.numbers = {"step": torch.tensor(float(step))}
-            return
-        (settings,) = self.optimizer.param_groups
-        step_by_itself(each, settings | {"weight_decay": rate}, self.optim)
-
-    def _step_in_one_pass(
-        self,
-        vectors: Weights,
-        gradient: Tensor,
-        multiplier: float,
-        *,
-        step: int,
-        weight_decay: float,
-    ) -> None:
-        """What the optimizer would do, the factor and the rounding of the weights included."""
-        (settings,) = self.optimizer.param_groups
-        adamw_(
-            vectors,
-            gradient,
-            AdamW(
-                lr=settings["lr"],
-                betas=settings["betas"],
-                eps=settings["eps"],
-                weight_decay=weight_decay,
-                step=step,
-                multiplier=multiplier if self.one_pass else 1.0,  # which the gradient has
-            ),
-            kernels=self.kernels,
-        )
-
-    def moments(self) -> list[Tensor]:
-        """What the optimizer keeps for each weight."""
-        return [value for _, value in self._tensors() if value.ndim > 0]
-
-    def publish(self, rounded: Tensor | None = None) -> None:
-        """Have the weights follow the masters, on all processes; `rounded` is them already."""
+    def end_step(self) -> Work:
+        """Drop the gradient and start publishing the changed weights."""
+        if self._gathered_gradient is not None:
+            self.gradients.pool.give_back(self._gathered_gradient)
+            self._gathered_gradient = None
+        self.gradients.clear()
+        rounded, self._rounded = self._rounded, None
         self.masters.write_weights(rounded)
-        self.flat.publish()
+        return self.flat.start_publishing()
+
+    @property
+    def _first(self) -> int:
+        """Offset of these masters in the full vector."""
+        flat = self.flat
+        return flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0

@@ -16,11 +16,56 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.engine.comm import Collectives
-from pipeline.engine.graph import parameter_uses
-from pipeline.engine.held_unit import Unit
-from pipeline.engine.outputs import check_open, tensors_in, without_views
-from pipeline.engine.vocabulary_units import UsesHead
+from pipeline.engine.flat import FlatParams
+from pipeline.engine.outputs import check_output, tensors_in, without_views
+from pipeline.engine.trained import TrainedParams
+from pipeline.engine.units import Kind, UsesHead
 from pipeline.errors import ConfigError
+
+
+class Unit:
+    """A transformer block, embedding or output matrix, or the root, as the engine holds it."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        flats: list[FlatParams],
+        trained: list[TrainedParams],
+        kind: Kind = "block",
+    ) -> None:
+        self.name, self.module, self.kind = name, module, kind
+        self.flats, self.trained = flats, trained
+        self.in_backward = False
+        """From the arrival of its output's gradient until its reduction has started."""
+        self.expects_backward = False
+        """Whether a forward pass has left a graph for autograd."""
+
+    @property
+    def gathered(self) -> bool:
+        """Whether all its weights are here."""
+        return all(flat.gathered for flat in self.flats)
+
+    def start_read(self) -> None:
+        """Start reading its own shards from the disk, if they are there."""
+        for flat in self.flats:
+            flat.start_read()
+
+    def start_gather(self) -> None:
+        """Start gathering its weights."""
+        for flat in self.flats:
+            flat.start_gather()
+
+    def gather(self) -> None:
+        """Gather its weights, and wait for them."""
+        self.start_gather()
+        for flat in self.flats:
+            flat.gather()
+
+    def free(self) -> None:
+        """Release the memory of the other processes' shards."""
+        for flat in self.flats:
+            flat.free()
 
 
 class ZeroModel:
@@ -33,8 +78,6 @@ class ZeroModel:
         *self.others, self.root = units
         self.head = next((unit for unit in units if unit.kind == "head"), None)
         self.prefetch_units = prefetch_units if comm.asynchronous else 0
-        self.reducing = True
-        """False inside `no_sync`: gradients stay where they were found."""
         self.is_offloaded = False
         self.broken = False
         """True after a backward pass that raised, until `discard`."""
@@ -131,9 +174,9 @@ class ZeroModel:
             return output
         if torch.is_grad_enabled():
             output, updates = without_views(output), self.updates
-            tensors = list(tensors_in(output))
+            tensors = tensors_in(output)
             if not tensors:
-                check_open(unit.name, output)
+                check_output(unit.name, output)
             for tensor in tensors:
                 if tensor.requires_grad:
                     unit.expects_backward = True
@@ -158,8 +201,6 @@ class ZeroModel:
         """
         self.check_ready()
         self._reaches_root = reaches_root
-        if len(roots) == 1:
-            self._expect_gradients(roots[0])
         self._begin_root()
         try:
             if any(root.requires_grad for root in roots):
@@ -182,16 +223,13 @@ class ZeroModel:
         for unit in self.units:
             if unit.in_backward:
                 self._finish(unit)
-        if self.reducing:
-            self.reduce()
+        self.reduce()
         for unit in self.units:
             unit.expects_backward = False
             self._free(unit)
-            for each in unit.trained:
-                each.gradients.expect(once=False)
 
     def reduce(self) -> None:
-        """Add every gradient so far to the sums, including those that `no_sync` has left."""
+        """Add every gradient so far to the sums."""
         for unit in self.units:
             for each in unit.trained:
                 each.gradients.start_reduction()
@@ -209,20 +247,7 @@ class ZeroModel:
             unit.in_backward = unit.expects_backward = False
             for each in unit.trained:
                 each.gradients.clear()
-                each.gradients.expect(once=False)
             self._free(unit)
-
-    def _expect_gradients(self, loss: Tensor) -> None:
-        """Find the vectors whose parameters get only one gradient before the reduction."""
-        if not (self.reducing and self.comm.adds_in_fp32):
-            return
-        uses = parameter_uses(loss)
-        if uses is None:
-            return
-        for unit in self.units:
-            for each in unit.trained:
-                once = all(uses[param] <= 1 for param in each.flat.params.values())
-                each.gradients.expect(once=once)
 
     def _begin_root(self, updates: int | None = None) -> None:
         self._check_current(updates)
@@ -253,8 +278,6 @@ class ZeroModel:
     def _finish(self, unit: Unit) -> None:
         unit.in_backward = False
         self._free(unit)
-        if not self.reducing:
-            return
         # Only one reduction may overlap with the next unit's computation: each holds a buffer.
         if self._settling is not None:
             for each in self._settling.trained:
@@ -371,8 +394,8 @@ class ZeroModel:
 
     def _before_load_state_dict(self, *_: object) -> None:
         raise RuntimeError(
-            "the engine's masters would overwrite what load_state_dict() sets: call"
-            " engine.load_weights(state_dict), or load before the engine takes the model"
+            "the engine's masters would overwrite what load_state_dict() sets: load the weights"
+            " before the engine takes the model"
         )
 
     def _check_unchanged(self) -> None:

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from pipeline.engine.part_elements import read_part
+from pipeline.engine.state import read_part
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.tensor_parts import Part, mark_part
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
-from pipeline.engine.vocabulary_units import UsesHead
+from pipeline.engine.units import UsesHead
 from pipeline.errors import DataError, KernelError
 from pipeline.kernels.logprobs.definition import logprobs_of
 from pipeline.kernels.logprobs.dispatch import WHOLE, linear_logprobs, row_logprobs

@@ -30,7 +30,6 @@ class _OneOrder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, attend: Attend, *heads: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
         with torch.enable_grad():
             ctx.heads = [each.detach().requires_grad_(each.requires_grad) for each in heads]
             ctx.out = attend(*ctx.heads)

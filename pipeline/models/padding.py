@@ -32,7 +32,6 @@ def unpad(padded: Float[Tensor, "P ..."], place: Int[Tensor, " N"]) -> Float[Ten
 class _Pad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
         ctx.save_for_backward(place)
         return rows.index_select(0, source)
 
@@ -46,7 +45,6 @@ class _Pad(torch.autograd.Function):
 class _Unpad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, padded: Tensor, place: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
         ctx.padded = len(padded)
         ctx.save_for_backward(place)
         return padded.index_select(0, place)

@@ -69,7 +69,6 @@ class _Product(torch.autograd.Function):
         transposed: bool,  # noqa: FBT001
     ) -> Tensor:
         ctx.reading, ctx.transposed = reading, transposed
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph
         learns = ctx.needs_input_grad[2]
         reading.left += learns
         ctx.save_for_backward(share if learns else None, weight)

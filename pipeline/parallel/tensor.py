@@ -51,7 +51,6 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:  # noqa: ANN401
         ctx.group = group
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
         return values.view_as(values)
 
     @staticmethod
@@ -61,8 +60,7 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.uses_inputs_alone = True
+    def forward(_ctx: Any, values: Tensor, group: Group) -> Tensor:  # noqa: ANN401
         return _summed(values, group, "hidden states")
 
     @staticmethod
@@ -74,7 +72,6 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:  # noqa: ANN401
         ctx.group = group
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
         return _joined(part, group, "outputs")
 
     @staticmethod
@@ -86,7 +83,6 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:  # noqa: ANN401
         ctx.group = group
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
         return _share(values, group)
 
     @staticmethod

@@ -72,7 +72,6 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:  # noqa: ANN401
         ctx.group, ctx.tokens = group, values.shape[-2]
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
         return _own(values, group)
 
     @staticmethod
@@ -86,7 +85,6 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, tokens: int, group: Group) -> Tensor:  # noqa: ANN401
         ctx.group = group
-        ctx.uses_inputs_alone = True
         return joined_tokens(share, tokens, group, "tokens")
 
 
@@ -106,7 +104,6 @@ class _SumTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:  # noqa: ANN401
         ctx.group, ctx.tokens = group, values.shape[-2]
-        ctx.uses_inputs_alone = True
         return _summed(values, group, "tokens")
 
     @staticmethod

@@ -88,7 +88,6 @@ def test_a_job_outlives_a_disk_that_is_full(start: Path, reference: Path, small_
     saved = steps_saved(small_disk)
     assert 1 <= len(saved) < STEPS
     assert len(failed) == STEPS - len(saved)  # one sentence each
-    assert "bytes needed)" in failed[0]
     said_of = re.findall(r"the state after step (\d+) is saved in", output)
     assert [int(step) for step in said_of] == saved  # and nothing of the others
     assert "saves its state" not in output
@@ -100,49 +99,10 @@ def test_a_job_outlives_a_disk_that_is_full(start: Path, reference: Path, small_
     assert_same_end(small_disk, reference, step=STEPS)
 
 
-@pytest.mark.faults
-def test_a_job_outlives_a_disk_that_is_read_only_for_a_while(
-    start: Path, tmp_path_factory: pytest.TempPathFactory, small_disk: Path
-) -> None:
-    steps = 80
-    whole = tmp_path_factory.mktemp("whole")
-    config = small(start, "sft", output_dir=small_disk, max_steps=steps, keep_last=2)
-    assert run_forked(replace(config, output_dir=whole)) == [0, 0]
-
-    with Forked(config) as job:
-        while len(steps_saved(small_disk)) < 2:
-            time.sleep(0.01)
-        remount(small_disk, "ro")
-        while "Read-only file system" not in job.output():
-            time.sleep(0.01)
-        remount(small_disk, "rw")
-        assert job.wait() == [0, 0], job.output()
-        output = job.output()
-
-    assert output.count("Read-only file system") < steps - 2
-    assert "Traceback" not in output
-    assert_same_end(small_disk, whole, step=steps)
-
-
 def offloading(start: Path, out: Path, scratch: Path) -> StepConfig:
     config = small(start, "sft", output_dir=out, max_steps=STEPS)
     offload = OffloadConfig(optimizer="nvme", params="nvme", nvme_path=scratch)
     return replace(config, model=replace(config.model, zero=ZeroConfig(offload=offload)))
-
-
-@pytest.mark.jobs
-def test_an_offload_directory_that_vanishes_takes_nothing_along(
-    start: Path, reference: Path, tmp_path: Path
-) -> None:
-    scratch, out = tmp_path / "scratch", tmp_path / "out"
-
-    with Forked(offloading(start, out, scratch)) as job:
-        while not steps_saved(out):
-            time.sleep(0.01)
-        shutil.rmtree(scratch)
-        assert job.wait() == [0, 0], job.output()
-
-    assert_same_end(out, reference, step=STEPS)
 
 
 @pytest.mark.jobs

@@ -7,13 +7,11 @@ import pytest
 
 from tests.faults.jobs import (
     PEER_SECONDS,
-    Command,
     Forked,
     assert_prefix,
     assert_same_end,
     run_forked,
     small,
-    step_words,
 )
 
 POINTS = [
@@ -43,33 +41,3 @@ def test_a_rank_killed_anywhere_ends_the_job_and_the_next_start_goes_on(
 
     assert run_forked(replace(config, resume=True)) == [0, 0]
     assert_same_end(tmp_path, reference, step=8)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    ("step", "fault"),
-    [
-        ("sft", "engine.forward:1:8"),
-        ("reward", "engine.backward:1:5"),
-        ("ppo", "engine.step:1:12"),
-    ],
-)
-def test_the_real_command_ends_in_time_and_goes_on(
-    step: str, fault: str, start: Path, tmp_path: Path
-) -> None:
-    config = small(start, step, output_dir=tmp_path / "out")
-    whole = replace(config, output_dir=tmp_path / "whole")
-    assert run_forked(whole) == [0, 0]
-    words = step_words(config)
-
-    with Command(*words, fault=f"{fault}:kill") as job:
-        code = job.wait()
-        output = job.output()
-
-    assert code == 128 + 9, output
-    assert "rank 1 was lost" in output
-    assert 0 < assert_prefix(config.output_dir, whole.output_dir) < 8
-
-    with Command(*words, "--resume") as job:
-        assert job.wait() == 0, job.output()
-    assert_same_end(config.output_dir, whole.output_dir, step=8)

@@ -85,11 +85,10 @@ def test_checkpoints_of_which_none_can_be_used_are_not_begun_over(
     root = tmp_path / "out" / "checkpoints"
     manifests = list(root.glob("step_*/manifest.json"))
     for path in manifests:
-        path.write_text(path.read_text().replace('"format": 2', '"format": 999'))
+        path.write_text("{}")
 
     sentence = refusal(config)
 
     assert sentence.startswith(
         f"error: none of the {len(manifests)} checkpoints in {root} can be used: "
     )
-    assert "has format 999; this version of the program reads formats 1 and 2" in sentence

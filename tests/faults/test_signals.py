@@ -3,7 +3,6 @@
 The exit code is 130 after Ctrl-C, 75 after a scheduler's signal.
 """
 
-import os
 import random
 import signal
 import time
@@ -119,22 +118,6 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
 
 
 @pytest.mark.jobs
-def test_ctrl_c_ends_a_process_that_waits_for_others_to_come(start: Path, tmp_path: Path) -> None:
-    """As after a Ctrl-C that has ended them; PyTorch waits for them in C++."""
-    with Forked(job_of(start, tmp_path)) as job:
-        first, second = job.processes
-        first.kill()
-        wait_for(second.is_alive, job)
-        time.sleep(3)  # it waits
-        assert second.pid is not None
-        os.kill(second.pid, signal.SIGINT)
-        second.join(10)
-
-        assert second.exitcode == -signal.SIGINT
-        assert "Traceback" not in job.output()
-
-
-@pytest.mark.jobs
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_one_process_is_in_the_loop_and_another_is_not_is_no_failure(
     number: signal.Signals, start: Path, tmp_path: Path
@@ -150,16 +133,6 @@ def test_a_signal_while_one_process_is_in_the_loop_and_another_is_not_is_no_fail
         assert set(codes) <= usual
         assert "Traceback" not in job.output()
         assert "rank" not in job.output()
-
-
-def test_ctrl_c_before_the_first_step_leaves_at_once(start: Path, tmp_path: Path) -> None:
-    with Forked(job_of(start, tmp_path), fault="engine.forward:*:1:hang") as job:
-        wait_for(lambda: job.output().count("engine.forward hangs\n") == 2, job)
-        job.signal(signal.SIGINT)
-
-        assert job.wait(10) == [EXIT_INTERRUPTED] * 2
-        assert "step1_sft stopped; --resume begins at step 1\n" in job.output()
-        assert "Traceback" not in job.output()
 
 
 @pytest.mark.jobs
@@ -185,38 +158,6 @@ def test_ctrl_c_while_the_model_is_written_loses_no_step(
         assert " step 8/8 " not in job.output()  # no step is done again
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert model(tmp_path / "run") == model(tmp_path / "whole")
-
-
-@pytest.mark.faults
-def test_signals_at_random_instants_lose_nothing_that_the_loop_has_done(
-    start: Path, long_reference: Path, tmp_path: Path
-) -> None:
-    """Before and after the loop a signal ends the process as it always does."""
-    draw = random.Random(20)
-    saves = runs = 0
-    while saves < 8:
-        runs += 1
-        out = tmp_path / str(runs)
-        config = job_of(start, out)
-        while not (out / "result.json").exists():
-            with Forked(config) as job:
-                time.sleep(draw.uniform(0.5, 3))
-                number = draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-                job.signal(number)
-                codes = job.wait()
-                was_saved = "has saved its state" in job.output()
-            # Left alone by one that the signal ended so it fails, or is ended as by a launcher.
-            left_alone = {1, -signal.SIGTERM} if -number in codes else set[int]()
-            assert set(codes) <= {0, exit_code(number), -number} | left_alone
-            step = assert_prefix(out, long_reference)
-            if was_saved:
-                saves += 1
-                assert codes == [exit_code(number)] * 2
-                assert [line["step"] for line in metrics(out)][-1] == step
-            config = replace(config, resume=True)
-
-        assert metrics(out) == metrics(long_reference)
-        assert model(out) == model(long_reference)
 
 
 def train_words(config: StepConfig, out: Path) -> list[str]:

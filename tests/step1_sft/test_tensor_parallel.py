@@ -13,15 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipeline.budget.machine import RUNTIME_CPU, Machine
-from pipeline.budget.models import models_of
-from pipeline.budget.stages import part_of_layers
+from pipeline.budget.machine import Machine
 from pipeline.budget.step import step_memory
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.zero import ZeroConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.checkpoint.__main__ import consolidate
-from pipeline.engine.predict import predict
 from pipeline.engine.stored import StoredParameter
 from pipeline.errors import ConfigError
 from pipeline.models.divided_vocabulary import LARGE
@@ -34,9 +31,9 @@ from pipeline.parallel.mesh import current_mesh, cut_mesh
 from pipeline.run import Run
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
-from step1_sft.train import learn_from, load_model
+from step1_sft.train import load_model
 from tests.distributed import run_ranks
-from tests.step1_sft.small_runs import cut_off, ended, held_bytes, make, run, saved, settings
+from tests.step1_sft.small_runs import cut_off, ended, make, run, saved, settings
 
 ONE = Machine(1, 1, None, 2**34, "it")
 
@@ -289,42 +286,6 @@ def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_all(
     assert (skipped, norms[1]) == (other[0], other[1][1])
 
 
-def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of this process's vectors after a step, and those of the plan."""
-    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
-        rows = load_rows(config, config.model, step=1)
-        with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as opened:
-            sft = load_model(config, rows, opened)
-            learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
-            held = held_bytes(sft.engine)
-        workload = config.workload(2)
-        model = part_of_layers(models_of(workload, {}, has_gpu=False)[0], workload)
-        sizes = predict(model.present, config.model, world=1)
-    return held, {kind: sizes[kind] for kind in held}
-
-
-HELD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # Changes of a Llama, and settings of the model.
-    "4 bits within blocks": ({}, {"lora": LoraConfig(rank=2), **NF4}),
-    "4 bits in groups": (
-        {"hidden_size": 256, "intermediate_size": 512},
-        {"lora": LoraConfig(rank=2), **NF4, "double_quant": True, "precision": "bf16"},
-    ),
-}
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if "groups" in n else pytest.mark.grid) for n in HELD]
-)
-def test_each_process_holds_what_the_plan_says_of_adapters(name: str, tmp_path: Path) -> None:
-    changes, model = HELD[name]
-    start = make(tmp_path, "llama", **changes)
-    config = settings(start, tmp_path / "out", tp=2, model=model)
-
-    assert all(held == predicted for held, predicted in run_ranks(held_and_predicted, config))
-
-
 def quantized_weights(config: SFTConfig) -> tuple[float, set[str]]:
     """Of frozen bytes the share of those of one process, and frozen weights that are in memory."""
     with cut_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
@@ -348,18 +309,6 @@ def test_a_process_reads_and_quantizes_its_own_half_alone(tmp_path: Path) -> Non
     assert run_ranks(quantized_weights, config) == [(0.5, set())] * 2
 
 
-@pytest.mark.jobs
-def test_each_process_holds_what_the_plan_says(tmp_path: Path) -> None:
-    config = settings(make(tmp_path, "qwen3", vocab_size=LARGE), tmp_path / "out", tp=2)
-
-    processes = run_ranks(held_and_predicted, config)
-
-    assert all(held == predicted for held, predicted in processes)
-    whole = step_memory(replace(config, parallel=ParallelConfig()), machine=ONE)
-    part = step_memory(config, machine=replace(ONE, processes=2, world=2))
-    assert part.peak("device") - RUNTIME_CPU < 0.7 * (whole.peak("device") - RUNTIME_CPU)
-
-
 def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Path) -> None:
     config = settings(make(tmp_path, "llama"), tmp_path / "out", tp=3)
 
@@ -373,19 +322,6 @@ def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Pa
     sentence = r"8bit keeps moments of 32 .* parallel\.tp 2 cuts such blocks of .*o_proj\.weight"
     with pytest.raises(ConfigError, match=sentence):
         step_memory(narrow, machine=replace(ONE, processes=2, world=2))
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "compile": ({"zero": ZeroConfig(compile=True)}, "model.zero.compile can't compile blocks"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_settings_that_contradict_divided_layers_are_refused(name: str, tmp_path: Path) -> None:
-    model, sentence = WRONG[name]
-
-    with pytest.raises(ConfigError, match=sentence):
-        settings(tmp_path, tmp_path, tp=2, model=model)
 
 
 def test_other_numbers_of_processes_are_refused() -> None:

@@ -72,7 +72,6 @@ class _Divided(torch.autograd.Function):
         entropy: bool,  # noqa: FBT001  # torch passes by position
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no other parameter
         ctx.words, ctx.temperature, ctx.tile = words, temperature, tile
         local = targets - words.first
         own = tile_sums(hidden, weight, bias, local, temperature, tile, entropy=entropy)

@@ -36,7 +36,6 @@ class RowLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities, and entropies if they are asked for."""
         ctx.set_materialize_grads(False)
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
         ctx.temperature, ctx.at_once = temperature, at_once
         logprobs = logits.new_empty(len(targets), dtype=torch.float32)
         entropies = torch.empty_like(logprobs) if entropy else None

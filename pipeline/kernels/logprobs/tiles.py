@@ -39,7 +39,6 @@ class RecomputeLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities, and entropies if they are asked for."""
         ctx.set_materialize_grads(False)
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no other parameter
         ctx.temperature, ctx.tile = temperature, tile
         sums = tile_sums(hidden, weight, bias, targets, temperature, tile, entropy=entropy)
         return of_sums(ctx, sums, (hidden, weight, bias, targets), entropy=entropy)
@@ -130,7 +129,6 @@ class FusedGradLogprobs(torch.autograd.Function):
         tile: int,
     ) -> Tensor:
         """Log-probabilities."""
-        ctx.uses_inputs_alone = True
         ctx.temperature, ctx.tile = temperature, tile
         wanted = ctx.needs_input_grad
         logprobs = hidden.new_empty(len(targets), 1, dtype=torch.float32)

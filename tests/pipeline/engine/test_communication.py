@@ -1,6 +1,5 @@
 """What a step moves between processes, in which order, and how much is gathered at once."""
 
-import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config import ZeroConfig
-from pipeline.engine.collectives import make_collectives
+from pipeline.engine import shared_memory
 from pipeline.engine.comm import tree_sum
 from pipeline.engine.engine import Engine
+from pipeline.engine.shared_memory import SharedMemoryCollectives
 from pipeline.parallel.group import ALONE
 from pipeline.parallel.mesh import current_mesh
 from tests.distributed import rank, run_ranks
@@ -76,29 +75,6 @@ def test_units_are_gathered_one_ahead_in_the_recorded_order() -> None:
     assert max(held) == units["root"] + 2 * units["model.layers.0"]
 
 
-def gathers_of_a_step(prefetch_units: int) -> list[str]:
-    model = build("llama", "fp32", num_hidden_layers=3)
-    zero = {"shared_memory": False, "prefetch_units": prefetch_units}
-    engine = Engine(model, settings(3, max_norm=None, weight_decay=0.0, **zero), total_steps=2)
-    for step in range(2):
-        with engine.comm.log.recording() as log:
-            engine.backward(loss_of(engine, step, 0, rank()))
-    return [unit for kind, unit in log.order if kind == "all_gather"]
-
-
-@pytest.mark.parametrize("prefetch_units", [0, 1, 2])
-def test_prefetch_changes_neither_the_number_of_gathers_nor_their_units(
-    prefetch_units: int,
-) -> None:
-    blocks = [f"model.layers.{number}" for number in range(3)]
-
-    gathers, _ = run_ranks(gathers_of_a_step, prefetch_units)
-
-    # The root is the norm behind the blocks. The head stays until its backward pass is over, which
-    # that of an embedding does without the weight.
-    assert gathers == ["root", "model.embed_tokens", *blocks, "lm_head", *reversed(blocks)]
-
-
 def calls_of_a_micro_batch(optimizer: str) -> list[tuple[str, str]]:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 80}
     config = settings(3, max_norm=None, weight_decay=0.1, shared_memory=False)
@@ -121,25 +97,6 @@ def test_a_block_is_gathered_twice_and_reduced_once_though_weight_decay_spares_i
         "all_gather": 2 * calls // 3,
         "reduce_scatter": calls // 3,
     }
-
-
-def sums_in_a_row() -> list[float]:
-    """Sums of numbers that change from one to the next, each rank the late one in turn."""
-    comm = make_collectives(torch.device("cpu"), ZeroConfig(), current_mesh().data, name="model")
-    sums = []
-    for number in range(400):
-        if number % 2 == rank():
-            time.sleep(5e-4)  # the other waits; this one reads first, and writes the next at once
-        values = torch.tensor([number * 10.0 + rank()], dtype=torch.float64)
-        comm.all_reduce(values)
-        sums.append(values.item())
-    return sums
-
-
-def test_a_sum_is_that_of_its_own_numbers_however_far_ahead_a_rank_is() -> None:
-    expected = [number * 20.0 + 1 for number in range(400)]
-
-    assert run_ranks(sums_in_a_row) == [expected, expected]
 
 
 def test_the_tree_adds_neighbours_first() -> None:
@@ -181,3 +138,33 @@ def test_in_bf16_each_process_rounds_its_gradient_and_half_the_bytes_travel(weig
     for name, gradient in narrow.items():
         rounded = [each[name].bfloat16().float() for each in (first, second)]
         assert torch.equal(gradient, rounded[0] + rounded[1]), name
+
+
+def test_parts_below_fp32_are_added_in_fp32() -> None:
+    # In bf16 256 + 1 is 256.
+    parts = [torch.full((70_000,), 256.0).bfloat16(), torch.full((70_000,), 1.0).half()]
+    out = torch.empty(70_000)
+
+    tree_sum([*parts, torch.full((70_000,), 0.5)], out=out)
+
+    assert (out == 257.5).all()
+
+
+def chunked(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An all-gather and a reduce-scatter in many chunks."""
+    before, shared_memory.SLOT_BYTES = shared_memory.SLOT_BYTES, 4096
+    comm = SharedMemoryCollectives("model", current_mesh().data)
+    full = torch.arange(numel, dtype=torch.float32) + 1000 * rank()
+    out = torch.empty(numel // 2)
+    comm.reduce_scatter(full.clone(), out, "unit").wait()
+    comm.all_gather(full, comm.piece(full).clone(), "unit").wait()
+    shared_memory.SLOT_BYTES = before
+    return out, full
+
+
+def test_shared_memory_moves_vectors_in_chunks() -> None:
+    (first, one), (second, other) = run_ranks(chunked, 10_000)
+
+    assert torch.equal(torch.cat([first, second]), 2 * torch.arange(10_000.0) + 1000)
+    assert torch.equal(one, other)
+    assert torch.equal(one[5000:], torch.arange(5000.0, 10_000.0) + 1000)

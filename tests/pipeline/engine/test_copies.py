@@ -1,6 +1,5 @@
 """Sharded copies of a model train to the bits of one that all processes share."""
 
-from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 
@@ -9,14 +8,11 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.copies import CollectivesOverCopies
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
-from pipeline.engine.predict import predict
-from pipeline.engine.volumes import step_volumes
 from pipeline.parallel.mesh import cut_mesh
 from tests.distributed import rank, run_ranks, world_size
-from tests.pipeline.engine import test_predict, test_state
+from tests.pipeline.engine import test_state
 from tests.pipeline.engine.test_invariance import digest
 from tests.pipeline.engine.test_stages import STEPS, build, loss_of, settings, tokens
 
@@ -62,45 +58,6 @@ def test_any_number_of_copies_ends_in_the_bits_of_one(cases: list[tuple[str, int
     for copies in (2, 4):
         for found in run_ranks(in_copies, copies, cases, world_size=4):
             assert found == expected
-
-
-def three_copies() -> tuple[Ended, Ended]:
-    return tuple(train("fp32", 2, copies=copies, shared_memory=True) for copies in (1, 3))  # pyright: ignore[reportReturnType]
-
-
-def test_copies_of_one_process_each_are_plain_data_parallelism_on_three_as_well() -> None:
-    for one, three in run_ranks(three_copies, world_size=3):
-        assert one == three
-
-
-def volumes(copies: int, stage: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that a step moves within a copy and over copies."""
-    with cut_mesh(replicas=copies, timeout_seconds=60.0):
-        engine = Engine(build("llama", "fp32"), settings(stage, max_norm=None), total_steps=1)
-        comm = engine.comm
-        assert isinstance(comm, CollectivesOverCopies)
-        over = comm._over.log
-        engine.backward(loss_of(engine, 0, 0, rank()))
-        engine.step()
-        return dict(comm.log.num_bytes), dict(over.num_bytes)
-
-
-def test_between_copies_only_the_own_pieces_of_gradients_travel() -> None:
-    within, over = run_ranks(volumes, 2, 3, world_size=4)[0]
-    expected = step_volumes(
-        build("llama", "fp32"),
-        settings(3, max_norm=None),
-        world=2,
-        replicas=2,
-        device=torch.device("cpu"),
-    )
-
-    assert within["reduce_scatter"] == 2 * over["reduce_scatter"] == 2 * over["all_gather"]
-    assert over["reduce_scatter"] + over["all_gather"] == expected.over_copies
-    assert (within["reduce_scatter"], within["all_gather"]) == (
-        expected.reduce_scatter,
-        expected.all_gather,
-    )
 
 
 def save_in_copies(root: str, copies: int, stage: int) -> int:
@@ -170,29 +127,3 @@ def overflow(copies: int) -> list[bool]:
 
 def test_a_gradient_that_is_not_finite_in_one_copy_skips_the_step_in_all() -> None:
     assert run_ranks(overflow, 2, world_size=4) == [[True]] * 4
-
-
-def wrong_predictions(copies: int) -> list[str]:
-    """Cases in which the engine holds other bytes than were predicted."""
-    wrong: list[str] = []
-    with ExitStack() as stack:
-        stack.enter_context(cut_mesh(replicas=copies, timeout_seconds=60.0))
-        shards = world_size() // copies
-        for stage, micro_batches in product(range(4), (1, 2)):
-            model, config = test_predict.full(torch.bfloat16), test_predict.settings(stage)
-            expected = predict(
-                model, config, world=shards, replicas=copies, micro_batches=micro_batches
-            )
-            engine = Engine(model, config, total_steps=2)
-            got = test_predict.one_step(engine, micro_batches=micro_batches)
-            wrong += [
-                f"stage {stage}, {micro_batches}: {kind} {num_bytes}, not {expected[kind]}"
-                for kind, num_bytes in got.items()
-                if num_bytes != expected[kind]
-            ]
-    return wrong
-
-
-@pytest.mark.parametrize("copies", [2, 4])
-def test_processes_hold_what_was_predicted(copies: int) -> None:
-    assert run_ranks(wrong_predictions, copies, world_size=4) == [[]] * 4

@@ -2,7 +2,6 @@
 
 import hashlib
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -151,31 +150,6 @@ def test_stages_transports_and_offload_agree_on_any_number_of_processes(
             ways = {name: ways[name] for name in ("plain", "through the process group")}
         ended = run_ranks(ways_to_train, ways, dtype, stage, world_size=world)
         assert ended == [[]] * world, f"stage {stage}"
-
-
-def no_sync(stage: int, dtype: str) -> tuple[str, bool]:
-    """Weights after three local micro-batches and a reduced one; whether all was reduced once."""
-    model = build("llama", dtype)
-    engine = Engine(model, settings(stage, max_norm=None), total_steps=STEPS)
-    for step in range(STEPS):
-        with engine.comm.log.recording() as log:
-            with engine.no_sync():
-                for micro_batch in range(3):
-                    engine.backward(loss_of(engine, step, micro_batch, rank()))
-            engine.backward(loss_of(engine, step, 3, rank()))
-            engine.step()
-        reduced = Counter(unit for kind, unit in log.order if kind == "reduce_scatter")
-    with engine.gathered():
-        weights = digest(dict(model.named_parameters()))
-    return weights, reduced == Counter(group.flat.unit for group in engine.groups)
-
-
-def test_no_sync_reduces_once_a_step_and_alike_at_every_stage() -> None:
-    ended = [each for stage in range(4) for each in run_ranks(no_sync, stage, "bf16")]
-
-    assert len(ended) == 8
-    assert len(set(ended)) == 1
-    assert ended[0][1]
 
 
 def called_directly(stage: int) -> bool:

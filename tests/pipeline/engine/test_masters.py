@@ -1,6 +1,5 @@
 """Masters split into bf16 weights and 16 bits train as whole ones do, in half the memory."""
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
-from tests.distributed import run_ranks
 from tests.pipeline.engine.test_kernels import settings, trained
-from tests.pipeline.engine.test_stages import DTYPES, build, loss_of
+from tests.pipeline.engine.test_stages import DTYPES, build
 
 
 def kinds(engine: Engine) -> set[str]:
@@ -37,33 +35,11 @@ def test_bf16_weights_are_half_of_their_masters_at_every_stage(stage: int) -> No
 
 
 def test_other_masters_are_whole_or_the_weights_themselves() -> None:
-    assert kinds(engine_of(1, "off")) == {"whole"}
     assert kinds(engine_of(1, dtype="fp16")) == {"whole"}
     assert kinds(engine_of(1, dtype="fp32")) == {"weights"}
     for optim in (OptimConfig(name="SGD"), OptimConfig(params={"amsgrad": True})):
         config = TrainedModelConfig(zero_stage=1, optim=optim)
         assert kinds(Engine(build("llama", "bf16"), config, total_steps=1)) == {"whole"}
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_split_masters_end_in_the_bits_of_whole_ones(stage: int) -> None:
-    """Moments, masters in fp32 and weights."""
-    split, whole = (trained(stage, kernels, "bf16") for kernels in ("auto", "off"))
-
-    assert len(split) == len(whole)
-    assert all(map(torch.equal, split, whole))
-
-
-def ended(stage: int, kernels: str) -> list[Tensor]:
-    return trained(stage, kernels, "bf16")
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_they_do_on_two_processes(stage: int) -> None:
-    split, whole = (run_ranks(ended, stage, kernels) for kernels in ("auto", "off"))
-
-    for got, expected in zip(split, whole, strict=True):
-        assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize("offload", [{"optimizer": "nvme"}, {"params": "nvme"}])
@@ -89,8 +65,8 @@ class Row(nn.Module):
 
 
 PLACES: dict[str, dict[str, Any]] = {
-    "split, by a kernel or PyTorch": {},
-    "whole": {"kernels": "off"},
+    "split, by a kernel": {},
+    "split, by PyTorch": {"kernels": "off"},
     "another optimizer": {"optim": OptimConfig(name="SGD")},
     "another optimizer, weights on a disk": {
         "optim": OptimConfig(name="SGD"),
@@ -99,16 +75,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "everything in main memory": {
         "offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}
     },
-    "optimizer in main memory, whole": {"offload": {"optimizer": "cpu"}, "kernels": "off"},
-    "masters on a disk, whole": {"offload": {"optimizer": "nvme"}, "kernels": "off"},
     "everything on a disk": {"offload": {"optimizer": "nvme", "params": "nvme"}},
-    "everything on a disk, whole": {
-        "offload": {"optimizer": "nvme", "params": "nvme"},
-        "kernels": "off",
-    },
     "masters on a disk": {"offload": {"optimizer": "nvme"}},
     "weights on a disk": {"offload": {"params": "nvme"}},
-    "weights on a disk, whole": {"offload": {"params": "nvme"}, "kernels": "off"},
 }
 
 TIES = {
@@ -132,7 +101,8 @@ def test_a_master_half_way_between_two_weights_is_rounded_alike_everywhere(
     masters = torch.tensor(bits).int().view(torch.float32)
 
     seen = []
-    engine.load_weights({"weight": torch.cat([masters, torch.zeros(1)])})
+    rest = engine.groups[0].masters.numel - len(masters)
+    engine.load_masters([torch.cat([masters, torch.zeros(rest)])])
     for _ in range(2):
         with engine.gathered():
             seen.append(tuple(model.weight.tolist()[:3]))
@@ -141,16 +111,6 @@ def test_a_master_half_way_between_two_weights_is_rounded_alike_everywhere(
 
     assert seen == [expected, expected]
     assert torch.equal(next(iter(engine.masters()))[:3], masters)
-
-
-def test_masters_are_joined_one_group_at_a_time() -> None:
-    engine = engine_of(1)
-    masters = engine.masters()
-
-    first = weakref.ref(next(masters))
-
-    assert next(masters).dtype == torch.float32
-    assert first() is None
 
 
 def test_masters_that_are_set_come_back_to_the_bit() -> None:
@@ -163,20 +123,3 @@ def test_masters_that_are_set_come_back_to_the_bit() -> None:
     for group, master in zip(engine.groups, new, strict=True):
         beside = (group.masters.weights.float() - master).abs()
         assert (beside <= 2**-8 * master.abs()).all()  # the nearest has half of bf16's last bit
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_masters_that_sleep_are_the_low_bits(stage: int) -> None:
-    engine = engine_of(stage)
-    engine.backward(loss_of(engine, 0, 0, 0))
-    engine.step()
-    before = [master.clone() for master in engine.masters()]
-
-    engine.offload_states({"masters"})
-    moved = engine.rollout_offload.num_bytes
-    with pytest.raises(RuntimeError, match="call reload_states"):
-        engine.masters()
-    engine.reload_states()
-
-    assert moved == sum(2 * group.masters.numel for group in engine.groups)
-    assert all(map(torch.equal, engine.masters(), before))

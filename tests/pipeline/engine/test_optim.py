@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from pipeline.config import OptimConfig
 from pipeline.config.element_wise import ELEMENT_WISE, NOT_ELEMENT_WISE
-from pipeline.engine.layout import ALIGNMENT
-from pipeline.engine.optim import build_optimizer
+from pipeline.engine.flat import ALIGNMENT
+from pipeline.engine.masters import build_optimizer
 from pipeline.errors import ConfigError
 
 FUSED = {"AdamW", "Adam", "SGD", "Adagrad"}
@@ -80,14 +80,6 @@ def test_fused_updates_keep_every_bit_where_the_vector_is_cut_at_whole_cache_lin
     assert torch.equal(trained(config, [*WHOLE_LINES, tail]), whole)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("name", ELEMENT_WISE)
-def test_updates_that_are_not_fused_keep_every_bit_at_any_cut(name: str, foreach: bool) -> None:
-    config = optim(name, params={**EXTRA.get(name, {}), "foreach": foreach})
-
-    assert torch.equal(trained(config, ODD), trained(config, [sum(ODD)]))
-
-
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_the_update_is_that_of_the_class_in_torch(name: str) -> None:
     config = optim(name, betas=(0.8, 0.97), eps=1e-6, params=EXTRA.get(name, {}))
@@ -129,93 +121,7 @@ def test_the_fused_implementation_is_taken_unless_the_settings_say_otherwise(nam
     assert chosen({"fused": False}) == (False, None)
 
 
-def test_groups_keep_their_own_rate_and_decay() -> None:
-    body, norm = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-    groups = [
-        {"params": [body], "lr": 0.5, "weight_decay": 0.1},
-        {"params": [norm], "lr": 0.25, "weight_decay": 0.0},
-    ]
-    optimizer = build_optimizer(groups, optim("SGD"))
-    body.grad, norm.grad = torch.ones(4), torch.ones(4)
-
-    optimizer.step()
-
-    assert torch.equal(body, torch.full((4,), 1 - 0.5 * (1 + 0.1)))
-    assert torch.equal(norm, torch.full((4,), 0.75))
-
-
-def test_an_empty_group_is_stepped_without_a_word() -> None:
-    config = optim("AdamW")
-    weight, nothing = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0))
-    optimizer = build_optimizer([group([weight], config), group([nothing], config)], config)
-    weight.grad, nothing.grad = torch.ones(4), torch.ones(0)
-
-    optimizer.step()
-
-    assert weight[0].item() == pytest.approx(1 - 0.01 * 0.1 - 0.01)
-
-
 @pytest.mark.parametrize("name", [*NOT_ELEMENT_WISE, "lamb"])
 def test_what_is_not_element_wise_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^optim\.name can't be {name}: it .*; use AdamW"):
         OptimConfig(name=name)
-
-
-def test_a_refusal_says_why() -> None:
-    with pytest.raises(ConfigError) as error:
-        OptimConfig(name="Muon")
-
-    assert str(error.value) == (
-        "optim.name can't be Muon: it orthogonalizes whole matrices, and the engine updates flat"
-        " pieces of the weights; use AdamW or another element-wise class of torch.optim"
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"name": "adamw"},
-            "optim.name adamw is not an element-wise class of torch.optim; did you mean AdamW?",
-        ),
-        (
-            {"name": "Optimizer"},
-            "optim.name Optimizer is not an element-wise class of torch.optim; it takes ASGD,"
-            " Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD",
-        ),
-        (
-            {"name": "SGD", "params": {"momentun": 0.9}},
-            "optim.params.momentun is not an argument of SGD; did you mean momentum?",
-        ),
-        (
-            {"name": "AdamW", "params": {"lr": 0.1}},
-            "optim.params.lr is a setting of its own: optim.lr",
-        ),
-        (
-            {"name": "AdamW", "params": {"differentiable": True}},
-            "optim.params.differentiable is the engine's own; leave it out",
-        ),
-        (
-            {"name": "SGD", "params": {"nesterov": True}},
-            "optim.params: torch's SGD refuses them: Nesterov momentum requires a momentum and zero"
-            " dampening",
-        ),
-        (
-            {"name": "Rprop", "weight_decay": 0.1},
-            "optim.weight_decay must be 0: Rprop has none, got 0.1",
-        ),
-    ],
-)
-def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        OptimConfig(**settings)
-
-    assert str(error.value) == sentence
-
-
-def test_steps_sizes_of_rprop_are_a_list() -> None:
-    config = optim("Rprop", params={"etas": [0.4, 1.3]})
-
-    optimizer = build_optimizer([group([nn.Parameter(torch.zeros(1))], config)], config)
-
-    assert optimizer.param_groups[0]["etas"] == [0.4, 1.3]

@@ -1,7 +1,5 @@
 """Passes that are not one forward and one backward through every block, alike at every stage."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,25 +89,3 @@ def test_blocks_that_run_twice_in_another_order_or_not_at_all(
     for got in run_ranks(learned, order, stage):
         for name, weight in expected.items():
             torch.testing.assert_close(got[name], weight, rtol=1e-5, atol=1e-7, msg=name)
-
-
-def backward_twice(stage: int) -> list[Tensor]:
-    """Gradients of one forward and two backward passes, and of one with twice the loss."""
-    found: list[dict[str, Any]] = []
-    for passes in (2, 1):
-        engine = Engine(Network((0, 1, 2)), settings(stage, max_norm=None), total_steps=1)
-        loss = engine(inputs(0))
-        if passes == 2:
-            loss.backward(retain_graph=True)
-            engine.zero.flush()
-            engine.backward(loss)
-        else:
-            engine.backward(2 * loss)
-        found.append(engine.gradients())
-    return [found[0][name] - found[1][name] for name in found[0]]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_graph_may_be_gone_back_through_twice(stage: int) -> None:
-    for differences in run_ranks(backward_twice, stage):
-        assert all(each.abs().max() < 1e-6 for each in differences)

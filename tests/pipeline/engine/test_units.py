@@ -6,9 +6,9 @@ from torch import nn
 from pipeline.config import LoraConfig
 from pipeline.engine.units import ROOT, find_units
 from pipeline.errors import ConfigError
-from pipeline.models.forward import Policy, Scorer
+from pipeline.models.forward import Policy
 from pipeline.models.lora import add_lora
-from tests.families import FAMILIES, tiny_causal_lm, tiny_classifier
+from tests.families import FAMILIES, tiny_causal_lm
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -27,12 +27,6 @@ def test_the_blocks_of_every_family_are_units_and_the_rest_is_the_root(family: s
     names = dict(model.named_parameters(remove_duplicate=False))
     for unit in (*blocks, root):
         assert all(names[name] is param for name, param in unit.params.items())
-
-
-def test_a_classifiers_head_belongs_to_the_root() -> None:
-    *_, root = find_units(Scorer(tiny_classifier("llama")))
-
-    assert "model.score.weight" in root.params
 
 
 def test_adapters_belong_to_the_block_they_adapt() -> None:
@@ -77,10 +71,6 @@ def test_without_transformers_layers_the_longest_list_of_one_class_is_taken() ->
     }
 
 
-def test_a_model_without_blocks_is_one_unit() -> None:
-    assert [unit.name for unit in find_units(nn.Linear(2, 2))] == [ROOT]
-
-
 def test_classes_may_be_named() -> None:
     model = tiny_causal_lm("llama")
 
@@ -89,11 +79,3 @@ def test_classes_may_be_named() -> None:
     assert len(blocks) == 4
     with pytest.raises(ConfigError, match=r"no module of class LlamaMPL$"):
         find_units(model, ("LlamaMPL", "LlamaMLP"))
-
-
-def test_named_classes_inside_of_each_other_count_once() -> None:
-    model = tiny_causal_lm("llama")
-
-    *blocks, _ = find_units(model, ("LlamaDecoderLayer", "LlamaMLP"))
-
-    assert [type(block.module).__name__ for block in blocks] == ["LlamaDecoderLayer"] * 2

@@ -10,7 +10,7 @@ from pipeline.config import LoraConfig
 from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
-from pipeline.engine.vocabulary_units import engine_units
+from pipeline.engine.units import engine_units
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.lora import add_lora
 from tests.distributed import rank, run_ranks

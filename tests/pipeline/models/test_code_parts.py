@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.engine.part_elements import fragments_of
+from pipeline.engine.state import fragments_of
 from pipeline.engine.stored import StoredParameter, copy_elements, stored_like
 from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.errors import ConfigError

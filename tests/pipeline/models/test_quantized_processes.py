@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from pipeline.config.zero import OffloadConfig, ZeroConfig
-from pipeline.engine.predict import predict
 from pipeline.engine.stored import StoredParameter
-from pipeline.models.meta import model_on_meta
 from pipeline.models.trained import trained_causal_lm
-from tests.distributed import run_ranks, world_size
+from tests.distributed import run_ranks
 from tests.pipeline.models.quantized_models import (
     CPU,
     NF4,
@@ -91,22 +89,3 @@ def test_at_stage_3_a_weight_is_not_read_before_the_engine_asks_for_a_piece(
 
     params = [each for each in model.parameters() if not each.requires_grad]
     assert all(isinstance(each, StoredParameter) for each in params)
-
-
-def held_and_predicted(path: str) -> list[tuple[int, int]]:
-    found = []
-    for way, stage in product(WAYS, (0, 3)):
-        config = settings(path, zero_stage=stage, precision="bf16", **way)
-        counted = model_on_meta(config, task="causal", device=CPU)
-        _, engine = learned(config, steps=1)
-        flats = [flat for unit in engine.zero.units for flat in unit.flats]
-        held = sum((flat.shard if stage == 3 else flat.full).nbytes for flat in flats)
-        found.append((held, predict(counted, config, world=world_size())["weights"]))
-    return found
-
-
-def test_processes_hold_the_bytes_that_the_plan_counts(tmp_path: Path) -> None:
-    path = base("llama", tmp_path)
-
-    for found in run_ranks(held_and_predicted, path):
-        assert all(held == expected for held, expected in found)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import live_bytes, peak_bytes_of
-from pipeline.engine.graph import parameter_uses
 from pipeline.kernels.logprobs import definition
 from pipeline.kernels.logprobs.dispatch import row_logprobs
 
@@ -81,13 +80,6 @@ def test_no_target_is_nothing_to_learn() -> None:
 
     assert logprobs.shape == entropies.shape == (0,)
     assert grad.shape == (0, V)
-
-
-def test_it_goes_back_to_its_logits_alone() -> None:
-    head = torch.nn.Linear(8, V)
-    logprobs, _ = row_logprobs(head(torch.randn(K, 8)), torch.zeros(K, dtype=torch.long))
-
-    assert parameter_uses(logprobs.sum()) == {head.weight: 1, head.bias: 1}
 
 
 def test_beside_the_logits_there_is_their_gradient_and_one_turn() -> None:

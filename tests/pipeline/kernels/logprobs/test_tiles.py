@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import peak_bytes_of
-from pipeline.engine.graph import parameter_uses
 from pipeline.kernels.logprobs import definition
 from pipeline.kernels.logprobs.dispatch import TILE, VOCABULARY_TILE, linear_logprobs
 
@@ -237,19 +236,6 @@ def test_words_that_cannot_follow_may_fill_a_tile() -> None:
     logprobs, _ = linear_logprobs(hidden, weight, bias, torch.tensor([5, 7]), tile=4)
 
     assert logprobs.tolist() == pytest.approx([-math.log(4)] * 2)
-
-
-@pytest.mark.parametrize("uniform", [False, True])
-def test_the_engine_still_knows_how_often_each_weight_is_used(uniform: bool) -> None:
-    given = inputs(torch.float32, bias=False)
-
-    logprobs, _ = linear_logprobs(
-        given["hidden"], given["weight"], None, targets(), tile=SMALL, uniform=uniform
-    )
-
-    uses = parameter_uses((logprobs + given["weight"].sum()).sum())
-    assert uses is not None
-    assert (uses[given["hidden"]], uses[given["weight"]]) == (1, 2)
 
 
 @pytest.mark.jobs
