@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.config.element_wise import check_optimizer
-from pipeline.config.schedule_params import check_schedule_params
-from pipeline.config.schedules import SCHEDULES
+from pipeline.config.schedules import SCHEDULES, check_schedule_params
 from pipeline.errors import require, suggestion
 
 

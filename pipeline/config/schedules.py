@@ -2,22 +2,28 @@
 
 `step` counts the optimizer steps that were applied, from 0: one that was skipped for a non-finite
 gradient does not move a schedule, as in DeepSpeed. What comes back is a share of the peak rate
-`optim.lr`. Keyword arguments are what `optim.schedule_params` may hold; `Annotated` says which
-values they take.
+`optim.lr`. Keyword arguments are what `optim.schedule_params` may hold; pydantic checks their types
+and ranges.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-Number = int | float
-Positive = Annotated[Number, "above 0"]
-NotNegative = Annotated[Number, "0 or above"]
-Ratio = Annotated[Number, "between 0 and 1"]
-BelowOne = Annotated[Number, "at least 0 and below 1"]
-Count = Annotated[int, "above 0"]
-CountOrZero = Annotated[int, "0 or above"]
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from pipeline.errors import ConfigError, suggestion
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(gt=0)]
+CountOrZero = Annotated[int, Field(ge=0)]
 WarmupType = Literal["log", "linear"]
 
 
@@ -249,6 +255,42 @@ SCHEDULES = {
     "exponential": Schedule(share=exponential),
 }
 """By the name that `optim.schedule` gives them."""
+
+
+def check_schedule_params(schedule: str, given: Mapping[str, Any]) -> None:
+    """Raise unless `given` are parameters of the schedule, of the right type and in range.
+
+    Raises:
+        ConfigError: one sentence that starts with the name of the setting.
+    """
+    known = schedule_params(schedule)
+    for name, value in given.items():
+        setting = f"optim.schedule_params.{name}"
+        if name not in known:
+            hint = suggestion(name, known)
+            raise ConfigError(f"{setting} is not a parameter of the schedule {schedule}; {hint}")
+        try:
+            TypeAdapter(known[name], config=ConfigDict(strict=True)).validate_python(value)
+        except ValidationError as error:
+            expected = error.errors()[0]["msg"].removeprefix("Input should ")
+            raise ConfigError(f"{setting} must {expected}, got {value}") from None
+
+
+def schedule_params(schedule: str) -> dict[str, Any]:
+    """The parameters that a schedule takes, with their annotated types."""
+    found: dict[str, Any] = {}
+    for function in (SCHEDULES[schedule].share, SCHEDULES[schedule].momentum):
+        if function is not None:
+            hints = typing.get_type_hints(function, include_extras=True)
+            found |= {name: hints[name] for name in keyword_only(function)}
+    return found
+
+
+@functools.cache
+def keyword_only(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the arguments that can only be given by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
 
 
 def _warmed_up(step: int, span: Span, shape: Callable[[float], float]) -> float:

@@ -4,8 +4,7 @@ import math
 from dataclasses import replace
 
 from pipeline.config import OptimConfig
-from pipeline.config.schedule_params import keyword_only
-from pipeline.config.schedules import SCHEDULES, Span
+from pipeline.config.schedules import SCHEDULES, Span, keyword_only
 
 
 def lr_factor(step: int, *, total_steps: int, optim: OptimConfig) -> float:
