@@ -53,7 +53,7 @@ def step_help(config_class: type, words: Sequence[str] = (), *, prefix: str = ""
     own, common = _own_and_common(config_class, settings)
     sections = dict(section_descriptions(config_class))
     for title, group in (("Settings of this step", own), ("Settings of every step", common)):
-        plain = [each for each in group if words or _section_of(each, sections) is None]
+        plain = [each for each in group if words or each.name.partition(".")[0] not in sections]
         if plain:
             lines += ["", title, *settings_help(plain, prefix=prefix)]
     if not words:
@@ -122,31 +122,27 @@ def _package(of: type) -> str:
     return of.__module__.partition(".")[0]
 
 
-def _section_of(setting: Setting, sections: Iterable[str]) -> str | None:
-    head = setting.name.partition(".")[0]
-    return head if head in sections else None
-
-
 def _sections(
     settings: Sequence[Setting], sections: Mapping[str, str], prefix: str
 ) -> Iterator[str]:
-    """A paragraph for each section: what it is about and which settings it has."""
+    """A paragraph for each section: its description and the names of its settings."""
     command = f"--help {prefix}NAME" if prefix else "--help NAME"
-    yield f"Sections: {command} lists one, --help {prefix.rstrip('.') + '.' if prefix else ''}all"
+    yield f"Sections: {command} lists one, --help {prefix}all"
     for name, description in sections.items():
-        below = [each.name.removeprefix(f"{name}.") for each in settings]
-        names = [each for each, whole in zip(below, settings, strict=True) if each != whole.name]
-        heads = dict.fromkeys(each.partition(".")[0] for each in names)
+        names = [each.name.removeprefix(f"{name}.") for each in settings]
+        names = [each for each, full in zip(names, settings, strict=True) if each != full.name]
         inner = {each.partition(".")[0] for each in names if "." in each}
-        listed = " ".join(f"{head}.*" if head in inner else head for head in heads)
+        heads = dict.fromkeys(each.partition(".")[0] for each in names)
         yield from help_entry(f"--{prefix}{name}.SETTING", description)
-        yield from textwrap.wrap(
-            listed,
-            WIDTH,
-            initial_indent=" " * INDENT,
-            subsequent_indent=" " * INDENT,
-            break_on_hyphens=False,
-        )
+        yield from names_help(f"{head}.*" if head in inner else head for head in heads)
+
+
+def names_help(names: Iterable[str]) -> list[str]:
+    """Lines of `--help` that list names, indented as descriptions are."""
+    room = " " * INDENT
+    return textwrap.wrap(
+        " ".join(names), WIDTH, initial_indent=room, subsequent_indent=room, break_on_hyphens=False
+    )
 
 
 def _found(settings: Sequence[Setting], words: Sequence[str], prefix: str) -> Iterator[str]:

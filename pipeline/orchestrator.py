@@ -27,10 +27,9 @@ from pipeline.plan.output import (
     add_to_summary,
     can_go_on,
     clear_step,
-    files_of_others,
+    discard_empty_step,
     only_job,
     read_summary,
-    record_step,
 )
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
@@ -61,7 +60,8 @@ def run_plan(plan: Plan) -> None:
             continue
         goes_on = _goes_on(plan, stage)
         try:
-            others = files_of_others(out, stage.name) if goes_on else clear_step(out, stage.name)
+            if not goes_on:
+                clear_step(out, stage.name)
             write_config(plan.configs[stage.name], plan.config_file(stage))
         except OSError as error:
             raise ConfigError(f"--output-dir {out} can't be written: {error}") from None
@@ -69,7 +69,7 @@ def run_plan(plan: Plan) -> None:
         try:
             ending = _run_step(plan, stage, environment, goes_on=goes_on)
         finally:
-            record_step(out, stage.name, others=others)
+            discard_empty_step(out, stage.name)
         if ending.code == EXIT_DIVERGED:
             _write_report(out)  # whose curves show when
         code = _failure(plan, stage, ending)

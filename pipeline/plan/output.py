@@ -1,12 +1,12 @@
 """The output directory of a run: whose it is, what is finished, what may be replaced.
 
 `OUT/<step>/config.yaml` marks a step's directory as ours and records its settings;
-`OUT/<step>/result.json` says that the step is finished. `OUT/run.json` lists the files each step
-left, so that replacing a step removes those and nothing a user has put beside them.
+`OUT/<step>/result.json` says that the step is finished. Replacing a step removes the files that
+steps make (`MADE`) and nothing else that a user has put there.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -35,7 +35,6 @@ LOCK = ".lock"
 """Of the run in its directory, of the step in its own: says who is at work there."""
 SUMMARY = "summary.json"
 REPORT = "report.html"
-FILES = "run.json"
 COMMAND = "command.txt"
 """The options of `train.py` that the last run had."""
 RATINGS = "ratings.jsonl"
@@ -45,13 +44,14 @@ AUTOTUNE = "autotune"
 
 MADE = (
     *(MARK, METRICS, "result.json*", "samples.json", DIVERGED, "*_prompts.hashes*"),
+    *("lab.json", "predictions.jsonl", "reference.*"),
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.jinja", "README.md*", "actor/*", "critic/*", "ema/*", "adapter/*"),
     *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*", "reward_cache/*", LOCK),
     "tokens/*",
 )
-"""Names of the files that steps make, for a step that ended before its files were recorded."""
+"""Names of the files that steps make."""
 
 SHARED = (
     *("seed", "data.path", "data.split", "data.format"),
@@ -116,23 +116,17 @@ def recorded_methods(out: Path, stages: Sequence[Stage]) -> dict[str, str]:
     return found
 
 
-def clear_step(out: Path, name: str) -> set[str]:
-    """Remove what an earlier run of this step left; return the files that stay: not ours."""
+def clear_step(out: Path, name: str) -> None:
+    """Remove what an earlier run of this step left, but no other file."""
     directory = out / name
     if (directory / MARK).is_file():
-        known = _read_json(out / FILES).get(name)
-        if known is None:  # the step was cut off, or ran without train.py
-            known = [file for file in _files(directory) if _looks_made(file)]
-        # Those of a run whose parent was killed were never recorded.
-        known += [file for file in _files(directory) if file.startswith(f"{CHECKPOINTS}/")]
-        for file in set(known):
-            (directory / file).unlink(missing_ok=True)
+        for file in _files(directory):
+            if any(fnmatch(file, pattern) for pattern in MADE):
+                (directory / file).unlink(missing_ok=True)
         _remove_empty_directories(directory)
     summary = _read_json(out / SUMMARY)
     if name in summary.get("steps", {}):
         _write_summary(out, {step: each for step, each in summary["steps"].items() if step != name})
-    _record_files(out, name, None)
-    return set(_files(directory))
 
 
 def can_go_on(out: Path, name: str, config: StepConfig) -> bool:
@@ -164,27 +158,18 @@ def _length_dependence(config: StepConfig) -> str:
     return next(found, "")
 
 
-def files_of_others(out: Path, name: str) -> set[str]:
-    """Files in the step's directory that no run made."""
-    directory = out / name
-    return {file for file in _files(directory) if not _looks_made(file)}
+def discard_empty_step(out: Path, name: str) -> None:
+    """Remove the directory of a step that stopped before it made anything.
 
-
-def record_step(out: Path, name: str, *, others: Collection[str] = ()) -> None:
-    """Remember which files the step left, whether it finished or not.
-
-    `others` were there before the step and are not its own. A step that stopped before it made
-    anything leaves nothing, so that a corrected command finds the directory free.
+    So a corrected command finds the output directory free.
     """
     directory = out / name
-    files = [file for file in _files(directory) if file not in others]
+    files = _files(directory)
     made = {file for file in files if file != METRICS or (directory / file).stat().st_size > 0}
     if MARK in files and made <= {MARK, LOCK}:
         for file in files:
             (directory / file).unlink()
         _remove_empty_directories(directory)
-        return
-    _record_files(out, name, files)
 
 
 @contextmanager
@@ -214,11 +199,6 @@ def _files(directory: Path) -> list[str]:
     return sorted(str(file.relative_to(directory)) for file in found)
 
 
-def _looks_made(file: str) -> bool:
-    """Whether a step makes files of this name."""
-    return any(fnmatch(file, pattern) for pattern in MADE)
-
-
 def add_to_summary(out: Path, name: str) -> None:
     """Enter the finished step's result.json into summary.json.
 
@@ -242,7 +222,7 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Names in the output directory that no run makes; hidden files don't count."""
-    ours = {SUMMARY, REPORT, FILES, COMMAND, AUTOTUNE, RATINGS, *directories(stages)}
+    ours = {SUMMARY, REPORT, COMMAND, AUTOTUNE, RATINGS, *directories(stages)}
     if not out.is_dir():
         return []
     # A run that was cut off while it wrote one of them leaves it under a temporary name.
@@ -364,16 +344,6 @@ def _directories_below(directory: Path) -> Iterator[Path]:
     """Deepest first."""
     below = (path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink())
     yield from sorted(below, key=lambda path: len(path.parts), reverse=True)
-
-
-def _record_files(out: Path, name: str, files: list[str] | None) -> None:
-    recorded = {step: each for step, each in _read_json(out / FILES).items() if step != name}
-    if files is not None:
-        recorded[name] = files
-    if recorded:
-        _write_json(out / FILES, recorded)
-    else:
-        (out / FILES).unlink(missing_ok=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -138,9 +138,6 @@ def test_an_interrupted_run_keeps_its_files_and_says_how_to_go_on(tmp_path: Path
         f"interrupted in step 1; {out} keeps what is finished, and the same command with"
         " --resume continues"
     )
-    assert json.loads((out / "run.json").read_text()) == {
-        "step1_sft": ["config.yaml", "metrics.jsonl"]
-    }
     run(out, "--step", "1", "--resume")
     assert (out / "step1_sft" / "result.json").is_file()
 

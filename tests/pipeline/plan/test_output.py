@@ -8,10 +8,10 @@ from pipeline.errors import ConfigError
 from pipeline.plan.output import (
     add_to_summary,
     clear_step,
+    discard_empty_step,
     finished_steps,
     only_job,
     read_summary,
-    record_step,
 )
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
@@ -37,7 +37,6 @@ def run_step(out: Path, number: int, *argv: str, done: bool = True) -> Path:
     (out / name / "metrics.jsonl").write_text("{}\n")
     if done:
         (out / name / "result.json").write_text('{"seconds": 2.5}')
-    record_step(out, name)
     return out / name
 
 
@@ -147,7 +146,6 @@ def test_clearing_a_step_that_was_cut_off_removes_what_steps_make(tmp_path: Path
     directory = run_step(tmp_path, 1, done=False)
     (directory / "actor").mkdir()
     (directory / "actor/model.safetensors").write_text("weights")
-    (tmp_path / "run.json").unlink()
 
     clear_step(tmp_path, "step1_sft")
 
@@ -161,7 +159,7 @@ def test_a_step_that_made_nothing_leaves_nothing(tmp_path: Path) -> None:
     (out / "step1_sft" / "metrics.jsonl").write_text("")
 
     with only_job(out):
-        record_step(out, "step1_sft")
+        discard_empty_step(out, "step1_sft")
 
     assert not out.exists()
 
