@@ -28,6 +28,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -81,7 +82,7 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
             case "local_rank":
                 continue
             case "config":
-                layers += read_layers(words)
+                layers += [_of_step(layer, config_class) for layer in read_layers(words)]
             case "zero_config":
                 zero_config = _one_file("--zero-config", words)
             case _:
@@ -96,6 +97,13 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
         say(config_yaml(config))
         raise SystemExit(0)
     return config
+
+
+def _of_step(layer: Layer, config_class: type) -> Layer:
+    """The step's section of a file that has one for each step, otherwise the whole file."""
+    section = getattr(config_class, "section", "")
+    own = layer.settings.get(section) if section else None
+    return replace(layer, settings=own) if isinstance(own, dict) else layer
 
 
 def before_imports(config_class: type) -> None:
@@ -155,7 +163,7 @@ def split_options(argv: Sequence[str]) -> list[Option]:
 def read_layers(words: Sequence[str]) -> list[Layer]:
     """The settings in the YAML (or JSON) files that follow `--config`.
 
-    A preset is found by its name, such as `sft/opt-1.3b.yaml`, in any directory.
+    A preset is found by its name, such as `opt-1.3b.yaml`, in any directory.
 
     Raises:
         ConfigError: no file named, no such file, not YAML, or not a mapping of names to values.

@@ -16,7 +16,7 @@ MODULE = "python -m rlhf_pipeline" if IS_INSTALLED else "python -m"
 def find_preset(path: Path) -> Path:
     """The file of settings at `path`; where there is none, the preset of that name that we bring.
 
-    So `--config configs/sft/opt-1.3b.yaml` and `sft/opt-1.3b.yaml` work in any directory.
+    So `--config configs/opt-1.3b.yaml` and `opt-1.3b.yaml` work in any directory.
     """
     if path.is_absolute() or path.exists():
         return path

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class PretrainConfig(StepConfig):
     """Step 0: continued pre-training on text, every token of which is learned."""
 
+    section: ClassVar[str] = "pretrain"
+
     reads_dialogues: ClassVar[bool] = False
 
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {

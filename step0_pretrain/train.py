@@ -1,7 +1,7 @@
 """Step 0: continued pre-training on text.
 
 python -m step0_pretrain.train --model.path DIR --data.path c.tokens
-torchrun --nproc_per_node 2 -m step0_pretrain.train --config configs/pretrain/opt-125m.yaml \
+torchrun --nproc_per_node 2 -m step0_pretrain.train --config configs/opt-125m.yaml \
     --data.path c.tokens
 """
 

@@ -21,6 +21,8 @@ from pipeline.errors import require
 class SFTConfig(TaskSettings, StepConfig):
     """Step 1: supervised fine-tuning."""
 
+    section: ClassVar[str] = "sft"
+
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **StepConfig.OPTIONS,
         "actor_zero_stage": ("model.zero_stage",),

@@ -1,7 +1,7 @@
 """Step 1: supervised fine-tuning of the actor on demonstrations.
 
-python -m step1_sft.train --config configs/sft/opt-125m.yaml
-torchrun --nproc_per_node 2 -m step1_sft.train --config configs/sft/opt-125m.yaml
+python -m step1_sft.train --config configs/opt-125m.yaml
+torchrun --nproc_per_node 2 -m step1_sft.train --config configs/opt-125m.yaml
 """
 
 from pipeline.cli import before_imports

@@ -28,6 +28,8 @@ GENERATED_AT_ONCE = 64
 class RewardConfig(LabelSettings, StepConfig):
     """Step 2: the reward model."""
 
+    section: ClassVar[str] = "reward"
+
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **StepConfig.OPTIONS,
         "reward_zero_stage": ("model.zero_stage",),

@@ -1,7 +1,7 @@
 """Step 2: a reward model from pairs of responses, or from labels.
 
-python -m step2_reward.train --config configs/reward/opt-350m.yaml --actor.path DIR
-torchrun --nproc_per_node 2 -m step2_reward.train --config configs/reward/opt-350m.yaml
+python -m step2_reward.train --config configs/opt-350m.yaml --actor.path DIR
+torchrun --nproc_per_node 2 -m step2_reward.train --config configs/opt-350m.yaml
 """
 
 from pipeline.cli import before_imports

@@ -22,6 +22,8 @@ from step3_ppo.workload import workload_of
 class PPOConfig(PPOSettings):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
 
+    section: ClassVar[str] = "ppo"
+
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
     """The settings that each choice of `method` stands for."""
 

@@ -26,6 +26,8 @@ from step3_preference.methods import METHODS
 class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Step 3 without RL: the actor learns from pairs of responses, or from good and bad ones."""
 
+    section: ClassVar[str] = "preference"
+
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
     """The settings that each choice of `method` stands for."""
 

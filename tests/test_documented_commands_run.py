@@ -43,7 +43,7 @@ ELSEWHERE = {
     "--path ADAPTER --to merged": "tests/pipeline/export/test_weights.py",
     "--to adapter": "tests/pipeline/export/test_weights.py, as the run here has no adapter",
     "python -m step3_ppo.train ... --guards": "tests/step3_ppo/test_rollback.py",
-    "--config ppo/qwen2.5-7b.yaml": "a GPU; tests/test_configs.py reads it",
+    "--config qwen2.5-7b.yaml": "a GPU; tests/test_configs.py reads it",
     "--path OUT/step2_reward --data-path held_out.csv": "tests/step2_reward/test_lab.py",
     "--bench reward-bench-2.jsonl": "tests/step2_reward/test_lab_bench.py",
     "out/autotune/best.yaml": "tests/pipeline/autotune/",

@@ -132,7 +132,7 @@ def test_the_sources_of_kernels_and_the_page_are_in_the_wheel(installed: Path) -
 
 
 def test_presets_are_found_by_name_in_any_directory(installed: Path, tmp_path: Path) -> None:
-    for preset in ("sft/opt-1.3b.yaml", "configs/sft/opt-1.3b.yaml"):
+    for preset in ("opt-1.3b.yaml", "configs/opt-1.3b.yaml"):
         words = ("--config", preset, "--output_dir", "x", "--print_config")
         ended = run(
             tmp_path, installed / "python", "-m", "rlhf_pipeline", "step1_sft.train", *words

@@ -53,6 +53,9 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 class StepConfig(ABC):
     """What every step needs."""
 
+    section: ClassVar[str] = ""
+    """Name of the step in files of settings for several steps."""
+
     reads_dialogues: ClassVar[bool] = True
     """Whether it learns from rows in a chat format; else from a corpus."""
 

@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
 # Step 1, supervised fine-tuning of Llama-3.1-8B, on all GPUs of one machine.
 # Usage: run_8b.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
-PRESETS="sft/llama-3.1-8b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../../../run.sh" step1_sft llama-3.1-8b single_node "$@"

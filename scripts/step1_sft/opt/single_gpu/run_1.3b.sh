@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
 # Step 1, supervised fine-tuning of OPT-1.3B, on one GPU.
 # Usage: run_1.3b.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
-PRESETS="sft/opt-1.3b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../../../run.sh" step1_sft opt-1.3b single_gpu "$@"

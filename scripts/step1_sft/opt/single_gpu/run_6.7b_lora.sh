@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
 # Step 1, supervised fine-tuning of OPT-6.7B with LoRA, on one GPU.
 # Usage: run_6.7b_lora.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
-PRESETS="sft/opt-6.7b sft/lora" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../../../run.sh" step1_sft opt-6.7b_lora single_gpu "$@"

@@ -2,4 +2,6 @@
 # Step 3, PPO of OPT-66B, on several machines.
 # Usage: [HOSTFILE=FILE] run_66b.sh
 #   [ACTOR] [CRITIC] [ACTOR_ZERO_STAGE] [CRITIC_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="ppo/opt-66b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"
+ACTOR=${1:-} CRITIC=${2:-} CRITIC_STAGE=${4:-} \
+  exec bash "$(dirname "${BASH_SOURCE[0]}")/../../../run.sh" \
+  step3_ppo opt-66b multi_node "${5:-}" "${3:-}" "${@:6}"

@@ -2,4 +2,6 @@
 # Step 3, PPO of OPT-1.3B with LoRA, on all GPUs of one machine.
 # Usage: run_1.3b_lora.sh
 #   [ACTOR] [CRITIC] [ACTOR_ZERO_STAGE] [CRITIC_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="ppo/opt-1.3b ppo/lora" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"
+ACTOR=${1:-} CRITIC=${2:-} CRITIC_STAGE=${4:-} \
+  exec bash "$(dirname "${BASH_SOURCE[0]}")/../../../run.sh" \
+  step3_ppo opt-1.3b_lora single_node "${5:-}" "${3:-}" "${@:6}"

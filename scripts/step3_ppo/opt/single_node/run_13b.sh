@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
 # Step 3, PPO of OPT-13B, on all GPUs of one machine.
 # Usage: run_13b.sh [ACTOR] [CRITIC] [ACTOR_ZERO_STAGE] [CRITIC_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="ppo/opt-13b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"
+ACTOR=${1:-} CRITIC=${2:-} CRITIC_STAGE=${4:-} \
+  exec bash "$(dirname "${BASH_SOURCE[0]}")/../../../run.sh" \
+  step3_ppo opt-13b single_node "${5:-}" "${3:-}" "${@:6}"

@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 1, supervised fine-tuning of Llama-2-7B with LoRA, on one GPU.
-# Usage: run_7b_lora.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
-PRESETS="sft/llama-2-7b sft/lora" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 1, supervised fine-tuning of Llama-2-13B, on all GPUs of one machine.
-# Usage: run_13b.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
-PRESETS="sft/llama-2-13b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

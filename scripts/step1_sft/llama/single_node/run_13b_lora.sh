@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 1, supervised fine-tuning of Llama-2-13B with LoRA, on all GPUs of one machine.
-# Usage: run_13b_lora.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
-PRESETS="sft/llama-2-13b sft/lora" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 1, supervised fine-tuning of OPT-1.3B, on several machines.
-# Usage: [HOSTFILE=FILE] run_1.3b.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
-PRESETS="sft/opt-1.3b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

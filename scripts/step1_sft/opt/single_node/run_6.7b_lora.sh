@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 1, supervised fine-tuning of OPT-6.7B with LoRA, on all GPUs of one machine.
-# Usage: run_6.7b_lora.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
-PRESETS="sft/opt-6.7b sft/lora" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

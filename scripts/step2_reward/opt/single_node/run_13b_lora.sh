@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 2, the reward model from OPT-13B with LoRA, on all GPUs of one machine.
-# Usage: [ACTOR=DIR] run_13b_lora.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
-PRESETS="reward/opt-13b reward/lora" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, GRPO of Qwen2.5-7B against GSM8K's answers, on several machines.
-# Usage: run_7b.sh [ACTOR] [ROWS] [ACTOR_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="grpo/qwen2.5-7b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

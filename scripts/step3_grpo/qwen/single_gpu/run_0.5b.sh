@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, GRPO of Qwen2.5-0.5B against GSM8K's answers, on one GPU.
-# Usage: run_0.5b.sh [ACTOR] [ROWS] [ACTOR_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="grpo/qwen2.5-0.5b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, GRPO of Qwen2.5-3B with LoRA against GSM8K's answers, on one GPU.
-# Usage: run_3b_lora.sh [ACTOR] [ROWS] [ACTOR_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="grpo/qwen2.5-3b grpo/lora" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

@@ -1,5 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, PPO of Llama-3.1-70B, on several machines.
-# Usage: [HOSTFILE=FILE] run_70b.sh
-#   [ACTOR] [CRITIC] [ACTOR_ZERO_STAGE] [CRITIC_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="ppo/llama-3.1-70b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

@@ -1,5 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, PPO of Llama-3.1-8B with LoRA, on all GPUs of one machine.
-# Usage: run_8b_lora.sh
-#   [ACTOR] [CRITIC] [ACTOR_ZERO_STAGE] [CRITIC_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="ppo/llama-3.1-8b ppo/lora" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

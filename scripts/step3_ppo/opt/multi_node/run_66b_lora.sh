@@ -1,5 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, PPO of OPT-66B with LoRA, on several machines.
-# Usage: [HOSTFILE=FILE] run_66b_lora.sh
-#   [ACTOR] [CRITIC] [ACTOR_ZERO_STAGE] [CRITIC_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="ppo/opt-66b ppo/lora" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

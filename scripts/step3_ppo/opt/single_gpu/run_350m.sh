@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, PPO of OPT-350M, on one GPU.
-# Usage: run_350m.sh [ACTOR] [CRITIC] [ACTOR_ZERO_STAGE] [CRITIC_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="ppo/opt-350m" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

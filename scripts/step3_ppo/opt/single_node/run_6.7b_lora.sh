@@ -1,5 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, PPO of OPT-6.7B with LoRA, on all GPUs of one machine.
-# Usage: run_6.7b_lora.sh
-#   [ACTOR] [CRITIC] [ACTOR_ZERO_STAGE] [CRITIC_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="ppo/opt-6.7b ppo/lora" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, DPO of Llama-3.1-70B, on several machines.
-# Usage: [METHOD=NAME] [HOSTFILE=FILE] run_70b.sh [ACTOR] [ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="preference/llama-3.1-70b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, DPO of Llama-3.2-1B, on one GPU.
-# Usage: [METHOD=NAME] run_1b.sh [ACTOR] [ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="preference/llama-3.2-1b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

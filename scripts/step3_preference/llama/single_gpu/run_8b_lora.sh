@@ -1,5 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, DPO of Llama-3.1-8B with LoRA, on one GPU.
-# Usage: [METHOD=NAME] run_8b_lora.sh [ACTOR] [ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="preference/llama-3.1-8b preference/lora" \
-  source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, DPO of Llama-2-7B, on all GPUs of one machine.
-# Usage: [METHOD=NAME] run_7b.sh [ACTOR] [ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="preference/llama-2-7b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

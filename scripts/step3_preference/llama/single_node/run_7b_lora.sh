@@ -1,5 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, DPO of Llama-2-7B with LoRA, on all GPUs of one machine.
-# Usage: [METHOD=NAME] run_7b_lora.sh [ACTOR] [ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="preference/llama-2-7b preference/lora" \
-  source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

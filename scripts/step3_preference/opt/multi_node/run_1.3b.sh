@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# Step 3, DPO of OPT-1.3B, on several machines.
-# Usage: [METHOD=NAME] [HOSTFILE=FILE] run_1.3b.sh [ACTOR] [ZERO_STAGE] [OUTPUT] [SETTINGS ...]
-PRESETS="preference/opt-1.3b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"
