@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from pipeline.clock import Clock
 from pipeline.parallel.mesh import current_mesh
+from pipeline.progress import Clock
 from step3_ppo.models import Models
 from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
 from step3_ppo.scoring import reward_of

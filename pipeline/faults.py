@@ -1,17 +1,17 @@
-"""Faults on demand: a test says where a process shall fail, and how.
+"""Faults on demand, for tests: where a process fails, and how.
 
     FAULT=checkpoint.mid_file:*:2:kill,checkpoint.before_latest:0:1:sleep-200
 
-Each is `<point>:<rank>:<nth>:<action>`: on that rank (`*`: on every one, as the variable RANK tells
-them), the nth time the process comes to `fault_point(point)`. The actions:
+Each is `<point>:<rank>:<nth>:<action>`: on that rank (`*`: on every one, by the variable RANK), the
+nth time the process calls `fault_point(point)`. The actions:
 
     kill        SIGKILL to the process itself
     exit        end at once with code 1, no clean-up
-    hang        sleep for ever, and say so on stderr
+    hang        sleep for ever, after a line on stderr
     sleep-<ms>  sleep that many milliseconds
     raise       RuntimeError
-    enospc      OSError, as of a full disk
-    eio         OSError, as of a broken one
+    enospc      OSError of a full disk
+    eio         OSError of a broken disk
 
 Without the variable a point is one comparison.
 """
@@ -27,12 +27,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from pipeline.errors import ConfigError, require
+from pipeline.errors import ConfigError
 from pipeline.parallel import launched
 
 ENVIRONMENT = "FAULT"
 
-ACTIONS = ("kill", "exit", "hang", "sleep-<ms>", "raise", "enospc", "eio")
+ACTIONS = r"kill|exit|hang|sleep-\d+|raise|enospc|eio"
 
 _text = os.environ.get(ENVIRONMENT)
 _visits: Counter[str] = Counter()
@@ -48,11 +48,11 @@ class _Fault:
 
 
 def fault_point(point: str) -> None:
-    """Fail here if `FAULT` says so.
+    """Fail here if `FAULT` has this point.
 
     Raises:
         ConfigError: `FAULT` can't be read.
-        RuntimeError, OSError: the fault that was asked for.
+        RuntimeError, OSError: the requested fault.
     """
     if _text is None:
         return
@@ -72,24 +72,12 @@ def _parse(text: str) -> tuple[_Fault, ...]:
 
 
 def _parse_one(word: str) -> _Fault:
-    fields = word.split(":")
-    require(
-        len(fields) == 4,
-        f"{ENVIRONMENT}={word} is not a fault; write <point>:<rank>:<nth>:<action>",
-    )
-    point, rank, nth, action = fields
-    require(
-        rank == "*" or rank.isdecimal(),
-        f"{ENVIRONMENT}={word}: the rank must be a number or *, not {rank!r}",
-    )
-    require(
-        nth.isdecimal() and int(nth) >= 1,
-        f"{ENVIRONMENT}={word}: the visit must be a number from 1 on, not {nth!r}",
-    )
-    if action not in ACTIONS and not re.fullmatch(r"sleep-\d+", action):
+    match = re.fullmatch(rf"([^:]+):(\*|\d+):([1-9]\d*):({ACTIONS})", word)
+    if match is None:
         raise ConfigError(
-            f"{ENVIRONMENT}={word}: the action must be one of {', '.join(ACTIONS)}, not {action!r}"
+            f"{ENVIRONMENT}={word} is not a fault; write <point>:<rank or *>:<nth>:<action>"
         )
+    point, rank, nth, action = match.groups()
     return _Fault(point, None if rank == "*" else int(rank), int(nth), action)
 
 

@@ -22,13 +22,21 @@ from pipeline.data.step_rows import load_step_rows, record_prompts
 from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
 from pipeline.engine.parts import KnowsHealth, Stateful
-from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.models.passes import Passes
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run import AtPeak, Run
 from pipeline.utilization import Utilization, log_peaks, utilization_of
+
+EVALUATIONS = 10
+"""Evaluations of a run, its end included, where they take little of its work."""
+
+SHARE = 0.08
+"""Of a run's work that its evaluations take at most, the first and the last one not counted."""
+
+FORWARD_SHARE = 1 / 3
+"""Of a training step's work that its forward pass is; the backward pass is twice as much."""
 
 C = TypeVar("C", bound=StepConfig)
 R = TypeVar("R")
@@ -150,6 +158,26 @@ class Training(Generic[C, R, S]):
     def export(self) -> None:
         """Write the model with its current weights to the output directory."""
         export(self.model, self.rows.tokenizer, self.config.output_dir, weights=self.engine)
+
+
+def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> int:
+    """Steps between evaluations; the last step is evaluated in any case.
+
+    It follows from settings and rows alone, never from a clock: which weights are the best must not
+    depend on how fast a machine is.
+
+    Args:
+        every: the setting `eval_every`: a number of steps, 0 for the last step alone, None to
+            choose.
+        total_steps: of the run.
+        cost: work of one evaluation, in training steps.
+    """
+    if every == 0:
+        return total_steps
+    if every is not None:
+        return every
+    affordable = int(SHARE * total_steps / max(cost, 1e-9))
+    return math.ceil(total_steps / max(1, min(EVALUATIONS, affordable)))
 
 
 def steps_between_evaluations(config: StepConfig, rows: Source, held_out: Sequence[object]) -> int:

@@ -1,8 +1,9 @@
-"""How far a step is: a bar in a terminal, about twenty plain lines anywhere else."""
+"""Progress of a step: a bar in a terminal, about twenty plain lines elsewhere; phases of a step."""
 
 import logging
 import math
 import sys
+import time
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -73,3 +74,22 @@ def duration(seconds: int | float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Clock:
+    """Seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        """By phase."""
+
+    def end(self, phase: str) -> None:
+        """End a phase, which began at the end of the one before."""
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds by `seconds_<phase>`."""
+        return {f"seconds_{phase}": seconds for phase, seconds in self.seconds.items()}

@@ -5,14 +5,16 @@ from typing import TypeVar
 
 from pipeline.budget.start import check_memory
 from pipeline.cli import parse_step
-from pipeline.compute_threads import compute_threads
 from pipeline.config import StepConfig
-from pipeline.gpu_memory import use_expandable_segments
-from pipeline.gpu_numerics import gpu_numerics
 from pipeline.logs import configure_logging
 from pipeline.parallel import launched
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.parallel.process_group import process_group
+from pipeline.system.torch_process import (
+    gpu_numerics,
+    set_compute_threads,
+    use_expandable_segments,
+)
 from pipeline.watchdog.process import watching
 
 C = TypeVar("C", bound=StepConfig)
@@ -34,11 +36,11 @@ def run_step(
     """
     config = parse_step(config_class, argv)
     use_expandable_segments()
+    set_compute_threads(config.threads)
     config.parallel.check(launched.world_size())
     check_memory(config, section=section)
     parallel, patience = config.parallel, config.timeout_seconds
     with (
-        compute_threads(config.threads),
         process_group(watching, patience),
         cut_mesh(
             replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=patience

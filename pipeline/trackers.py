@@ -1,10 +1,11 @@
-"""Where metrics go besides metrics.jsonl, on request: TensorBoard and Weights & Biases."""
+"""TensorBoard and Weights & Biases, in addition to metrics.jsonl."""
 
 import importlib.util
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from pipeline.config import Tracker
 from pipeline.errors import ConfigError
@@ -12,7 +13,6 @@ from pipeline.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
 class Sink(Protocol):
     """Takes the metrics of a step."""
 
@@ -21,7 +21,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush what is pending."""
+        """Flush pending metrics."""
         ...
 
 
@@ -40,7 +40,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush what is pending."""
+        """Flush pending metrics."""
         self._writer.close()
 
 
@@ -48,15 +48,11 @@ class WandbSink:
     """A run of the W&B project `rlhf-pipeline`, or of the one in WANDB_PROJECT."""
 
     def __init__(self, directory: Path, name: str, settings: Mapping[str, object]) -> None:
-        import os
-
         import wandb  # pyright: ignore[reportMissingImports]
 
+        project = os.environ.get("WANDB_PROJECT", "rlhf-pipeline")
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "rlhf-pipeline"),
-            name=name,
-            dir=str(directory),
-            config=dict(settings),
+            project=project, name=name, dir=str(directory), config=dict(settings)
         )
 
     def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
@@ -64,12 +60,12 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Flush what is pending."""
+        """Flush pending metrics."""
         self._run.finish()
 
 
 class Trackers:
-    """Hands metrics to sinks; a sink that fails is named once and left out from then on."""
+    """Passes metrics to sinks; a sink that fails is logged once and dropped."""
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
         self._sinks = dict(sinks)
@@ -93,9 +89,6 @@ class Trackers:
                 logger.warning("%s could not be closed: %s", name, error)
 
 
-PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb"}
-
-
 def require_trackers(names: Sequence[Tracker]) -> None:
     """Check that the packages are installed.
 
@@ -103,9 +96,9 @@ def require_trackers(names: Sequence[Tracker]) -> None:
         ConfigError: one is not; names the command that installs it.
     """
     for name in names:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"trackers: {name} is not installed; run `pip install {PACKAGES[name]}`"
+                f"trackers: {name} is not installed; run `pip install {name}`"
                 " or take it out of `trackers`"
             )
 

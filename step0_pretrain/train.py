@@ -26,9 +26,9 @@ from pipeline.models.passes import learning_model
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
 from pipeline.offline import Training, set_up
 from pipeline.parallel.mesh import current_mesh
-from pipeline.random_state import seed_generators
 from pipeline.run import AtPeak, Run
 from pipeline.run_step import run_step
+from pipeline.system.torch_process import seed_generators
 from step0_pretrain.batches import collate, cut
 from step0_pretrain.rows import Rows, load_rows
 from step0_pretrain.warm_start import warm_start

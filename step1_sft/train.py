@@ -25,9 +25,9 @@ from pipeline.models.passes import learning_model
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
 from pipeline.offline import Rows, Training, check_rows, load_rows, set_up
 from pipeline.parallel.mesh import current_mesh
-from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
+from pipeline.system.torch_process import seed_generators
 from step1_sft.batches import cut, encode, rows_fit
 
 METHOD = "Fine-tuned on demonstrations: the responses' tokens alone are learned."

@@ -30,9 +30,9 @@ from pipeline.models.trained import trained_classifier
 from pipeline.offline import Rows, Training, check_rows, load_rows, set_up
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
+from pipeline.system.torch_process import seed_generators
 from step2_reward.finish import finish
 from step2_reward.label_objectives import objective_of
 from step2_reward.label_rows import resolve

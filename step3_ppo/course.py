@@ -23,10 +23,10 @@ from pipeline.checkpoints import Checkpoints
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
 from pipeline.errors import require
-from pipeline.evaluations import evaluation_interval
 from pipeline.guards.guards import Guards
 from pipeline.models.card import Card
 from pipeline.models.load import model_path
+from pipeline.offline import evaluation_interval
 from pipeline.origin import training_at
 from pipeline.run import Run
 from step3_ppo.config import PPOConfig

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from inference.generation import Response
-from pipeline.clock import Clock
 from pipeline.errors import ConfigError
 from pipeline.models.chat import decode_response
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
+from pipeline.progress import Clock
 from rewards.contract import Episode, Outcome, Scored
 from rewards.environments.pool import Environments
 from rewards.mixture import Rewards, check_failures

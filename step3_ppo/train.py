@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.cli import run_main
-from pipeline.clock import Clock
 from pipeline.divergence import check_finite, keeping_best
 from pipeline.engine.best import BestWeights
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.parallel.mesh import current_mesh
-from pipeline.random_state import seed_generators
+from pipeline.progress import Clock
 from pipeline.run import Run
 from pipeline.run_step import run_step
+from pipeline.system.torch_process import seed_generators
 from step3_ppo.ema import Ema
 from step3_ppo.models import Models
 from step3_ppo.off_policy import check_rollout_gap

@@ -20,9 +20,9 @@ from pipeline.divergence import keeping_best
 from pipeline.models.context import within_context_of
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import current_mesh
-from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
+from pipeline.system.torch_process import seed_generators
 from step3_preference.objective import Figures, Point, objective
 from step3_preference.rows import ComparedBatch, cut
 from step3_preference.setup import Setup, set_up

@@ -57,7 +57,7 @@ ELSEWHERE = {
     "--replicas 2": "tests/test_steps_at_every_stage.py",
     "--tensor-parallel 2": "test_tensor_parallel.py of each step",
     "--sft.parallel.tp 2": "tests/step1_sft/test_tensor_parallel.py",
-    "--threads 1": "tests/pipeline/test_compute_threads.py",
+    "--threads 1": "tests/pipeline/system/test_torch_process.py",
     "--save-every": "tests/test_resume.py",
     "... --resume": "tests/test_resume.py",
     "--step 1 --deployment-type single_node": "tests/test_end_to_end.py, in a short form",

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from inference.tp_group import kv_heads_here
-from pipeline.huge_pages import zeros_like
 from pipeline.kernels.cache_append.cuda import append_
 from pipeline.kernels.cache_append.dispatch import kernel_for as append_kernel_for
 from pipeline.kernels.decode_attention.definition import Scores
 from pipeline.kernels.decode_attention.dispatch import decode_attention, kernel_for, prepare
 from pipeline.models.attention import KEY_BLOCK, round_up
 from pipeline.models.kv import kv_bytes_per_token, num_key_heads
+from pipeline.system.torch_process import zeros_in_huge_pages
 
 CALL = 256
 """Keys that cost as much to read as one more attention call."""
@@ -116,7 +116,9 @@ class SlotCache(Cache):
 
     def _empty(self, states: Float[Tensor, "1 G N D"]) -> Float[Tensor, "S G M D"]:
         # Zeros, because a masked key still takes part in a product with 0.
-        return zeros_like(states, self.num_slots, states.shape[1], self.width, states.shape[3])
+        return zeros_in_huge_pages(
+            states, self.num_slots, states.shape[1], self.width, states.shape[3]
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import ConfigError
-from pipeline.main_memory import available_bytes
+from pipeline.system.memory import available_bytes
 
 MIB, GIB = 2**20, 2**30
 

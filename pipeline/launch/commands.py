@@ -10,11 +10,14 @@ from pathlib import Path
 from pipeline.installation import ROOT
 from pipeline.launch.deployment import Deployment
 from pipeline.launch.layout import Host, Layout, is_this_machine
-from pipeline.launch.local import list_gpus, read_env_file, share_of_cores
+from pipeline.launch.local import list_gpus, read_env_file, share_of_cores, spin_count
 
 TORCHRUN = ("-m", "pipeline.launch.torchrun")
 RESTARTS = 100
 """Of an elastic job; every lost machine takes one."""
+
+SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+"""Variables by which a user decides how OpenMP's threads wait."""
 
 NO_DIRECTORY, NO_PYTHON = 120, 121
 """Exit codes where a machine lacks what a command needs."""
@@ -135,6 +138,8 @@ def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]
     environment["PYTHONSAFEPATH"] = "1"
     if where.by == "process":
         environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(1)))
+    if not SPINNING.intersection(environment):
+        environment["GOMP_SPINCOUNT"] = spin_count()
     own = where.hosts[deployment.node_rank or 0] if where.by in ("node", "hand") else None
     if own is not None and (deployment.filters or not own.is_whole):
         environment |= visible_devices(own)

@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from pipeline.errors import ConfigError
 
 CPU_PROCESSES = 2
@@ -25,6 +27,9 @@ PASSED_ON = re.compile(
 
 PLANNED = "RLHF_PLANNED"
 """Tells a step that `train.py` has looked whether it fits."""
+
+BUSY_PERCENT = 25.0
+"""Load of the machine from which other programs are assumed to need the cores."""
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -67,6 +72,17 @@ def gpu_names() -> list[str]:
     requested = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     listing = subprocess.run(requested, capture_output=True, text=True, check=False).stdout
     return [line.strip() for line in listing.splitlines() if line.strip()]
+
+
+def spin_count() -> str:
+    """GNU OpenMP's GOMP_SPINCOUNT: how long threads spin while they wait for each other.
+
+    Its default, several milliseconds, makes steps of small models many times as slow where other
+    programs use the cores. A short spin still finds the threads awake for the next operator; where
+    other programs are busy now, threads sleep at once.
+    """
+    busy = psutil.cpu_percent(interval=0.2)
+    return "0" if busy > BUSY_PERCENT else "10000"
 
 
 def share_of_cores(processes: int) -> int:

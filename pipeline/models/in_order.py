@@ -2,7 +2,7 @@
 
 PyTorch's backward passes of FlashAttention and of memory-efficient attention take the kernel of one
 order only while operators without one are errors. Where these only warn, as in a step
-(`pipeline.gpu_numerics`), attention alone is held to it.
+(`pipeline.system.torch_process`), attention alone is held to it.
 """
 
 from collections.abc import Callable, Iterator

@@ -18,9 +18,9 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from pipeline.faults import fault_point
 from pipeline.files.durable import replace_durably, settle, sync_directory, sync_file
 from pipeline.files.safetensors_header import INDEX, SINGLE
-from pipeline.main_memory import available_bytes
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.launched import local_world_size
+from pipeline.system.memory import available_bytes
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 

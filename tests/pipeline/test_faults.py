@@ -48,18 +48,15 @@ def test_errors_come_at_the_visit_they_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("a:0:kill", "FAULT=a:0:kill is not a fault; write <point>:<rank>:<nth>:<action>"),
-        ("a:x:1:kill", "the rank must be a number or \\*, not 'x'"),
-        ("a:0:0:kill", "the visit must be a number from 1 on, not '0'"),
-        ("a:0:1:explode", "the action must be one of kill, exit, hang, .*, not 'explode'"),
-    ],
+    "text", ["a:0:kill", "a:x:1:kill", "a:0:0:kill", "a:0:1:explode", "a:0:1:sleep-x"]
 )
-def test_what_is_no_fault_is_refused(
-    text: str, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malformed_fault_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     arm(monkeypatch, text)
 
+<<<<<<< HEAD
     with pytest.raises(ConfigError, match=sentence):
         fault_point("b")
+=======
+    with pytest.raises(ConfigError, match="is not a fault"):
+        fault_point("a")
+>>>>>>> 76d40b2c (Collect the setup of a PyTorch process in one module, and bound the spinning of OpenMP's threads)

@@ -17,7 +17,7 @@ from pipeline.budget.machine import (
 from pipeline.budget.table import Item, Phase, StepMemory
 from pipeline.budget.text import there
 from pipeline.errors import ConfigError
-from pipeline.main_memory import available_bytes, own_groups
+from pipeline.system.memory import available_bytes, own_groups
 
 
 @pytest.mark.parametrize(

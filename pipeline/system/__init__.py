@@ -1,0 +1,1 @@
+"""Settings of the process and of the machine: threads, memory, rounding, random numbers."""

@@ -1,0 +1,57 @@
+"""Main memory that is available now, within the limits of containers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Limit and usage of a control group, in version 2 and in version 1."""
+
+
+def available_bytes(groups: Sequence[Path] | None = None) -> int:
+    """Main memory that can be allocated: that of the system, within the limits of containers.
+
+    Args:
+        groups: directories of the control groups that may limit this process; by default its group
+            and those around it.
+    """
+    found = [_room_in(group) for group in (own_groups() if groups is None else groups)]
+    return min([psutil.virtual_memory().available, *(room for room in found if room is not None)])
+
+
+def own_groups(
+    cgroup_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> list[Path]:
+    """The control groups of this process, the innermost first, in versions 1 and 2."""
+    groups: list[Path] = []
+    for line in _read(cgroup_file).splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds in ("", "memory"):
+            top = root / kinds
+            own = top / path.lstrip("/")
+            groups += [each for each in (own, *own.parents) if each.is_relative_to(top)]
+    return groups
+
+
+def _room_in(group: Path) -> int | None:
+    """What a control group's limit leaves; None where it has none."""
+    for most, used in LIMITS:
+        limit, usage = _read(group / most), _read(group / used)
+        if limit.isdigit() and usage.isdigit():
+            stat = (line.partition(" ") for line in _read(group / "memory.stat").splitlines())
+            values = {name: value for name, _, value in stat}
+            # Inactive pages of files are freed as soon as memory is requested.
+            inactive = values.get("total_inactive_file", values.get("inactive_file", "0"))
+            return max(0, int(limit) - int(usage) + int(inactive))
+    return None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

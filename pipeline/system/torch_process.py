@@ -1,0 +1,157 @@
+"""How PyTorch computes in this process: threads, allocators, rounding, random numbers."""
+
+import ctypes
+import mmap
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import fields
+
+import numpy as np
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from pipeline.config import StepConfig, TrainedModelConfig
+from pipeline.errors import ConfigError
+
+THREADS = "RLHF_THREADS"
+"""Variable of the environment: threads of each process, where the setting `threads` is null."""
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the environment by which a user configures the allocator."""
+
+EXPANDABLE = "expandable_segments:True"
+
+HUGE_PAGE = 2 * 2**20
+"""Bytes. With ordinary pages a core looks up the address of every 4 KiB that it reads."""
+
+
+def set_compute_threads(number: int | None) -> None:
+    """Compute with that many threads; None is RLHF_THREADS, or else PyTorch's number.
+
+    Raises:
+        ConfigError: RLHF_THREADS is not a number above 0.
+    """
+    text = os.environ.get(THREADS)
+    if number is None and text:
+        if not text.isdecimal() or int(text) == 0:
+            raise ConfigError(f"{THREADS} must be a number of threads above 0, got {text!r}")
+        number = int(text)
+    if number is not None:
+        torch.set_num_threads(number)
+
+
+def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Make freed GPU memory usable for requests of any size; call it before the first allocation.
+
+    A step of RL alternates between training and generation, whose tensors have different sizes:
+    segments of a fixed size would be fragmented.
+
+    Returns:
+        False where the user has configured the allocator, which is left as it is.
+    """
+    if any(name in environment for name in ALLOCATOR_SETTINGS):
+        return False
+    environment[ALLOCATOR_SETTINGS[0]] = EXPANDABLE
+    if torch.cuda.is_available():  # which may have read the environment already
+        torch._C._accelerator_setAllocatorSettings(EXPANDABLE)  # noqa: SLF001
+    return True
+
+
+def zeros_in_huge_pages(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
+    """Zeros with the dtype and device of `like`, on a CPU in pages of 2 MiB where possible.
+
+    The system is asked before the memory is written, which is when it decides.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    tensor = like.new_empty(shape)
+    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
+        start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        size = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE - start
+        if size > 0:  # a refusal changes nothing
+            advise = ctypes.CDLL(None).madvise
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return tensor.zero_()
+
+
+@contextmanager
+def gpu_numerics(config: StepConfig) -> Iterator[None]:
+    """Round on GPUs as the settings say; CPUs are not affected.
+
+    With `tf32` products of fp32 matrices have 10 bits of mantissa (Ampere and later). Where a model
+    has `zero.reduction: deterministic`, operators use kernels with a fixed order of additions, and
+    cuBLAS the workspace that this needs. Others warn; `pipeline.models.in_order` covers attention,
+    whose backward passes use such a kernel only if others are disallowed.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    in_order = torch.cuda.is_available() and is_deterministic(config)
+    if in_order:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Buffers are written before they are read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+        if in_order:
+            torch.use_deterministic_algorithms(mode=False)
+
+
+def is_deterministic(config: StepConfig) -> bool:
+    """Whether a model of the step sums its gradients in a fixed order."""
+    values = [getattr(config, each.name) for each in fields(config)]
+    trained = [each for each in values if isinstance(each, TrainedModelConfig)]
+    return any(each.zero.reduction == "deterministic" for each in trained)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of PyTorch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  # the one that libraries share
+
+
+def random_state() -> dict[str, Tensor]:
+    """States of PyTorch's generators on CPU and GPU, Python's and NumPy's: 1-D tensors by name."""
+    state = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    _, words, gauss = random.getstate()
+    state["python"] = torch.tensor(words, dtype=torch.int64)
+    state["python_gauss"] = _optional(gauss)
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+    assert isinstance(numpy, dict)
+    inner = numpy["state"]
+    state["numpy"] = torch.tensor([*inner["key"].tolist(), inner["pos"]], dtype=torch.int64)
+    state["numpy_gauss"] = _optional(numpy["gauss"] if numpy["has_gauss"] else None)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor]) -> None:
+    """Restore the generators to the result of `random_state`."""
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    version = random.getstate()[0]
+    gauss = state["python_gauss"].tolist()
+    random.setstate((version, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+    *key, position = state["numpy"].tolist()
+    gauss = state["numpy_gauss"].tolist()
+    np.random.set_state(  # noqa: NPY002
+        {
+            "bit_generator": "MT19937",
+            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
+            "has_gauss": len(gauss),
+            "gauss": gauss[0] if gauss else 0.0,
+        }
+    )
+
+
+def _optional(value: float | None) -> Tensor:
+    return torch.tensor([] if value is None else [value], dtype=torch.float64)
