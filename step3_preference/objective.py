@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.models.forward_passes import ForwardPasses
+from pipeline.models.passes import ForwardPasses
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_preference.config import PreferenceConfig

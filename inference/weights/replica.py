@@ -21,10 +21,9 @@ from inference.weights.arena import Arena, Place
 from inference.weights.hash import bits_sum, hash_of_sums
 from inference.weights.origins import Origin, Origins
 from inference.weights.sharding import Sharding
-from pipeline.models.deferred import places
+from pipeline.models.deferred import meta_model, places
 from pipeline.models.export import HasTurns
 from pipeline.models.forward import base_model
-from pipeline.models.stream import meta_model
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec
 

@@ -3,8 +3,7 @@
 from torch import Tensor, nn
 
 from inference.tp_group import join_columns, mark, of_sharding, sum_
-from pipeline.models.sharding import STYLES
-from pipeline.models.tensor_shards import TensorShards
+from pipeline.models.sharding import STYLES, TensorShards
 
 
 class Sharding(TensorShards):

@@ -27,8 +27,7 @@ from pipeline.models.forward import (
     run_padded,
 )
 from pipeline.models.packing import how_to_run
-from pipeline.models.stages import Passage, Stage
-from pipeline.models.stand_ins import Chunk, Passed
+from pipeline.models.stages import Chunk, Passage, Passed, Stage
 from pipeline.models.trained import prepared
 
 META = torch.device("meta")

@@ -14,7 +14,7 @@ from pipeline.budget.passes import Pass, chunk_bytes
 from pipeline.budget.table import Item
 from pipeline.config import Workload
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.forward_passes import AHEAD
+from pipeline.models.passes import AHEAD
 from pipeline.models.sharding import can_shard
 from pipeline.models.stages import Stage, blocks_of, cut_stage
 from pipeline.models.tensor_cut import cut_for_plan

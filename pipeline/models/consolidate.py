@@ -19,12 +19,11 @@ from pipeline.engine.units import find_units
 from pipeline.errors import CheckpointError
 from pipeline.kernels.adamw.definition import round_weights
 from pipeline.models.block_codes import Form
-from pipeline.models.deferred import places
+from pipeline.models.deferred import meta_model, places
 from pipeline.models.export import export
 from pipeline.models.forward import base_model
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantize_layers, quantized_layers
-from pipeline.models.stream import meta_model
 
 TOKENIZER = "tokenizer"
 """Directory beside the checkpoints."""

@@ -1,23 +1,152 @@
 """Models whose weights stay in their files until the engine of each process reads its pieces."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from accelerate import init_empty_weights
 from jaxtyping import Shaped
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from pipeline.engine.state import read_part
 from pipeline.engine.stored import ReadElements, StoredParameter, copy_elements, stored_like
+from pipeline.engine.tensor_parts import Part, mark_part
 from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.files.weight_files import WeightFiles
 from pipeline.models.finite import is_finite, sentence
-from pipeline.models.stream import find_weights, meta_model
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
+COMPARED_AT_ONCE = 2**22
+"""Elements; tied tensors that are stored twice are compared piece by piece."""
+
+
+def meta_model(build: Callable[[], ModelT]) -> ModelT:
+    """What `build` makes of a config, with parameters that have a shape and no memory.
+
+    Buffers, such as the frequencies of rotary embeddings, are computed. Tied parameters are one
+    object, and those that a family keeps in fp32 have that number format, as after
+    `from_pretrained`.
+    """
+    with init_empty_weights(include_buffers=False):
+        model = build()
+    model.tie_weights()  # each got an empty tensor of its own
+    kept = model._get_dtype_plan(model.dtype)  # noqa: SLF001  # what from_pretrained asks
+    if kept:
+        pattern = re.compile("|".join(kept).replace("*", ".*"))
+        for name, param in model.named_parameters():
+            if pattern.search(name):
+                param.data = param.data.float()
+    return model
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Where files hold a model's parameters and persistent buffers."""
+
+    names: Mapping[str, str]
+    """Name in the files by name in the model; the names of a tied parameter have the same one."""
+
+    missing: tuple[str, ...]
+    """Names in the model that the files have nothing for, such as a new head's."""
+
+    needs_conversion: bool
+    """True where the files aren't taken as they are: tensors are merged, split or quantized, or two
+    tensors are stored for one tied parameter. `from_pretrained` knows how to load those."""
+
+
+def find_weights(model: PreTrainedModel, files: WeightFiles) -> StoredWeights:
+    """Match the model's names with the files', as `from_pretrained` does.
+
+    A base model's files fit a model with a head, and a head's files a base model or another head;
+    names that a family had in earlier versions are known.
+
+    Raises:
+        ModelError: a stored tensor has another shape than the model's.
+    """
+    own = model.state_dict()
+    conversions = get_model_conversion_mapping(model)
+    renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
+    converters = [step for step in conversions if isinstance(step, WeightConverter)]
+    prefix = model.base_model_prefix
+    needs_conversion = getattr(model.config, "quantization_config", None) is not None
+
+    names: dict[str, str] = {}
+    for stored in sorted(files.names(), key=dot_natural_key):
+        name, converter = rename_source_key(stored, renamings, converters, prefix, own)
+        if name not in own and stored in own:  # it has its present name already
+            name, converter = rename_source_key(stored, [], [], prefix, own)
+        if name in own:
+            needs_conversion |= converter is not None
+            names.setdefault(name, stored)
+
+    for tied in _tied(model):
+        present = [names[name] for name in tied if name in names]
+        needs_conversion = needs_conversion or not all(
+            _equal(files, present[0], other) for other in present[1:]
+        )
+        names |= {name: names.get(name, present[0]) for name in tied if present}
+
+    if not needs_conversion:
+        _require_shapes({stored: own[name] for name, stored in names.items()}, files)
+    spared = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]  # noqa: SLF001
+    missing = sorted(
+        name
+        for name in own.keys() - names.keys()
+        if not any(pattern.search(name) for pattern in spared)
+    )
+    return StoredWeights(names, tuple(missing), needs_conversion)
+
+
+def _require_shapes(own: Mapping[str, Tensor], files: WeightFiles) -> None:
+    wrong = sorted(name for name, param in own.items() if files.shape(name) != tuple(param.shape))
+    for name in wrong[:1]:
+        others = f", and {len(wrong) - 1} more that differ" if len(wrong) > 1 else ""
+        raise ModelError(
+            f"{files.path} holds {name} of shape {files.shape(name)}, but the model of its"
+            f" config.json has it of shape {tuple(own[name].shape)}{others}; config.json and"
+            " weights are not of one model"
+        )
+
+
+def _tied(model: PreTrainedModel) -> list[Sequence[str]]:
+    """The names of each parameter that has several."""
+    groups: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(param), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _equal(files: WeightFiles, one: str, other: str) -> bool:
+    """Whether two stored tensors hold the same numbers."""
+    shape = files.shape(one)
+    if one == other or files.shape(other) != shape:
+        return one == other
+    numel = torch.Size(shape).numel()
+    pieces = [
+        (start, min(start + COMPARED_AT_ONCE, numel)) for start in range(0, numel, COMPARED_AT_ONCE)
+    ]
+    return all(
+        torch.equal(
+            files.slice(one, *piece, dtype=torch.float64),
+            files.slice(other, *piece, dtype=torch.float64),
+        )
+        for piece in pieces
+    )
 
 
 class NotDeferrableError(Exception):
@@ -177,3 +306,38 @@ def defer_again(model: nn.Module, before: dict[str, tuple[torch.Size, ReadElemen
             added = param.detach()[shape[0] :].to("cpu", copy=True).flatten()
             made[param] = stored_like(param, Grown(stored, shape.numel(), added))
         setattr(module, leaf, made[param])
+
+
+def replace_by_part(layer: nn.Module, leaf: str, part: Part) -> None:
+    """Have a layer's parameter be this process's part of it; one in a file stays there.
+
+    A parameter that is stored flat stays so.
+    """
+    param = layer.get_parameter(leaf)
+    shape = part.own.shape(part.whole)
+    if part.stored is not None:
+        shape = torch.Size((shape.numel(),))
+    if isinstance(param, StoredParameter):
+        like = torch.empty(shape, dtype=param.dtype, device="meta")
+        read = partial(_read_part_elements, part, param.read, param.dtype)
+        own: nn.Parameter = stored_like(like, read, param.device)
+    else:
+        found = part.own.of(param.detach().view(part.whole))
+        found = found.clone(memory_format=torch.contiguous_format).view(shape)
+        own = nn.Parameter(found, requires_grad=False)
+    own.requires_grad_(param.requires_grad)
+    mark_part(own, part)
+    setattr(layer, leaf, own)
+
+
+def _read_part_elements(
+    part: Part, whole: ReadElements, dtype: torch.dtype, start: int, stop: int
+) -> Tensor:
+    """Elements of a part, from where those of the whole are."""
+    out = torch.empty(stop - start, dtype=dtype)
+
+    def fill(first: int, values: Tensor) -> None:
+        values.copy_(whole(first, first + len(values)))
+
+    read_part(part, start, out, fill)
+    return out

@@ -22,8 +22,8 @@ from pipeline.models.lora import merged
 from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
 from pipeline.parallel.device import local_device
-from pipeline.parallel.group import ALONE, Group
-from pipeline.parallel.mesh import Mesh, current_mesh
+from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.transfer import receive_named, send_named
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,8 @@ def export(
     When it returns they are on the disk, and as readable as other files of this user.
 
     With LoRA the directory holds the merged model, and `adapter/` the adapter in peft's form. The
-    trained model itself is not changed. All processes call it, and none goes on before the files
-    are there. Shards of a large model are written by those that have all of its weights pass by;
-    everything else by the main one. `weights`, an engine for one, brings parameters in place a
+    trained model itself is not changed. All processes call it; the main one writes, and none
+    returns before the files are there. `weights`, an engine for one, brings parameters in place a
     unit at a time; without it they are all there.
     """
     plain, mesh = base_model(model), current_mesh()
@@ -65,13 +64,12 @@ def export(
     adapter: dict[str, Tensor] = {}
     joining = _Joining(plain, mesh.tensor)
     ready = _as_exported(model, named, adapter, joining)
-    writers = _writers(mesh)
     if mesh.is_main:
         for stage in range(1, mesh.stages.size):
             device = local_device()
             ready = chain(ready, receive_named(mesh.stages, device, from_stage=stage))
             ready = _adapters_aside(ready, adapter)
-        _write(model, ready, adapter, tokenizer, directory, writers)
+        _write(model, ready, adapter, tokenizer, directory)
         if isinstance(model, PeftModel) and quantized_layers(model):
             logger.info(
                 "%s is the quantized base and its adapter, merged; %s/ alone, over the original"
@@ -81,24 +79,10 @@ def export(
             )
     elif mesh.data.rank == 0 and mesh.tensor.rank == 0:  # the first of another stage
         send_named(_with_adapter(ready, adapter), mesh.stages, to=0)
-    elif writers.size > 1 and can_stream(plain):
-        stream_export(ready, directory, group=writers)
     else:  # of the first copy with a part of its layers, which the others wait for
         for _ in ready if mesh.data.rank == 0 else named:
             pass
     mesh.world.barrier()
-
-
-def _writers(mesh: Mesh) -> Group:
-    """This process and the others that have the same whole weights pass by, the main one first.
-
-    With stages that is the main one alone, which is sent those of the others.
-    """
-    if mesh.stages.size > 1:
-        return ALONE
-    if mesh.tensor.size > 1:  # whole weights are joined by the processes of the first copy
-        return mesh.tensor.apart if mesh.data.rank == 0 else ALONE
-    return mesh.data.apart
 
 
 def set_stop_tokens(model: nn.Module, stop_ids: Sequence[int]) -> None:
@@ -189,7 +173,6 @@ def _write(
     adapter: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
-    writers: Group,
 ) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
@@ -198,7 +181,7 @@ def _write(
         if plain.config.pad_token_id is None:  # plain classifiers need it for batches
             plain.config.pad_token_id = tokenizer.pad_token_id
         if can_stream(plain):
-            stream_export(weights, directory, group=writers)
+            stream_export(weights, directory)
             rest: dict[str, Tensor] = {}
         else:
             rest = {name: tensor.to("cpu", copy=True) for name, tensor in weights}

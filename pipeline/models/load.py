@@ -3,7 +3,9 @@
 import logging
 import pickle
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, Kernels, Precision, TrainedModelConfig
 from pipeline.demo.model import build_model, build_tokenizer
@@ -25,7 +28,6 @@ from pipeline.errors import ModelError, UserError, is_out_of_memory
 from pipeline.hub import cached_file, require_reachable
 from pipeline.installation import TRAIN
 from pipeline.kernels.choice import kernel_mode
-from pipeline.models.aligned import align_weights
 from pipeline.models.attention import RAGGED
 from pipeline.models.deferred import (
     NotDeferrableError,
@@ -42,11 +44,33 @@ from pipeline.models.directory import (
     require_language_model,
     untrusted_code,
 )
-from pipeline.models.draw_layers import draw_layers
 from pipeline.models.finite import require_finite
-from pipeline.models.foreign_errors import errors_only, first_words
 from pipeline.models.packing import how_to_run
 from pipeline.models.quantized import quantized
+
+
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """Without transformers' tables and advice; what matters of them we say ourselves."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+LONGEST_REASON = 200
+"""Characters of somebody else's message that fit into a sentence of ours."""
+
+
+def first_words(error: Exception) -> str:
+    """The first lines of the message, as one, behind the kind of error where it is a bare word."""
+    lines = " ".join(str(error).split("\n\n")[0].split())
+    if isinstance(error, KeyError) or not lines:
+        lines = f"{type(error).__name__} {lines}".strip()
+    return lines if len(lines) <= LONGEST_REASON else lines[:LONGEST_REASON].rstrip() + " ..."
+
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +200,24 @@ def load_classifier(
     draw_layers(model, drawn, seed=seed)
     require_known_head(model, path)
     return _prepared(model, config, device, defer=defer)
+
+
+def draw_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
+    """Draw the layers whose weights are among `names` from N(0, 1 / sqrt(d + 1)), d the inputs.
+
+    Stiennon et al. 2020, appendix B; the numbers are the same on every process.
+    """
+    for name in sorted(names):
+        layer, _, leaf = name.rpartition(".")
+        if leaf != "weight":
+            continue
+        head = cast("nn.Linear", model.get_submodule(layer))
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(head.weight.shape, generator=generator)
+        with torch.no_grad():
+            head.weight.copy_(weight * (head.in_features + 1) ** -0.5)
+            if head.bias is not None:
+                head.bias.zero_()
 
 
 OF_SCORES = ("class_values", "cutpoints", "score_mean", "score_std")
@@ -336,9 +378,24 @@ def _prepared(
         require_finite(model, model_path(config))
         quantized(model.requires_grad_(False), config, device=device, lazy=defer)
     nn.Module.to(model, device=device)
-    align_weights(model)
+    _align_weights(model)
     require_finite(model, model_path(config))
     return model.eval()
+
+
+ALIGNMENT = 64
+"""Bytes; of PyTorch's memory on CPUs."""
+
+
+def _align_weights(model: nn.Module) -> None:
+    """Copy the weights of a mapped file that do not begin where the allocator would place them.
+
+    Matrix products add in an order that depends on the alignment, and so a frozen model would
+    compute other last digits at ZeRO stage 0 than at stage 3, which allocates its weights.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def _require_weights(path: str, missing: Collection[str]) -> None:

@@ -14,9 +14,8 @@ from transformers import (
 from pipeline.config import EMBEDDED, FrozenModelConfig, TrainedModelConfig
 from pipeline.demo.model import build_model, build_tokenizer
 from pipeline.errors import ModelError
-from pipeline.models.foreign_errors import errors_only
 from pipeline.models.known import KNOWN
-from pipeline.models.load import switch_off_dropout, weight_dtype
+from pipeline.models.load import errors_only, switch_off_dropout, weight_dtype
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantized
 

@@ -3,9 +3,7 @@
 import json
 import re
 import tempfile
-import threading
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,11 +14,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from pipeline.faults import fault_point
-from pipeline.files.durable import replace_durably, settle, sync_directory, sync_file
+from pipeline.files.durable import replace_durably, settle, sync_directory
 from pipeline.files.safetensors_header import INDEX, SINGLE
-from pipeline.parallel.group import ALONE, Group
-from pipeline.parallel.launched import local_world_size
-from pipeline.system.memory import available_bytes
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -57,147 +52,61 @@ def as_saved(model: PreTrainedModel, named: NamedTensors) -> Iterator[tuple[str,
 
 
 def stream_export(
-    named: NamedTensors,
-    directory: Path,
-    *,
-    max_shard_bytes: int | None = None,
-    metadata: Mapping[str, str] | None = None,
-    tied: Container[str] = (),
-    group: Group = ALONE,
+    named: NamedTensors, directory: Path, *, max_shard_bytes: int | None = None
 ) -> None:
     """Write full tensors as `model.safetensors`, or as shards and their index.
 
     In memory are one shard's tensors at most, as copies on the CPU, and the one that `named`
-    yields, which may be freed or filled again at the next turn. Names in `tied`, such as a model's
-    `all_tied_weights_keys`, are left out: they come back when plain `from_pretrained` ties them.
-    The directory's weights are replaced at the end, when the new ones are on the disk; a process
-    that is killed meanwhile, or a loss of power, leaves the old ones, the new ones or none, but no
-    mixture.
-
-    All processes of `group` call it with the same tensors. They write shards in turn, those that
-    have main memory for one beside what others of their machine take; each goes on while its
-    shard is written. Where shards end hangs on the tensors alone, so that the files are the same
-    whoever writes.
+    yields, which may be freed or filled again at the next turn. The directory's weights are
+    replaced at the end, when the new ones are on the disk; a process that is killed meanwhile, or a
+    loss of power, leaves the old ones, the new ones or none, but no mixture.
 
     Raises:
         ValueError: a name came twice.
-        OSError: a process can't write; the others raise it too.
     """
     max_shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
-    with _scratch(directory, group) as scratch:
-        shards = _Shards(scratch, {**(metadata or {}), "format": "pt"}, max_shard_bytes, group)
-        try:
-            size = 0
-            for name, tensor in named:
-                if name in tied:
-                    continue
-                if size and size + tensor.nbytes > max_shard_bytes:
-                    shards.write()
-                    size = 0
-                shards.add(name, tensor)
-                size += tensor.nbytes
-                del tensor  # the caller's is not ours to keep while it makes the next
-            shards.write()
-        finally:
-            shards.wait()
-        shards.check()
-        if group.rank == 0:
-            fault_point("export.before_replace")
-            _replace(shards, directory)
-
-
-@contextmanager
-def _scratch(directory: Path, group: Group) -> Iterator[Path]:
-    """A directory beside the model that all processes write to; the first one's to remove."""
-    if group.rank > 0:
-        yield directory / group.gather_objects("")[0]
-        return
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
-        group.gather_objects(Path(scratch).name)
-        yield Path(scratch)
+        shards = _Shards(Path(scratch))
+        for name, tensor in named:
+            if shards.pending_bytes and shards.pending_bytes + tensor.nbytes > max_shard_bytes:
+                shards.write()
+            shards.add(name, tensor)
+            del tensor  # the caller's is not ours to keep while it makes the next
+        shards.write()
+        fault_point("export.before_replace")
+        _replace(shards, directory)
 
 
 class _Shards:
-    """Files of tensors, numbered in the order they are written, of which some are this process's.
+    """Files of tensors, numbered in the order in which they are written."""
 
-    One is written by a thread while the tensors of other processes' pass by.
-    """
-
-    def __init__(
-        self, scratch: Path, metadata: dict[str, str], max_bytes: int, group: Group
-    ) -> None:
+    def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
-        self.metadata = metadata
-        self.count = 0
+        self.files: list[Path] = []
         self.shard_of: dict[str, int] = {}
-        self.total_size = self.total_parameters = 0
-        self._group = group
-        has_room = group.rank == 0 or available_bytes() // local_world_size() >= 2 * max_bytes
-        able = group.gather_objects(has_room)
-        self._writers = [rank for rank, is_able in enumerate(able) if is_able]
-        self._tensors: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._problem: Exception | None = None
-
-    @property
-    def files(self) -> list[Path]:
-        """All shards, in their order."""
-        return [self.scratch / f"{number}.safetensors" for number in range(self.count)]
+        self.pending_bytes = self.total_size = self.total_parameters = 0
+        self._pending: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor of the next file to the CPU."""
         if name in self.shard_of:
             raise ValueError(f"{name} came twice")
-        self.shard_of[name] = self.count
+        self.shard_of[name] = len(self.files)
+        self.pending_bytes += tensor.nbytes
         self.total_size += tensor.nbytes
         self.total_parameters += tensor.numel()
-        if self._writers[self.count % len(self._writers)] != self._group.rank:
-            return
-        self.wait()  # for the shard before: only one is in memory
-        self._tensors[name] = tensor.detach().to(
+        self._pending[name] = tensor.detach().to(
             "cpu", copy=True, memory_format=torch.contiguous_format
         )
 
     def write(self) -> None:
-        """Begin to write what was added since the last call, where that is this process's."""
-        file, tensors = self.scratch / f"{self.count}.safetensors", self._tensors
-        is_mine = self._writers[self.count % len(self._writers)] == self._group.rank
-        self.count += 1
-        self._tensors = {}
-        if not is_mine or self._problem is not None:
-            return
-
-        def save() -> None:
-            try:
-                fault_point("export.before_shard")
-                save_file(tensors, file, metadata=self.metadata)
-                sync_file(file)  # another machine can't do that for this one
-            except Exception as error:  # noqa: BLE001  # a thread has nobody to tell
-                self._problem = error
-            tensors.clear()
-
-        self._thread = threading.Thread(target=save, name="export", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return when nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def check(self) -> None:
-        """Return on all processes when each has written its shards.
-
-        Raises:
-            OSError: one could not.
-        """
-        own = None if self._problem is None else str(self._problem)
-        problems = self._group.gather_objects(own)
-        if self._problem is not None:
-            raise self._problem
-        for rank, problem in zip(self._group.ranks, problems, strict=True):
-            if problem is not None:
-                raise OSError(f"rank {rank} can't write to {self.scratch.parent}: {problem}")
+        """Write what was added since the last call."""
+        fault_point("export.before_shard")
+        file = self.scratch / f"{len(self.files)}.safetensors"
+        save_file(self._pending, file, metadata={"format": "pt"})
+        self.files.append(file)
+        self._pending, self.pending_bytes = {}, 0
 
     def index(self, names: list[str]) -> str:
         """The index of the shards under their final names."""

@@ -22,15 +22,15 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.engine.tensor_parts import Part, mark_partial
-from pipeline.models.cut_parameters import replace_by_part
+from pipeline.errors import ModelError
+from pipeline.models.deferred import replace_by_part
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.models.forward import base_model
 from pipeline.models.own_tokens import OwnTokens, why_not
 from pipeline.models.quantized import LinearLayer, QuantizedLinear, weight_shape
-from pipeline.models.sharding import STYLES, can_shard, layer_of, match
+from pipeline.models.sharding import STYLES, TensorShards, can_shard, layer_of, match
 from pipeline.models.stages import block_list
-from pipeline.models.tensor_roles import partial_parameters, why_not_run
-from pipeline.models.tensor_shards import TensorShards
+from pipeline.models.tensor_check import mismatch
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import ShardSpec
 from pipeline.parallel.tensor import (
@@ -61,19 +61,22 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     if group.size == 1:
         return
     plain = base_model(model)
-    shards, tables = _shards_of(plain, group), divisible_tables(plain, group.size)
-    reason = _why_not_by_tokens(plain, group.size) if sequence else None
-    if reason is not None:
-        logger.info("each process keeps all hidden states between layers: %s", reason)
-    by_tokens = sequence and reason is None
-    partial = partial_parameters(
-        plain,
-        group,
-        functools.partial(divide, words=len(tables) > 0),
-        sequence=by_tokens,
-    )
-    _divide(plain, shards, partial, sequence=by_tokens)
-    _divide_tables(tables, group)
+    _shards_of(plain, group)  # whose errors come before those of a copy
+    tables = divisible_tables(plain, group.size)
+    shard_layers = functools.partial(_divide_copy, words=len(tables) > 0)
+    if sequence:
+        reason = why_not(plain, group.size) or mismatch(plain, group, shard_layers, sequence=True)
+        if reason is not None:
+            logger.info("each process keeps all hidden states between layers: %s", reason)
+        sequence = reason is None
+    if not sequence:
+        reason = mismatch(plain, group, shard_layers, sequence=False)
+        if reason is not None:
+            raise ModelError(
+                f"{plain.config.model_type} models can't be divided among processes that train"
+                f" each layer together: {reason}; set parallel.tp 1"
+            )
+    divide(plain, group, tables, sequence=sequence)
 
 
 def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
@@ -91,58 +94,56 @@ def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) 
         )
 
 
-def divide(model: PreTrainedModel, group: Group, *, sequence: bool, words: bool = False) -> None:
-    """`cut_layers` without a look at the gradients of its family; with `words` small tables too."""
-    tables = divisible_tables(model, group.size, least=0) if words else []
-    shards = _shards_of(model, group)
-    _divide(model, shards, frozenset(), sequence=sequence)
+def divide(
+    plain: PreTrainedModel, group: Group, tables: list[nn.Module], *, sequence: bool
+) -> None:
+    """`cut_layers` without a check of the family; `tables` are divided too."""
+    shards = _shards_of(plain, group)
+    _mark_partial(plain, _partial_parameters(plain, shards, sequence=sequence))
+    _divide(plain, shards, sequence=sequence)
     _divide_tables(tables, group)
+
+
+def _divide_copy(model: PreTrainedModel, group: Group, *, words: bool, sequence: bool) -> None:
+    """`divide` of a small copy, whose tables are small too."""
+    tables = divisible_tables(model, group.size, least=0) if words else []
+    divide(model, group, tables, sequence=sequence)
 
 
 def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
     """Leave in a model on the meta device what one of so many processes has of each layer.
 
-    Of hidden states too, with `sequence`, as `cut_layers` does.
-
     Raises:
         ConfigError: the layers of the model can't be divided so.
     """
     plain, group = base_model(model), Group(0, tuple(range(size)))
-    shards = _shards_of(plain, group)
-    partial = {
-        name.replace(".base_layer.", ".")
-        for name, _ in plain.named_parameters()
-        if match(shards.plan.styles, name.rpartition(".")[0]) == PARTIAL
-    }
-    tables = divisible_tables(plain, size)
-    by_tokens = sequence and _why_not_by_tokens(plain, size) is None
-    if by_tokens:  # whatever is whole in a block works on a process's own tokens, or heads
+    by_tokens = sequence and why_not(plain, size) is None
+    divide(plain, group, divisible_tables(plain, size), sequence=by_tokens)
+
+
+def _partial_parameters(
+    plain: PreTrainedModel, shards: TensorShards, *, sequence: bool
+) -> set[str]:
+    """Names of whole weights of whose gradient each process finds a part.
+
+    Those that the family's plan says are used with a process's heads alone; with `sequence` all
+    whole weights of the blocks, which see a process's own tokens or heads.
+    """
+    names = {name.replace(".base_layer.", ".") for name, _ in plain.named_parameters()}
+    if sequence:
         blocks, _ = block_list(plain)
-        names = (name for name, _ in plain.named_parameters() if name.startswith(f"{blocks}."))
-        partial |= {name.replace(".base_layer.", ".") for name in names}
-    _divide(plain, shards, frozenset(partial), sequence=by_tokens)
-    _divide_tables(tables, group)
+        return {name for name in names if name.startswith(f"{blocks}.")}
+    styles = shards.plan.styles
+    return {name for name in names if match(styles, name.rpartition(".")[0]) == PARTIAL}
 
 
 def _shards_of(plain: PreTrainedModel, group: Group) -> TensorShards:
     return TensorShards(plain, group, setting=SETTING, divides_head=False)
 
 
-def _why_not_by_tokens(plain: PreTrainedModel, size: int) -> str | None:
-    reason = why_not(plain, size)
-    if reason is not None:
-        return reason
-    error = why_not_run(plain, size, divide, sequence=True)
-    kind = plain.config.model_type
-    return None if error is None else f"the code of {kind} models looks at all tokens ({error})"
-
-
-def _divide(
-    plain: PreTrainedModel, shards: TensorShards, partial: frozenset[str], *, sequence: bool
-) -> None:
+def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> None:
     group, branches = shards.tp_group, dict[str, _Branch]()
     tokens = OwnTokens(plain, group) if sequence else None
-    _mark_partial(plain, partial)
     for name, kind in shards.styles.items():
         module, style = plain.get_submodule(name), STYLES[kind]
         bias = _cut_layer(shards, name, module)
@@ -162,7 +163,7 @@ def _divide(
     shards.narrow()
 
 
-def _mark_partial(plain: PreTrainedModel, partial: frozenset[str]) -> None:
+def _mark_partial(plain: PreTrainedModel, partial: set[str]) -> None:
     """Say of whole weights, and of their adapters, that each process finds a part of a gradient."""
     for name, param in plain.named_parameters():
         if name.replace(".base_layer.", ".") in partial:

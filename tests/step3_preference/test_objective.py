@@ -5,7 +5,7 @@ import torch
 
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.models.forward_passes import ForwardPasses
+from pipeline.models.passes import ForwardPasses
 from step3_preference.config import PreferenceConfig
 from step3_preference.objective import Point, objective
 from step3_preference.rows import RowBatch

@@ -21,10 +21,9 @@ from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.engine.stored import StoredParameter, stored_like
 from pipeline.errors import ModelError
-from pipeline.models.deferred import read_stored
+from pipeline.models.deferred import meta_model, read_stored
 from pipeline.models.forward import Policy, Scorer, base_model, score_head
 from pipeline.models.load import load_causal_lm, load_classifier
-from pipeline.models.stream import meta_model
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import run_ranks
 from tests.families import random_rows, saved, tiny_causal_lm, tiny_classifier

@@ -20,10 +20,9 @@ from pipeline.data.batches import collate
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.files.safetensors_header import SINGLE
-from pipeline.models import stream_export
 from pipeline.models.export import export, named_weights
 from pipeline.models.forward import Policy, Scorer
-from pipeline.models.load import load_causal_lm, load_classifier
+from pipeline.models.load import load_classifier
 from pipeline.models.lora import add_lora
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import rank, run_ranks, world_size
@@ -34,21 +33,6 @@ from tests.pipeline.engine.checkpoint.saving import run_processes
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_an_exported_language_model_says_the_same_to_the_bit_in_plain_transformers(
-    family: str, tmp_path: Path
-) -> None:
-    plain = tiny_causal_lm(family)
-    model = load_causal_lm(FrozenModelConfig(path=saved(plain, tmp_path / "in")), device=CPU)
-
-    export(model, build_tokenizer(), tmp_path / "out")
-
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(again(input_ids=IDS).logits, plain(input_ids=IDS).logits)
-    assert again.dtype == torch.float32
 
 
 @torch.no_grad()
@@ -220,42 +204,6 @@ def test_a_sharded_export_is_to_the_byte_that_of_one_process(tmp_path: Path) -> 
         found = contents(tmp_path / other)
         assert found.keys() == expected.keys()
         assert [name for name in found if found[name] != expected[name]] == []
-
-
-def export_in_small_shards(path: str, out: str, stage: int) -> list[str]:
-    """The shards that this process writes."""
-    stream_export.MAX_SHARD_BYTES = 20_000
-    written: list[str] = []
-    save = stream_export.save_file
-
-    def noted(tensors: dict[str, Tensor], file: Path, **settings: Any) -> None:
-        written.append(file.name)
-        save(tensors, file, **settings)
-
-    stream_export.save_file = noted
-    model, engine = engine_of(path, stage, "causal", {"precision": "bf16"})
-    export(model, build_tokenizer(), Path(out), weights=engine)
-    return written
-
-
-@pytest.mark.jobs
-def test_shards_are_written_by_all_processes_to_the_bytes_of_one(tmp_path: Path) -> None:
-    lm = tiny_causal_lm("llama", vocab_size=len(build_tokenizer()), tie_word_embeddings=True)
-    path = saved(lm, tmp_path / "lm")
-    out = {size: tmp_path / str(size) for size in (1, 2)}
-    shards: dict[int, list[list[str]]] = {}
-
-    for size, stage in ((1, 0), (2, 3)):
-        shards[size] = run_ranks(
-            export_in_small_shards, path, str(out[size]), stage, world_size=size
-        )
-
-    names = [f"{number}.safetensors" for number in range(len(shards[1][0]))]
-    assert len(names) >= 4
-    assert shards[2] == [names[::2], names[1::2]]
-    assert contents(out[2]) == contents(out[1])
-    again = AutoModelForCausalLM.from_pretrained(out[2])
-    assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
 def most_gathered(path: str) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from transformers import (
 from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import SINGLE
 from pipeline.files.weight_files import WeightFiles
-from pipeline.models.stream import StoredWeights, find_weights, meta_model
+from pipeline.models.deferred import StoredWeights, find_weights, meta_model
 from tests.families import FAMILIES, PECULIAR, saved, tiny_causal_lm, tiny_classifier
 from tests.memory import live_bytes
 from tests.mixtures import MIXTURES, tiny_mixture
