@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -38,6 +38,7 @@ AHEAD = 4
 """Micro-batches that a stage may be ahead of the next one, where none goes back."""
 
 
+@runtime_checkable
 class MicroBatch(Protocol):
     """Rows that are run together."""
 
@@ -53,6 +54,7 @@ Found = Callable[[B], Tensor]
 """Computes something of a micro-batch, such as its loss, summed, by running the engine over it."""
 
 
+@runtime_checkable
 class Runs(Protocol):
     """An engine, of a model that learns or of a frozen one."""
 

@@ -3,22 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from pipeline.demo.facts import facts
-from pipeline.demo.model import VOCABULARY, build_model, build_tokenizer
+from pipeline.demo.model import build_model, build_tokenizer
 from pipeline.demo.task import corpus
 
 UNSEEN = "Zürich\tis 12°C — 你好 🙂 \n\n\n  two  spaces, <b>\u2581 1234567"
-
-
-def test_special_tokens_have_the_first_four_ids() -> None:
-    tokenizer = build_tokenizer()
-
-    ids = [tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id]
-    assert [*ids, tokenizer.pad_token_id] == [0, 1, 2, 3]
-    assert len(tokenizer) == VOCABULARY
-    assert tokenizer.chat_template is None
 
 
 def test_task_text_survives_tokenizing() -> None:
@@ -29,17 +20,6 @@ def test_task_text_survives_tokenizing() -> None:
 
     assert {ids[0] for ids in encoded} == {1}
     assert tokenizer.batch_decode(encoded, skip_special_tokens=True) == texts
-
-
-def test_any_other_text_survives_tokenizing_without_unknown_tokens() -> None:
-    tokenizer = build_tokenizer()
-    # The mark that stands for a space inside pieces reads as one.
-    expected = UNSEEN.replace("\u2581", " ")
-
-    ids = tokenizer(UNSEEN, add_special_tokens=False)["input_ids"]
-
-    assert 0 not in ids
-    assert tokenizer.decode(ids) == expected
 
 
 def test_every_word_that_facts_name_or_answer_is_one_token_and_every_digit_its_own() -> None:
@@ -110,13 +90,3 @@ def test_weights_depend_on_the_seed_alone_and_leave_the_global_random_state() ->
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_saved_model_loads_in_plain_transformers(tmp_path: Path) -> None:
-    model = build_model(vocab_size=64, seed=1)
-    model.save_pretrained(tmp_path)
-    tokens = torch.tensor([[1, 5, 9, 2]])
-
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-
-    assert torch.equal(loaded(tokens).logits, model(tokens).logits)

@@ -61,15 +61,6 @@ def test_eight_bits_by_hand() -> None:
     assert again(numbers, Form("int8"))[:2].tolist() == [-4.0, pytest.approx(64 * 4 / 127)]
 
 
-def test_of_two_equally_near_codes_the_lower_is_taken() -> None:
-    levels = torch.tensor(NF4)
-    numbers = torch.zeros(BLOCK)
-    numbers[0] = 1.0
-    numbers[1:16] = (levels[1:] + levels[:-1]) / 2
-
-    assert torch.equal(again(numbers, SINGLE)[1:16], levels[:-1])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bitsandbytes_has_the_same_codes_scales_and_numbers(dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
@@ -109,34 +100,6 @@ def test_no_weight_is_further_off_than_half_a_gap_between_codes(
     assert (error <= bound.repeat_interleave(BLOCK)[: len(error)] * (1 + 1e-5) + 1e-8).all()
 
 
-@pytest.mark.parametrize(
-    ("form", "share"), [(SINGLE, 0.093), (Form("nf4", double=True), 0.093), (Form("int8"), 0.007)]
-)
-def test_how_far_off_normal_weights_are_as_a_whole(form: Form, share: float) -> None:
-    numbers = weight(256, 256)
-
-    assert (again(numbers, form) - numbers).norm() < share * numbers.norm()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_quantized_is_quantized_to_itself(form: Form) -> None:
-    once = again(weight(64, 64), Form(form.codes))
-
-    assert torch.allclose(again(once, Form(form.codes)), once, rtol=1e-6, atol=0)
-    assert torch.equal(again(torch.zeros(3, 5), form), torch.zeros(3, 5))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_bits_of_each_weight(form: Form) -> None:
-    numbers = weight(512, 256)
-    sizes = {"nf4": 4.5, "int8": 8.5}
-    expected = 4 + 8 / BLOCK + 64 / (BLOCK * GROUP) if form.double else sizes[form.codes]
-
-    for each in (numbers, numbers.to("meta")):
-        packed = pack(each, form)
-        assert 8 * sum(vector.nbytes for vector in packed.values()) / each.numel() == expected
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_any_piece_of_the_vectors_is_computed_of_the_weights_that_it_needs(form: Form) -> None:
     numbers = weight(611, 83).flatten()
@@ -150,14 +113,3 @@ def test_any_piece_of_the_vectors_is_computed_of_the_weights_that_it_needs(form:
             of_piece = pack(numbers[begin:end], form)[name]
             got = of_piece[start - first : stop - first]
             assert torch.equal(got, whole[start:stop]), (name, start, stop)
-
-
-def test_pieces_that_are_packed_at_once_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = weight(64, 100)
-    for form in FORMS:
-        whole, unpacked = pack(numbers, form), again(numbers, form)
-        with monkeypatch.context() as patch:
-            patch.setattr("pipeline.models.block_codes.AT_ONCE", 2 * BLOCK)
-            cut = pack(numbers, form)
-            assert torch.equal(again(numbers, form), unpacked)
-        assert all(torch.equal(cut[name], vector) for name, vector in whole.items())

@@ -56,15 +56,6 @@ def cut_short(directory: Path) -> None:
     os.truncate(directory / SINGLE, 30_000)
 
 
-def cut_in_header(directory: Path) -> None:
-    os.truncate(directory / SINGLE, 100)
-
-
-def nested_header(directory: Path) -> None:
-    header = NESTED.encode()
-    (directory / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header)
-
-
 def missing_shard(directory: Path) -> None:
     sorted(directory.glob("model-*.safetensors"))[1].unlink()
 
@@ -98,48 +89,19 @@ IN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         write("tokenizer.json", POINTER),
         "{}/tokenizer.json is a Git-LFS pointer, not the file itself; run `git lfs pull` in {}",
     ),
-    "the configuration is a pointer": (
-        write("config.json", POINTER),
-        "{}/config.json is a Git-LFS pointer",
-    ),
-    "a pickle is a pointer": (
-        lambda d: (remove(SINGLE)(d), write("pytorch_model.bin", POINTER)(d)),
-        "{}/pytorch_model.bin is a Git-LFS pointer",
-    ),
     "weights were copied in part": (
         cut_short,
         "{}/model.safetensors can't be read as safetensors: it ends at byte 30000 of",
-    ),
-    "the header was copied in part": (
-        cut_in_header,
-        "{}/model.safetensors can't be read as safetensors: it ends at byte 100, within its header",
     ),
     "weights are garbage": (
         lambda d: (d / SINGLE).write_bytes(b"\x8f" * 5000),
         "{}/model.safetensors can't be read as safetensors: it does not begin as such a file does",
     ),
-    "weights are empty": (
-        write(SINGLE, ""),
-        "{}/model.safetensors can't be read as safetensors: it is empty",
-    ),
-    "weights have a header of 5,000 lists": (
-        nested_header,
-        "{}/model.safetensors can't be read as safetensors: its header is nested too deep",
-    ),
     "config.json has 5,000 lists": (
         write("config.json", NESTED),
         "{}/config.json is nested too deep to be read",
     ),
-    "tokenizer.json has 5,000 lists": (
-        write("tokenizer.json", NESTED),
-        "{}/tokenizer.json is nested too deep to be read",
-    ),
     "config.json is not JSON": (write("config.json", "{'a': 1}"), "{}/config.json is not JSON (E"),
-    "config.json is empty": (write("config.json", ""), "{}/config.json is empty"),
-    "config.json is a list": (
-        write("config.json", "[]"),
-        "{}/config.json is not a JSON object but a list",
-    ),
     "config.json names no type": (
         write("config.json", "{}"),
         "{}/config.json says no model_type",
@@ -161,10 +123,6 @@ IN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "{} holds no tokenizer: it has neither tokenizer.json nor tokenizer.model;",
     ),
     "tokenizer.json is not JSON": (write("tokenizer.json", "{"), "{}/tokenizer.json is not JSON"),
-    "tokenizer_config.json is not JSON": (
-        write("tokenizer_config.json", "{]"),
-        "{}/tokenizer_config.json is not JSON",
-    ),
     "only an adapter": (
         only_an_adapter,
         "{} holds an adapter without the model that it changes, me/base; merge them with peft's",
@@ -184,11 +142,6 @@ IN_SHARDS: dict[str, tuple[Callable[[Path], object], str]] = {
         " only model-00001-of-00004.safetensors; copy the missing file",
     ),
     "the index is not JSON": (write(INDEX, "{"), f"/{INDEX} is not an index of safetensors files"),
-    "the index is nested": (write(INDEX, NESTED), f"/{INDEX} is not an index of safetensors files"),
-    "the index names nothing": (
-        write(INDEX, '{"weight_map": {}}'),
-        f"/{INDEX} is not an index of safetensors files: its weight_map names none",
-    ),
     "the index names a file elsewhere": (
         write(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'),
         f"/{INDEX} names ../x.safetensors, which is outside",
@@ -210,14 +163,8 @@ WHEN_LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
         "lacks 9 of the model's weights, model.layers.2.",
     ),
     "an unknown architecture": (change(model_type="nosuch"), "has model type `nosuch`"),
-    "a setting of another type": (change(hidden_size="x"), "Field 'hidden_size' expected int"),
-    "an unknown activation": (change(hidden_act="nosuch"), "can't be loaded: KeyError 'nosuch'"),
     "a weight is NaN": (
         fill(float("nan")),
-        "model.layers.1.mlp.up_proj.weight holds NaN or infinity; the model is damaged",
-    ),
-    "a weight is infinite": (
-        fill(float("-inf")),
         "model.layers.1.mlp.up_proj.weight holds NaN or infinity; the model is damaged",
     ),
     "a tokenizer of nothing": (
@@ -362,13 +309,8 @@ def test_looking_at_a_directory_imports_nothing_heavy_and_reads_no_weights(tmp_p
             write(SINGLE, POINTER),
             "is a Git-LFS pointer",
         ),
-        (
-            ["-m", "step1_sft.train", "--max_steps", "1", "--output_dir", "OUT", "--model.path"],
-            change(hidden_size=16, head_dim=8),
-            "but the model of its config.json has it of shape",
-        ),
     ],
-    ids=["chat", "generate", "step 1"],
+    ids=["chat", "generate"],
 )
 def test_commands_say_it_in_one_line_and_exit_with_2(
     command: list[str], spoil: Callable[[Path], object], part: str, tmp_path: Path

@@ -29,17 +29,3 @@ def test_the_hub_reads_what_the_card_says(tmp_path: Path) -> None:
     assert "| `rows` | 256 |\n| `perplexity_after` | 1.315 |\n" in card.text
     assert "| `judge: step1_sft` | 0.25 |\n" in card.text
     assert "```yaml\nmax_steps: 500\nmodel.optim.lr: 0.003\n```\n" in card.text
-
-
-def test_no_directory_of_the_machine_stands_in_it(tmp_path: Path) -> None:
-    base = tmp_path / "secret" / "base"
-    base.mkdir(parents=True)
-    directory = tmp_path / "out"
-    directory.mkdir()
-
-    card = card_of(directory, str(base), str(tmp_path / "secret" / "rows.jsonl"))
-
-    assert "base_model" not in card.data.to_dict()
-    assert "- Base model: base\n- Data: rows.jsonl\n" in card.text
-    assert "secret" not in card.content
-    assert "/home" not in card.content

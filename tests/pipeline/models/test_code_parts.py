@@ -21,33 +21,13 @@ Borders = tuple[tuple[tuple[int, int], ...], ...]
 CUTS: dict[str, tuple[tuple[int, int], int, Borders, tuple[int, ...]]] = {
     # Shape of the weight, the dimension that is cut, and how; scales of each process.
     "rows": ((96, 256), 0, (((0, 48),), ((48, 96),)), (192, 192)),
-    "rows of three": (
-        (192, 256),
-        0,
-        (((0, 64),), ((64, 128),), ((128, 192),)),
-        (256, 256, 256),
-    ),
-    "columns": ((256, 384), 1, (((0, 192),), ((192, 384),)), (768, 768)),
     "columns of parted blocks": (
         (32, 320),
         1,
         (((0, 80),), ((80, 160),), ((160, 240),), ((240, 320),)),
         (2 * 32, 2 * 32, 2 * 32, 2 * 32),
     ),
-    "columns that share a block": (
-        (32, 64),
-        1,
-        (((0, 16),), ((16, 32),), ((32, 48),), ((48, 64),)),
-        (32, 32, 32, 32),
-    ),
-    "blocks of several rows": ((64, 172), 1, (((0, 86),), ((86, 172),)), (172, 172)),
     "rows of parted blocks": ((48, 44), 0, (((0, 24),), ((24, 48),)), (17, 17)),
-    "three of each": (
-        (128, 384),
-        1,
-        (((0, 64), (128, 192), (256, 320)), ((64, 128), (192, 256), (320, 384))),
-        (384, 384),
-    ),
     "three of each within blocks": (
         (64, 96),
         1,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
 )
 
 from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
@@ -48,20 +47,6 @@ def test_an_exported_reward_model_says_the_same_to_the_bit_in_plain_transformers
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert torch.equal(again(input_ids=IDS).logits, plain(input_ids=IDS).logits)
     assert (again.config.score_mean, again.config.score_std) == (0.25, 2.0)
-
-
-def test_a_directory_holds_safetensors_and_json_and_nothing_pickled(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{{ messages }}"
-
-    export(tiny_causal_lm("llama"), tokenizer, tmp_path)
-
-    names = {path.name for path in tmp_path.rglob("*")}
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
-    assert {Path(name).suffix for name in names} <= {".json", ".safetensors", ".jinja"}
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded("two words")["input_ids"] == tokenizer("two words")["input_ids"]
-    assert loaded.chat_template == "{{ messages }}"
 
 
 @torch.no_grad()

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.errors import DataError
-from pipeline.kernels.logprobs.definition import categorical_entropy
 from pipeline.models.attention import Ragged
 from pipeline.models.forward import Policy, Scorer, is_ragged, ragged_inputs
 from pipeline.models.load import load_causal_lm, load_classifier
@@ -108,21 +106,6 @@ def test_the_score_is_read_at_the_last_token_even_where_that_is_the_padding_toke
 
 
 @torch.no_grad()
-def test_padding_on_either_side_in_transformers_gives_the_scores_of_no_padding() -> None:
-    model = tiny_classifier("llama")
-    rows = random_rows((5, 3, 1))
-    pad = model.config.pad_token_id
-    right = torch.tensor([row.input_ids + [pad] * (5 - len(row)) for row in rows])
-    left = torch.tensor([[pad] * (5 - len(row)) + row.input_ids for row in rows])
-
-    scores = Scorer(model).final_scores(collate(rows))
-
-    for padded in (right, left):
-        pooled = model(input_ids=padded, attention_mask=(padded != pad).long()).logits
-        torch.testing.assert_close(scores, pooled.squeeze(-1), **TOLERANCE)
-
-
-@torch.no_grad()
 def test_a_sliding_window_shorter_than_the_sequences_is_kept(tmp_path: Path) -> None:
     path = saved(tiny_causal_lm("mistral"), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
@@ -152,38 +135,6 @@ def test_temperature_divides_the_logits_and_entropy_is_of_that_distribution(tmp_
     torch.testing.assert_close(said.logprobs, distribution.log_prob(targets), **TOLERANCE)
     assert said.entropy is not None
     torch.testing.assert_close(said.entropy, distribution.entropy(), **TOLERANCE)
-
-
-def test_entropy_of_equal_logits_is_the_logarithm_of_their_number() -> None:
-    logits = torch.tensor([[3.0, 3.0, 3.0, 3.0], [0.0, 0.0, -1e9, -1e9]])
-    entropy = categorical_entropy(logits.log_softmax(dim=-1))
-
-    torch.testing.assert_close(entropy, torch.tensor([4.0, 2.0]).log())
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "falcon"])
-def test_a_sequence_does_not_reach_its_neighbours(family: str, tmp_path: Path) -> None:
-    """The shapes stay the same, so not even rounding may differ: bit for bit."""
-    model = load_causal_lm(
-        FrozenModelConfig(path=saved(tiny_causal_lm(family), tmp_path)), device=CPU
-    )
-    before, mine, after = random_rows((7, 9, 6))
-    other_before, _, other_after = random_rows((7, 9, 6), seed=1)
-    silent = [Encoded.untrained(row.input_ids) for row in (before, after)]
-    other_silent = [Encoded.untrained(row.input_ids) for row in (other_before, other_after)]
-
-    def learn(first: Encoded, last: Encoded) -> tuple[Tensor, list[Tensor]]:
-        model.zero_grad()
-        logprobs = Policy(model)(collate([first, mine, last])).logprobs
-        logprobs.sum().backward()
-        return logprobs, [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    logprobs, gradients = learn(*silent)
-    other_logprobs, other_gradients = learn(*other_silent)
-
-    assert torch.equal(logprobs, other_logprobs)
-    # A matrix gradient sums over all tokens, and the neighbours' share is an exact zero.
-    assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

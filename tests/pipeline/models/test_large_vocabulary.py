@@ -102,21 +102,6 @@ def test_required_is_refused_where_logits_are_more_than_a_product(tmp_path: Path
     )
 
 
-def test_asking_the_model_leaves_it_and_the_random_numbers_as_they_were(tmp_path: Path) -> None:
-    asked = policy("llama", tmp_path)
-    adapted = add_lora(asked.model, LoraConfig(rank=2, dropout=0.5), task="causal", seed=0)  # pyright: ignore[reportArgumentType]
-    new = Policy(adapted.train(), tile=TILE)
-    batch = collate(random_rows(LENGTHS))
-
-    said = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        said.append(new(batch).logprobs.detach())
-        assert adapted.training
-
-    assert torch.equal(*said)  # the first call asked, the second did not
-
-
 def trained(stage: int, dtype: str, uniform: bool) -> list[Tensor]:
     """Weights after two steps by tiles."""
     model = tiny_causal_lm("llama", vocab_size=LARGE_VOCABULARY)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.config import EMBEDDED, FrozenModelConfig
+from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ModelError
@@ -19,7 +19,7 @@ from pipeline.models.load import (
     load_tokenizer,
     weight_dtype,
 )
-from tests.families import FAMILIES, VOCAB, random_rows, saved, tiny_causal_lm
+from tests.families import FAMILIES, random_rows, saved, tiny_causal_lm
 
 CPU = torch.device("cpu")
 
@@ -75,15 +75,6 @@ def test_a_saved_head_is_kept(tmp_path: Path) -> None:
     assert again.config.num_labels == 1
 
 
-def test_the_body_of_a_classifier_is_the_language_models(tmp_path: Path) -> None:
-    lm = tiny_causal_lm("llama")
-
-    classifier = load_classifier(FrozenModelConfig(path=saved(lm, tmp_path)), device=CPU)
-
-    body = classifier.base_model.state_dict()
-    assert all(torch.equal(body[name], weight) for name, weight in lm.model.state_dict().items())
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [
@@ -121,14 +112,6 @@ def test_new_tokens_get_rows_that_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first[-2:], other[-2:])
 
 
-def test_a_table_larger_than_the_tokenizer_is_left_as_it_is() -> None:
-    model = tiny_causal_lm("llama", vocab_size=1500)
-
-    add_tokens(model, build_tokenizer(), seed=0)
-
-    assert model.get_input_embeddings().weight.shape[0] == 1500
-
-
 def test_a_tokenizer_without_a_padding_token_pads_with_the_end_of_sequence(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.pad_token = None
@@ -148,27 +131,6 @@ def test_a_classifier_is_refused_where_a_language_model_is_needed(tmp_path: Path
 
     with pytest.raises(ModelError, match=r"reward is a classifier, .* can't generate text; give a"):
         load_causal_lm(FrozenModelConfig(path=classifier), device=CPU)
-
-
-def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"{tmp_path} holds no model: it has no config.json"):
-        load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU)
-
-
-def test_a_missing_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"the directory .*/nowhere does not exist"):
-        load_causal_lm(FrozenModelConfig(path=str(tmp_path / "nowhere")), device=CPU)
-    with pytest.raises(ModelError, match="no model path was given"):
-        load_tokenizer(FrozenModelConfig())
-
-
-def test_the_embedded_language_model_is_no_reward_model() -> None:
-    with pytest.raises(ModelError, match="a reward model starts from step 1's output"):
-        load_classifier(FrozenModelConfig(path=EMBEDDED), device=CPU)
-
-
-def test_the_vocabulary_of_the_tests_is_what_it_says() -> None:
-    assert tiny_causal_lm("gpt2").get_input_embeddings().weight.shape == (VOCAB, 32)
 
 
 def test_a_pickle_is_loaded_only_where_the_user_allows_it(tmp_path: Path) -> None:

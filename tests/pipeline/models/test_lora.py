@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from pipeline.config import (
     DataConfig,
-    FrozenModelConfig,
     LoraConfig,
     OptimConfig,
     TrainedModelConfig,
@@ -22,7 +21,6 @@ from pipeline.errors import ConfigError
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.models.forward import Policy, Scorer
-from pipeline.models.load import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from tests.families import random_rows, saved, tiny_causal_lm
@@ -119,29 +117,6 @@ def test_rslora_scales_by_the_root_of_the_rank_in_training_and_what_is_exported(
 
 
 @torch.no_grad()
-def test_before_training_an_adapter_changes_nothing(tmp_path: Path) -> None:
-    path = base("llama", tmp_path)
-    model = trained_causal_lm(settings(path), TOKENIZER, device=CPU, seed=0).eval()
-    plain = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
-
-    assert torch.equal(Policy(model)(BATCH).logprobs, Policy(plain)(BATCH).logprobs)
-
-
-def test_only_adapters_learn_in_a_language_model_and_also_the_head_in_a_classifier(
-    tmp_path: Path,
-) -> None:
-    config = settings(base("llama", tmp_path))
-
-    actor = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
-    reward = trained_classifier(config, TOKENIZER, device=CPU, seed=0)
-
-    assert all(".lora_" in name for name, p in actor.named_parameters() if p.requires_grad)
-    others = [n for n, p in reward.named_parameters() if p.requires_grad and ".lora_" not in n]
-    assert len(others) == 1
-    assert others[0].endswith("score.modules_to_save.default.weight")
-
-
-@torch.no_grad()
 def test_a_reward_models_head_is_trained_and_exported_with_its_adapter(tmp_path: Path) -> None:
     config = settings(base("llama", tmp_path / "base"))
     model = trained_classifier(config, TOKENIZER, device=CPU, seed=0)
@@ -163,21 +138,6 @@ def test_a_reward_models_head_is_trained_and_exported_with_its_adapter(tmp_path:
     torch.testing.assert_close(adapter(input_ids=ids).logits[0], scores, rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
-def test_a_merged_export_with_tied_embeddings_stays_tied(tmp_path: Path) -> None:
-    config = settings(base("llama", tmp_path / "base", tie_word_embeddings=True))
-    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
-    with torch.enable_grad():
-        learned(Policy(model), config)
-
-    export(model, TOKENIZER, tmp_path / "out")
-
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert merged.lm_head.weight is merged.model.embed_tokens.weight
-    adapted = model(input_ids=IDS).logits
-    torch.testing.assert_close(merged(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
-
-
 def test_adapters_are_fp32_on_a_bf16_base_and_drawn_from_the_seed() -> None:
     models = [
         add_lora(tiny_causal_lm("llama").bfloat16(), LORA, task="causal", seed=seed)
@@ -193,37 +153,9 @@ def test_adapters_are_fp32_on_a_bf16_base_and_drawn_from_the_seed() -> None:
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_targets_name_the_layers_that_get_an_adapter() -> None:
-    model = add_lora(
-        tiny_causal_lm("llama"), LoraConfig(targets=("q_proj", "v_proj")), task="causal", seed=0
-    )
-
-    adapted = {
-        name.split(".lora_")[0].split(".")[-1]
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-    assert adapted == {"q_proj", "v_proj"}
-
-
 def test_targets_that_match_nothing_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"lora.targets \['query'\]"):
         add_lora(tiny_causal_lm("llama"), LoraConfig(targets=("query",)), task="causal", seed=0)
-
-
-def test_gradient_checkpointing_gives_adapters_the_same_gradients(tmp_path: Path) -> None:
-    path = base("llama", tmp_path)
-    gradients = []
-
-    for checkpointing in (False, True):
-        config = settings(path, gradient_checkpointing=checkpointing)
-        model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
-        engine = Engine(Policy(model), config, total_steps=1)
-        engine.backward(engine(BATCH).logprobs.sum())
-        gradients.append(torch.cat([each.flatten() for each in engine.gradients().values()]))
-
-    assert gradients[0].any()
-    assert torch.equal(*gradients)
 
 
 def test_adapter_dropout_is_off_while_evaluating(tmp_path: Path) -> None:

@@ -9,18 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pipeline.config import FrozenModelConfig, LoraConfig, Precision, TrainedModelConfig
+from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.demo.model import build_tokenizer
-from pipeline.engine.engine import Engine
 from pipeline.errors import ModelError
-from pipeline.models.attention import RAGGED, LostLayoutError, Ragged
-from pipeline.models.forward import Policy, Scorer, is_ragged, ragged_inputs
+from pipeline.models.forward import Policy, Scorer, is_ragged
 from pipeline.models.load import load_causal_lm, load_classifier
-from pipeline.models.packing import _tried, how_to_run
-from pipeline.models.trained import trained_causal_lm
-from tests.distributed import run_ranks
+from pipeline.models.packing import _tried
 from tests.families import VOCAB, looks_ahead, random_rows, saved
 
 CPU = torch.device("cpu")
@@ -129,15 +124,6 @@ def test_no_family_sees_another_sequence_and_the_log_says_which_are_padded(
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_layer_that_loses_the_layout_raises_instead_of_seeing_everything() -> None:
-    model = tiny("nemotron")
-    model.set_attn_implementation(RAGGED)
-    batch = collate(random_rows((5, 4)))
-
-    with pytest.raises(LostLayoutError, match="NemotronAttention does not hand on where sequences"):
-        model(**ragged_inputs(batch, Ragged(batch.lengths, CPU)))
-
-
 @torch.no_grad()
 def test_scores_of_a_family_that_is_padded_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
     path = saved(tiny("phimoe"), tmp_path)
@@ -150,75 +136,6 @@ def test_scores_of_a_family_that_is_padded_are_those_of_each_sequence_alone(tmp_
     expected = torch.stack(alone) @ model.score.weight[0]
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=2e-5)
     assert not is_ragged(model)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_choice_hangs_neither_on_the_number_format_nor_on_the_weights(
-    precision: Precision, tmp_path: Path
-) -> None:
-    """Weights near zero, in a coarse format: packed and alone could not be told apart by them."""
-    for family, (_, reason) in FAMILIES.items():
-        model = tiny(family)
-        if looks_ahead(model):  # and is refused
-            continue
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(1e-3)
-        path = saved(model, tmp_path / family)
-
-        loaded = load_causal_lm(FrozenModelConfig(path=path, precision=precision), device=CPU)
-
-        assert is_ragged(loaded) == (reason is None), family
-
-
-def test_asking_changes_neither_the_model_nor_the_random_numbers() -> None:
-    model = tiny("llama")
-    before = {name: param.clone() for name, param in model.named_parameters()}
-    config, state = model.config.to_json_string(use_diff=False), torch.get_rng_state()
-    _tried.cache_clear()
-
-    assert how_to_run(model).packed
-
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.config.to_json_string(use_diff=False) == config
-    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
-
-
-@pytest.mark.parametrize(("stage", "lora"), [(0, False), (3, False), (3, True)])
-def test_two_processes_choose_alike_at_every_stage_and_with_adapters(
-    stage: int, lora: bool, tmp_path: Path
-) -> None:
-    rows = random_rows(LENGTHS)
-    path = saved(tiny("phimoe", vocab_size=len(build_tokenizer())), tmp_path)
-    alone = logprobs_alone(AutoModelForCausalLM.from_pretrained(path), rows)
-
-    answers = run_ranks(logprobs_of_stage, path, stage, lora, rows)
-
-    for packed, logprobs in answers:
-        assert not packed
-        torch.testing.assert_close(logprobs, alone, rtol=1e-4, atol=2e-5)
-
-
-def logprobs_of_stage(
-    path: str, stage: int, lora: bool, rows: list[Encoded]
-) -> tuple[bool, torch.Tensor]:
-    config = TrainedModelConfig(
-        path=path,
-        precision="fp32",
-        zero_stage=stage,  # pyright: ignore[reportArgumentType]
-        lora=LoraConfig(rank=2, targets=("q_proj",)) if lora else None,
-        gradient_checkpointing=False,
-    )
-    model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
-    engine = Engine(Policy(model), config, total_steps=1)
-    engine.model.eval()
-    with torch.no_grad():
-        return is_ragged(model), engine(collate(rows)).logprobs
-
-
-def test_a_window_that_the_context_has_no_room_for_does_not_keep_a_family_from_packing() -> None:
-    assert how_to_run(tiny("phimoe", sliding_window=64)).packed
-    assert not how_to_run(tiny("phimoe", sliding_window=63)).packed
 
 
 def test_a_model_whose_tokens_see_later_ones_is_no_language_model(tmp_path: Path) -> None:

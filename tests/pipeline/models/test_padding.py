@@ -2,7 +2,6 @@
 
 import torch
 
-from pipeline.models.attention import Ragged
 from pipeline.models.padding import pad, unpad
 
 SOURCE = torch.tensor([2, 3, 4, 0, 1, 1])
@@ -34,23 +33,3 @@ def test_gradients_are_those_of_indexed_reads() -> None:
         return leaf.grad
 
     assert gradient(indexed=False).equal(gradient(indexed=True))
-
-
-def test_padding_of_what_is_collected_has_no_gradient() -> None:
-    padded = torch.zeros(6, 2, requires_grad=True)
-
-    unpad(padded, PLACE).sum().backward()
-
-    assert padded.grad is not None
-    assert padded.grad[:, 0].tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
-
-
-def test_attention_of_equal_whole_sequences_moves_nothing() -> None:
-    lengths = (64, 64, 64)
-    query = torch.randn(1, 2, 192, 8, dtype=torch.bfloat16)
-
-    ragged = Ragged(lengths, torch.device("cpu"))
-    (group,) = ragged.padded.spread(query)
-
-    assert group.shape == (3, 2, 64, 8)
-    assert group.data_ptr() == query.data_ptr()

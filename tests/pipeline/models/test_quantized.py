@@ -12,13 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
-from inference.generation import generate
-from inference.weights.hash import weights_hash
-from inference.weights.replica import Replica
 from pipeline.config import (
     FrozenModelConfig,
-    LoraConfig,
-    Precision,
     Quantize,
     TrainedModelConfig,
 )
@@ -34,12 +29,11 @@ from pipeline.models.consolidate import consolidate, describe_model
 from pipeline.models.export import export
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_causal_lm, load_classifier
-from pipeline.models.lora import add_lora
 from pipeline.models.meta import model_on_meta
-from pipeline.models.quantized import QuantizedLinear, quantize_layers
+from pipeline.models.quantized import QuantizedLinear
 from pipeline.models.trained import frozen_bytes, trained_causal_lm, trained_classifier
 from tests.distributed import run_ranks
-from tests.families import saved, tiny_causal_lm, tiny_classifier
+from tests.families import saved, tiny_classifier
 from tests.pipeline.models.quantized_models import (
     BATCH,
     CPU,
@@ -105,14 +99,6 @@ def test_the_linear_weights_of_the_blocks_are_quantized_and_nothing_else(
     assert all(".lora_" in name for name in learn)
 
 
-def test_layers_without_an_adapter_are_quantized_as_well(tmp_path: Path) -> None:
-    config = settings(base("llama", tmp_path), lora=LoraConfig(targets=("q_proj",)), **NF4)
-    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
-
-    assert len(plain_names(model)) == 14
-    assert sum(name.endswith(".base_layer") for name in layers_of(model)) == 2
-
-
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
 def test_an_adapter_that_is_off_or_new_leaves_the_quantized_base(
@@ -166,23 +152,6 @@ def test_the_export_is_the_dequantized_base_and_the_adapter_added_in_fp32_and_ro
     assert not torch.equal(loaded(input_ids=IDS).logits, logits)
     if precision == "fp32":  # merged weights are rounded, which shows in bf16
         torch.testing.assert_close(merged(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@torch.no_grad()
-def test_what_generates_has_the_bits_of_the_export(way: dict[str, Any], tmp_path: Path) -> None:
-    config = settings(base("llama", tmp_path / "base"), precision="bf16", **way)
-    with torch.enable_grad():
-        model, engine = learned(config)
-    replica = Replica(model, shares=True)
-    replica.load(engine)
-    export(model, TOKENIZER, tmp_path / "out", weights=engine)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-
-    exported = dict(loaded.named_parameters())
-    for name, weight in replica.model.named_parameters():
-        assert torch.equal(weight, exported[name]), name
-    assert replica.weights_hash() == weights_hash(loaded)
 
 
 @pytest.mark.parametrize(
@@ -276,51 +245,6 @@ def test_a_frozen_reward_model_is_quantized_whole_and_in_shards_alike(tmp_path: 
         assert all(torch.equal(each, expected) for each in got)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_frozen_model_generates_what_its_dequantized_copy_does(
-    precision: Precision, tmp_path: Path
-) -> None:
-    path = base("llama", tmp_path)
-    small, plain = (
-        load_causal_lm(FrozenModelConfig(path=path, precision=precision, **way), device=CPU)
-        for way in (NF4, {})
-    )
-    for name, layer in layers_of(small).items():
-        plain.get_submodule(name).get_parameter("weight").data.copy_(layer.weight)
-
-    one, other = (
-        generate(
-            model,
-            [[5, 6, 7], [8, 9]],
-            max_new_tokens=12,
-            temperature=1.0,
-            stop_ids=[2],
-            seed=1,
-            keys=[0, 1],
-        )
-        for model in (small, plain)
-    )
-    assert [each.ids for each in one] == [each.ids for each in other]
-
-
-def test_recomputation_and_a_tied_weight_change_nothing(tmp_path: Path) -> None:
-    path = base("gpt2", tmp_path, tie_word_embeddings=True)
-    plain, _ = learned(settings(path, **NF4))
-    recomputing, _ = learned(settings(path, gradient_checkpointing=True, **NF4))
-
-    for one, other in zip(plain.parameters(), recomputing.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_weight_that_two_layers_share_stays_as_it_is() -> None:
-    model = tiny_causal_lm("llama")
-    shared = module_of(model, "model.layers.0.self_attn")
-    shared.k_proj.weight = shared.v_proj.weight
-    add_lora(model, LoraConfig(targets=("q_proj",)), task="causal", seed=0)
-
-    assert quantize_layers(model, Form("nf4")) == 12
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -333,13 +257,3 @@ def test_a_weight_that_two_layers_share_stays_as_it_is() -> None:
 def test_what_cannot_be_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         settings("any", **changes)
-
-
-def test_a_model_without_linear_layers_in_its_blocks_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = settings(base("llama", tmp_path), lora=LoraConfig(targets=("lm_head",)), **NF4)
-    monkeypatch.setattr("pipeline.models.quantized.find_units", lambda _: [])
-
-    with pytest.raises(ConfigError, match=r"quantize nf4: the blocks of .* no linear layer"):
-        trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)

@@ -77,10 +77,6 @@ def differing(path: str, disk: Path) -> list[str]:
     ]
 
 
-def test_transport_and_offload_change_no_code_and_no_adapter(tmp_path: Path) -> None:
-    assert run_ranks(differing, base("llama", tmp_path / "base"), tmp_path) == [[], []]
-
-
 def test_at_stage_3_a_weight_is_not_read_before_the_engine_asks_for_a_piece(
     tmp_path: Path,
 ) -> None:

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from pipeline.data.batches import TokenBatch
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models.attention import RAGGED
-from pipeline.models.block_codes import Form
 from pipeline.models.forward import Policy
 from pipeline.models.packing import how_to_run
-from pipeline.models.quantized import quantize_layers
 from pipeline.models.stages import Passage, blocks_of, cut_stage, order_of, require_exact
 from pipeline.parallel.partition import balanced
 from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
@@ -154,20 +152,3 @@ def test_the_slowest_stage_is_as_fast_as_can_be_and_the_others_are_alike(last: f
         assert sum(counts) == 8
         assert min(counts) >= 1
         assert found == min(cuts, key=rank)
-
-
-def test_stages_are_as_even_as_the_slowest_allows() -> None:
-    assert balanced([1] * 8, 4) == [2, 2, 2, 2]
-    assert balanced([1] * 8, 4, last=1) == [2, 2, 2, 2]  # which is as fast as 3 3 1 1, and 3 2 2 1
-    assert balanced([1] * 8, 4, last=2) == [2, 2, 3, 1]
-    assert balanced([1] * 10, 4) == [2, 2, 3, 3]
-    # Sums whose squares have more digits than a float holds.
-    assert balanced([2**31 - 1] * 80, 8, last=2**31 - 1) == [10] * 8
-
-
-def test_blocks_of_codes_weigh_what_they_stand_for() -> None:
-    model = model_of("llama", 8)
-    expected = blocks_of(model, 4)
-    quantize_layers(model, Form("nf4"))
-
-    assert blocks_of(model, 4) == expected
