@@ -8,10 +8,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -38,7 +37,6 @@ AHEAD = 4
 """Micro-batches that a stage may be ahead of the next one, where none goes back."""
 
 
-@runtime_checkable
 class MicroBatch(Protocol):
     """Rows that are run together."""
 
@@ -54,7 +52,6 @@ Found = Callable[[B], Tensor]
 """Computes something of a micro-batch, such as its loss, summed, by running the engine over it."""
 
 
-@runtime_checkable
 class Runs(Protocol):
     """An engine, of a model that learns or of a frozen one."""
 
@@ -516,17 +513,17 @@ class StagedScorer(Scorer):
         self._passes = passes
         self._part = passes.engine.model
 
-    def thresholds(self) -> Float[Tensor, " cuts"] | None:
+    def thresholds(self) -> Tensor | None:
         """The thresholds of the last stage."""
         own = super().thresholds()
         return None if own is None else self._passes.shared(own.detach().clone())
 
-    def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N C"]:
+    def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Tensor:
         num_labels = int(classifier.config.num_labels or 1)
         out = torch.empty(batch.num_tokens, num_labels, device=batch.input_ids.device)
         return self._passes.everywhere(batch, lambda: self._of_last(batch), out)
 
-    def _of_last(self, batch: TokenBatch) -> Float[Tensor, "N C"]:
+    def _of_last(self, batch: TokenBatch) -> Tensor:
         assert isinstance(self._part, Scorer)
         return self._part(batch, labels=True).logits
 

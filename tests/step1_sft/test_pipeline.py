@@ -139,13 +139,13 @@ INTERLEAVED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
         "opt",
         {"blocks": 5},
         {"partition": (1, 2, 1, 1), "micro_batches": 1},
-        {"lora": LoraConfig(rank=2, dropout=0.3), "precision": "bf16"},
+        {"lora": LoraConfig(rank=2), "precision": "bf16"},
     ),
     "dropout, checkpointing": (
         "llama",
         {},
         {"micro_batches": 5},
-        {"lora": LoraConfig(rank=2, dropout=0.3), "gradient_checkpointing": True},
+        {"lora": LoraConfig(rank=2), "gradient_checkpointing": True},
     ),
     "three stages": ("qwen3", {"blocks": 6}, {"pp": 3, "micro_batches": 7}, {}),
 }

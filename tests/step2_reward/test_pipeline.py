@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "steps": ("steps", {}),
     "lists, fp16": ("rankings", {"precision": "fp16"}),
     "pairs, of OPT 350m": ("pairs", {"precision": "bf16"}),
-    "classes, adapters, of OPT 350m": ("classes", {"lora": LoraConfig(rank=2, dropout=0.3)}),
+    "classes, adapters, of OPT 350m": ("classes", {"lora": LoraConfig(rank=2)}),
 }
 OPT_350M = {"family": "opt", "word_embed_proj_dim": 16, "do_layer_norm_before": False}
 CHUNKS = {"schedule": "interleaved", "chunks": 2}
