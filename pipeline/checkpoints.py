@@ -38,7 +38,7 @@ from pipeline.errors import CheckpointError, ConfigError, JobFailed
 from pipeline.faults import fault_point
 from pipeline.models.consolidate import TOKENIZER, describe_model
 from pipeline.run import CHECKPOINTS, Run
-from pipeline.settings.plain import plain, portable, with_defaults
+from pipeline.settings.plain import plain, portable
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
 from pipeline.system.torch_process import random_state, set_random_state
 
@@ -352,7 +352,7 @@ def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> Non
         ConfigError: a setting that affects the result has changed, or the data has.
     """
     state, settings = checkpoint.state, deciding_settings(config)
-    theirs = _deciding(with_defaults(state["settings"], config))
+    theirs = _deciding(state["settings"])
     for name in sorted(theirs.keys() | settings.keys()):
         there, here = theirs.get(name), settings.get(name)
         if there != here and name not in LENGTH:

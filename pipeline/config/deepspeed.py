@@ -121,75 +121,63 @@ IGNORED = {
 }
 """Patterns of keys, or of whole sections, that change nothing here, and why."""
 
-_OFF = (None, False)
 _TRAINED_ONLY = "is not available: models are trained, not compressed; remove it"
 _ORDER = "is not available: rows come in an order drawn from the seed; remove it"
 _EXPERTS = "is not available; remove it and take zero_optimization.stage 3"
 _MASTERS = "would lose what fp32 master weights are for; remove it, and offload the optimizer"
 _ROUNDS = "would round what processes exchange; remove it, or set communication_data_type bf16"
 
-REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "amp": ("needs NVIDIA's Apex; remove it and enable bf16 or fp16", _OFF),
-    "torch_autocast": ("is not available; remove it and enable bf16 or fp16", _OFF),
-    "fp16.fp16_master_weights_and_grads": (_MASTERS, _OFF),
-    "bf16.bf16_master_weights_and_grads": (_MASTERS, _OFF),
-    "bf16.bf16_optimizer_states": (
-        "rounds Adam's moments; remove it, and set optim.moments bf16 or 8bit",
-        _OFF,
-    ),
-    "data_types.buffer_dtype": ("would round buffers such as rotary frequencies; remove it", _OFF),
-    f"{ZERO}zero_quantized_weights": (_ROUNDS, _OFF),
-    f"{ZERO}zero_quantized_gradients": (_ROUNDS, _OFF),
-    f"{ZERO}zero_quantized_nontrainable_weights": ("would round frozen weights; remove it", _OFF),
-    f"{ZERO}zeropp_loco_param": ("belongs to quantized gradients; remove it", _OFF),
-    f"{ZERO}zenflow": ("would use gradients of earlier steps; remove it", _OFF),
-    f"{ZERO}mics_hierarchical_params_gather": ("belongs to MiCS; remove it", _OFF),
-    f"{ZERO}mics_shard_size": (
-        "shards within groups of processes; remove it and set --replicas to the number of groups",
-        (*_OFF, -1),
-    ),
-    f"{ZERO}zero_hpz_partition_size": (
-        "keeps a second copy of the weights on each machine, which is not available; remove it",
-        (*_OFF, 1),
-    ),
-    "compile.passes": ("is not available; remove it", (*_OFF, [])),
-    "gradient_allreduce_op": ("must be mean; remove it", (*_OFF, "mean", "Mean", "MEAN")),
-    "managed_gradient_accumulation": (
-        "must be true: the step accumulates micro-batches itself; remove it",
-        (None, True),
-    ),
-    "comet": ("is not available; remove it and enable tensorboard or wandb", _OFF),
-    "hybrid_engine.inference_tp_size": (
-        "is a setting of step 3; set it to 1 here and pass --ppo.inference_tp_size",
-        (*_OFF, 0, 1),
-    ),
-    "sequence_parallel_size": ("is not available; set it to 1", (*_OFF, 0, 1)),
-    "tensor_parallel": ("is an option here; remove it and pass --tensor-parallel N", (*_OFF, 0, 1)),
-    "pipeline": ("is an option here; remove it and pass --pipeline-parallel N", _OFF),
-    "expert_parallel": (_EXPERTS, _OFF),
-    "moe": (_EXPERTS, _OFF),
-    "sparse_attention": (
-        "is not available; remove it and choose a model with sliding-window attention",
-        _OFF,
-    ),
-    "elasticity": (
-        "would choose the batch size by the number of GPUs; remove it and set train_batch_size,"
-        " which any number of processes can share",
-        _OFF,
-    ),
-    "autotuning": ("is DeepSpeed's own search; remove it and pass --autotune tune", _OFF),
-    "compression_training": (_TRAINED_ONLY, _OFF),
-    "quantize_training": (_TRAINED_ONLY, _OFF),
-    "weight_quantization": (_TRAINED_ONLY, _OFF),
-    "eigenvalue": (_TRAINED_ONLY, _OFF),
-    "progressive_layer_drop": ("is not available; remove it", _OFF),
-    "curriculum_learning": (_ORDER, _OFF),
-    "data_efficiency": (_ORDER, _OFF),
-    "nebula": ("is a checkpoint service that is not available; remove it", _OFF),
-    "datastates_ckpt": ("is a checkpoint library that is not available; remove it", _OFF),
+REFUSED = {
+    "amp": "needs NVIDIA's Apex; remove it and enable bf16 or fp16",
+    "torch_autocast": "is not available; remove it and enable bf16 or fp16",
+    "fp16.fp16_master_weights_and_grads": _MASTERS,
+    "bf16.bf16_master_weights_and_grads": _MASTERS,
+    "bf16.bf16_optimizer_states": "rounds Adam's moments; remove it, and set optim.moments bf16",
+    "data_types.buffer_dtype": "would round buffers such as rotary frequencies; remove it",
+    f"{ZERO}zero_quantized_weights": _ROUNDS,
+    f"{ZERO}zero_quantized_gradients": _ROUNDS,
+    f"{ZERO}zero_quantized_nontrainable_weights": "would round frozen weights; remove it",
+    f"{ZERO}zeropp_loco_param": "belongs to quantized gradients; remove it",
+    f"{ZERO}zenflow": "would use gradients of earlier steps; remove it",
+    f"{ZERO}mics_hierarchical_params_gather": "belongs to MiCS; remove it",
+    f"{ZERO}mics_shard_size": "shards within groups; remove it and set --replicas to their number",
+    f"{ZERO}zero_hpz_partition_size": "keeps a second copy of the weights; remove it",
+    "compile.passes": "is not available; remove it",
+    "gradient_allreduce_op": "must be mean; remove it",
+    "managed_gradient_accumulation": "must be true: the step accumulates itself; remove it",
+    "comet": "is not available; remove it and enable tensorboard or wandb",
+    "hybrid_engine.inference_tp_size": "must be 1 here; pass --ppo.inference_tp_size instead",
+    "sequence_parallel_size": "is not available; set it to 1",
+    "tensor_parallel": "is an option here; remove it and pass --tensor-parallel N",
+    "pipeline": "is an option here; remove it and pass --pipeline-parallel N",
+    "expert_parallel": _EXPERTS,
+    "moe": _EXPERTS,
+    "sparse_attention": "is not available; remove it and choose a model with sliding windows",
+    "elasticity": "would choose the batch size; remove it and set train_batch_size",
+    "autotuning": "is DeepSpeed's own search; remove it and pass --autotune tune",
+    "compression_training": _TRAINED_ONLY,
+    "quantize_training": _TRAINED_ONLY,
+    "weight_quantization": _TRAINED_ONLY,
+    "eigenvalue": _TRAINED_ONLY,
+    "progressive_layer_drop": "is not available; remove it",
+    "curriculum_learning": _ORDER,
+    "data_efficiency": _ORDER,
+    "nebula": "is a checkpoint service that is not available; remove it",
+    "datastates_ckpt": "is a checkpoint library that is not available; remove it",
 }
-"""Keys and sections of features that are not available: the rest of the sentence, and the values
-that leave the feature off."""
+"""Keys and sections of features that are not available, and the rest of the sentence."""
+
+OFF: dict[str, tuple[object, ...]] = {
+    f"{ZERO}mics_shard_size": (-1,),
+    f"{ZERO}zero_hpz_partition_size": (1,),
+    "compile.passes": ([],),
+    "gradient_allreduce_op": ("mean", "Mean", "MEAN"),
+    "managed_gradient_accumulation": (True,),
+    "hybrid_engine.inference_tp_size": (0, 1),
+    "sequence_parallel_size": (0, 1),
+    "tensor_parallel": (0, 1),
+}
+"""Values that leave such a feature off, besides null and false."""
 
 SECTIONS = frozenset(
     name.rsplit(".", depth)[0]
@@ -589,9 +577,8 @@ def _sort(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> 
         if name in ACTING:
             file.acting[name] = value
         elif name in REFUSED:
-            sentence, neutral = REFUSED[name]
-            if not _asks_for_nothing(value, neutral):
-                raise file.error(name, sentence)
+            if not _is_off(value, OFF.get(name, ())):
+                raise file.error(name, REFUSED[name])
         elif (reason := _ignored(name)) is not None:
             if not (isinstance(value, Mapping) and value.get("enabled") is False):
                 file.ignored[name] = reason
@@ -621,13 +608,17 @@ def _ignored(name: str) -> str | None:
     )
 
 
-def _asks_for_nothing(value: object, neutral: tuple[object, ...]) -> bool:
-    """Whether `value` leaves a feature off: `{"enabled": false}`, or neutral throughout."""
+def _is_off(value: object, off: tuple[object, ...]) -> bool:
+    """Whether `value` leaves a feature off: `{"enabled": false}`, or off throughout."""
     if isinstance(value, Mapping):
         if "enabled" in value:
             return value["enabled"] in (None, False, AUTO)
-        return all(_asks_for_nothing(inner, neutral) for inner in value.values())
-    return any(value == each and type(value) is type(each) for each in neutral)
+        return all(_is_off(inner, off) for inner in value.values())
+    return (
+        value is None
+        or any(value == each and type(value) is type(each) for each in off)
+        or (value is False and True not in off)
+    )
 
 
 def _hint(name: str) -> str:

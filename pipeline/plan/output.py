@@ -23,7 +23,7 @@ from pipeline.files.lock import RunLock
 from pipeline.plan.methods import directories
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage
-from pipeline.settings.plain import flatten, plain, portable, with_defaults
+from pipeline.settings.plain import flatten, plain, portable
 
 MARK = "config.yaml"
 RESULT = "result.json"
@@ -288,7 +288,7 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
 
     Of a step that is not to run only the settings count that all steps share.
     """
-    recorded = with_defaults(_recorded(directory), config)
+    recorded = _recorded(directory)
     wanted = portable(plain(config))
     longer = request.resume and _is_longer(directory, config)
     # A method decides many other settings, and some others whether the length may change: what the
