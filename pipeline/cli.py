@@ -107,7 +107,7 @@ def _of_step(layer: Layer, config_class: type) -> Layer:
 
 
 def before_imports(config_class: type) -> None:
-    """What a step's module does when it is run, before it imports PyTorch, which takes seconds.
+    """Prepare a step's module before it imports PyTorch, which takes seconds.
 
     Help or settings are printed, where the command line asks for them, and the process exits.
     Until `run_main` Ctrl-C ends it without a traceback of whatever was being imported.
@@ -184,7 +184,7 @@ def write_config(config: object, path: Path) -> None:
 def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> NoReturn:
     """Call `main(argv)` and exit: 0 when it returns, 2 on a `UserError`, 130 on Ctrl-C.
 
-    Errors that are the user's to mend become one line on standard error, printed by one process
+    Errors that the user can fix become one line on standard error, printed by one process
     only. A `KeyboardInterrupt` with a message prints it. Where memory ran out the code is 79, where
     training diverged 80, where a disk was full 81. Anything else keeps its traceback.
     """
@@ -233,7 +233,7 @@ def complain(sentence: str, *, once: Callable[[str], bool] | None = None) -> Non
 
 
 def remark(text: str) -> None:
-    """Lines on standard error, from the first process only: standard output has what was asked."""
+    """Lines on standard error, from the first process only: standard output has the result."""
     if _is_first_process():
         sys.stderr.write(text.rstrip("\n") + "\n")
         sys.stderr.flush()

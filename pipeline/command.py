@@ -1,4 +1,4 @@
-"""The command line of a program beside training: settings as options, help, sentences.
+"""The command line of programs other than training: settings as options, help, errors.
 
     config = read_command(MyConfig, argv, usage="python -m x --path DIR", about="Do it.")
 

@@ -1,4 +1,4 @@
-"""The errors that are a user's to mend: one sentence that names the thing and the mend."""
+"""Errors that a user can fix: one sentence that names the thing and the fix."""
 
 import difflib
 import errno
@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 class UserErrors(UserError):  # noqa: N818
-    """Several things that are wrong. Commands print each in a line of its own."""
+    """Several errors. Commands print each on a separate line."""
 
     def __init__(self, sentences: Sequence[str]) -> None:
         super().__init__("; ".join(sentences))
@@ -90,7 +90,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the likely meant one, or all there are."""
+    """The end of a sentence about an unknown name: the likely meant one, or all known ones."""
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if close:

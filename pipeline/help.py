@@ -168,7 +168,7 @@ def _default(setting: Setting) -> str:
 
 
 def _placeholder(kind: object) -> str:
-    """What stands for the value in `--help`: N, NUMBER, {auto,fp32,bf16,fp16}, ..."""
+    """The placeholder of a value in `--help`: N, NUMBER, {auto,fp32,bf16,fp16}, ..."""
     kind = without_none(kind)
     if section_class(kind) is not None:
         return ""

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: what of it is on this machine, and whether the rest can be asked for.
+"""The Hugging Face Hub: files in this machine's cache, and whether it can be reached.
 
 The Hub's own client tries an address that doesn't answer six times for every file, for half a
 minute each: a mistyped directory on a machine without a network would take minutes to be named.
@@ -16,7 +16,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY"
 
 
 def cached_file(name: str, file: str) -> str | None:
-    """Where a file of the model `name` was downloaded to before; None where it was not."""
+    """The cached path of a file of the model `name`; None where it was not downloaded."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -1,4 +1,4 @@
-"""Where the code lies, in a checkout or an installed package, and how a user calls its commands."""
+"""Place of the code, in a checkout or an installed package, and names of its commands."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ ROOT = Path(__file__).resolve().parent.parent
 """Holds `pipeline/`, the steps and `configs/`; on `PYTHONPATH` of all processes we start."""
 
 IS_INSTALLED = ROOT.name == "rlhf_pipeline"
-"""Whether this is a wheel's copy: there everything lies below one package (`rlhf_pipeline`)."""
+"""Whether this is a wheel's copy: there everything is below one package (`rlhf_pipeline`)."""
 
 TRAIN = "rlhf" if IS_INSTALLED else "python train.py"
 CHAT = "rlhf-chat" if IS_INSTALLED else "python chat.py"

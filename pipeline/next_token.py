@@ -100,7 +100,7 @@ def export_best(training: Training[Any, Any, Any]) -> Outcome:
 
 
 def warn_unless_better(training: Training[Any, Any, Any], outcome: Outcome, before: float) -> None:
-    """Say so where no evaluation was better than that of the model before training."""
+    """Warn where no evaluation was better than that of the model before training."""
     if outcome.step == 0:
         logger.warning(
             "no evaluation was better than the model before training (perplexity %.4g, in the"

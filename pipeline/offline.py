@@ -67,7 +67,7 @@ class Source(Protocol):
 
     @property
     def prompts(self) -> PromptRecord | None:
-        """What this step and the earlier ones train on and hold out; None of texts."""
+        """Training and held-out rows of this step and the earlier ones; None of texts."""
         ...
 
 
@@ -94,7 +94,7 @@ class Rows:
 
     @property
     def prompts(self) -> PromptRecord:
-        """What this step and the earlier ones train on and hold out."""
+        """Training and held-out rows of this step and the earlier ones."""
         return self.data.prompts
 
     def next_examples(self) -> list[Example]:

@@ -1,4 +1,4 @@
-"""The run: each step of the plan in processes of its own, its result kept before the next."""
+"""The run: each step of the plan in separate processes, its result kept before the next."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,11 +42,11 @@ from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 
 def run_plan(plan: Plan) -> None:
-    """Run the steps one after the other, each in processes of its own.
+    """Run the steps one after the other, each in separate processes.
 
     Raises:
         SystemExit: a step failed; 2 where it found wrong input, 75 where a scheduler stopped it,
-            80 where training diverged, else 1. Methods that run beside the one that failed are
+            80 where training diverged, else 1. Methods that run with the one that failed are
             done before.
         KeyboardInterrupt: the run was interrupted; the message says how to resume.
     """
@@ -249,7 +249,7 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
 
 
 def _savings(plan: Plan, stage: Stage) -> str:
-    """What saves memory in this step and is not in use yet, the cheapest first."""
+    """Settings that save memory in this step and are not in use yet, the cheapest first."""
     name = stage.main_role
     model: TrainedModelConfig = getattr(plan.configs[stage.name], name)
     option = f"--{stage.prefix}.{name}"

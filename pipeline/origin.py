@@ -1,4 +1,4 @@
-"""What tells the model of one training from that of another at the same place."""
+"""Identity of a training, to tell its model from another one at the same path."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def training_id(result: Mapping[str, object]) -> str:
-    """What names the training that left this result.json, by its steps, tokens and figures.
+    """An id of the training that left this result.json, by its steps, tokens and figures.
 
     Figures on held-out rows have all their digits: only the same weights have the same ones. Time
     and settings don't count, so that a training that was repeated bit for bit is the same.
@@ -17,7 +17,7 @@ def training_id(result: Mapping[str, object]) -> str:
 
 
 def training_at(path: str) -> str | None:
-    """The training whose result lies beside the model at `path`; None of any other model."""
+    """The training whose result is stored next to the model at `path`; None of any other model."""
     try:
         result = json.loads((Path(path) / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

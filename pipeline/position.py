@@ -1,4 +1,4 @@
-"""Where this process is: the collectives it has come to, and how long it has waited in them."""
+"""Position of this process: collectives that it has reached, and time spent waiting in them."""
 
 import time
 import zlib
@@ -52,7 +52,7 @@ class Position:
         self.waits_for: tuple[int, ...] = ()
         """Ranks of the processes that this one waits for now, as far as it knows."""
         self.waits_at = ""
-        """What it waits for, where that is not a collective."""
+        """Reason for waiting, where it is not a collective."""
         self._waited = 0.0
         self._stalls: deque[tuple[Any, Any]] = deque(maxlen=10_000)
 

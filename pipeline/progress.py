@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 PLAIN_LINES = 20
 SHOWN = ("score", "kl", "loss", "accuracy")
-"""What a person watches, where a step has it; metrics.jsonl has the rest."""
+"""Metrics shown while a step runs; metrics.jsonl has all of them."""
 
 
 class Progress:
@@ -60,7 +60,7 @@ class Progress:
         return step in (1, self.total_steps) or step % every == 0
 
     def status(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> str:
-        """What is shown beside the step: watched metrics, speed, time left."""
+        """Text next to the step: watched metrics, speed, time left."""
         parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
         if metrics.get("tokens_per_second"):
             parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")

@@ -128,7 +128,7 @@ class Run:
         self._trackers.close()
 
     def going_on(self) -> str:
-        """What `--resume` would do, as the end of a sentence."""
+        """The effect of `--resume`, as the end of a sentence."""
         newest = next(iter(candidates(self.path(CHECKPOINTS))), None)
         step = None if newest is None else step_of(newest)
         return "begins at step 1" if step is None else f"goes on after step {step}"
@@ -281,7 +281,7 @@ class Run:
             self.path(DIVERGED).write_text(json.dumps(note, indent=2) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues with; from the main process, which writes the files."""
+        """State of a resumed run; from the main process, which writes the files."""
         return {
             "step": self.step,
             "tokens": self.tokens,

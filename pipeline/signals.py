@@ -77,11 +77,11 @@ class StopSignals:
         os.close(self._writing)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        """What the main thread runs: the step at hand will look, and none comes too late."""
+        """Handler in the main thread: the current step will look, and no signal comes too late."""
         self.received = self.received or signal.Signals(number)
 
     def _listen(self) -> None:
-        """What another thread runs: it reads what the system itself has written for each signal."""
+        """Loop of another thread, which reads what the system writes for each signal."""
         while (number := os.read(self._reading, 1)) != END:
             if number[0] in self._before:
                 self._hear(signal.Signals(number[0]))
@@ -103,7 +103,7 @@ class StopSignals:
 def ended_by_ctrl_c() -> Iterator[None]:
     """Context of a wait in which Python runs no handler: Ctrl-C ends the process, as one in C.
 
-    Else it would go on to wait for processes that the same Ctrl-C has ended.
+    Else it would continue to wait for processes that the same Ctrl-C has ended.
     """
     on_main = threading.current_thread() is threading.main_thread()
     if not on_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -15,7 +15,7 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True)
 class RowColumns:
-    """Columns that a step reads of the rows beside the dialogue, such as the right answer."""
+    """Columns of the rows that a step reads with the dialogue, such as the right answer."""
 
     needed: frozenset[str] = frozenset()
     """Those that some row must have."""
@@ -39,13 +39,13 @@ class RowColumns:
 
 
 RowUse = Literal["demonstrations", "pairs", "labels", "prompts", "responses"]
-"""What a step reads of a row: a response to imitate; a better and a worse one; those, ties, labels
-or ranked responses; the prompt; or each response by itself, good or bad."""
+"""The part of a row that a step reads: a response to imitate; a better and a worse one; those,
+ties, labels or ranked responses; the prompt; or each response alone, good or bad."""
 
 
 @dataclass(frozen=True)
 class RowShare:
-    """Which rows a step takes, where it is not those of its number and kind."""
+    """The rows of a step, where they are not those of its number and kind."""
 
     use: RowUse
 
@@ -55,7 +55,7 @@ class RowShare:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which rows a step reads and how they become tokens."""
+    """Rows of a step, and how they become tokens."""
 
     path: tuple[str, ...] = (EMBEDDED,)
     """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names

@@ -1,4 +1,4 @@
-"""Which optimizers may update flat pieces of the weights, and with which arguments."""
+"""Optimizers that may update flat pieces of the weights, and their arguments."""
 
 import inspect
 from collections.abc import Mapping

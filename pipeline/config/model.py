@@ -87,7 +87,7 @@ class TrainedModelConfig(FrozenModelConfig):
     """A model that learns: where it starts and how it is trained."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """What processes share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+    """Sharded states: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
 

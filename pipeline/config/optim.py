@@ -115,7 +115,7 @@ class OptimConfig:
 
 
 DEFAULT_OPTIM = OptimConfig()
-"""What a model has whose optimizer nobody has set: a step may put its own default in its place."""
+"""The optimizer of a model without its own settings; a step may replace it by its default."""
 
 
 @dataclass(frozen=True, kw_only=True)

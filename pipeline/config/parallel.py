@@ -34,7 +34,7 @@ class ParallelConfig:
     (sequence_parallel), and norms them; false keeps all on each."""
 
     schedule: Schedule = "1f1b"
-    """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
+    """With `pp`: 1f1b runs each backward pass as soon as it can, and keeps the activations
     of `pp` of them at most; gpipe goes forward with all first; interleaved is 1f1b with several
     `chunks`."""
 
@@ -88,7 +88,7 @@ class ParallelConfig:
 
     @property
     def _parts(self) -> str:
-        """What the numbers of a partition are for, in words."""
+        """The meaning of the numbers of a partition, in words."""
         of_stages = f"{self.pp} stages of parallel.pp"
         if self.chunks == 1:
             return of_stages
@@ -102,7 +102,7 @@ class ParallelConfig:
         return self.micro_batches
 
     def check(self, processes: int, *, section: str = "") -> None:
-        """Raise unless so many processes can be divided this way.
+        """Raise unless the processes can be divided this way.
 
         Args:
             processes: of the step.
@@ -138,7 +138,7 @@ class ParallelConfig:
 
     @property
     def _of_data(self) -> str:
-        """Which processes replicas are made of, in words."""
+        """The processes of which replicas consist, in words."""
         return " of each stage" if self.tp == 1 else " with the same part of each layer"
 
     def check_model(self, role: str, model: TrainedModelConfig) -> None:

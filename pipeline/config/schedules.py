@@ -29,7 +29,7 @@ WarmupType = Literal["log", "linear"]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """What a schedule is stretched over."""
+    """The length of a schedule."""
 
     total_steps: int
     """Optimizer steps of the whole run, the warm-up included."""
@@ -324,7 +324,7 @@ def _cycle(first: int, second: int | None) -> tuple[int, int]:
 
 
 def _height(step: int, cycle: tuple[int, int], stairs: tuple[int, int]) -> float:
-    """Where `step` stands between the ends (0) and the top (1) of a cycle."""
+    """Height of a cycle at `step`, from 0 at its ends to 1 at its top."""
     rising = step <= cycle[0]
     distance, length = (step, cycle[0]) if rising else (sum(cycle) - step, cycle[1])
     count = stairs[0] if rising else stairs[1]

@@ -51,7 +51,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig(ABC):
-    """What every step needs."""
+    """Settings of every step."""
 
     section: ClassVar[str] = ""
     """Name of the step in files of settings for several steps."""
@@ -136,7 +136,7 @@ class StepConfig(ABC):
     """Steps between lines of metrics.jsonl."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
+    """Destinations of metrics besides metrics.jsonl: tensorboard, wandb."""
 
     save_every: int | str | None = "15m"
     """Time between checkpoints, such as 90s or 2h, or steps (save_steps); null saves only when a
@@ -146,7 +146,7 @@ class StepConfig(ABC):
     """Checkpoints kept (save_total_limit), at least 2."""
 
     resume: bool = False
-    """Go on from the newest checkpoint that verifies; without one, begin."""
+    """Continue from the newest checkpoint that verifies; without one, begin."""
 
     peak_tflops: float | None = None
     """Peak TFLOP/s of a device, for `mfu`; null takes those of a GPU's data sheet, or measures a
@@ -209,7 +209,7 @@ class StepConfig(ABC):
 
     @property
     def row_columns(self) -> RowColumns:
-        """Columns of the rows that the step reads beside the dialogue."""
+        """Columns of the rows that the step reads in addition to the dialogue."""
         return RowColumns()
 
     def choose_rows(self, train: Any, held_out: Any) -> tuple[Any, Any]:  # noqa: ANN401
@@ -222,7 +222,7 @@ class StepConfig(ABC):
 
     @property
     def row_share(self) -> RowShare | None:
-        """Which rows it takes, where it is not those of its number and kind."""
+        """Its rows, where they are not those of its number and kind."""
         return None
 
     def check_task_rows(self) -> None:  # noqa: B027  # steps that ask none have none to read
@@ -249,7 +249,7 @@ class StepConfig(ABC):
 
     @abstractmethod
     def workload(self, world: int) -> Workload:
-        """What the step does on each of that many processes."""
+        """The work of the step on each process."""
 
     @property
     def save_interval(self) -> SaveInterval | None:
@@ -265,8 +265,8 @@ FREE_SETTINGS = (
     *("inference_tp_size", "replica", "offload_in_generation"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),
 )
-"""What may change while a run is interrupted: where it lies, memory and speed. Where `data.labels`
-changes rows, these differ, which is compared by itself."""
+"""Settings that may change between a run and its continuation: place, memory, speed. Where
+`data.labels` changes rows, these differ, which is compared separately."""
 
 
 def affects_result(name: str) -> bool:
@@ -276,5 +276,5 @@ def affects_result(name: str) -> bool:
 
 
 LENGTH = ("max_steps", "epochs")
-"""Settings that say how many steps a run takes: it may take more when it goes on, under a learning
-rate that does not ask how many."""
+"""Settings of the number of steps: a run may take more when it continues, under a learning rate
+that does not depend on it."""

@@ -10,7 +10,7 @@ from pipeline.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class TextDataConfig(DataConfig):
-    """Which texts the step reads and how they become sequences."""
+    """Texts of the step, and how they become sequences."""
 
     path: tuple[str, ...] = ()
     """Token files (Megatron's .bin and .idx, or their common prefix; Modalities' .pbin), or text to
@@ -31,7 +31,7 @@ class TextDataConfig(DataConfig):
     """At most this many sequences of `max_length` are evaluated."""
 
     packing: Literal["windows", "documents"] = "windows"
-    """What a row is: windows takes `max_length` tokens of the texts one after the other, in which
+    """Rows: windows takes `max_length` tokens of the texts one after the other, in which
     no document sees another; documents takes a whole document, or a piece of `max_length` of a
     longer one."""
 

@@ -1,4 +1,4 @@
-"""What a step does on each of its processes, as its settings give it.
+"""The work of a step on each of its processes.
 
 A step describes its models, batches and phases in these words (`StepConfig.workload`). Memory, time
 and the plan are computed from the description: nothing below the steps knows one by name.
@@ -118,7 +118,7 @@ class RowCounts:
     """Mean number of tokens of a row."""
 
     notes: tuple[str, ...] = ()
-    """What a user may want to know of the files."""
+    """Notes on the files, for the user."""
 
     unread: str = ""
     """Why the rows are not known; empty where they are."""
@@ -162,7 +162,7 @@ class Workload:
     """Passes over the rows of an iteration."""
 
     temperature: float = 1.0
-    """By which logits are divided."""
+    """Divisor of the logits."""
 
     learns_entropy: bool = False
     """Whether the loss has an entropy bonus."""
@@ -218,7 +218,7 @@ class Workload:
 
     @property
     def compared(self) -> tuple[ModelUse, ...]:
-        """The models that come when the step is done, to generate beside the others."""
+        """The models that come when the step is done, to generate in addition to the others."""
         generates = self.generation.role if self.generation else None
         return tuple(use for use in self.models if use.phase_only and use.role != generates)
 

@@ -1,4 +1,4 @@
-"""Settings of the engine: what lies where, and how gradients are reduced."""
+"""Settings of the engine: placement of states, and reduction of gradients."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,21 +9,21 @@ from pipeline.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What leaves the device between uses: memory against speed.
+    """States that leave the device between uses: less memory, less speed.
 
     On CPUs it changes no bit of the result. On a GPU an offloaded optimizer runs on the host, whose
     kernel rounds otherwise; gradients and weights come back as they went.
     """
 
     optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where master weights and moments live and are updated (offload_optimizer): none is the
+    """Place of master weights and moments, and of their update (offload_optimizer): none is the
     device, cpu is host memory, nvme is files in `nvme_path`, read and written unit by unit."""
 
     gradients: Literal["none", "cpu"] = "none"
-    """Where reduced gradients wait for the optimizer step."""
+    """Place of reduced gradients until the optimizer step."""
 
     params: Literal["none", "cpu", "nvme"] = "none"
-    """Where this process's share of the weights lives between uses (offload_param); needs
+    """Place of this process's shard of the weights between uses (offload_param); needs
     `zero_stage` 3."""
 
     nvme_path: Path | None = None

@@ -1,1 +1,1 @@
-"""What a run will do, decided before it does anything."""
+"""The plan of a run, decided before anything runs."""

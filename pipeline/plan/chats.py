@@ -31,7 +31,7 @@ class Chats:
     configs: Mapping[str, StepConfig]
 
     downloads: bool
-    """Whether a name on the Hub may be asked for; if not, what was not downloaded is unknown."""
+    """Whether names on the Hub may be requested; if not, what was not downloaded is unknown."""
 
     _known: "dict[str, PreTrainedTokenizerBase | None]" = field(default_factory=dict)
 

@@ -30,18 +30,18 @@ from pipeline.plan.stage import Stage
 from pipeline.trackers import require_trackers
 
 Problem = tuple[Stage, str]
-"""Where something is wrong, and what."""
+"""A step, and the sentence on what is wrong in it."""
 
 
 def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
-    """What each step that is to run will see, if nothing is found to be wrong.
+    """Check everything, and return the data of each step that will run.
 
     Args:
         plan: its finished steps are left out; with `--plan off` nothing is looked at.
         downloads: whether models and data on the Hub may be asked for.
 
     Raises:
-        UserErrors: all that is wrong, each in one sentence.
+        UserErrors: everything that is wrong, each in one sentence.
     """
     check_settings(plan)
     return check_rows(plan, downloads=downloads)
@@ -61,7 +61,7 @@ def check_settings(plan: Plan) -> None:
 
 
 def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
-    """What each step will see of its rows, in its model's tokens; `check_settings` went before.
+    """Check the rows of each step in its model's tokens, after `check_settings`.
 
     Raises:
         UserErrors: as `check_plan`.
@@ -95,7 +95,7 @@ def _found(stage: Stage, check: Callable[[], None]) -> Iterator[Problem]:
 
 
 def _raise(problems: Sequence[Problem], plan: Plan) -> None:
-    """All that is wrong, each once; what is so in some methods alone with their names."""
+    """Raise everything that is wrong, each once, with the methods that it concerns."""
     found: dict[str, list[str]] = {}
     for stage, sentence in problems:
         found.setdefault(sentence, []).extend([stage.method] if stage.method else [])
@@ -108,7 +108,7 @@ def _trackers(plan: Plan, stage: Stage) -> None:
 
 
 def _processes(plan: Plan, stage: Stage) -> None:
-    """What each process must have a share of: main memory, prompts, the actor's layers."""
+    """Main memory, prompts and layers for each process."""
     settings: Any = plan.configs[stage.name]
     world, machine = plan.machine.world, plan.machine
     least, cores = machine.processes * RUNTIME_CPU, share_of_cores(1)
@@ -200,7 +200,7 @@ def _lengths(plan: Plan, stage: Stage) -> None:
 
 @dataclass(frozen=True)
 class Context:
-    """How many tokens a model reads."""
+    """The context length of a model."""
 
     role: str
     path: str
@@ -240,6 +240,6 @@ def _context(path: str) -> int | None:
             settings = AutoConfig.for_model(**KNOWN[path])
         else:
             return None
-    except (OSError, ValueError, KeyError):  # whoever loads it says what is wrong
+    except (OSError, ValueError, KeyError):  # loading it reports the error
         return None
     return getattr(settings.get_text_config(), "max_position_embeddings", None)

@@ -74,7 +74,7 @@ def train_help(stages: Sequence[Stage], words: Sequence[str] = ()) -> str:
 
 
 def _about(word: str, stages: Sequence[Stage]) -> Iterator[str]:
-    """What `--help word` lists."""
+    """Lines of `--help word`."""
     name = word.lstrip("-").replace("-", "_")
     section, _, rest = name.partition(".")
     stage = next((each for each in stages if each.section == section), None)

@@ -15,7 +15,7 @@ from pipeline.plan.output import COMMAND
 from pipeline.plan.request import Request
 
 NOT_OF_THE_RUN = ("output_dir", "resume", "overwrite", "dry_run")
-"""Options that say what a command is to do with a run: no part of the run, and never kept."""
+"""Options about how a command treats a run: not part of the run, and never kept."""
 
 
 def record_command(out: Path, argv: Sequence[str]) -> None:

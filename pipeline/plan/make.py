@@ -86,7 +86,7 @@ def _machine(where: Layout, request: Request) -> Machine:
 
 
 def _own_host(where: Layout, request: Request) -> Host | None:
-    """The host that is this machine; None where `train.py` runs beside the job."""
+    """The host that is this machine; None where `train.py` runs outside the job."""
     if where.by in ("node", "hand"):
         return where.hosts[request.node_rank or 0]
     own = (host for host in where.hosts if is_this_machine(host.name.rpartition("@")[2]))

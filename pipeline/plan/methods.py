@@ -109,9 +109,9 @@ def check_sections_run(
 def _directory(
     stage: Stage, method: str, methods: Sequence[str], recorded: Mapping[str, str]
 ) -> str:
-    """The directory of a method beside others: its own, or the step's where it was trained alone.
+    """The directory of a method among others: its own, or the step's where it was trained alone.
 
-    Not beside the method whose own directory is the step's.
+    Not together with the method whose own directory is the step's.
     """
     own = directory_of(stage, method)
     was_alone = recorded.get(stage.name) == method and own not in recorded
@@ -120,7 +120,7 @@ def _directory(
 
 
 def directory_of(stage: Stage, method: str) -> str:
-    """The directory of a method that runs beside others: `step3_grpo`."""
+    """The directory of a method that runs with others: `step3_grpo`."""
     return f"{stage.name.partition('_')[0]}_{method}"
 
 
@@ -197,7 +197,7 @@ _NAMED = "can't be set: the name before it is the method"
 
 
 def settings_of(layer: Layer, stage: Stage, method: str | None) -> Iterator[Layer]:
-    """What a file says about a step, and above it what it says about the method it runs."""
+    """A file's settings of a step, and above them those of the method it runs."""
     yield replace(layer, settings=layer.settings.get(stage.section, {}))
     if method is not None and rows_of(stage.config_class):
         yield replace(layer, settings=layer.settings.get(METHODS, {}).get(method, {}))

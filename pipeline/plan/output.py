@@ -38,7 +38,7 @@ REPORT = "report.html"
 COMMAND = "command.txt"
 """The options of `train.py` that the last run had."""
 RATINGS = "ratings.jsonl"
-"""What people rated in the page of `python -m inference.serve --run`."""
+"""Ratings from the page of `python -m inference.serve --run`."""
 AUTOTUNE = "autotune"
 """Directory of the trials that looked for the fastest settings, and of what they found."""
 
@@ -109,7 +109,7 @@ def recorded_methods(out: Path, stages: Sequence[Stage]) -> dict[str, str]:
     for name in directories(stages):
         try:
             settings = yaml.safe_load((out / name / MARK).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):  # whoever looks into it says what is wrong
+        except (OSError, ValueError, yaml.YAMLError):  # checks of the directory report it
             continue
         if isinstance(settings, dict) and isinstance(settings.get("method"), str):
             found[name] = settings["method"]
@@ -130,7 +130,7 @@ def clear_step(out: Path, name: str) -> None:
 
 
 def can_go_on(out: Path, name: str, config: StepConfig) -> bool:
-    """Whether the step was cut off, or is to be longer, and has left a checkpoint, whole or not."""
+    """Whether the step was cut off, or will be longer, and has left a checkpoint."""
     directory = out / name
     ended = (directory / DIVERGED).exists() or (
         (directory / RESULT).exists() and not _is_longer(directory, config)
@@ -149,7 +149,7 @@ def _is_longer(directory: Path, config: StepConfig) -> bool:
 
 
 def _length_dependence(config: StepConfig) -> str:
-    """What ties the learning rates of one of its models to the number of steps, if anything."""
+    """The setting that ties learning rates of one of its models to the number of steps, if any."""
     found = (
         f"{role}.{how}"
         for role, model in trained_models(config).items()
@@ -174,7 +174,7 @@ def discard_empty_step(out: Path, name: str) -> None:
 
 @contextmanager
 def only_job(out: Path) -> Iterator[None]:
-    """Have the directory for ourselves; where nothing but the command is left in it, it goes.
+    """Lock the directory; remove it afterwards where nothing but the command is left in it.
 
     Raises:
         ConfigError: another job is at work in it, or it can't be made.
@@ -211,7 +211,7 @@ def add_to_summary(out: Path, name: str) -> None:
 
 
 def read_summary(out: Path) -> dict[str, Any]:
-    """What summary.json holds; empty before the first step is finished."""
+    """The content of summary.json; empty before the first step is finished."""
     return _read_json(out / SUMMARY)
 
 

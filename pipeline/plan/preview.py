@@ -1,4 +1,4 @@
-"""What a step will see: its rows, its optimizer steps, the tokens of a row."""
+"""The data of a step before it runs: rows, optimizer steps, tokens of a row."""
 
 import math
 import time
@@ -43,7 +43,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Preview:
-    """What is known of a step's data before it begins."""
+    """The data of a step, as far as it is known before it begins."""
 
     data: StageData | None
     """The rows; None where they were not read, and of a corpus."""
@@ -103,7 +103,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
 
 
 def count_corpus(config: StepConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Preview:
-    """What is known of the corpus of a step, with the tokenizer of its model.
+    """Preview of the corpus of a step, with the tokenizer of its model.
 
     Raises:
         DataError: the corpus can't be used with it.

@@ -54,13 +54,13 @@ class Request(Deployment, Autotuning):
 
     reward: tuple[str, ...] = ()
     """Built-in programs that do: math, regex:PATTERN, ... (docs/rewards.md), or verifier, that of
-    the embedded task; or settings in braces. Also model, the reward model, beside the others."""
+    the embedded task; or settings in braces. Also model, the reward model, with the others."""
 
     environment: str | None = None
     """Class that plays the other side in step 3, FILE.py:CLASS, or one of docs/environments.md."""
 
     guards: Literal["warn", "strict", "none"] | None = None
-    """What happens in step 3 when a guard trips: warn, the default; strict rolls back to the last
+    """Action in step 3 when a guard trips: warn, the default; strict rolls back to the last
     healthy checkpoint; none switches guards off (docs/guards.md)."""
 
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
@@ -231,7 +231,7 @@ def _require_words(request: Request) -> None:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the user gave, before it is resolved into settings of the steps."""
+    """The command line, before it is resolved into settings of the steps."""
 
     request: Request
 
@@ -310,7 +310,7 @@ def full_name(option: str, path: str | None) -> str | None:
 
 
 def _own_options(layer: Layer, stages: Sequence[Stage]) -> Layer:
-    """What a file says about train.py's own options."""
+    """A file's values of train.py's own options."""
     sections = {stage.section for stage in stages} | {METHODS}
     own = {name: value for name, value in layer.settings.items() if name not in sections}
     return replace(layer, settings=own)
@@ -344,7 +344,7 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
 
 
 def _hint(name: str, of_steps: Sequence[Setting]) -> str:
-    """What was likely meant by an option that does not exist."""
+    """A hint at the likely meaning of an option that does not exist."""
     close = did_you_mean([*list_settings(Request), *of_steps], name)
     meant = " or ".join(_option_name(found) for found in close)
     return deepspeed_chat_hint(name) or (

@@ -164,7 +164,7 @@ def user_settings(
 
 @dataclass(frozen=True)
 class _Run:
-    """What the layers of the steps are made of."""
+    """The sources of the layers of all steps."""
 
     command_line: CommandLine
     stages: Sequence[Stage]
@@ -224,7 +224,7 @@ class _Run:
         return str(path)
 
     def files(self, stage: Stage) -> Iterator[Layer]:
-        """What each file says about a step, and then about its method."""
+        """Each file's settings of a step, and then of its method."""
         for layer in self.command_line.files:
             yield from settings_of(layer, stage, _method(stage, self.request))
 

@@ -1,4 +1,4 @@
-"""What the orchestrator knows of a step."""
+"""The steps of the pipeline, as the orchestrator sees them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,17 +32,17 @@ class Stage:
     config_class: type[StepConfig]
 
     module: str
-    """What runs it: `python -m module --config FILE`."""
+    """The module that runs it: `python -m module --config FILE`."""
 
     models: Mapping[str, str]
-    """Where its models come from unless a user says so: by role the section of an earlier step, or
+    """Origin of its models unless the user sets them: by role the section of an earlier step, or
     `BEFORE`. The first is the one that the step is about."""
 
     options: Mapping[str, Literal["actor", "reward"]]
     """Roles that train.py's options --actor-... and --reward-... speak of."""
 
     chat_model: str | None = None
-    """Where below its directory it leaves a model to chat with; None if it makes none."""
+    """Subdirectory of its output with a model to chat with; None if it makes none."""
 
     without: Mapping[str, str] = field(default_factory=dict)
     """Roles whose model comes from elsewhere, by role the section or `BEFORE`, in a run that has no
@@ -58,7 +58,7 @@ class Stage:
     """Whether it also learns from the rows of earlier steps that don't run."""
 
     own_directories: bool = False
-    """Whether each method has a directory of its own where it runs alone, too."""
+    """Whether each method has a separate directory even where it runs alone."""
 
     by_choice: bool = False
     """Whether it runs only where `--step` names it; the models of steps after it then come from it.
@@ -78,11 +78,11 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """What sentences call it: `step 3`, of several `step 3 (grpo)`."""
+        """Its name in messages: `step 3`, of several `step 3 (grpo)`."""
         return f"step {self.number}" + ("" if self.method is None else f" ({self.method})")
 
     def origins(self, used: Collection[str], method: str | None = None) -> Mapping[str, str]:
-        """Where the models come from in a run of `method` that uses the roles in `used`."""
+        """Origins of the models in a run of `method` that uses the roles in `used`."""
         needed = {self.models[role] for role in used if role in self.models.keys() - self.without}
         found = {
             role: origin if role not in self.without or origin in needed else self.without[role]
@@ -117,7 +117,7 @@ def without_unchosen(
     Models that would come from one of them come from where its own does.
 
     Args:
-        stages: all there are.
+        stages: all stages.
         numbers: those that `--step` names.
         made: names of those whose output is there.
     """

@@ -43,7 +43,7 @@ class Layer:
     settings: Mapping[str, Any]
 
     origin: str
-    """Where they came from, for error messages."""
+    """Their source, for error messages."""
 
     is_file: bool = False
     """Whether `origin` is a file that the user can correct."""

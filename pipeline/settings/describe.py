@@ -1,4 +1,4 @@
-"""What settings a dataclass has: names, types, defaults, descriptions."""
+"""Settings of a dataclass: names, types, defaults, descriptions."""
 
 import dataclasses
 import difflib

@@ -99,7 +99,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def portable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A step's settings by dotted name, with paths beside its directory written relative to it.
+    """A step's settings by dotted name, with paths next to its directory written relative to it.
 
     So a run that was moved, or is now named by another path, is still the same run.
     """
