@@ -29,7 +29,7 @@ class BestWeights:
     def update(self, value: float, *, step: int, may_be_best: bool = True) -> None:
         """Keep the present weights if `value`, the lower the better, beats the best so far.
 
-        A value that is not finite never does, nor one that speaks for nothing (`may_be_best`).
+        A value that is not finite never does, nor one without `may_be_best`.
         """
         self.last, self.last_step = value, step
         if may_be_best and math.isfinite(value) and value < self.value:
@@ -40,19 +40,19 @@ class BestWeights:
             self.worse_in_a_row += 1
 
     def restore(self) -> bool:
-        """Put the best weights back into the model; whether there are any."""
+        """Load the best weights into the model; False if there are none."""
         if self.weights:
             self.engine.load_masters(self.weights)
         return bool(self.weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a new start goes on with, besides `weights`; JSON has no infinities."""
+        """The state for a resumed run, without `weights`; JSON has no infinities."""
         state = {name: getattr(self, name) for name in ("step", "last_step", "worse_in_a_row")}
         values = {name: getattr(self, name) for name in ("value", "last")}
         finite = {name: each if math.isfinite(each) else None for name, each in values.items()}
         return state | finite
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from another run's state, as `state_dict` gave it."""
+        """Load the result of `state_dict`."""
         for name, value in state.items():
             setattr(self, name, float("inf") if value is None else value)

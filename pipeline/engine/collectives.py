@@ -15,7 +15,7 @@ from pipeline.position import SAME_ORDER, DesyncError
 
 
 class CollectivesOverCopies(Collectives):
-    """What a copy does by itself, and sums over all copies; made by all processes together."""
+    """Collectives within one copy, and sums over all copies; built by all processes together."""
 
     def __init__(self, device: torch.device, within: Collectives, over: Collectives) -> None:
         super().__init__(device, within.log.owner, within.group, pin_memory=within.pin_memory)
@@ -79,7 +79,7 @@ class _SumOverCopies:
     done: bool = field(default=False, init=False)
 
     def wait(self) -> None:
-        """Have the sum in `out`."""
+        """Complete the sum in `out`."""
         if not self.done:
             self.work.wait()
             self.comm.add_copies(self.out, self.unit)
@@ -87,7 +87,7 @@ class _SumOverCopies:
 
 
 _TAKEN = Counter[str]()
-"""How often each name was given to an engine of this process."""
+"""Number of engines of this process by name."""
 
 
 def make_collectives(

@@ -26,7 +26,7 @@ SUM_BLOCK = 65536
 
 @runtime_checkable
 class Work(Protocol):
-    """A collective under way."""
+    """A pending collective."""
 
     def wait(self) -> object:
         """Return when its result may be used."""
@@ -34,7 +34,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Finished:
-    """A collective that is over."""
+    """A completed collective."""
 
     def wait(self) -> None:
         """Nothing is left to wait for."""
@@ -61,7 +61,7 @@ class CommLog:
             self.order.append((kind, unit))
 
     def label(self, unit: str) -> str:
-        """A unit as it is named to people: that of another engine has another name."""
+        """A unit's name in messages, which includes the engine's."""
         return f"{unit} ({self.owner})" if unit else self.owner
 
     @contextmanager
@@ -88,7 +88,7 @@ class Collectives:
         on_gpu = device.type == "cuda"
         self.pin_memory = pin_memory and on_gpu
         self.asynchronous = on_gpu
-        """Whether a collective runs beside the computation, so that starting it early pays."""
+        """True if collectives overlap with the computation, so that prefetching pays."""
         self._copies = torch.cuda.Stream(device) if on_gpu else None
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -116,7 +116,7 @@ class Collectives:
         return self._all_gather(full, shard, unit)
 
     def _gather_from_host(self, full: Tensor, shard: Tensor, unit: str) -> Work:
-        """Copy the shard to the GPU beside the computation, then gather.
+        """Copy the shard to the GPU on a side stream, then gather.
 
         Allocation and release of `full` belong to the computing stream: the copy begins after what
         that stream did before, and it goes on after the copy.
@@ -129,7 +129,7 @@ class Collectives:
             return _AfterCopy(work, self._copies.record_event())
 
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
-        """Write the sum over processes of the own piece of `full` to `out`.
+        """Write this process's shard of the sum over processes of `full` to `out`.
 
         `full` comes from `empty` and is undefined afterwards; `out` may be its own piece.
         """
@@ -146,7 +146,7 @@ class Collectives:
         self._all_reduce(values)
 
     def synchronize(self) -> None:
-        """Wait until no copy from main memory to the GPU is under way."""
+        """Wait for pending copies from main memory to the GPU."""
         if self._copies is not None:
             self._copies.synchronize()
 
@@ -157,11 +157,11 @@ class Collectives:
     """Index and number of the model's sharded copies."""
 
     def end_step(self) -> None:
-        """Give back what only an optimizer step needs; all processes call it."""
+        """Release memory that only an optimizer step needs; all processes call it."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that collectives keep for themselves from one to the next."""
+        """Bytes of buffers that the collectives keep."""
         return 0
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
@@ -212,10 +212,10 @@ class GroupCollectives(Collectives):
         return _TreeSum(Timed(work, self.group, on_gpu=full.is_cuda), received, out, self.size)
 
     def _all_reduce(self, values: Tensor) -> None:
-        """Beside the values goes what each process has done since the last time.
+        """Sum the values together with fingerprints of the processes' histories.
 
         Raises:
-            DesyncError: it is not the same.
+            DesyncError: the histories differ.
         """
         packed = self.group.with_fingerprints(values)
         work = dist.all_reduce(packed, group=self.group.process_group, async_op=True)
@@ -293,7 +293,7 @@ class _TreeSum:
 
 
 def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
-    """Add the parts pairwise, neighbours first, then the pairs, and so on.
+    """Add the parts pairwise, adjacent ones first, then the pairs, and so on.
 
     For a power of two the sum of the first half and that of the second are the last addends, so
     that two processes with one part each, and one process with both, add alike. `out` may be one of

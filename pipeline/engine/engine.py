@@ -31,7 +31,7 @@ from pipeline.parallel.mesh import current_mesh
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
     """Global L2 norm of the gradient before clipping; not finite where the step was skipped."""
@@ -84,16 +84,16 @@ class Engine:
         self.optim: OptimConfig = config.optim
         self.total_steps = total_steps
         self.lr_scale = 1.0
-        """What the scheduled learning rates are multiplied by; the loop's to set."""
+        """Factor of the scheduled learning rates, set by the training loop."""
         self.steps = 0
-        """Applied so far: a skipped step leaves the schedule where it is."""
+        """Number of applied steps; skipped ones do not advance the schedule."""
         self.max_skipped = config.zero.max_skipped_steps
         self.skipped_in_a_row = 0
         device = local_device()
         if device.type == "cpu":
             keep_freed_memory()
         self.sharded = config.zero_stage == 3
-        """Whether weights are whole only while they are used."""
+        """True if weights are sharded between uses."""
         self.group = group or current_mesh().data
         self.comm = make_collectives(device, config.zero, self.group, name=name)
         self.pool = BufferPool(self.comm, device)
@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def updates(self) -> int:
-        """How often the weights have changed."""
+        """Number of changes of the weights."""
         return self.zero.updates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -131,10 +131,10 @@ class Engine:
     def backward_from(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, blocks_alone: bool = False
     ) -> None:
-        """Add gradients from what the model returned, where others know a loss's gradients by it.
+        """Backpropagate from the model's outputs with given gradients of the loss.
 
-        They have been found by an engine of the same loss scale, whose scale they have. With
-        `blocks_alone` nothing outside of the model's blocks has any.
+        The gradients have this engine's loss scale. With `blocks_alone` nothing outside of the
+        model's blocks is part of the graph.
         """
         fault_point("engine.backward")
         self.zero.backward(outputs, gradients, reaches_root=not blocks_alone)
@@ -173,7 +173,7 @@ class Engine:
         return StepResult(grad_norm=grad_norm, lr=self.optim.lr * factor, skipped=not finite)
 
     def discard(self) -> None:
-        """Forget the accumulated gradients without a step."""
+        """Discard the accumulated gradients."""
         self.zero.discard()
 
     def offload_states(self, kinds: Collection[Kind] = KINDS) -> None:
@@ -186,7 +186,7 @@ class Engine:
         self.rollout_offload.begin(kinds)
 
     def reload_states(self) -> None:
-        """Put everything back on the device, bit for bit."""
+        """Move everything back to the device."""
         self.rollout_offload.end()
 
     def gradients(self) -> dict[str, Tensor]:

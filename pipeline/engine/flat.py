@@ -1,7 +1,7 @@
 """Parameters of one unit and one kind, laid out as one flat vector: the engine's data structure.
 
-The vector has W equal pieces, one for each of W processes, and every ZeRO stage is a choice of what
-a process keeps between uses: everything, or its piece alone. Rajbhandari et al. 2020 (ZeRO); one
+The vector has W equal shards, one for each of W processes. A ZeRO stage decides what a process
+keeps between uses: everything, or its shard. Rajbhandari et al. 2020 (ZeRO); one
 flat vector for each block as in BMTrain and FSDP.
 """
 
@@ -47,7 +47,7 @@ def padded_size(numel: int, world_size: int, *, block: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where parameters lie in a vector: those that decay, then those that weight decay spares."""
+    """Offsets of parameters in a vector: those with weight decay first, then the others."""
 
     offsets: Mapping[str, int]
     spared_from: int | None
@@ -83,7 +83,7 @@ def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool, block: int = 1)
 
 @dataclass(frozen=True)
 class ParamSettings:
-    """What parameters must share to lie in one vector."""
+    """Settings that all parameters of a vector share."""
 
     dtype: torch.dtype
     trained: bool
@@ -101,39 +101,39 @@ class ParamSettings:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a process keeps what, by ZeRO stage and offload."""
+    """Device and sharding of everything that a process stores, by ZeRO stage and offload."""
 
     device: torch.device
-    """Where the model computes."""
+    """Device of the computation."""
 
     shard_optimizer: bool
-    """Masters and moments of the own piece only: stage 1 and above."""
+    """Keep masters and moments of the local shard only: stage 1 and above."""
 
     shard_params: bool
-    """Whether it keeps only its own piece of the weights between uses: stage 3."""
+    """Keep only the local shard of the weights between uses: stage 3."""
 
     optimizer_device: torch.device
     gradient_device: torch.device
     param_device: torch.device
-    """Where its own piece of the weights lies at stage 3."""
+    """Device of the local shard of the weights at stage 3."""
 
     params_on_disk: bool
-    """The own piece of the weights comes to main memory to be gathered, at stage 3."""
+    """Keep the local shard of the weights on a disk, at stage 3."""
 
     optimizer_on_disk: bool
-    """Masters and moments come to main memory for the update alone."""
+    """Keep masters and moments on a disk."""
 
     deterministic: bool
     """Sum micro-batches as a tree."""
 
     offloads_gradients: bool
-    """Sum gradients in main memory, whatever computes the model."""
+    """Sum gradients in main memory."""
 
     pin_memory: bool
-    """Keep offloaded vectors where the GPU can copy from by itself."""
+    """Allocate offloaded vectors in pinned memory."""
 
     def host_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a vector that may lie elsewhere than where the model computes."""
+        """Allocate a vector that may be offloaded."""
         if self.pin_memory and device.type == "cpu" and self.device.type == "cuda":
             return pinned_empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
@@ -189,7 +189,7 @@ class FlatParams:
         self._load()
 
     def _load(self) -> None:
-        """Take what this process keeps from the parameters, and show them the vector instead."""
+        """Copy the local part of the parameters, and make them views of the vector."""
         self.fill(lambda name, start, out: copy_elements(self.params[name], start, out))
         for name, param in self.params.items():
             param.data = self.views[name]
@@ -198,7 +198,7 @@ class FlatParams:
         self.free()
 
     def fill(self, read: Callable[[str, int, Tensor], None]) -> None:
-        """Have `read(name, start, out)` give what this process keeps of each parameter.
+        """Fill the local part of each parameter by `read(name, start, out)`.
 
         `out` gets the elements of the flattened parameter from `start` on.
         """
@@ -220,7 +220,7 @@ class FlatParams:
         }
 
     def stretches(self, low: int, high: int) -> Iterator[tuple[str, int, int]]:
-        """Each parameter with elements between two places of the vector: from where to where."""
+        """Each parameter with elements between two offsets: its name, start and stop."""
         for name, param in self.params.items():
             offset = self.offsets[name]
             start, stop = max(offset, low), min(offset + param.numel(), high)
@@ -228,22 +228,17 @@ class FlatParams:
                 yield name, start, stop
 
     def decays(self, low: int, high: int) -> Iterator[tuple[int, int, float]]:
-        """The parts between two places of the vector that weight decay treats alike: its rate."""
+        """The ranges between two offsets with one weight decay each: start, stop, rate."""
         middle = min(max(low, self.spared_from), high)
         for start, stop, rate in ((low, middle, self.settings.weight_decay), (middle, high, 0.0)):
             if start < stop:
                 yield start, stop, rate
 
     @property
-    def decays_in_part(self) -> bool:
-        """Whether weight decay spares some of the parameters, and not all."""
-        return 0 < self.spared_from < self.numel
-
-    @property
     def written(self) -> tuple[int, int]:
-        """The stretch of the vector, from and to, that this process writes to a checkpoint.
+        """The range of the vector that this process writes to a checkpoint.
 
-        It is its piece, which the copies of the model share out among them.
+        Copies of the model divide their common shard.
         """
         first, copy, copies = self.comm.rank * self.shard_numel, self.comm.copy, self.comm.copies
         block = self.settings.block
@@ -251,7 +246,7 @@ class FlatParams:
         return first + low, first + high
 
     def start_gather(self) -> None:
-        """Begin to collect the pieces, if that is needed."""
+        """Start the all-gather, if needed."""
         if self.gathered or self._work is not None:
             return
         self.full.untyped_storage().resize_(self.numel * self.full.element_size())
@@ -259,7 +254,7 @@ class FlatParams:
         self._work = self.comm.all_gather(self.full, shard, self.unit)
 
     def start_read(self) -> None:
-        """Begin to bring the own piece to memory, where it is on a disk."""
+        """Start reading the local shard, if it is on a disk."""
         if self.disk is not None and not self.gathered and self._work is None:
             self.disk.start_read()
 
@@ -272,7 +267,7 @@ class FlatParams:
             self.disk.give_back()
 
     def gather(self) -> None:
-        """Have the whole vector here and the module's parameters show it."""
+        """All-gather the vector and expose its views as the parameters."""
         self.start_gather()
         if self._work is None:
             return
@@ -281,22 +276,22 @@ class FlatParams:
         self.gathered = True
 
     def show(self) -> None:
-        """Have the module's parameters be views of the vector."""
+        """Make the module's parameters views of the vector."""
         for name, param in self.params.items():
             param.data = self.views[name]
 
     def hide(self) -> None:
-        """Have them keep shape and dtype, and no memory."""
+        """Make the parameters placeholders with shape and dtype, without memory."""
         for name, param in self.params.items():
             param.data = self.hidden[name]
 
     def free(self) -> None:
-        """Give the memory of the whole vector back; the own piece stays."""
+        """Free the full vector; the local shard stays."""
         if not self.placement.shard_params:
             return
         self._finish_gather()  # of what was gathered ahead for a use that did not come
         self.hide()  # first: reading memory that is gone would end the process
-        if not self.full.untyped_storage().resizable():  # somebody has made a NumPy array of it
+        if not self.full.untyped_storage().resizable():  # a NumPy array shares it
             self.full = torch.empty_like(self.full)
             self.views = self.cut(self.full.data)
         self.full.untyped_storage().resize_(0)
@@ -304,15 +299,15 @@ class FlatParams:
 
     @property
     def held(self) -> bool:
-        """Whether the whole vector takes memory now."""
+        """True if the full vector is allocated."""
         return self.full.untyped_storage().nbytes() > 0
 
     def publish(self) -> None:
-        """Have every process see changed pieces wherever the weights are whole now."""
+        """All-gather changed shards where the weights are gathered now."""
         self.start_publishing().wait()
 
     def start_publishing(self) -> Work:
-        """Begin to; changed weights may be used once the work has been waited for."""
+        """Start `publish`; wait for the result before using the weights."""
         if not self.placement.shard_params and self.placement.shard_optimizer:
             return self.comm.all_gather(self.full, self.shard, self.unit)
         if self.placement.shard_params and self.gathered:

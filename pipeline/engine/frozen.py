@@ -1,4 +1,4 @@
-"""Models that only answer: no masters, no gradients, no optimizer."""
+"""Models without training: no masters, no gradients, no optimizer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ from pipeline.parallel.mesh import current_mesh
 
 
 class FrozenEngine:
-    """Runs a frozen model the way `like`, a trained one, is kept.
+    """Runs a frozen model, sharded and offloaded like the trained model `like`.
 
-    At stage 3 a process keeps its piece of the weights, offloaded if `like`'s are, and gathers a
-    block when it is needed; below, the model is left as it is. `name` is that of its collectives.
+    At stage 3 a process keeps its shard of the weights, and gathers a block for its computation;
+    below, the model is unchanged. `name` labels the collectives.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FrozenEngine:
 
     @property
     def updates(self) -> int:
-        """How often the weights have changed: never."""
+        """Number of changes of the weights: 0."""
         return 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

@@ -10,7 +10,7 @@ from pipeline.engine.comm import Work
 from pipeline.engine.flat import FlatParams
 
 PIECE = 1 << 24
-"""Elements of a sum in main memory that are on the GPU at once to be added to: 64 MiB in fp32."""
+"""Elements of a sum in main memory that are on the GPU at once: 64 MiB in fp32."""
 
 
 class RunningSum:
@@ -33,11 +33,11 @@ class RunningSum:
 
     @property
     def direct(self) -> Tensor | None:
-        """Where the first gradient may be written instead of `add`; then set `empty = False`."""
+        """Destination of the first gradient in place of `add`; then set `empty = False`."""
         return self.total if self.empty else None
 
     def add(self, gradient: Tensor) -> None:
-        """Add what a backward pass found; `gradient` may change once `read` has come."""
+        """Add a gradient, which may change after the event `read`."""
         if self.empty:
             self.total.copy_(gradient)
         else:
@@ -46,7 +46,7 @@ class RunningSum:
 
     @property
     def read(self) -> torch.cuda.Event | None:
-        """The moment after which what was added last has been read; None if it is over."""
+        """Event after which the last added gradient has been read; None if it has."""
         return None
 
     def end_micro_batch(self) -> None:
@@ -60,21 +60,19 @@ class RunningSum:
         return self.total
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Reset the sum."""
         self._total = None
         self.empty = True
 
     def tensors(self) -> list[Tensor]:
-        """What takes memory now."""
+        """The allocated tensors."""
         return [] if self._total is None else [self._total]
 
 
 class OffloadedSum(RunningSum):
-    """A running sum in main memory of gradients on a GPU; neither host nor backward pass waits.
+    """A running sum in main memory of gradients on a GPU, without blocking host or GPU.
 
-    The GPU adds: the sum so far comes to it and goes back, a piece at a time, beside the
-    computation. So the host has nothing to do until the sum is asked for, and the bits are those of
-    the sum on either side.
+    The GPU adds on a side stream: the sum so far is copied to it and back, a piece at a time.
     """
 
     def __init__(self, empty: Callable[[], Tensor], copies: GradientCopies) -> None:
@@ -87,7 +85,7 @@ class OffloadedSum(RunningSum):
         """Always None: nothing on the GPU writes straight to a sum in main memory."""
 
     def add(self, gradient: Tensor) -> None:
-        """Add what a backward pass found; `gradient` may change once `read` has come."""
+        """Add a gradient, which may change after the event `read`."""
         total, is_first = self.total, self.empty
 
         def copy() -> None:
@@ -103,16 +101,16 @@ class OffloadedSum(RunningSum):
 
     @property
     def read(self) -> torch.cuda.Event | None:
-        """The moment after which what was added last has been read."""
+        """Event after which the last added gradient has been read."""
         return self._read
 
     def finish(self) -> Tensor:
-        """The sum over all micro-batches, which the host waits for; zeros where there was none."""
+        """The sum over all micro-batches, complete on the host; zeros if there was none."""
         self._wait()
         return super().finish()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Reset the sum."""
         self._wait()
         super().clear()
 
@@ -139,12 +137,12 @@ class TreeSum:
     direct = None
 
     def add(self, gradient: Tensor) -> None:
-        """Add what a backward pass of the present micro-batch found."""
+        """Add a gradient of the current micro-batch."""
         self._current.add(gradient)
 
     @property
     def read(self) -> torch.cuda.Event | None:
-        """The moment after which what was added last has been read; None if it is over."""
+        """Event after which the last added gradient has been read; None if it has."""
         return self._current.read
 
     def end_micro_batch(self) -> None:
@@ -169,12 +167,12 @@ class TreeSum:
         return value
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Reset the sum."""
         self._current.clear()
         self._levels.clear()
 
     def tensors(self) -> list[Tensor]:
-        """What takes memory now."""
+        """The allocated tensors."""
         return [*self._current.tensors(), *(value for _, value in self._levels)]
 
 
@@ -204,7 +202,7 @@ class FlatGradients:
         return placement.host_empty(numel, torch.float32, device)
 
     def begin(self) -> None:
-        """Have autograd write into a zeroed buffer, or continue in the current one."""
+        """Make autograd write into a zeroed buffer, or continue in the current one."""
         if self._buffer is not None:
             return
         self.settle()
@@ -277,7 +275,7 @@ class FlatGradients:
         self.sum.clear()
 
     def _direct(self) -> Tensor | None:
-        """The sum, where what is found can be written straight into it; else None."""
+        """The sum, if gradients can be written straight into it; else None."""
         placement = self.flat.placement
         offloaded = placement.gradient_device != placement.device
         return None if offloaded else self.sum.direct

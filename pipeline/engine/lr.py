@@ -39,9 +39,9 @@ def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
 
 
 def goes_on_alike(total_steps: int, longer: int, *, optim: OptimConfig) -> bool:
-    """Whether the rates of a run of `total_steps` are those with which one of more steps begins.
+    """True if a longer run begins with the same learning rates.
 
-    They are under a schedule that asks for no end, where the warm-up is none or has its own steps.
+    So are schedules without an end, with no warm-up or a fixed number of warm-up steps.
     """
     if optim.warmup_steps is None and optim.warmup_ratio and SCHEDULES[optim.schedule].has_warmup:
         return False
@@ -53,7 +53,7 @@ def goes_on_alike(total_steps: int, longer: int, *, optim: OptimConfig) -> bool:
 
 
 def length_dependence(optim: OptimConfig) -> str:
-    """What ties the learning rates to the number of steps, in words; empty where nothing does.
+    """The reason why learning rates depend on the number of steps; empty if they do not.
 
     A run without it can be made longer at any time.
     """

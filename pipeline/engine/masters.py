@@ -69,14 +69,14 @@ def block_of_moments(optim: OptimConfig) -> int:
 Kind = Literal["weights", "split", "whole"]
 
 BYTES: Mapping[Kind, int] = {"weights": 0, "split": 2, "whole": 4}
-"""Bytes that a master of each kind takes beside its weight."""
+"""Bytes of a master of each kind, in addition to its weight."""
 
 PIECE = 2**20
-"""Elements that PyTorch rounds at once: what it makes on the way stays small."""
+"""Elements that PyTorch rounds at once, which bounds its temporary memory."""
 
 
 def kind_of_masters(dtype: torch.dtype, placement: Placement, optim: OptimConfig) -> Kind:
-    """How the masters of weights in `dtype` are kept.
+    """Kind of the masters of weights in `dtype`.
 
     Returns:
         weights: they are the weights, in fp32 on the optimizer's device; split: a master is the
@@ -106,12 +106,12 @@ class Masters:
         elif not placement.optimizer_on_disk:
             vector = self.from_weights()
         self.param = nn.Parameter(vector)
-        """What an optimizer of PyTorch has its state for: the masters, where they are one vector in
-        memory, and otherwise nothing."""
+        """The parameter of PyTorch's optimizer: the masters, or empty if they are not one vector in
+        memory."""
 
     @property
     def weights(self) -> Tensor:
-        """The weights whose masters this process keeps; empty where they are on a disk."""
+        """The weights whose masters this process keeps; empty if they are on a disk."""
         return self.flat.shard if self.flat.placement.shard_optimizer else self.flat.full
 
     @property
@@ -121,14 +121,14 @@ class Masters:
         return flat.shard_numel if flat.placement.shard_optimizer else flat.numel
 
     def fp32(self) -> Float[Tensor, " n"]:
-        """The masters as one vector: where they are split, a copy that is made for the caller."""
+        """The masters as one vector: a copy if they are split."""
         if self.low_bits is not None:
             return join_master(self.weights, self.low_bits)
         return self.param.detach()
 
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:
-        """The masters as one vector, to change in place; weights beside them stay as they are."""
+        """The masters as one vector, to change in place; separate weights do not change."""
         masters = self.fp32()
         yield masters
         if self.low_bits is not None:
@@ -137,7 +137,7 @@ class Masters:
             self.low_bits.copy_(low_bits)
 
     def beside(self) -> Iterator[Tensor]:
-        """The tensors that the masters take beside the weights."""
+        """The tensors of the masters in addition to the weights."""
         if self.low_bits is not None:
             yield self.low_bits
         elif self.kind == "whole":
@@ -154,9 +154,9 @@ class Masters:
         return copy
 
     def room_for_weights(self) -> Tensor | None:
-        """Where a kernel is to round them: into the weights, or, where those are elsewhere, beside.
+        """Destination of rounded weights: the weights, or a buffer if those are elsewhere.
 
-        None where it has nothing to round.
+        None if there is nothing to round.
         """
         flat = self.flat
         if self.kind != "whole" or flat.settings.dtype not in COPIES:
@@ -167,7 +167,7 @@ class Masters:
         return flat.placement.host_empty(self.numel, flat.settings.dtype, device)
 
     def write_weights(self, rounded: Tensor | None = None) -> None:
-        """Have the weights follow; `rounded` is `room_for_weights` that a kernel has filled."""
+        """Update the weights; `rounded` is the filled result of `room_for_weights`."""
         flat, own = self.flat, self.weights
         if self.kind != "whole" or rounded is own:
             return

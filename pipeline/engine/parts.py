@@ -1,4 +1,4 @@
-"""What a run is made of beside its engines, as far as its checkpoints know."""
+"""The parts of a run that checkpoints store, in addition to its engines."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,20 +9,20 @@ from pipeline.engine.engine import Engine
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something whose state is a few numbers, the same on every process."""
+    """An object with a small state, the same on every process."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as JSON has it."""
+        """The state, JSON-serializable."""
         ...
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401
-        """Take it up."""
+        """Load it."""
         ...
 
 
 @runtime_checkable
 class KeepsWeights(Protocol):
-    """Something that keeps vectors laid out as an engine's masters, or an empty list."""
+    """An object with vectors in the layout of an engine's masters, or an empty list."""
 
     engine: Engine
     weights: list[Tensor]
@@ -30,14 +30,14 @@ class KeepsWeights(Protocol):
 
 @runtime_checkable
 class KnowsHealth(Stateful, Protocol):
-    """What knows whether a run is healthy, so that it can go back to where it was."""
+    """Reports the health of a run, for rollbacks."""
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the state as it is now may be gone back to."""
+        """True if the current state is a valid rollback target."""
         ...
 
     @property
     def window(self) -> int | None:
-        """The fewest steps by which the run goes back; None where it never does."""
+        """Fewest steps of a rollback; None if there are none."""
         ...

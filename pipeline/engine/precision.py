@@ -26,7 +26,7 @@ class LossScaler:
     """Overflows until the scale is halved; at 1 the next one does it."""
 
     exhausted: bool = field(init=False, default=False)
-    """The last step overflowed at the lowest scale: to go on would change nothing."""
+    """True if the last step overflowed at the lowest scale."""
 
     def __post_init__(self) -> None:
         self.scale = self.config.initial_scale if self.enabled else 1.0
@@ -34,7 +34,7 @@ class LossScaler:
 
     @property
     def searching(self) -> bool:
-        """Whether an overflow leads to a smaller scale, so that the next step may be better."""
+        """True if an overflow leads to a smaller scale."""
         return self.enabled and not self.config.loss_scale and not self.exhausted
 
     def update(self, *, finite: bool) -> None:
@@ -47,7 +47,7 @@ class LossScaler:
             self._overflow()
 
     def state_dict(self) -> dict[str, float | int | bool]:
-        """What `load_state_dict` needs to go on as if nothing had happened."""
+        """The state for `load_state_dict`."""
         return {
             "enabled": self.enabled,
             "scale": self.scale,

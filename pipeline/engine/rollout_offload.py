@@ -17,8 +17,7 @@ KINDS: tuple[Kind, ...] = ("weights", "masters", "moments", "gradients")
 class RolloutOffload:
     """Copies of storages in main memory, made to free the device.
 
-    A storage keeps its identity: only its bytes go and come back, so that every view of it, and
-    whatever shares it, is right again afterwards.
+    A storage keeps its identity: only its bytes move, so that every view of it stays valid.
     """
 
     def __init__(self, zero: ZeroModel, groups: list[TrainedParams]) -> None:
@@ -27,14 +26,13 @@ class RolloutOffload:
 
     @property
     def num_bytes(self) -> int:
-        """What lies in main memory instead of on the device now."""
+        """Bytes that are in main memory instead of on the device."""
         return sum(copy.nbytes() for _, copy in self._offloaded)
 
     def begin(self, kinds: Collection[Kind]) -> None:
-        """Free what is of these kinds; what other processes read in place stays.
+        """Move tensors of these kinds to main memory.
 
-        Masters that are the weights themselves go with the weights; split ones leave their low bits
-        to go by themselves.
+        Masters that are the weights move with the weights; of split ones the low bits are masters.
         """
         offloaded = {storage.data_ptr() for storage, _ in self._offloaded}
         for tensor in self._tensors(kinds):
@@ -53,7 +51,7 @@ class RolloutOffload:
             storage.resize_(0)
 
     def end(self) -> None:
-        """Put everything back."""
+        """Move everything back."""
         for storage, copy in self._offloaded:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)

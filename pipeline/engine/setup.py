@@ -22,7 +22,7 @@ from pipeline.parallel.group import ALONE, Group
 
 
 def placement_of(config: TrainedModelConfig, device: torch.device) -> Placement:
-    """Where a process keeps what."""
+    """Device and sharding of everything that a process stores."""
     host = torch.device("cpu")
     offload = config.zero.offload
     return Placement(
@@ -127,7 +127,7 @@ def store_on_disk(
 
 
 def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:
-    """What decides in which vector of its unit a parameter lies.
+    """The settings that assign a parameter to a vector of its unit.
 
     Weight decay spares one-dimensional parameters: biases and norms. Those lie in the vector of the
     others, at its end, so that each unit is gathered and reduced at once, unless the optimizer has
@@ -161,7 +161,7 @@ OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRES
 
 
 def keep_freed_memory() -> bool:
-    """Have malloc use freed memory again instead of giving it back to the system.
+    """Make malloc reuse freed memory instead of returning it to the system.
 
     By default large tensors and the top of the heap go back as soon as they are freed, and every
     page of the next step's activations is faulted in and zeroed anew: a tenth of a step on a CPU.

@@ -1,8 +1,8 @@
-"""An engine's state as fragments of named tensors, and back into an engine that is cut otherwise.
+"""An engine's state as fragments of named tensors, and its loading into any other layout.
 
-A fragment names the parameter and the elements, not the process: so another ZeRO stage, another
-number of processes and other units take up the same state. Each process contributes the fragments
-of its own piece of every flat vector, at stage 0 as well.
+A fragment names the parameter and the elements, not the process. So the state loads at another ZeRO
+stage, on another number of processes and with other units. Each process contributes the fragments
+of its shard of every flat vector, at stage 0 as well.
 """
 
 import logging
@@ -46,14 +46,14 @@ class Block:
     """The columns of the whole parameter that these elements lie in."""
 
     is_one_row: bool
-    """Whether the whole parameter has no other rows, so that they are consecutive there."""
+    """True if the full parameter has one row, so that the elements are consecutive there."""
 
     first: int
     last: int
     """The shard's elements from `first` on and before `last`."""
 
     begin: int
-    """Where the shard's run begins in a row of the part."""
+    """Offset of the shard's run in a row of the part."""
 
     width: int
     """Elements of a row of the part."""
@@ -62,17 +62,17 @@ class Block:
     """Number in the part of the first of the consecutive elements."""
 
     counts: bool
-    """Whether no process of lower rank has them."""
+    """True if no process of lower rank has them."""
 
     def places(self, first: int, last: int) -> Int[Tensor, " n"]:
-        """Where elements of the shard lie among the consecutive ones."""
+        """Positions of elements of the shard among the consecutive ones."""
         number = torch.arange(first, last)
         run = self.columns.run
         return number // run * self.width + self.begin + number % run - self.offset
 
     @property
     def is_all(self) -> bool:
-        """Whether they are all of the consecutive elements."""
+        """True if they are all of the consecutive elements."""
         return self.columns.run == self.width
 
 
@@ -158,8 +158,7 @@ logger = logging.getLogger(__name__)
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     """Masters and moments of this process's pieces, and the model's own buffers as they are here.
 
-    Each is to be copied before the next is asked for: what lives on a disk leaves memory again, and
-    masters that are split are joined for the time.
+    Copy each before requesting the next: tensors from a disk, and joined masters, are temporary.
     """
     engine.zero.check_ready()
     for group in engine.visit():
@@ -194,12 +193,12 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """What the fragments don't say, as JSON: the same on every process; all of them call it."""
+    """The rest of the state, as JSON, the same on every process; all of them call it."""
     return merged(engine.parts.gather_objects(_describe_own(engine)))
 
 
 def merged(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all parts of a model say, as the whole one would."""
+    """Merge the descriptions of all parts of a model."""
     whole = dict(described[0])
     for other in described[1:]:
         for name, value in other.items():
@@ -229,10 +228,10 @@ def _describe_own(engine: Engine) -> dict[str, Any]:
 
 @torch.no_grad()
 def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping[str, Any]) -> None:
-    """Have the engine go on where the one that `described` itself stood. All processes call it.
+    """Load the state of an engine, and its result of `describe`. All processes call it.
 
     Raises:
-        CheckpointError: it trains another model, or with another optimizer.
+        CheckpointError: it is of another model or another optimizer.
     """
     _check(engine, described, checkpoint)
     if described["moments_kept"] != engine.optim.moments:
@@ -281,7 +280,7 @@ def read_weights(
 def _written(
     group: TrainedParams, vector: Tensor, prefix: str, kind: str = "weights"
 ) -> Iterator[Fragment]:
-    """What this process writes of a vector that is laid out as the masters, or their blocks."""
+    """This process's fragments of a vector in the layout of the masters, or of their blocks."""
     if not _is_written(group.flat, group.tensor):
         return
     for name, place, elements in group.spans(own=True):
@@ -291,7 +290,7 @@ def _written(
 
 
 def _is_written(flat: FlatParams, tensor: Group) -> bool:
-    """Whether no process of lower rank among those with the same layers has all of a vector."""
+    """True if no process of lower rank in the tensor-parallel group has the full vector."""
     return tensor.rank == 0 or flat.settings.role in ("part", "shared")
 
 
@@ -336,7 +335,7 @@ def _load_group(
 def _room_for_moments(
     group: TrainedParams, masters: Tensor, described: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Where the moments of a checkpoint that has those `described` are to lie."""
+    """Destination tensors for the moments of a checkpoint."""
     kept, dtype = group.named_moments(), group.moment_dtype
     in_codes = dtype == torch.uint8
     if described and in_codes != (_stored_dtype(described) == torch.uint8):

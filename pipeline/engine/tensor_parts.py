@@ -1,10 +1,9 @@
-"""Parameters of layers that several processes compute together: what each has, and who counts it.
+"""Parameters of tensor-parallel layers: the shards of each process, and their gradients.
 
-A process has a part of some parameters and all of the others. Of a whole one every process finds
-the whole gradient, where all that leads to it is the same on all of them, or a part of it, where it
-is used with one process's heads alone. So each parameter has a role, by which its gradient is
-completed, once for each optimizer step and in fp32, and by which each element counts once in the
-norm and in a checkpoint.
+A process has a part of some parameters and all of the others. For a full parameter every process
+computes the full gradient, or a part of it if the parameter is used with the process's heads only.
+The role of a parameter decides how its gradient is completed, once for each optimizer step and in
+fp32, so that each element counts once in the norm and in a checkpoint.
 """
 
 from collections.abc import Iterator
@@ -30,10 +29,10 @@ class MarkedParameter(nn.Parameter):
     """A parameter that says what of a layer's it is to this process, as its copies do."""
 
     part: "Part | None" = None
-    """What it is a part of."""
+    """The full parameter and the shards of all processes; None for a full parameter."""
 
     is_partial: bool = False
-    """Whether each process finds a part of its gradient."""
+    """True if each process computes a part of its gradient."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> "MarkedParameter":
         copy = cast("MarkedParameter", super().__deepcopy__(memo))
@@ -49,7 +48,7 @@ class Part:
     """Shape of the whole one."""
 
     specs: tuple[ShardSpec, ...]
-    """What each process of the group has, in rank order."""
+    """The shards of each process of the group, in rank order."""
 
     rank: int
     """Rank of this process in the group."""
@@ -59,12 +58,12 @@ class Part:
 
     @property
     def own(self) -> ShardSpec:
-        """What this process has."""
+        """The shards of this process."""
         return self.specs[self.rank]
 
     @property
     def role(self) -> Role:
-        """Whether others have some of it too."""
+        """The role `shared` if other processes have some of it too, else `part`."""
         return "shared" if any(each.copies > 1 for each in self.own.shards) else "part"
 
     @property
@@ -131,12 +130,12 @@ def _marked(param: Tensor) -> MarkedParameter:
 
 
 def part_of(param: Tensor) -> Part | None:
-    """What a parameter is a part of; None of a whole one."""
+    """The part of a full parameter that this is; None for a full one."""
     return param.part if isinstance(param, MarkedParameter) else None
 
 
 def part_in_blocks(name: str, param: Tensor, block: int) -> Part | None:
-    """What this process has of a parameter's blocks of moments; None where it has all of them.
+    """This process's part of a parameter's blocks of moments; None if it has all of them.
 
     Raises:
         ConfigError: it has a part of a block.
@@ -156,7 +155,7 @@ def part_in_blocks(name: str, param: Tensor, block: int) -> Part | None:
 
 
 def role_of(param: Tensor) -> Role:
-    """How a parameter's gradient is completed; a frozen one has none, and is a part or whole."""
+    """The role of a parameter; a frozen one is a part or whole."""
     part = part_of(param)
     if part is not None:
         return part.role

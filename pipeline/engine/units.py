@@ -32,7 +32,7 @@ class UnitParams:
     """By their full name in the model; a tied parameter stands under its first name alone."""
 
     beside_blocks: bool = False
-    """Whether it is what lies outside of blocks that there are."""
+    """True for parameters outside of the blocks of a model with blocks."""
 
     kind: Kind = "block"
 
@@ -122,7 +122,7 @@ class UsesHead(nn.Module):
     """Calls a function that uses a model's output matrix without calling the matrix's module."""
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """What the function returns; the matrix may be among its arguments."""
+        """Call the function; the matrix may be among its arguments."""
         return function(*args, **kwargs)
 
 

@@ -1,11 +1,11 @@
-"""A model whose weights are gathered before use and freed afterwards: hooks and their order.
+"""Hooks that gather a model's weights before use and free them afterwards.
 
 Hooks are registered on the module itself and on its units; nothing in the model is replaced.
 Forward: gather a unit, run it, free it. Backward: gather it again when the gradient of its output
-arrives, collect its gradients, and reduce them when the next unit starts. Of the units outside of
-the blocks an embedding isn't read by its backward pass, an output matrix stays until its is over,
-and the root is there all the time. Only stage 3 actually frees and gathers; the lower stages take
-the same path and find everything in place.
+arrives, collect its gradients, and reduce them when the next unit starts. An embedding is
+not gathered for its backward pass, an output matrix stays gathered until its backward pass is over,
+and the root for the full pass. Only stage 3 frees and gathers; the lower stages take the same path
+without effect.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from pipeline.errors import ConfigError
 
 
 class Unit:
-    """A transformer block, embedding or output matrix, or the root, as the engine holds it."""
+    """The flat vectors of a transformer block, an embedding, an output matrix or the root."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class Unit:
         self.name, self.module, self.kind = name, module, kind
         self.flats, self.trained = flats, trained
         self.in_backward = False
-        """From the arrival of its output's gradient until its reduction has started."""
+        """True from the arrival of its output's gradient until its reduction has started."""
         self.expects_backward = False
-        """Whether a forward pass has left a graph for autograd."""
+        """True if a forward pass has left a graph for autograd."""
 
     @property
     def gathered(self) -> bool:
-        """Whether all its weights are here."""
+        """True if all its weights are gathered."""
         return all(flat.gathered for flat in self.flats)
 
     def start_read(self) -> None:
@@ -82,7 +82,7 @@ class ZeroModel:
         self.broken = False
         """True after a backward pass that raised, until `discard`."""
         self.updates = 0
-        """How often the weights have changed; an older graph can't be backpropagated through."""
+        """Number of changes of the weights; graphs of older weights are invalid."""
         self._pinned = 0
         self._settling: Unit | None = None
         self._visited: list[Unit] = []
@@ -95,7 +95,7 @@ class ZeroModel:
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_load_state_dict)
         self._reaches_root = True
-        """Whether the backward pass at hand goes through what lies outside of the blocks."""
+        """True if the current backward pass reaches parameters outside of the blocks."""
         self.enter_by(model)
         for unit in self.others:
             users = [each for each in model.modules() if isinstance(each, UsesHead)]
@@ -106,10 +106,7 @@ class ZeroModel:
                 module.register_forward_hook(self._hook(self._after_unit, unit), with_kwargs=True)
 
     def enter_by(self, module: nn.Module) -> None:
-        """Have calls of a module, which runs units of the model, be forward passes of the engine's.
-
-        The model itself is one.
-        """
+        """Treat calls of a module, such as the model, as forward passes of the engine."""
         module.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after_model, with_kwargs=True, always_call=True)
 
@@ -418,5 +415,5 @@ class ZeroModel:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running on this thread."""
+    """True if autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001

@@ -94,17 +94,11 @@ def small(start: Path, step: str, **changes: Any) -> Any:
 class Forked:
     """One start of a job: that many processes, each with a log; killed, if still there, on exit.
 
-    They meet at a store that outlives them, as that of torchrun does. With `disks` each is on a
-    machine of its own, whose disk `$DISK` is.
+    They meet at a store that outlives them, as torchrun's does.
     """
 
     def __init__(
-        self,
-        config: StepConfig,
-        *,
-        world_size: int = 2,
-        fault: str | None = None,
-        disks: Sequence[Path] = (),
+        self, config: StepConfig, *, world_size: int = 2, fault: str | None = None
     ) -> None:
         self._scratch = tempfile.TemporaryDirectory()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -115,14 +109,13 @@ class Forked:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         self.logs = [Path(self._scratch.name) / f"rank {rank}.log" for rank in range(world_size)]
-        of_ranks = [{"DISK": str(disk)} for disk in disks] or [{} for _ in self.logs]
         self.processes = [
             PROCESSES.Process(
                 target=_run_rank,
-                args=(config, {**rendezvous, "RANK": str(rank), **disk}, fault, log),
+                args=(config, {**rendezvous, "RANK": str(rank)}, fault, log),
                 daemon=True,
             )
-            for rank, (log, disk) in enumerate(zip(self.logs, of_ranks, strict=True))
+            for rank, log in enumerate(self.logs)
         ]
 
     def __enter__(self) -> "Forked":

@@ -1,7 +1,5 @@
 """What a step moves between processes, in which order, and how much is gathered at once."""
 
-from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,30 +71,6 @@ def test_units_are_gathered_one_ahead_in_the_recorded_order() -> None:
     assert gathers == ["root", "model.embed_tokens", *blocks, "lm_head"]  # the first time each
     assert reductions == ["lm_head", *reversed(blocks), "model.embed_tokens", "root"]
     assert max(held) == units["root"] + 2 * units["model.layers.0"]
-
-
-def calls_of_a_micro_batch(optimizer: str) -> list[tuple[str, str]]:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 80}
-    config = settings(3, max_norm=None, weight_decay=0.1, shared_memory=False)
-    config = replace(config, optim=replace(config.optim, name=optimizer))
-    engine = Engine(build("llama", "fp32", **sizes), config, total_steps=1)
-    with engine.comm.log.recording() as log:
-        engine.backward(loss_of(engine, 0, 0, rank()))
-    return [(kind, unit) for kind, unit in log.order if unit.startswith("model.layers.")]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "calls"), [("AdamW", 240), pytest.param("Adam", 480, marks=pytest.mark.grid)]
-)
-def test_a_block_is_gathered_twice_and_reduced_once_though_weight_decay_spares_its_norms(
-    optimizer: str, calls: int
-) -> None:
-    order, _ = run_ranks(calls_of_a_micro_batch, optimizer)
-
-    assert Counter(kind for kind, _ in order) == {
-        "all_gather": 2 * calls // 3,
-        "reduce_scatter": calls // 3,
-    }
 
 
 def test_the_tree_adds_neighbours_first() -> None:

@@ -14,7 +14,7 @@ from pipeline.config.zero import OffloadConfig
 from pipeline.engine.engine import Engine
 from pipeline.models.lora import add_lora
 from tests.distributed import rank, run_ranks, world_size
-from tests.pipeline.engine.test_stages import STEPS, Trained, build, loss_of, settings, train
+from tests.pipeline.engine.test_stages import STEPS, build, loss_of, settings, train
 
 MICRO_BATCHES = 8
 
@@ -150,32 +150,6 @@ def test_stages_transports_and_offload_agree_on_any_number_of_processes(
             ways = {name: ways[name] for name in ("plain", "through the process group")}
         ended = run_ranks(ways_to_train, ways, dtype, stage, world_size=world)
         assert ended == [[]] * world, f"stage {stage}"
-
-
-def called_directly(stage: int) -> bool:
-    """Whether `loss.backward()` and `engine.backward(loss)` end in the same weights."""
-    ended: list[Trained] = []
-    for direct in (False, True):
-        model = build("gpt2", "bf16")
-        engine = Engine(model, settings(stage, max_norm=0.5), total_steps=STEPS)
-        norms = []
-        for step in range(STEPS):
-            for micro_batch in range(2):
-                loss = loss_of(engine, step, micro_batch, rank())
-                if direct:
-                    loss.backward()
-                else:
-                    engine.backward(loss)
-            norms.append(engine.step().grad_norm)
-        with engine.gathered():
-            ended.append(Trained({n: p.clone() for n, p in model.named_parameters()}, norms))
-    first, second = ended
-    return digest(first.weights) == digest(second.weights) and first.norms == second.norms
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_backward_may_be_called_on_the_loss(stage: int) -> None:
-    assert run_ranks(called_directly, stage) == [True, True]
 
 
 def two_forwards(stage: int, checkpointing: str) -> str:

@@ -13,7 +13,6 @@ from transformers import get_scheduler
 
 from pipeline.config import OptimConfig
 from pipeline.engine.lr import lr_factor, momentum
-from pipeline.errors import ConfigError
 
 
 def optim(schedule: str, **settings: object) -> OptimConfig:
@@ -148,20 +147,6 @@ def test_warm_ups_of_deepspeed(
     assert shares == pytest.approx(expected, abs=1e-12)
 
 
-def test_warmup_cosine_of_deepspeed_ends_at_the_final_share() -> None:
-    params = {"warmup_type": "linear", "warmup_min_ratio": 0.2}
-    config = optim("warmup_cosine", warmup_steps=4, final_lr_ratio=0.1, schedule_params=params)
-
-    shares = [lr_factor(step, total_steps=10, optim=config) for step in range(4, 13)]
-
-    wave = [0.939711432, 0.775, 0.55, 0.325, 0.160288568]  # 0.1 + 0.9 (1 + cos(pi n / 6)) / 2
-    assert shares == pytest.approx([0.8, *wave, 0.1, 0.1, 0.1])
-
-
-def test_deepspeeds_warm_up_takes_at_least_two_steps() -> None:
-    assert factors(5, "warmup", warmup_steps=1) == [0.0, 0.0, 1.0, 1.0, 1.0]
-
-
 CYCLE = {"cycle_first_step_size": 4, "cycle_second_step_size": 6}
 
 
@@ -241,29 +226,3 @@ def test_exponential_of_bmtrain_multiplies_by_gamma_after_the_warm_up() -> None:
 
     assert shares == [0, 0.25, 0.5, 0.75, 1, 0.5, 0.25, 0.125]
     assert factors(6, "exponential", warmup_steps=4)[5] == 0.95
-
-
-@pytest.mark.parametrize(
-    ("schedule", "settings", "sentence"),
-    [
-        ("cosin", {}, "optim.schedule cosin is not a schedule; did you mean cosine?"),
-        ("linear", {"warmup_steps": -1}, "optim.warmup_steps must not be below 0, got -1"),
-        (
-            "one_cycle",
-            {"warmup_steps": 3},
-            "optim.warmup_steps must be null or 0: the schedule one_cycle has no warm-up",
-        ),
-        (
-            "noam",
-            {"final_lr_ratio": 0.1},
-            "optim.final_lr_ratio must be 0: the schedule noam does not heed it",
-        ),
-    ],
-)
-def test_wrong_settings_and_those_that_the_schedule_does_not_heed_are_refused(
-    schedule: str, settings: dict[str, object], sentence: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        optim(schedule, **settings)
-
-    assert str(error.value) == sentence

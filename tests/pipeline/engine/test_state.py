@@ -225,25 +225,6 @@ def test_fp16_begins_at_its_initial_scale_after_another_precision(
     assert norm == pytest.approx(train(saved, range(2, 3))[0], rel=0.02)
 
 
-@pytest.mark.parametrize("between", ["fp32", "bf16"])
-def test_a_scale_that_was_found_in_fp16_does_not_outlive_another_precision(
-    between: str, tmp_path: Path
-) -> None:
-    first = engine_at(1, "fp16")
-    first.scaler.scale = 8.0
-    train(first, range(2))
-    save(first, tmp_path / "first")
-
-    second, third = engine_at(1, between), engine_at(1, "fp16")
-    resume(second, tmp_path / "first")
-    resume(third, tmp_path / "first")
-    assert (second.scaler.scale, third.scaler.scale) == (1.0, 8.0)
-    save(second, tmp_path / "second")
-    resume(third, tmp_path / "second")
-
-    assert third.scaler.scale == 2**16
-
-
 def buffers_go_on(root: str, *, saves: bool) -> list[float]:
     """The statistics that this process has after a save, or after loading what was saved."""
     torch.manual_seed(0)

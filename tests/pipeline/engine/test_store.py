@@ -1,9 +1,6 @@
 """What comes back from the disk is what was written last, or a sentence."""
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ from pipeline.engine.offload import TensorStore
 from pipeline.errors import ConfigError, OffloadError
 from tests.slow_disk import slow_down_writes
 
-ROOT = Path(__file__).parents[3]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -113,48 +109,3 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
     assert "lacks the 9,007,199,254,740,992 bytes that rank 1 needs" in str(error.value)
     store.reserve({"a": 1}, torch.float32)  # nothing of it was kept
     store.close()
-
-
-def test_a_write_that_fails_is_an_error_of_every_later_call(tmp_path: Path) -> None:
-    program = f"""
-import resource, torch
-from pathlib import Path
-from pipeline.engine.offload import TensorStore
-from pipeline.errors import OffloadError
-store = TensorStore(Path({str(tmp_path)!r}), rank=2)
-store.reserve({{"a": 10_000, "b": 10_000}}, torch.float32)
-store.write("b", torch.zeros(10_000))
-store.flush()
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-store.write("b", torch.ones(10_000))
-out = torch.zeros(10_000)
-for call in (lambda: store.wait("b"), lambda: store.read("b", out), store.flush):
-    try:
-        call()
-    except OffloadError as error:
-        print(error)
-store.close()
-"""
-
-    said = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-
-    sentence = f"b can't be written in the offload file of rank 2 in {tmp_path}: File too large"
-    assert said == [sentence] * 3
-
-
-def test_a_forgotten_store_leaves_no_file_no_thread_and_no_space(tmp_path: Path) -> None:
-    store = TensorStore(tmp_path, rank=0)
-    store.reserve({"a": 4097}, torch.float32)
-    store.write("a", random_tensor(4097))
-    store.flush()
-    file, threads = store._file.fileno(), store._threads._threads
-    assert threads
-
-    del store
-
-    assert not list(tmp_path.iterdir())
-    assert not any(thread.is_alive() for thread in threads)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(file)

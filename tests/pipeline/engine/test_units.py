@@ -1,7 +1,6 @@
 """Which parameters form a unit."""
 
 import pytest
-from torch import nn
 
 from pipeline.config import LoraConfig
 from pipeline.engine.units import ROOT, find_units
@@ -36,39 +35,6 @@ def test_adapters_belong_to_the_block_they_adapt() -> None:
 
     assert all(any(".lora_A." in name for name in block.params) for block in blocks)
     assert not any(".lora_" in name for name in root.params)
-
-
-class Block(nn.Module):
-    """A layer of its own and one that others have too."""
-
-    def __init__(self, shared: nn.Linear) -> None:
-        super().__init__()
-        self.own, self.shared = nn.Linear(3, 3), shared
-
-
-class Stack(nn.Module):
-    """Three blocks of its own making that share a layer; the last is the first again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shared = nn.Linear(3, 3)
-        blocks = [Block(shared), Block(shared)]
-        self.blocks = nn.ModuleList([*blocks, blocks[0]])
-        self.pair = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-
-
-def test_without_transformers_layers_the_longest_list_of_one_class_is_taken() -> None:
-    model = Stack()
-
-    *blocks, root = find_units(model)
-
-    assert [block.name for block in blocks] == ["blocks.0", "blocks.1"]
-    assert set(blocks[0].params) == {"blocks.0.own.weight", "blocks.0.own.bias"}
-    # What two blocks share can be freed by neither.
-    assert {name for name in root.params if name.startswith("blocks")} == {
-        "blocks.0.shared.weight",
-        "blocks.0.shared.bias",
-    }
 
 
 def test_classes_may_be_named() -> None:
