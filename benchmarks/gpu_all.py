@@ -128,9 +128,9 @@ PARTS = (
     ),
     Part(
         "kernels",
-        "CUDA kernels: right, and near what memory allows",
-        module("benchmarks.kernels_gpu", "--budget", "480"),
-        module("benchmarks.kernels_gpu", "--backend", "emulator", "--cases", "4"),
+        "CUDA kernels against PyTorch",
+        module("benchmarks.kernels_gpu"),
+        lambda _: [sys.executable, "-m", "pipeline.kernels"],
     ),
     Part(
         "overhead",

@@ -4,7 +4,7 @@
 # the CUDA kernels (right, speed against what memory allows; under 10 minutes), or an iteration of PPO
 # (OPT-1.3B with a reward model of 350M; under 20 minutes).
 # Usage: measure_gpu.sh [engine] [OPTIONS of benchmarks/engine_gpu.py]; --tiny --device cpu needs no GPU.
-#        measure_gpu.sh kernels [OPTIONS of benchmarks/kernels_gpu.py]; --backend emulator needs no GPU.
+#        measure_gpu.sh kernels [OPTIONS of benchmarks/kernels_gpu.py].
 #        measure_gpu.sh all [OPTIONS of benchmarks/gpu_all.py]; --tiny needs no GPU.
 #        measure_gpu.sh ppo [OPTIONS of benchmarks/ppo_gpu.py]; --tiny needs no GPU.
 set -euo pipefail

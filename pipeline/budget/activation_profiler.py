@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.engine.zero import in_backward
-from pipeline.kernels.toolchain.levels import has_avx512, multiplies_bf16
+from pipeline.kernels.build import has_avx512, multiplies_bf16
 
 PRODUCTS = ("mm", "addmm", "bmm")
 """Operations that a matrix product ends in."""

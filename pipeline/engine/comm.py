@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.kernels.toolchain.pinned_memory import pinned_empty
+from pipeline.kernels.pinned_memory import pinned_empty
 from pipeline.parallel.gather import all_gather, reduce_scatter
 from pipeline.parallel.group import Group
 from pipeline.position import HERE

@@ -16,7 +16,7 @@ from pipeline.engine.comm import Collectives, Finished, Work
 from pipeline.engine.offload import DiskPiece, WeightDisk
 from pipeline.engine.stored import StoredParameter, copy_elements
 from pipeline.engine.tensor_parts import Role
-from pipeline.kernels.toolchain.pinned_memory import pinned_empty
+from pipeline.kernels.pinned_memory import pinned_empty
 
 ALIGNMENT = 16
 """Cuts of a flat vector at multiples of so many fp32 elements change no bit of an update.

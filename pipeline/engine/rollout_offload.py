@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
-from pipeline.kernels.toolchain.pinned_memory import pinned_empty
+from pipeline.kernels.pinned_memory import pinned_empty
 
 Kind = Literal["weights", "masters", "moments", "gradients"]
 KINDS: tuple[Kind, ...] = ("weights", "masters", "moments", "gradients")

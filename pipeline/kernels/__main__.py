@@ -1,75 +1,66 @@
-"""`python -m pipeline.kernels`: what is built, what PyTorch does instead and why, and how fast.
+"""`python -m pipeline.kernels`: the kernels that this machine builds, and why it lacks others."""
 
-Times are medians of a few calls on the threads that PyTorch uses, in milliseconds; the reference is
-the operator's definition in PyTorch, and `without` what runs where there is no kernel if that is
-something else. What is timed is in the `cases.py` of each operator.
-"""
-
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from pipeline.cli import run_main, say
-from pipeline.command import read_command
-from pipeline.installation import MODULE
-from pipeline.kernels.operators import cases_of, operators
-from pipeline.kernels.timing import Sizes, Timed
-from pipeline.kernels.toolchain.cache import cache_directory
-from pipeline.kernels.toolchain.levels import table
+from pipeline.kernels import choice
+from pipeline.kernels.adamw import cuda as adamw_cuda
+from pipeline.kernels.adamw import dispatch as adamw
+from pipeline.kernels.build import Built, bf16_flags, cache_directory
+from pipeline.kernels.cache_append import cuda as append_cuda
+from pipeline.kernels.decode_attention import cpu as attention_cpu
+from pipeline.kernels.decode_attention import cuda as attention_cuda
+from pipeline.kernels.linear import dispatch as linear
+from pipeline.kernels.sampling import cpu as sampling_cpu
+from pipeline.kernels.sampling import cuda as sampling_cuda
 
-CALLS = 5
-
-
-def row(timed: Timed) -> str:
-    """A line of the table."""
-    definition = median_seconds(timed.definition)
-    ours = definition if timed.ours is None else median_seconds(timed.ours)
-    times = (ours, median_seconds(timed.without), definition)
-    cells = ("" if each is None else f"{1e3 * each:.2f}" for each in times)
-    return f"| {timed.name} | {' | '.join(cells)} | {timed.state} |"
+F32, BF16 = torch.float32, torch.bfloat16
 
 
-def median_seconds(call: Callable[[], object] | None) -> float | None:
-    """The median of a few calls, after one that doesn't count."""
-    if call is None:
-        return None
-    call()
-    seconds: list[float] = []
-    for _ in range(CALLS):
-        synchronize()
-        started = time.perf_counter()
-        call()
-        synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+def on_cpu() -> Iterator[tuple[str, object]]:
+    """The kernels of the CPU, built."""
+    for dtype, name in ((F32, "fp32"), (BF16, "bf16")):
+        yield f"AdamW, {name}", adamw.find(torch.device("cpu"), copy=None, split=dtype == BF16)
+        yield f"decode attention, {name}", attention_cpu.library(dtype)
+        yield f"linear, {name}", linear.library(dtype)
+    yield "sampling", sampling_cpu.library()
+    yield "top-k and top-p", sampling_cpu.cut_library()
 
 
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def on_gpu(device: torch.device) -> Iterator[tuple[str, choice.Gpu | str]]:
+    """The kernels of a GPU, built and tested."""
+    shape = attention_cuda.Shape(1, 64, 2)
+    for name, defines, self_test in (
+        ("adamw", adamw_cuda.specialisation((F32, F32, None, True)), adamw_cuda.self_test),
+        ("cache_append", append_cuda.SPECIALISATION, append_cuda.self_test),
+        ("decode_attention", attention_cuda.specialisation(BF16, shape), attention_cuda.self_test),
+        ("sampling", sampling_cuda.specialisation(F32), sampling_cuda.self_test),
+    ):
+        yield name, choice.find(device, name, defines, self_test)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the options, build, measure and print."""
-    sizes = read_command(
-        Sizes,
-        argv,
-        usage=f"{MODULE} pipeline.kernels [--SETTING VALUE ...]",
-        about="What is built, what PyTorch does instead and why, and how fast each operator is.",
-    )
-    devices = [torch.device("cpu")]
+    """Build the kernels and print a table."""
+    del argv
+    rows = ["| kernel | on this machine |", "|---|---|"]
+    for name, found in on_cpu():
+        state = f"PyTorch instead: {found}"
+        if isinstance(found, Built):
+            state = "kept" if found.seconds is None else f"built in {found.seconds:.1f} s"
+        rows.append(f"| {name}, CPU | {state} |")
     if torch.cuda.is_available():
-        devices.append(torch.device("cuda", torch.cuda.current_device()))
-    rows = ["| operator | ms | without | reference | on this machine |", "|---|---|---|---|---|"]
-    for name in operators():
-        rows += [row(each) for each in cases_of(name).timed(devices, sizes)]
-    say(f"{torch.get_num_threads()} threads; kernels are kept in {cache_directory()}\n")
-    say("\n".join([*table(), "", *rows]))
-    if len(devices) == 1:
-        say("\nPyTorch finds no GPU here: nothing was built for one")
+        for name, found in on_gpu(torch.device("cuda", torch.cuda.current_device())):
+            state = f"PyTorch instead: {found}" if isinstance(found, str) else "built"
+            rows.append(f"| {name}, GPU | {state} |")
+    say(f"{torch.get_num_threads()} threads; kernels are kept in {cache_directory()}")
+    say(
+        f"instructions of the processor: {torch.backends.cpu.get_cpu_capability()}"
+        + (" with bf16" if bf16_flags() else "")
+        + "\n"
+    )
+    say("\n".join(rows))
 
 
 if __name__ == "__main__":

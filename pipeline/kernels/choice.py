@@ -1,4 +1,4 @@
-"""Whether an operator takes its kernel, and the message where there is none."""
+"""Whether an operator uses its kernel, and the message where there is none."""
 
 import functools
 import logging
@@ -10,8 +10,7 @@ import torch
 
 from pipeline.config import Kernels
 from pipeline.errors import ConfigError, KernelError
-from pipeline.kernels.toolchain.driver import LaunchError
-from pipeline.kernels.toolchain.gpu import Gpu, Macros, gpu_of
+from pipeline.kernels.gpu import Gpu, LaunchError, Macros, gpu_of
 
 logger = logging.getLogger(__name__)
 

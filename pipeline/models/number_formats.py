@@ -11,7 +11,7 @@ import platform
 import torch
 
 from pipeline.config import FrozenModelConfig, Precision, StepConfig
-from pipeline.kernels.toolchain.levels import has_avx512, has_bf16_products, is_arm
+from pipeline.kernels.build import has_avx512, has_bf16_products, is_arm
 from pipeline.launch.local import PLANNED
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.adamw.definition import AdamW, Weights
-from pipeline.kernels.toolchain.cpp import Built, NotBuiltError, found
-from pipeline.kernels.toolchain.threads import parallel
+from pipeline.kernels.build import Built, NotBuiltError, found, parallel
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.kernels.adamw import definition
 from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
-from pipeline.kernels.toolchain.gpu import DTYPES, NUMBERS, Gpu, Macros
+from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
 CHUNK = 16384
 """Elements that a block of threads updates, as in the source."""
@@ -194,7 +194,7 @@ def _row(shard: Shard, first_block: int) -> _Shard:
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
     """Two steps of a vector with a tail, to the bit."""
-    dtypes = {name: NUMBERS[str(defines[name])] for name in ("GRADIENT", "COPY")}
+    dtypes = {name: DTYPES_BY_NAME[str(defines[name])] for name in ("GRADIENT", "COPY")}
     generator = torch.Generator().manual_seed(0)
     gradient, master, exp_avg, square = torch.randn(4, 301, generator=generator)
     low_bits = None

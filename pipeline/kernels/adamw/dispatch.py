@@ -16,8 +16,8 @@ from pipeline.config import Kernels
 from pipeline.kernels import choice
 from pipeline.kernels.adamw import cpu, cuda, definition
 from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
-from pipeline.kernels.toolchain.cpp import Built, NotBuiltError
-from pipeline.kernels.toolchain.gpu import Gpu
+from pipeline.kernels.build import Built, NotBuiltError
+from pipeline.kernels.gpu import Gpu
 
 CHUNK = 65536
 """Elements that PyTorch steps at once: what it makes on the way fits into a core's cache."""

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pipeline.kernels.cache_append import definition
-from pipeline.kernels.toolchain.gpu import Gpu, Macros
+from pipeline.kernels.gpu import Gpu, Macros
 
 LOAD = 16
 """Bytes that a thread moves at once."""

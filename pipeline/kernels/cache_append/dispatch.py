@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.kernels import choice
 from pipeline.kernels.cache_append import cuda, definition
-from pipeline.kernels.toolchain.gpu import Gpu
+from pipeline.kernels.gpu import Gpu
 
 
 def append_(

@@ -10,9 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, found
-from pipeline.kernels.toolchain.levels import bf16_flags
-from pipeline.kernels.toolchain.threads import parallel
+from pipeline.kernels.build import FUSED, NUMBERS, Built, NotBuiltError, bf16_flags, found, parallel
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 MOST_SIZE = 256
@@ -106,4 +104,4 @@ def prepare(
 @functools.cache
 def library(dtype: torch.dtype) -> Built | NotBuiltError:
     """The kernel for this dtype, or why it can't be built."""
-    return found(SOURCE, {"NUMBER": NUMBERS[dtype]}, FUSED, optional=bf16_flags())
+    return found(SOURCE, {"NUMBER": NUMBERS[dtype]}, (*FUSED, *bf16_flags()))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.kernels.decode_attention import definition
 from pipeline.kernels.decode_attention.definition import Scores
-from pipeline.kernels.toolchain.gpu import DTYPES, NUMBERS, Gpu, Macros
+from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
 HEAD_SIZES = (8, 32, 48, 64, 80, 96, 128, 256)
 
@@ -189,7 +189,7 @@ def choose_splits(num_blocks: int, num_keys: int, gpu: Gpu) -> int:
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
     """Two sequences, whole and cut into two parts; what must not be read is NaN."""
-    dtype = NUMBERS[str(defines["NUMBER"])]
+    dtype = DTYPES_BY_NAME[str(defines["NUMBER"])]
     size, heads = int(defines["HEAD_SIZE"]), int(defines["GROUP"])
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([1, 37], dtype=torch.int32)

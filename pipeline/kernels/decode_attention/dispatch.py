@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.kernels import choice
+from pipeline.kernels.build import Built
 from pipeline.kernels.decode_attention import cpu, cuda, definition
 from pipeline.kernels.decode_attention.definition import Scores
-from pipeline.kernels.toolchain.cpp import Built
-from pipeline.kernels.toolchain.gpu import Gpu
+from pipeline.kernels.gpu import Gpu
 
 
 def decode_attention(

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import choice
-from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, found
-from pipeline.kernels.toolchain.levels import bf16_flags
-from pipeline.kernels.toolchain.threads import parallel
+from pipeline.kernels.build import FUSED, NUMBERS, Built, NotBuiltError, bf16_flags, found, parallel
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 
-MOST_ROWS = 64
+MOST_ROWS = {torch.float32: 64, torch.bfloat16: 8}
 """With more rows arithmetic is the limit, and the libraries under PyTorch are as fast."""
 
 
@@ -95,14 +93,12 @@ def is_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) 
         x.shape[-1] == inputs
         and out.shape == (*x.shape[:-1], outputs)
         and (bias is None or bias.shape == (outputs,))
-        and 0 < x.numel() <= MOST_ROWS * inputs
+        and 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * inputs
     )
 
 
 def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[str]:
     """Why the kernel doesn't support a linear layer of few rows, in clauses."""
-    if x.dtype not in NUMBERS:
-        yield f"it supports fp32 and bf16, not {x.dtype}"
     named = {"x": x, "the weight": weight, "the bias": bias, "the result": out}
     for name, tensor in named.items():
         if tensor is None:
@@ -136,7 +132,7 @@ def make(built: Built, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tens
 @functools.cache
 def library(dtype: torch.dtype) -> Built | NotBuiltError:
     """The kernel for this dtype, or why it can't be built."""
-    return found(SOURCE, {"NUMBER": NUMBERS[dtype]}, FUSED, optional=bf16_flags())
+    return found(SOURCE, {"NUMBER": NUMBERS[dtype]}, (*FUSED, *bf16_flags()))
 
 
 def is_built(dtype: torch.dtype) -> bool:

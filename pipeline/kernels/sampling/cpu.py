@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
-from pipeline.kernels.toolchain.cpp import EXACT, FUSED, NUMBERS, Built, NotBuiltError, found
-from pipeline.kernels.toolchain.threads import parallel
+from pipeline.kernels.build import EXACT, FUSED, NUMBERS, Built, NotBuiltError, found, parallel
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 CUT = Path(__file__).with_name("cpu_cut.cpp")

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 from pipeline.kernels.sampling import definition
 from pipeline.kernels.sampling.definition import WORD, Draw
-from pipeline.kernels.toolchain.gpu import DTYPES, NUMBERS, Gpu, Macros
 
 THREADS = 512
 SEGMENT = 128
@@ -106,7 +106,7 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
     """Tokens of four sequences, the likeliest and by chance."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(4, 300, generator=generator)
-    logits = logits.to(NUMBERS[str(defines["NUMBER"])])
+    logits = logits.to(DTYPES_BY_NAME[str(defines["NUMBER"])])
     numbers = torch.arange(8).view(2, 4)
     there = numbers.to(gpu.device)
     for draw in (

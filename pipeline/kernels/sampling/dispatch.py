@@ -10,10 +10,10 @@ from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from pipeline.kernels import choice
+from pipeline.kernels.build import Built
+from pipeline.kernels.gpu import Gpu
 from pipeline.kernels.sampling import cpu, cuda, definition
 from pipeline.kernels.sampling.definition import Draw
-from pipeline.kernels.toolchain.cpp import Built
-from pipeline.kernels.toolchain.gpu import Gpu
 
 
 def sample(

@@ -1,15 +1,30 @@
-"""Kernels for GPUs, their own sources run on the CPU: they compute what the definitions do."""
+"""Kernels for GPUs on the CPU: their sources compute what the definitions do."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
-from pipeline.kernels.emulator.emulated import Emulator
-from pipeline.kernels.operators import cases_of, operators
-from tests.pipeline.kernels.emulation import is_right
+from pipeline.errors import KernelError
+from pipeline.kernels import choice
+from pipeline.kernels.gpu import LaunchError
+from tests.pipeline.kernels.emulator.emulated import EmulatedGpu, Emulator
 
-QUICK = [(name, case) for name in operators(on_gpu=True) for case in cases_of(name).QUICK]
-GRID = [(name, case) for name in operators(on_gpu=True) for case in cases_of(name).GRID]
+OPERATORS = ("adamw", "cache_append", "decode_attention", "sampling")
+
+CASES = {name: import_module(f"tests.pipeline.kernels.{name}.cases") for name in OPERATORS}
+
+QUICK = [(name, case) for name in OPERATORS for case in CASES[name].QUICK]
+GRID = [(name, case) for name in OPERATORS for case in CASES[name].GRID]
+
+
+def is_right(name: str, case: Any, emulator: Emulator) -> bool:
+    cases, device = CASES[name], torch.device("cpu")
+    inputs = cases.inputs_of(case, device)
+    with emulator.memory(*inputs.tensors(), schedule=case.schedule):
+        out = cases.run(case, inputs, emulator.gpu())
+    return cases.is_right(case, cases.inputs_of(case, device), out)
 
 
 @pytest.mark.parametrize(("name", "case"), QUICK, ids=str)
@@ -25,3 +40,41 @@ def test_the_kernel_computes_what_the_definition_does_everywhere(
     name: str, case: Any, emulator: Emulator
 ) -> None:
     assert is_right(name, case, emulator)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_self_test_accepts_the_kernel_and_rejects_a_wrong_one(
+    name: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    self_test = import_module(f"pipeline.kernels.{name}.cuda").self_test
+    gpu, defines = emulator.gpu(), CASES[name].SPECIALISATIONS[0]
+    with emulator.memory():
+        assert self_test(gpu, defines)
+
+    def launch_nothing(*_: object) -> object:
+        return lambda *_, **__: None
+
+    monkeypatch.setattr(EmulatedGpu, "kernel", launch_nothing)
+    assert not self_test(gpu, defines)
+
+
+def test_a_kernel_that_fails_is_left_to_pytorch(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise LaunchError("no resources")
+
+    device, defines = torch.device("cpu"), CASES["cache_append"].SPECIALISATIONS[0]
+    monkeypatch.setattr(choice, "gpu_of", lambda _: emulator.gpu())
+    choice._compiled.cache_clear()
+    for self_test, reason in (
+        (refuse, "no resources"),
+        (lambda *_: False, "computes something else"),
+    ):
+        arguments = ("the cache", device, None, "cache_append", defines, self_test)
+        assert choice.gpu_for(*arguments) is None
+        monkeypatch.setenv(choice.SWITCH, "required")
+        with pytest.raises(KernelError, match=reason):
+            choice.gpu_for(*arguments)
+        monkeypatch.delenv(choice.SWITCH)
+    choice._compiled.cache_clear()

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from pipeline.kernels.adamw.cases import CPU, STEP, Case, by_definition, copied, shards_of
 from pipeline.kernels.adamw.cuda import ShardTable, adamw_, scalars_of
-from pipeline.kernels.cache_append import cases as append_cases
 from pipeline.kernels.cache_append import cuda as append
 from pipeline.kernels.cache_append import definition as append_definition
-from pipeline.kernels.operators import cases_of, operators
-from pipeline.kernels.sampling import cases as sampling_cases
-from pipeline.kernels.toolchain.gpu import Gpu, gpu_of
+from pipeline.kernels.gpu import Gpu, gpu_of
+from tests.pipeline.kernels.adamw.cases import CPU, STEP, Case, by_definition, copied, shards_of
+from tests.pipeline.kernels.cache_append import cases as append_cases
+from tests.pipeline.kernels.sampling import cases as sampling_cases
+from tests.pipeline.kernels.test_cases import CASES
 
 pytestmark = pytest.mark.gpu
 
@@ -24,9 +24,9 @@ def gpu() -> Gpu:
     return gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
 
-@pytest.mark.parametrize("name", operators(on_gpu=True))
+@pytest.mark.parametrize("name", CASES)
 def test_what_is_computed_is_the_definitions_and_the_same_every_time(name: str, gpu: Gpu) -> None:
-    cases, wrong = cases_of(name), []
+    cases, wrong = CASES[name], []
     for case in cases.GRID:
         inputs = [cases.inputs_of(case, gpu.device) for _ in range(3)]
         out, again = (cases.run(case, each, gpu) for each in inputs[:2])

@@ -5,20 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.engine.cache import attend_by_kernel
 from inference.generation import generate
 from pipeline.config import FrozenModelConfig
 from pipeline.kernels import choice
 from pipeline.kernels.adamw import dispatch as adamw
-from pipeline.kernels.decode_attention import definition
-from pipeline.kernels.decode_attention.definition import Scores
-from pipeline.kernels.emulator.emulated import Emulator
-from pipeline.kernels.toolchain.gpu import Kernel
+from pipeline.kernels.gpu import Kernel
 from pipeline.models.load import load_causal_lm
 from tests.families import random_rows, saved, tiny_causal_lm
 from tests.pipeline.engine.test_kernels import STEPS, trained
+from tests.pipeline.kernels.emulator.emulated import Emulator
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 
@@ -73,58 +69,6 @@ def test_answers_are_the_same_by_the_kernels(
     assert launched.count("the cache") == passes * model.config.num_hidden_layers
     assert launched.count("attention") >= 2 * 7 * model.config.num_hidden_layers
     assert launched[-1] == "sampling"
-
-
-class Operators(TorchDispatchMode):
-    """Names of what PyTorch is asked to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("rows", [3, 4, 6])
-def test_beside_attention_nothing_is_filled_or_copied_but_what_has_no_slot(
-    rows: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choice, "wanted", lambda *_: True)
-    monkeypatch.setattr(choice, "gpu_for", lambda *_: emulator.gpu())
-    query, key, value = torch.randn(rows, 2, 64), *torch.randn(2, 4, 1, 20, 64)
-    ends = torch.tensor([20, 0, 7, 3], dtype=torch.int32)
-    scores = Scores(lengths=ends[:rows], scaling=0.125)
-    slots = min(rows, 4)
-    expected = definition.decode_attention(query[:4], key[:slots], value[:slots], scores)
-
-    with emulator.memory(query, key, value, ends), Operators() as operators:
-        out = attend_by_kernel(
-            query, key, value, ends, scaling=None, sliding_window=None, longest=20
-        )
-
-    torch.testing.assert_close(out[:slots], expected)
-    assert out[slots:].eq(0).all()
-    busy = [name for name in operators.names if name not in ("slice", "empty", "new_empty")]
-    assert busy == (["zero_"] if rows > slots else [])
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_training_ends_in_the_same_bits_by_the_kernel(
-    dtype: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = trained(1, "off", dtype)
-
-    monkeypatch.setattr(adamw, "_find", lambda *_: emulator.gpu())
-    with emulator.memory():
-        ours = trained(1, "required", dtype)
-
-    assert all(map(torch.equal, ours, expected))
-    assert emulator.last_launch.startswith("adamw ")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

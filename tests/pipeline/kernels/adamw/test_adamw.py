@@ -27,7 +27,7 @@ from pipeline.kernels.adamw.definition import (
     write_moments,
 )
 from pipeline.kernels.adamw.dispatch import adamw_
-from pipeline.kernels.toolchain.cpp import Built
+from pipeline.kernels.build import Built
 
 ROOT = Path(__file__).parents[4]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

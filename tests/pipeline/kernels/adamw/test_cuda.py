@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.adamw import definition
-from pipeline.kernels.adamw.cases import (
+from pipeline.kernels.adamw.cuda import ShardTable, adamw_, scalars_of
+from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
+from tests.pipeline.kernels.adamw.cases import (
     BF16,
     F16,
     F32,
@@ -21,9 +23,7 @@ from pipeline.kernels.adamw.cases import (
     shard_of,
     shards_of,
 )
-from pipeline.kernels.adamw.cuda import ShardTable, adamw_, scalars_of
-from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
-from pipeline.kernels.emulator.emulated import Emulator
+from tests.pipeline.kernels.emulator.emulated import Emulator
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.kernels.build import Built
 from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.decode_attention import cpu, definition, dispatch
 from pipeline.kernels.decode_attention.definition import Scores
-from pipeline.kernels.toolchain.cpp import Built
 from tests.pipeline.kernels.numbers import random, relative_error
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pipeline.kernels.decode_attention import cuda
-from pipeline.kernels.decode_attention.cases import QUICK, inputs_of
-from pipeline.kernels.emulator.emulated import Emulator
+from tests.pipeline.kernels.decode_attention.cases import QUICK, inputs_of
+from tests.pipeline.kernels.emulator.emulated import Emulator
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.emulator.emulated import SCHEDULES, Emulator
-from pipeline.kernels.toolchain import gpu as gpu_module
+from pipeline.kernels import gpu as gpu_module
+from tests.pipeline.kernels.emulator.emulated import SCHEDULES, Emulator
 
 HEAD = """
 #include "prelude.cuh"

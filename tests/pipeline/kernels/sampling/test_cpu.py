@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from inference.engine.sampling import Sampler, likeliest, nucleus, uniforms, words_of
+from pipeline.kernels.build import Built
 from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.sampling import cpu, dispatch
-from pipeline.kernels.toolchain.cpp import Built
 
 KEYS = [0, 1, 7, 123456789, 2**63, 2**64 - 1]
 

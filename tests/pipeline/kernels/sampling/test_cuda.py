@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from inference.engine.sampling import Sampler
-from pipeline.kernels.emulator.emulated import SCHEDULES, Emulator
 from pipeline.kernels.sampling import cuda
-from pipeline.kernels.sampling.cases import QUICK, inputs_of, run
 from pipeline.kernels.sampling.definition import Draw
+from tests.pipeline.kernels.emulator.emulated import SCHEDULES, Emulator
+from tests.pipeline.kernels.sampling.cases import QUICK, inputs_of, run
 
 CPU = torch.device("cpu")
 

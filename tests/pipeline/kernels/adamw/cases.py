@@ -1,19 +1,17 @@
-"""Cases of AdamW: what is timed, and on a GPU what is compiled and what is right."""
+"""Cases of AdamW: inputs, specializations, and what is right."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pipeline.config import Kernels
-from pipeline.kernels.adamw import cuda, definition, dispatch
+from pipeline.kernels.adamw import cuda, definition
 from pipeline.kernels.adamw.cuda import CHUNK, ShardTable, scalars_of
 from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
-from pipeline.kernels.timing import Sizes, Timed, describe, name_of
-from pipeline.kernels.toolchain.gpu import Gpu, Macros
+from pipeline.kernels.gpu import Gpu, Macros
 
 F32, BF16, F16, CODES = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 CPU = torch.device("cpu")
@@ -83,41 +81,6 @@ SPECIALISATIONS: list[Macros] = [
     for copy, split in [(None, True), (None, False), (BF16, False), (F16, False)]
 ]
 """Of the kernel for GPUs; as the engine steps bf16 weights first."""
-
-FORMATS = (None, BF16, F16)
-"""Of the weights that are timed; None is fp32, which are their own masters."""
-
-
-def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
-    """An update, as the engine makes it."""
-    for device in devices:
-        for copy in FORMATS:
-            yield _timed(device, copy, sizes.elements)
-
-
-def _timed(device: torch.device, copy: torch.dtype | None, elements: int) -> Timed:
-    split = copy == BF16
-    generator = torch.Generator().manual_seed(0)
-    master, gradient = torch.randn(2, elements, generator=generator).to(device)
-    exp_avg, exp_avg_sq = torch.zeros(2, elements, device=device)
-    out = low_bits = None
-    if split:
-        master, low_bits = definition.split_master(master)
-    elif copy is not None:
-        out = torch.empty(elements, dtype=copy, device=device)
-    weights = Weights(master, exp_avg, exp_avg_sq, out, low_bits)
-    step = AdamW(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1, multiplier=0.5)
-
-    def step_with(kernels: Kernels) -> None:
-        dispatch.adamw_(weights, gradient, step, kernels=kernels)
-
-    return Timed(
-        name=f"AdamW on {device.type}, {name_of(copy or F32)} weights",
-        state=describe(dispatch.find(device, copy=None if split else copy, split=split)),
-        ours=lambda: step_with("auto"),
-        without=lambda: step_with("off"),
-        definition=lambda: definition.adamw_(weights, gradient, step),
-    )
 
 
 def shard_of(case: Case, size: int, *, seed: int, device: torch.device = CPU) -> Shard:

@@ -1,18 +1,14 @@
-"""Cases of decode attention: what is timed, and on a GPU what is compiled and what is right."""
+"""Cases of decode attention: inputs, specializations, and what is right."""
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pipeline.kernels import choice
-from pipeline.kernels.decode_attention import cpu, cuda, definition, dispatch
+from pipeline.kernels.decode_attention import cuda, definition
 from pipeline.kernels.decode_attention.definition import Scores
-from pipeline.kernels.timing import NO_GPU, Sizes, Timed, by_kernel, describe, name_of
-from pipeline.kernels.toolchain.cpp import NotBuiltError
-from pipeline.kernels.toolchain.gpu import Gpu, Macros
+from pipeline.kernels.gpu import Gpu, Macros
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative error of the norm: of fp32 sums, and of the rounding of the output."""
@@ -147,37 +143,3 @@ SPECIALISATIONS: list[Macros] = [
     for heads in (8, 1, 4, 7)
 ]
 """Of the kernels for GPUs, the commonest first."""
-
-SEQUENCES, HEADS, HEAD_SIZE = 16, 16, 64
-"""Sequences, heads and head size of the call that is timed."""
-
-
-def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
-    """A new token of each sequence, by the kernel for CPUs or that for GPUs."""
-    for device in devices:
-        for dtype in (F32, BF16):
-            yield _timed(device, dtype, sizes.tokens)
-    if len(devices) == 1:
-        yield Timed(name="decode attention on cuda", state=describe(NO_GPU))
-
-
-def _timed(device: torch.device, dtype: torch.dtype, tokens: int) -> Timed:
-    query = torch.randn(SEQUENCES, HEADS, HEAD_SIZE).to(device, dtype)
-    key, value = torch.randn(2, SEQUENCES, HEADS, tokens, HEAD_SIZE).to(device, dtype)
-    lengths = torch.full((SEQUENCES,), tokens, dtype=torch.int32, device=device)
-    scores = Scores(lengths=lengths, scaling=HEAD_SIZE**-0.5)
-    if device.type == "cpu":
-        found = cpu.library(dtype)
-    else:
-        defines = cuda.specialisation(dtype, cuda.Shape(1, HEAD_SIZE, dtype.itemsize))
-        found = choice.find(device, "decode_attention", defines, cuda.self_test)
-
-    def ours() -> Tensor:
-        return dispatch.decode_attention(query, key, value, scores, longest=tokens)
-
-    return by_kernel(
-        f"decode attention on {device.type}, {SEQUENCES} x {tokens}, {name_of(dtype)}",
-        str(found) if isinstance(found, NotBuiltError) else found,
-        ours,
-        lambda: definition.decode_attention(query, key, value, scores),
-    )

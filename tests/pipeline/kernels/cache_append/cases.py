@@ -1,15 +1,13 @@
-"""Cases of storing keys and values: what is timed, what is compiled and what is right."""
+"""Cases of storing keys and values: inputs and what is right."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pipeline.kernels import choice
 from pipeline.kernels.cache_append import cuda, definition
-from pipeline.kernels.timing import NO_GPU, Sizes, Timed, by_kernel
-from pipeline.kernels.toolchain.gpu import Gpu, Macros
+from pipeline.kernels.gpu import Gpu, Macros
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -85,29 +83,3 @@ QUICK = [
 GRID = QUICK
 
 SPECIALISATIONS: list[Macros] = [cuda.SPECIALISATION]
-
-SEQUENCES, HEADS, HEAD_SIZE = 16, 16, 64
-"""Sequences, heads and head size of the call that is timed."""
-
-
-def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
-    """Keys and values of a new token of each sequence, into the cache."""
-    device = devices[-1]
-    shape = (SEQUENCES, HEADS, sizes.tokens, HEAD_SIZE)
-    cache = (torch.zeros(shape, device=device), torch.zeros(shape, device=device))
-    key, value = torch.randn(2, HEADS, SEQUENCES, HEAD_SIZE).to(device)
-    places = torch.arange(0, SEQUENCES * sizes.tokens, sizes.tokens, device=device)
-    found = NO_GPU
-    if device.type == "cuda":
-        found = choice.find(device, "cache_append", cuda.SPECIALISATION, cuda.self_test)
-
-    def ours() -> None:
-        assert isinstance(found, Gpu)
-        cuda.append_(cache, (key, value), places, gpu=found)
-
-    yield by_kernel(
-        f"keys and values into the cache on {device.type}",
-        found,
-        ours,
-        lambda: definition.append_(cache, (key, value), places),
-    )

@@ -1,18 +1,14 @@
-"""Cases of sampling: what is timed, and on a GPU what is compiled and what is right."""
+"""Cases of sampling: inputs, specializations, and what is right."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels import choice
-from pipeline.kernels.sampling import cpu, cuda, definition
+from pipeline.kernels.gpu import Gpu, Macros
+from pipeline.kernels.sampling import cuda, definition
 from pipeline.kernels.sampling.definition import Draw
-from pipeline.kernels.timing import NO_GPU, Sizes, Timed, by_kernel
-from pipeline.kernels.toolchain.cpp import Built
-from pipeline.kernels.toolchain.gpu import Gpu, Macros
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -120,53 +116,3 @@ No size times a top-p is a whole number: of words all alike a boundary would lie
 
 SPECIALISATIONS: list[Macros] = [cuda.specialisation(dtype) for dtype in (BF16, F32, F16)]
 """Of the kernel for GPUs."""
-
-SEQUENCES, WORDS = 16, 32_768
-"""Sequences and words of the call that is timed."""
-
-
-def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
-    """The next token of each sequence."""
-    del sizes
-    yield _without_cuts()
-    yield _from_logits(devices[-1])
-
-
-def _without_cuts() -> Timed:
-    """A choice from log-probabilities that are there, on the CPU."""
-    logits = 3 * torch.randn(SEQUENCES, WORDS)
-    logprobs = logits.log_softmax(dim=-1)
-    numbers = torch.arange(2 * SEQUENCES).view(2, -1)
-    keys, positions = numbers.numpy().astype(np.uint64)
-    draw, found = Draw(seed=0, temperature=1.0), cpu.library()
-
-    def ours() -> object:
-        assert isinstance(found, Built)
-        return cpu.draw(logprobs, keys, positions, seed=0, built=found)
-
-    return by_kernel(
-        f"drawing without cuts on cpu, {SEQUENCES} x {WORDS}",
-        found if isinstance(found, Built) else str(found),
-        ours,
-        lambda: definition.sample(logits, numbers[0], numbers[1], draw),
-    )
-
-
-def _from_logits(device: torch.device) -> Timed:
-    logits = 3 * torch.randn(SEQUENCES, WORDS).to(device)
-    numbers = torch.arange(2 * SEQUENCES, device=device).view(2, -1)
-    draw, found = Draw(seed=0, temperature=1.0, top_p=0.9), NO_GPU
-    if device.type == "cuda":
-        defines = cuda.specialisation(logits.dtype)
-        found = choice.find(device, "sampling", defines, cuda.self_test)
-
-    def ours() -> object:
-        assert isinstance(found, Gpu)
-        return cuda.sample(logits, numbers[0], numbers[1], draw, gpu=found)
-
-    return by_kernel(
-        f"sampler on {device.type}, {SEQUENCES} x {WORDS}",
-        found,
-        ours,
-        lambda: definition.sample(logits, numbers[0], numbers[1], draw),
-    )

@@ -14,19 +14,33 @@
 #include <string>
 #include <vector>
 
-#include "launch.h"
-
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
-
 namespace emulator {
+struct Index {
+  unsigned x, y, z;
+};
+
 namespace {
+// Memory that kernels may touch.
+struct Range {
+  const char* first;
+  size_t bytes;
+};
+
+// Schedules: threads and blocks in order, in reverse, and from there on shuffled by that seed.
+enum { REVERSE = 1 };
+
+struct Launch {
+  void (*kernel)(const void* params);
+  const void* params;
+  Index grid, block;
+  size_t shared_bytes;
+  int schedule;
+};
+
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr size_t GUARD_BYTES = 64;
 constexpr unsigned char POISON = 0xff;  // a float of such bytes is NaN
 
-#if defined(__x86_64__)
 // ucontext saves the signal mask, with two system calls a switch; this saves what a call must keep.
 struct Context {
   void* stack_pointer = nullptr;
@@ -62,19 +76,6 @@ void prepare(Context& context, char* stack, void (*start)()) {
   for (int saved = 0; saved < 6; saved++) *--top = nullptr;
   context.stack_pointer = top;
 }
-#else
-struct Context {
-  ucontext_t state;
-};
-void switch_context(Context& from, Context& to) { swapcontext(&from.state, &to.state); }
-void prepare(Context& context, char* stack, void (*start)()) {
-  getcontext(&context.state);
-  context.state.uc_stack.ss_sp = stack;
-  context.state.uc_stack.ss_size = STACK_BYTES;
-  context.state.uc_link = nullptr;
-  makecontext(&context.state, start, 0);
-}
-#endif
 
 std::string format(const char* pattern, ...) {
   char text[512];
@@ -118,6 +119,7 @@ struct Machine {
   std::vector<unsigned char> shared;
   unsigned char* shared_base = nullptr;
   std::vector<Range> ranges;
+  std::string error;
   const Launch* launch = nullptr;
 };
 
@@ -269,11 +271,9 @@ void exchange(unsigned mask, const void* value, unsigned bytes, uint64_t* out, c
   memcpy(out, given, sizeof(shuffle.given[0]));
 }
 
-
-int run(const Launch& launch, const std::vector<Range>& ranges, std::string& error) {
+int run(const Launch& launch) {
   Machine& m = machine();
   m.launch = &launch;
-  m.ranges = ranges;
   block_shape = launch.block;
   grid_shape = launch.grid;
   m.num_threads = launch.block.x * launch.block.y * launch.block.z;
@@ -295,10 +295,23 @@ int run(const Launch& launch, const std::vector<Range>& ranges, std::string& err
     try {
       run_block(block, random);
     } catch (const std::exception& failure) {
-      error = format("block %u, ", block) + failure.what();
+      m.error = format("block %u, ", block) + failure.what();
       return 1;
     }
   }
   return 0;
 }
 }  // namespace emulator
+
+extern "C" {
+void emulator_allow(const char* first, size_t bytes) { emulator::machine().ranges.push_back({first, bytes}); }
+void emulator_forbid() { emulator::machine().ranges.clear(); }
+const char* emulator_error() { return emulator::machine().error.c_str(); }
+
+// 0, or 1 with the fault in `emulator_error`.
+int emulator_launch(void (*kernel)(const void*), const void* params, const unsigned* grid_and_block, size_t shared_bytes,
+                    int schedule) {
+  const unsigned* n = grid_and_block;
+  return emulator::run({kernel, params, {n[0], n[1], n[2]}, {n[3], n[4], n[5]}, shared_bytes, schedule});
+}
+}

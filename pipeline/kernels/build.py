@@ -1,0 +1,284 @@
+"""Building C++ kernels at their first use.
+
+A kernel is a file of plain C++ with one or two C functions, called through `ctypes`: PyTorch's
+headers take twenty seconds a file to compile, these take about one. Libraries are kept under the
+hash of what they are made of. Processes that need the same one at once compile it each, and each
+renames a complete file into place.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+CACHE = "RLHF_PIPELINE_CACHE"
+"""Variable of the environment: the directory that keeps compiled kernels."""
+
+COMPILERS = ("c++", "g++", "clang++")
+"""Tried in this order where the variable CXX names none."""
+
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+
+EXACT = ("-ffp-contract=off",)
+"""Each operation is rounded as it is written."""
+
+FUSED = ("-ffp-contract=fast",)
+"""A product and a sum become a fused multiply-add, as `include/vectors.h` needs it."""
+
+AVX2 = ("-mavx2", "-mfma")
+AVX512 = (*AVX2, *(f"-mavx512{each}" for each in ("f", "bw", "dq", "vl")))
+INSTRUCTIONS = {"AVX2": AVX2, "AVX512": (*AVX512, "-mprefer-vector-width=512")}
+"""Flags by PyTorch's name of what an x86 processor has. Not -march=native: machines may share a
+cache."""
+
+NUMBERS = {torch.float32: "Float32", torch.bfloat16: "BFloat16"}
+"""Names of dtypes in `include/vectors.h`."""
+
+INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+
+COMPILE_SECONDS = 120
+
+logger = logging.getLogger(__name__)
+
+
+class NotBuiltError(Exception):
+    """A kernel can't be built on this machine; the message is a clause with the reason."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A loaded library."""
+
+    library: ctypes.CDLL
+
+    seconds: float | None
+    """Compile time; None where the library was in the cache."""
+
+
+def found(
+    source: Path,
+    defines: Mapping[str, str | int],
+    flags: Sequence[str] = EXACT,
+) -> Built | NotBuiltError:
+    """The library of a C++ source with these macros, or why it can't be built."""
+    try:
+        words = [*FLAGS, *flags, *instruction_flags()]
+        words += [f"-D{name}={value}" for name, value in defines.items()]
+        return _build(compiler(), source, words)
+    except NotBuiltError as reason:
+        return reason
+    except OSError as error:  # no directory at all, or a full disk
+        return NotBuiltError(f"it can't be written to a disk: {error}")
+
+
+def _build(command: Sequence[str], source: Path, words: Sequence[str]) -> Built:
+    ingredients = [*command, run_compiler([*command, "--version"]), platform.machine(), *words]
+    identity = hashlib.sha256("\0".join([*ingredients, *texts_of(source)]).encode()).hexdigest()
+    name = f"{source.parent.name}-{source.stem}-{identity[:24]}.so"
+    directory = cache_directory()
+    kept = directory / name if directory else None
+    if kept is not None and kept.exists():
+        return Built(load(kept), None)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as private:
+        path = kept or Path(private) / name
+        with complete_file(path) as made:
+            run_compiler([*command, *words, str(source), "-o", str(made)])
+        return Built(load(path), time.perf_counter() - started)
+
+
+@contextmanager
+def complete_file(path: Path) -> Iterator[Path]:
+    """A file to write, which is given its name when it is complete and on the disk."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    made = Path(name)
+    try:
+        yield made
+        os.fsync(handle)
+        made.replace(path)
+    finally:
+        os.close(handle)
+        made.unlink(missing_ok=True)
+
+
+def cache_directory() -> Path | None:
+    """The directory of this user's compiled kernels, made if need be.
+
+    The directory that RLHF_PIPELINE_CACHE names; in one that another user owns, a folder of this
+    user. Code is loaded from there, so None, with a warning, where another user can write there.
+    """
+    named, base = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
+    try:
+        cache = Path(base).absolute() if base else Path.home() / ".cache"
+        directory = Path(named).absolute() if named else cache / "rlhf-pipeline" / "kernels"
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if directory.stat().st_uid != os.geteuid():
+            directory /= f"user-{os.geteuid()}"
+            directory.mkdir(exist_ok=True, mode=0o700)
+        status = directory.lstat()
+        owned = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if not owned or status.st_mode & stat.S_IWOTH:
+            raise PermissionError(f"{directory} can be written by other users")
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(f"{directory} can't be written")
+    except (OSError, RuntimeError) as error:
+        _warn(f"compiled kernels are not kept: {error}; {CACHE} may name another directory")
+        return None
+    return directory
+
+
+def texts_of(source: Path) -> Collection[str]:
+    """A source, and the headers of this project that it includes, directly or not."""
+    texts: dict[Path, str] = {}
+    files = [source]
+    while files:
+        file = files.pop().resolve()
+        if file not in texts:
+            texts[file] = file.read_text()
+            files += [file.parent / name for name in INCLUDE.findall(texts[file])]
+    return texts.values()
+
+
+def compiler() -> list[str]:
+    """The command of the C++ compiler that CXX names, or else of the first that is installed.
+
+    Raises:
+        NotBuiltError: there is none.
+    """
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for words in [chosen] if chosen else [[name] for name in COMPILERS]:
+        if path := shutil.which(words[0]):
+            return [path, *words[1:]]
+    if chosen:
+        raise NotBuiltError(f"the compiler that CXX names, {chosen[0]}, was not found")
+    raise NotBuiltError(f"no C++ compiler was found ({', '.join(COMPILERS)}; CXX may name one)")
+
+
+def run_compiler(command: Sequence[str]) -> str:
+    """The compiler's output.
+
+    Raises:
+        NotBuiltError: it fails.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotBuiltError(f"the compiler {command[0]} can't be run: {error}") from error
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
+        raise NotBuiltError(
+            f"the compiler {command[0]} ended with code {done.returncode}: {errors[0]}"
+        )
+    return done.stdout
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """The library in this process.
+
+    Raises:
+        NotBuiltError: the system refuses it.
+    """
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NotBuiltError(
+            f"the system doesn't load {library} ({error}); set {CACHE} to a directory on a disk"
+            " from which programs may be run"
+        ) from error
+
+
+def instruction_flags() -> tuple[str, ...]:
+    """Flags for the instructions that PyTorch uses on this processor.
+
+    Raises:
+        NotBuiltError: the kernels don't support the processor.
+    """
+    if is_arm():
+        return ()
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in INSTRUCTIONS:
+        raise NotBuiltError(
+            f"the processor ({platform.machine()}, {capability}) is not x86 with AVX2 or AVX-512,"
+            " or ARM with 64 bits"
+        )
+    return INSTRUCTIONS[capability]
+
+
+def bf16_flags() -> tuple[str, ...]:
+    """Flags for instructions that multiply bf16 pairs, where the processor has them."""
+    return ("-mavx512bf16",) if has_avx512() and multiplies_bf16() else ()
+
+
+def has_avx512() -> bool:
+    """Whether PyTorch uses vectors of 512 bits here."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def multiplies_bf16() -> bool:
+    """Whether an x86 processor has instructions that multiply bf16.
+
+    `ONEDNN_MAX_CPU_ISA` takes them away, as it does from the library under PyTorch.
+    """
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if limit and limit != "ALL" and "BF16" not in limit and "AMX" not in limit:
+        return False
+    # Private to PyTorch; without it the answer is no.
+    return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+
+
+def has_bf16_products() -> bool:
+    """Whether PyTorch multiplies bf16 on this processor at least as fast as fp32."""
+    if is_arm():
+        return bool(getattr(torch.cpu, "get_capabilities", dict)().get("bf16", False))
+    return has_avx512() and multiplies_bf16()
+
+
+def is_arm() -> bool:
+    """Whether this is a 64-bit ARM processor."""
+    return platform.machine() in ("aarch64", "arm64")
+
+
+@functools.cache
+def parallel() -> ctypes.c_void_p | None:
+    """`GOMP_parallel(function, argument, threads, flags)` of the OpenMP that PyTorch has loaded.
+
+    Its threads may still be awake after PyTorch's last operator; others would wait for their cores.
+    The runtimes of GNU, Intel and LLVM all have the function. None on other systems than Linux.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    runtimes = ("libgomp", "libiomp", "libomp")
+    paths = {line.split(maxsplit=5)[-1] for line in lines}
+    # Other packages may have loaded runtimes, too.
+    for path in sorted(paths, key=lambda path: "/torch" not in path):
+        if Path(path).name.startswith(runtimes):
+            function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+            if function is not None:
+                return ctypes.cast(function, ctypes.c_void_p)
+    return None
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Once in each process."""
+    logger.warning("%s", sentence)

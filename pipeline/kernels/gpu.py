@@ -1,0 +1,250 @@
+"""Compiling CUDA kernels with NVRTC, which CUDA builds of PyTorch include, and launching them.
+
+Both through `cuda.bindings`, NVIDIA's Python bindings. Neither nvcc nor a CUDA header is needed.
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import KernelError
+from pipeline.kernels.build import cache_directory, complete_file
+
+OPERATORS = Path(__file__).parent
+"""The folders of operators; the source of one's kernels is its `cuda.cu`."""
+
+HEADERS = {
+    name: (OPERATORS / "include" / name).read_text() for name in ("prelude.cuh", "eight_bits.h")
+}
+"""Headers that sources may include, by name."""
+
+OPTIONS = ("-std=c++17", "--fmad=false")
+"""Products and sums are rounded each unless a kernel calls fmaf: bit for bit as on the CPU."""
+
+OLDEST = 70
+"""The oldest supported compute capability, 7.0."""
+
+LOG_LINES = 5
+"""Lines of the compiler's log in an error."""
+
+DTYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "F16"}
+"""Names of dtypes in sources."""
+
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+Macros = Mapping[str, str | int]
+"""Macros of a source, which select a specialization."""
+
+Dim = tuple[int, int, int]
+
+
+class LaunchError(RuntimeError):
+    """A kernel could not be launched."""
+
+
+class Kernel:
+    """A kernel on one GPU."""
+
+    def __init__(self, function: Any, device: torch.device, name: str) -> None:  # noqa: ANN401
+        self._function, self._device, self._name = function, device, name
+
+    def __call__(
+        self, params: ctypes.Structure, *, grid: Dim, block: Dim, shared_bytes: int = 0
+    ) -> None:
+        """Launch it on the current stream with the struct `params`, by value, as its argument.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has no memory left for it.
+            LaunchError: the driver refuses the launch, or an earlier kernel has failed.
+        """
+        driver = _bindings("driver")
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream().cuda_stream
+            (code,) = driver.cuLaunchKernel(
+                self._function, *grid, *block, shared_bytes, stream, ctypes.addressof(arguments), 0
+            )
+        if code == driver.CUresult.CUDA_SUCCESS:
+            return
+        what = (
+            f"the kernel {self._name} can't be launched with grid {grid}, block {block} and"
+            f" {shared_bytes} bytes of shared memory: {code.name}"
+        )
+        if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(what)
+        raise LaunchError(f"{what}; CUDA_LAUNCH_BLOCKING=1 shows whether an earlier kernel failed")
+
+
+class Gpu:
+    """One GPU and its kernels, which are compiled at their first use."""
+
+    def __init__(self, device: torch.device) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        self.device = device
+        self.capability = 10 * properties.major + properties.minor
+        """90 for 9.0."""
+        self.num_multiprocessors = properties.multi_processor_count
+        self._kernels: dict[tuple[str, str, frozenset[tuple[str, str | int]]], Kernel] = {}
+
+    def kernel(self, name: str, entry: str, defines: Macros) -> Kernel:
+        """The kernel `entry` of an operator's source with some macros, loaded onto the GPU.
+
+        Raises:
+            KernelError: it can't be compiled or loaded.
+        """
+        key = (name, entry, frozenset(defines.items()))
+        if key not in self._kernels:
+            self._kernels[key] = self._load(name, entry, defines)
+        return self._kernels[key]
+
+    def forget(self, name: str, defines: Macros) -> None:
+        """Remove the kept code of a kernel, so that the next process compiles it again."""
+        if path := self._kept(name, defines):
+            with suppress(OSError):
+                path.unlink()
+
+    def _load(self, name: str, entry: str, defines: Macros) -> Kernel:
+        driver = _bindings("driver")
+        image = self._image(name, defines)
+        with torch.cuda.device(self.device):
+            torch.cuda.mem_get_info(self.device)  # makes the GPU's context current in this thread
+            try:
+                library = _checked(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
+                kernel = _checked(driver.cuLibraryGetKernel(library, entry.encode()))
+                # Code is loaded now and not at the first launch, where a failure is fatal.
+                function = _checked(driver.cuKernelGetFunction(kernel))
+            except KernelError as error:
+                raise KernelError(f"{name} can't be loaded onto {self.device}: {error}") from None
+        return Kernel(function, self.device, entry)
+
+    def _image(self, name: str, defines: Macros) -> bytes:
+        """The machine code of a source, from the cache if it is there."""
+        path = self._kept(name, defines)
+        if path is not None and path.exists():
+            return path.read_bytes()
+        image, _ = compile_source(
+            (OPERATORS / name / "cuda.cu").read_text(), name, self._options(defines)
+        )
+        if path is not None:
+            with suppress(OSError), complete_file(path) as made:
+                made.write_bytes(image)
+        return image
+
+    def _options(self, defines: Macros) -> list[str]:
+        macros = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
+        return [f"--gpu-architecture={architecture(self.capability)}", *OPTIONS, *macros]
+
+    def _kept(self, name: str, defines: Macros) -> Path | None:
+        directory = cache_directory()
+        if directory is None:
+            return None
+        source = (OPERATORS / name / "cuda.cu").read_text()
+        version = ".".join(map(str, nvrtc_version()))
+        ingredients = [source, *HEADERS.values(), *self._options(defines), version]
+        digest = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()
+        return directory / f"{name}-{digest[:16]}.cubin"
+
+
+def compile_source(source: str, name: str, options: list[str]) -> tuple[bytes, str]:
+    """The cubin, or PTX for a virtual architecture, and the compiler's log.
+
+    Raises:
+        KernelError: NVRTC can't be loaded, or refuses the source or an option.
+    """
+    nvrtc = _nvrtc()
+    texts = [text.encode() for text in HEADERS.values()]
+    names = [header.encode() for header in HEADERS]
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), len(names), texts, names)
+    )
+    try:
+        words = [option.encode() for option in options]
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        text = log.rstrip(b"\0").decode(errors="replace").strip()
+        if code:
+            lines = "\n".join((text or code.name).splitlines()[:LOG_LINES])
+            raise KernelError(f"{name} can't be compiled with {' '.join(options)}: {lines}")
+        kind = "PTX" if any("=compute_" in option for option in options) else "CUBIN"
+        image = b" " * _checked(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
+        _checked(getattr(nvrtc, f"nvrtcGet{kind}")(program, image))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return image, text
+
+
+def architecture(capability: int) -> str:
+    """The target for a GPU: its machine code, or PTX if it is newer than the compiler.
+
+    Raises:
+        KernelError: it is older than the compiler supports.
+    """
+    supported = [each for each in supported_capabilities() if each >= OLDEST]
+    if capability in supported:
+        return f"sm_{capability}"
+    older = [each for each in supported if each < capability]
+    if not older:
+        raise KernelError(
+            f"this GPU has compute capability {capability / 10}, and NVRTC"
+            f" {nvrtc_version()[0]} compiles the kernels for {supported[0] / 10} and later"
+        )
+    return f"compute_{older[-1]}"
+
+
+@cache
+def supported_capabilities() -> tuple[int, ...]:
+    """Compute capabilities that NVRTC compiles for, such as 90 for 9.0, ascending."""
+    return tuple(sorted(_checked(_nvrtc().nvrtcGetSupportedArchs())))
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor version."""
+    _, major, minor = _nvrtc().nvrtcVersion()
+    return major, minor
+
+
+@cache
+def _nvrtc() -> Any:  # noqa: ANN401
+    try:
+        nvrtc = _bindings("nvrtc")
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise KernelError(
+            f"NVRTC can't be loaded ({error}); install the packages cuda-bindings and"
+            " nvidia-cuda-nvrtc of PyTorch's CUDA version"
+        ) from None
+    return nvrtc
+
+
+@cache
+def _bindings(module: str) -> Any:  # noqa: ANN401
+    return import_module(f"cuda.bindings.{module}")
+
+
+def _checked(result: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    """The value that a function of the bindings returns behind its error code."""
+    code, *values = result
+    if code:
+        raise KernelError(code.name)
+    return values[0] if values else None
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU of a PyTorch device with an index.
+
+    Raises:
+        KernelError: kernels can't be compiled for it.
+    """
+    if torch.version.cuda is None:
+        raise KernelError(f"this PyTorch ({torch.__version__}) is a build without CUDA")
+    return Gpu(device)

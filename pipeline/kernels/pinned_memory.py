@@ -1,0 +1,118 @@
+"""Pinned host memory of the size that is requested.
+
+PyTorch's own pinned memory comes in powers of two: for masters and moments that are a little more
+than one, twice what a plan counts.
+"""
+
+import ctypes
+import functools
+import logging
+import mmap
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: pages are locked for all contexts."""
+
+
+class PinnedMemory:
+    """Locked pages of one process.
+
+    Freed pages are kept for the next tensor of their size: locking takes a fifth of a second for
+    each GB, and gradients come and go with every step. A tensor may only be freed after the copies
+    to it.
+
+    Args:
+        register: locks pages, given their address, bytes and flags; not 0 if it fails.
+        unregister: unlocks them, given their address.
+    """
+
+    def __init__(
+        self, register: Callable[[int, int, int], Any], unregister: Callable[[int], Any]
+    ) -> None:
+        self._register, self._unregister = register, unregister
+        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        self._lock = threading.RLock()  # a tensor may be freed by any thread
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A vector of undefined content.
+
+        Raises:
+            OSError: there is no memory, or the driver locks no more pages.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        size = numel * dtype.itemsize
+        pages = self._take(size + -size % mmap.PAGESIZE)
+        buffer = (ctypes.c_byte * size).from_buffer(pages)
+        # The tensor alone refers to it.
+        weakref.finalize(buffer, self._give_back, pages).atexit = False
+        return torch.frombuffer(buffer, dtype=dtype, count=numel)
+
+    def release(self) -> None:
+        """Return the kept pages to the system."""
+        with self._lock:
+            kept = [pages for same_size in self._free.values() for pages in same_size]
+            self._free.clear()
+        for pages in kept:
+            self._unregister(_address(pages))
+            pages.close()
+
+    def _take(self, num_bytes: int) -> mmap.mmap:
+        with self._lock:
+            if self._free[num_bytes]:
+                return self._free[num_bytes].pop()
+        try:
+            return self._new(num_bytes)
+        except OSError:
+            self.release()
+            return self._new(num_bytes)
+
+    def _new(self, num_bytes: int) -> mmap.mmap:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        code = int(self._register(_address(pages), num_bytes, PORTABLE))
+        if code:
+            raise OSError(f"the CUDA driver doesn't lock {num_bytes} bytes (error {code})")
+        return pages
+
+    def _give_back(self, pages: mmap.mmap) -> None:
+        with self._lock:
+            self._free[len(pages)].append(pages)
+
+
+def _address(pages: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_byte.from_buffer(pages))
+
+
+def pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """A vector in pinned memory; in PyTorch's own where the driver locks no pages.
+
+    Raises:
+        RuntimeError: there is no memory to pin.
+    """
+    # Makes the GPU's context current in this thread, which may be autograd's.
+    torch.cuda.current_stream().query()
+    try:
+        return _memory().empty(numel, dtype)
+    except OSError as error:
+        _log_refused(str(error))
+    return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+
+@functools.cache
+def _memory() -> PinnedMemory:
+    runtime: Any = torch.cuda.cudart()
+    return PinnedMemory(runtime.cudaHostRegister, runtime.cudaHostUnregister)
+
+
+@functools.cache
+def _log_refused(reason: str) -> None:
+    logger.warning("pinned memory comes from PyTorch, in powers of two: %s", reason)

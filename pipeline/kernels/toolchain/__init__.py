@@ -1,1 +1,0 @@
-"""Compiling kernels at their first use, keeping what comes out, and starting it."""

@@ -1,0 +1,79 @@
+"""Pinned memory, with a driver that locks a mebibyte at most."""
+
+import mmap
+
+import pytest
+import torch
+
+from pipeline.kernels.pinned_memory import PinnedMemory, pinned_empty
+
+MIB = 2**20
+
+
+class Driver:
+    """Locks a mebibyte at most."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def register(self, address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 1
+        assert address % mmap.PAGESIZE == num_bytes % mmap.PAGESIZE == 0
+        if sum(self.locked.values()) + num_bytes > MIB:
+            return 2
+        self.locked[address] = num_bytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def memory(driver: Driver) -> PinnedMemory:
+    return PinnedMemory(driver.register, driver.unregister)
+
+
+def test_pages_are_reused_once_no_view_is_left(memory: PinnedMemory, driver: Driver) -> None:
+    vector = memory.empty(1000, torch.float32)
+    vector.fill_(1.0)
+    address, view = vector.data_ptr(), vector[10:]
+    del vector
+    other = memory.empty(1000, torch.float32)
+    assert other.data_ptr() != address
+    del view
+
+    assert memory.empty(900, torch.float32).data_ptr() == address
+    assert sum(driver.locked.values()) == 2 * mmap.PAGESIZE
+
+
+def test_kept_pages_make_room_for_others(memory: PinnedMemory, driver: Driver) -> None:
+    del_me = memory.empty(MIB // 2 + 1, torch.uint8)
+    del del_me
+    large = memory.empty(MIB, torch.uint8)
+
+    assert list(driver.locked.values()) == [MIB]
+    with pytest.raises(OSError, match="doesn't lock"):
+        memory.empty(1, torch.uint8)
+    assert len(large) == MIB
+
+
+def test_nothing_is_locked_for_an_empty_vector(memory: PinnedMemory, driver: Driver) -> None:
+    assert memory.empty(0, torch.float32).shape == (0,)
+    assert not driver.locked
+
+
+@pytest.mark.gpu
+def test_copies_from_pinned_memory_are_asynchronous() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    vector = pinned_empty(3 * MIB, torch.float32)
+    vector.fill_(3.0)
+
+    assert vector.is_pinned()
+    assert torch.equal(vector.to("cuda", non_blocking=True).cpu(), vector)
