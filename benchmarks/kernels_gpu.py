@@ -74,9 +74,8 @@ def time_adamw(gpu: Gpu, bandwidth: float, *, tiny: bool) -> Iterator[Row]:
     for split in (False, True):
         shards = [_shard(size, gpu.device, split=split) for size in sizes]
         table, scalars = adamw.ShardTable(shards, gpu), adamw.scalars_of(STEP, gpu.device)
-        ours = median_seconds(
-            [lambda: adamw.adamw_(table, scalars, betas=STEP.betas, eps=STEP.eps)]
-        )
+        step = partial(adamw.adamw_, table, scalars, betas=STEP.betas, eps=STEP.eps)
+        ours = median_seconds([step])
         shards = [_shard(size, gpu.device, split=False) for size in sizes]
         yield {
             "adamw": "split masters" if split else "masters and copies",
