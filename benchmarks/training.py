@@ -37,7 +37,7 @@ def build_model(directory: Path, data_path: str) -> None:
 
     from benchmarks.llama import VOCABULARY, save_llama
     from pipeline.config import DataConfig
-    from pipeline.data.stages import load_examples
+    from pipeline.data.sharing.steps import load_examples
 
     examples = load_examples(DataConfig(path=(data_path,)), step=2, seed=0).train
     texts = [turn.content for e in examples for turn in (*e.prompt, *e.chosen, *e.rejected)]
@@ -155,7 +155,7 @@ def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of our step, in its order, as the token ids that TRL takes."""
     from pipeline.config import DataConfig, FrozenModelConfig
     from pipeline.data.batches import RowStream
-    from pipeline.data.stages import load_examples
+    from pipeline.data.sharing.steps import load_examples
     from pipeline.models.chat import load_chat
 
     _, chat = load_chat(FrozenModelConfig(path=args.model), DataConfig())

@@ -13,12 +13,10 @@ from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.fingerprint import fingerprint
 from pipeline.data.lengths import RowsFit, check_lengths
 from pipeline.data.pairs import EncodedPair, PairBatch, collate_pairs
-from pipeline.data.prompt_record import PromptRecord
-from pipeline.data.stages import StageData
-from pipeline.data.step_rows import load_step_rows, record_prompts
+from pipeline.data.sharing.prompts import PromptRecord, fingerprint
+from pipeline.data.sharing.steps import StageData, load_step_rows, record_prompts
 from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
 from pipeline.engine.parts import KnowsHealth, Stateful
@@ -114,7 +112,7 @@ def load_rows(
     `sift` takes out rows before they are ordered.
 
     Raises:
-        DataError: as `pipeline.data.step_rows.load_step_rows`.
+        DataError: as `pipeline.data.sharing.steps.load_step_rows`.
         ModelError, ConfigError: as `pipeline.models.chat.load_chat`.
     """
     tokenizer, chat = load_chat(model, config.data)

@@ -124,8 +124,8 @@ def read_pairs(data_path: str, *, seed: int) -> "list[Example]":
     from pipeline.config import EMBEDDED
     from pipeline.data.named import named_set
     from pipeline.data.shapes import read_row
+    from pipeline.data.sharing.steps import load_examples
     from pipeline.data.sources import read_source
-    from pipeline.data.stages import load_examples
 
     if data_path == EMBEDDED:
         return load_examples(DataConfig(), step=2, seed=seed).eval

@@ -8,9 +8,8 @@ from evaluation.held_out import Prompt
 from pipeline.data.batches import RowStream
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Example
-from pipeline.data.fingerprint import fingerprint
-from pipeline.data.prompt_record import PromptRecord
-from pipeline.data.step_rows import load_step_rows
+from pipeline.data.sharing.prompts import PromptRecord, fingerprint
+from pipeline.data.sharing.steps import load_step_rows
 from pipeline.errors import ConfigError, DataError
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig

@@ -2,9 +2,8 @@
 
 from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches
 from pipeline.data.chat_format import ChatFormat
-from pipeline.data.prompt_record import PromptRecord
-from pipeline.data.stages import load_examples
-from pipeline.data.step_rows import record_prompts
+from pipeline.data.sharing.prompts import PromptRecord
+from pipeline.data.sharing.steps import load_examples, record_prompts
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig

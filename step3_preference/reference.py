@@ -22,7 +22,7 @@ from torch import Tensor
 
 from inference.weights.replica import Replica
 from pipeline.data.batches import RowStream
-from pipeline.data.fingerprint import fingerprint
+from pipeline.data.sharing.prompts import fingerprint
 from pipeline.engine.engine import Engine
 from pipeline.files.durable import replace_durably
 from pipeline.models.forward import Policy

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.stages import StageData
+from pipeline.data.sharing.steps import StageData
 from pipeline.errors import DataError
 from pipeline.parallel.mesh import current_mesh
 from step3_preference.config import PreferenceConfig

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import DataConfig, FrozenModelConfig, StepConfig, TrainedModelConfig
-from pipeline.data.step_rows import load_step_rows, record_prompts
+from pipeline.data.sharing.steps import load_step_rows, record_prompts
 from pipeline.errors import DataError
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft

@@ -14,7 +14,7 @@ from pipeline.command import read_command
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
 from pipeline.data.examples import Encoded
 from pipeline.data.lint import EncodedRow, Finding, encode_rows, lint
-from pipeline.data.stages import StageData, load_examples
+from pipeline.data.sharing.steps import StageData, load_examples
 from pipeline.errors import require
 from pipeline.installation import MODULE
 

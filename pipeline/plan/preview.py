@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowCounts, StepConfig
 from pipeline.data.examples import Example
+from pipeline.data.sharing.steps import StageData, load_examples, of_one_kind
 from pipeline.data.sources import PAIR_OF_FILES, is_pair_of_files
-from pipeline.data.stages import StageData, load_examples, of_one_kind
 from pipeline.errors import DataError
 from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.stage import Stage

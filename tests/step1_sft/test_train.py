@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from inference.generation import generate
 from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
-from pipeline.data.stages import load_examples
+from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat

@@ -10,7 +10,7 @@ import torch
 from inference.generation import generate
 from pipeline.config import DataConfig, FrozenModelConfig
 from pipeline.data.examples import Encoded
-from pipeline.data.stages import load_examples
+from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.chat import load_chat
 from pipeline.models.forward import Scorer

@@ -18,7 +18,7 @@ from pipeline.config import (
 )
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.pairs import EncodedPair, collate_pairs
-from pipeline.data.stages import load_examples
+from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.chat import load_chat
 from pipeline.models.forward import Scorer, score_head

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from pipeline.data.batches import RowStream
-from pipeline.data.prompt_record import PromptRecord
+from pipeline.data.sharing.prompts import PromptRecord
 from step3_ppo.prompts import Prompt, PromptBatch, Prompts
 from step3_ppo.sampling import Sampled, dead_groups, sample_rollout
 from step3_ppo.scoring import raw_scores

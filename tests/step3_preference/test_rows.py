@@ -8,7 +8,7 @@ import torch
 
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.stages import StageData
+from pipeline.data.sharing.steps import StageData
 from pipeline.errors import DataError
 from pipeline.models.chat import load_chat
 from step3_preference.config import PreferenceConfig

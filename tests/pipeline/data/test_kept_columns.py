@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pipeline.config import DataConfig, RowColumns
-from pipeline.data.fingerprint import fingerprint
-from pipeline.data.stages import load_examples
+from pipeline.data.sharing.prompts import fingerprint
+from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.task import verify
 from pipeline.errors import DataError
 

@@ -9,11 +9,11 @@ import pytest
 
 from pipeline.config import DataConfig, RowColumns
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.fingerprint import fingerprint
 from pipeline.data.history import with_history
 from pipeline.data.shapes import read_row
+from pipeline.data.sharing.prompts import fingerprint
+from pipeline.data.sharing.steps import load_examples
 from pipeline.data.sources import Row
-from pipeline.data.stages import load_examples
 from pipeline.errors import ConfigError, DataError
 
 LABELS = RowColumns(labels=True)

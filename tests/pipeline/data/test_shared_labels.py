@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import DataConfig, RowColumns
-from pipeline.data.stages import load_examples
+from pipeline.data.sharing.steps import load_examples
 from pipeline.plan.make import make_plan
 from tests.pipeline.stages import THREE_STEPS
 

@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.config import DataConfig
 from pipeline.data.examples import Example
-from pipeline.data.fingerprint import fingerprint
 from pipeline.data.reading import RowReader
-from pipeline.data.stages import StageData, load_examples
+from pipeline.data.sharing.prompts import fingerprint
+from pipeline.data.sharing.steps import StageData, load_examples
 from pipeline.errors import DataError
 from tests.pipeline.data.tokenizers import SHARED_DATA
 
@@ -251,7 +251,7 @@ def test_weights_are_shares_of_the_mixture(tmp_path: Path) -> None:
 
     names = [prompt[0] for prompt in prompts(data.train)]
     assert (names.count("a"), names.count("b")) == (30, 90)
-    assert f"{first}: 30 of 300 rows, as its weight says" in data.notes
+    assert f"{first}: 30 of 300 rows, by its weight" in data.notes
 
 
 def test_without_weights_all_rows_are_used(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_the_embedded_task_does_not_mix(tmp_path: Path) -> None:
 def test_the_embedded_task_says_which_settings_it_does_not_use(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", logger="pipeline.data.stages")
+    caplog.set_level("INFO", logger="pipeline.data.sharing.steps")
     plain = load("embedded")
     said = load("embedded", split=(1.0, 1.0, 1.0), fields={"prompt": "q"}, eval_fraction=0.5)
     seeded = load("embedded", data_seed=1)

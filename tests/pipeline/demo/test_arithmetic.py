@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import DataConfig, RowColumns
-from pipeline.data.stages import load_examples
+from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.arithmetic import ArithmeticConfig, main, sums
 from pipeline.errors import ConfigError
 from pipeline.models.load import load_for_inference

@@ -1,10 +1,11 @@
-"""What a step leaves behind about its prompts, so that later steps keep apart from it.
+"""Prompts and rows as numbers, and what a step records about its prompts for the steps after it.
 
 `OUT/<step>/trained_prompts.hashes` and `held_out_prompts.hashes` hold the hashes (`prompt_hash`) of
 all prompts that the step, or a step it started from, trains on or holds out: 8 bytes `PROMPTS1`,
-then 8 bytes a prompt, little-endian, ascending.
+then 8 bytes per prompt, little-endian, ascending.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config import FrozenModelConfig, StepConfig
+from pipeline.data.examples import Example
 from pipeline.errors import DataError
 
 TRAINED = "trained_prompts.hashes"
@@ -27,12 +29,65 @@ _EXPORTS = ("actor", "critic", "ema")
 Hashes = NDArray[np.uint64]
 
 
+def prompt_hash(example: Example) -> int:
+    """Return 64 bits that identify the prompt of `example`.
+
+    The first 8 bytes, little-endian, of the SHA-256 of its first user turn (of the text itself
+    where there is no prompt), in UTF-8, case-folded, with every run of white space as one space.
+    Dialogues that begin alike are branches of one conversation, and share it.
+    """
+    users = (turn.content for turn in example.prompt if turn.role == "user")
+    text = next(users, None)
+    if text is None:
+        text = "\n".join(turn.content for turn in (*example.prompt, *example.chosen))
+    normalized = " ".join(text.split()).casefold()
+    digest = hashlib.sha256(normalized.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def content_hash(example: Example) -> int:
+    """Return 64 bits that identify the texts of `example`, to order rows of one prompt."""
+    digest = hashlib.blake2b(digest_size=8)
+    for turn in (*example.prompt, *example.chosen, *example.rejected):
+        text = turn.content.encode("utf-8", "surrogatepass")
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def draw(number: int, *, seed: int, purpose: str) -> float:
+    """Return a uniform number in (0, 1) that depends on the prompt's hash, seed and purpose."""
+    text = f"{seed} {purpose} {number}".encode()
+    bits = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return ((bits >> 12) + 0.5) / 2**52  # of 53 bits, so that it is below 1
+
+
+def fingerprint(examples: Iterable[Example]) -> str:
+    """Return a hash of the dialogues and their order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        for dialogue in (example.prompt, example.chosen, example.rejected):
+            for message in dialogue:
+                for text in (message.role, message.content):
+                    encoded = text.encode()
+                    digest.update(len(encoded).to_bytes(8, "little") + encoded)
+                if not message.trained:
+                    digest.update(b"\xfd" * 8)
+            digest.update(b"\xff" * 8)  # no text is as long
+        if (example.label, example.tie, example.ranks) != (None, False, ()):
+            learned = (example.label, example.tie, example.ranks, example.responses)
+            digest.update(repr(learned).encode())
+        if example.steps:
+            digest.update(repr((example.steps, example.step_labels)).encode())
+        digest.update(b"\xfe" * 8)
+    return digest.hexdigest()[:16]
+
+
 def _none() -> Hashes:
     return np.empty(0, np.uint64)
 
 
 def as_hashes(numbers: Iterable[int]) -> Hashes:
-    """The numbers in ascending order, each once."""
+    """Sort the numbers, each once."""
     return np.unique(np.fromiter(numbers, np.uint64))
 
 
@@ -44,7 +99,7 @@ class PromptRecord:
     held_out: Hashes = field(default_factory=_none)
 
     def __or__(self, other: "PromptRecord") -> "PromptRecord":
-        """What is in either."""
+        """The union."""
         return PromptRecord(
             np.union1d(self.trained, other.trained), np.union1d(self.held_out, other.held_out)
         )
@@ -58,7 +113,7 @@ class PromptRecord:
 
     @classmethod
     def read(cls, directory: Path) -> "PromptRecord":
-        """What `write` left in `directory`; raises DataError where that is damaged."""
+        """Read the files of `directory`; raises DataError if they are damaged."""
         return cls(_read(directory / TRAINED), _read(directory / HELD_OUT))
 
 
@@ -79,10 +134,10 @@ def _read(path: Path) -> Hashes:
 
 
 def earlier_prompts(config: StepConfig) -> PromptRecord:
-    """The prompts of the steps before this one, of all whose record is found.
+    """Read the prompts of all steps before this one whose record is found.
 
-    Looked through are the directories of the models the step reads (and the one above `actor`,
-    `critic` and `ema`), and of the earlier steps beside its own output directory.
+    Their directories are those of the models that the step reads (and the ones above `actor`,
+    `critic` and `ema`), and those of earlier steps next to its output directory.
     """
     record = PromptRecord()
     for directory in dict.fromkeys(path.resolve() for path in _directories(config)):
@@ -102,12 +157,12 @@ def _directories(config: StepConfig) -> Iterator[Path]:
     own = _STEP_DIRECTORY.fullmatch(config.output_dir.name)
     if own is None or not config.output_dir.parent.is_dir():
         return
-    for beside in sorted(config.output_dir.parent.iterdir()):
-        other = _STEP_DIRECTORY.fullmatch(beside.name)
+    for path in sorted(config.output_dir.parent.iterdir()):
+        other = _STEP_DIRECTORY.fullmatch(path.name)
         if other is not None and other[1] < own[1]:
-            yield beside
+            yield path
 
 
 def contained(hashes: Sequence[int], known: Hashes) -> list[bool]:
-    """For each hash whether it is among `known`."""
+    """Whether each hash is among `known`."""
     return np.isin(np.array(hashes, np.uint64), known).tolist()
