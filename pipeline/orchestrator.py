@@ -18,7 +18,6 @@ from pipeline.errors import (
 from pipeline.installation import CHAT
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import Check, insist, look
-from pipeline.plan.last_command import record_command, with_last_options
 from pipeline.plan.make import make_plan
 from pipeline.plan.output import (
     COMMAND,
@@ -30,6 +29,8 @@ from pipeline.plan.output import (
     discard_empty_step,
     only_job,
     read_summary,
+    record_command,
+    with_last_options,
 )
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage

@@ -3,7 +3,15 @@
 One frozen dataclass per concern. A field's docstring is its `--help` text and its documentation.
 """
 
-from pipeline.config.data import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, check_split
+from pipeline.config.data import (
+    EMBEDDED,
+    DataConfig,
+    RowColumns,
+    RowShare,
+    RowUse,
+    TextDataConfig,
+    check_split,
+)
 from pipeline.config.model import (
     LORA_RATE,
     AdapterVariant,
@@ -23,7 +31,6 @@ from pipeline.config.step import (
     Tracker,
     affects_result,
 )
-from pipeline.config.text import TextDataConfig
 from pipeline.config.workload import Generation, ModelUse, RowCounts, Workload
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 

@@ -18,8 +18,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.element_wise import ELEMENT_WISE
 from pipeline.config.model import TrainedModelConfig
+from pipeline.config.optim import ELEMENT_WISE
 from pipeline.config.schedules import SCHEDULES
 from pipeline.config.step import Tracker
 from pipeline.errors import ConfigError, require, suggestion

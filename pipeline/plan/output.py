@@ -2,10 +2,12 @@
 
 `OUT/<step>/config.yaml` marks a step's directory as ours and records its settings;
 `OUT/<step>/result.json` says that the step is finished. Replacing a step removes the files that
-steps make (`MADE`) and nothing else that a user has put there.
+steps make (`MADE`) and nothing else that a user has put there. `OUT/command.txt` has the command of
+the run as a shell reads it, so that `--resume` alone repeats its options; paths are as typed.
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -15,11 +17,13 @@ from typing import Any
 import yaml
 
 from pipeline.budget.fallbacks import trained_models
+from pipeline.cli import split_options
 from pipeline.config import LENGTH, StepConfig, affects_result
 from pipeline.engine.lr import length_dependence
 from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
+from pipeline.installation import TRAIN
 from pipeline.plan.methods import directories
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage
@@ -357,3 +361,45 @@ def _write_json(path: Path, value: object) -> None:
     """Write the whole file or leave the old one: readers never see half."""
     content = (json.dumps(value, indent=2) + "\n").encode()
     replace_durably(path, content, temporary=path.with_name(path.name + ".partial"))
+
+
+NOT_OF_THE_RUN = ("output_dir", "resume", "overwrite", "dry_run")
+"""Options about how a command treats a run: not part of the run, and never kept."""
+
+
+def record_command(out: Path, argv: Sequence[str]) -> None:
+    """Keep the options of the command that runs in the output directory `out`."""
+    text = " ".join([TRAIN, shlex.join(_words_of_the_run(argv))]).rstrip() + "\n"
+    path = out / COMMAND
+    replace_durably(path, text.encode(), temporary=path.with_name(f"{COMMAND}.partial"))
+
+
+def with_last_options(argv: Sequence[str]) -> list[str]:
+    """The command line; where it asks to resume and says nothing else, with the run's options.
+
+    Nothing else is an output directory, and `--dry-run`. A directory without a recorded command
+    adds nothing.
+    """
+    given = dict(split_options(argv))
+    if given.get("resume") not in ([], ["true"]) or given.keys() - set(NOT_OF_THE_RUN):
+        return list(argv)
+    out = Path(" ".join(given.get("output_dir", [])) or Request.output_dir)
+    try:
+        words = shlex.split((out / COMMAND).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return list(argv)
+    options = next((words[i:] for i, word in enumerate(words) if word.startswith("--")), [])
+    return [*options, *argv]
+
+
+def _words_of_the_run(argv: Sequence[str]) -> list[str]:
+    """The words of a command line, without those of `NOT_OF_THE_RUN`."""
+    words: list[str] = []
+    kept = True
+    for word in argv:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            kept = name not in NOT_OF_THE_RUN
+        if kept:
+            words.append(word)
+    return words

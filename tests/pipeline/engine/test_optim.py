@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig
-from pipeline.config.element_wise import ELEMENT_WISE, NOT_ELEMENT_WISE
+from pipeline.config.optim import ELEMENT_WISE, NOT_ELEMENT_WISE
 from pipeline.engine.flat import ALIGNMENT
 from pipeline.engine.masters import build_optimizer
 from pipeline.errors import ConfigError
