@@ -46,9 +46,9 @@ def main(argv: Sequence[str]) -> None:
     from inference.weights.hash import weights_hash
     from pipeline.data.resolve_format import resolve_format
     from pipeline.logs import configure_logging
+    from pipeline.models.chat import check_ready
     from pipeline.models.forward import context_length
     from pipeline.models.load import load_for_inference
-    from pipeline.models.ready import check_ready
 
     configure_logging(is_main=True)
     config = replace(config, path=find_model(config.path, config.method))

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     from evaluation.comparison import strength_intervals, strengths
     from evaluation.verdicts import columns_read, matches, responses_of
     from pipeline.logs import configure_logging
-    from pipeline.models.ready import check_ready
+    from pipeline.models.chat import check_ready
     from rewards.prompts import read_prompts
 
     configure_logging(is_main=True)

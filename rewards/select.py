@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     check_output(config.output, option="--output")
 
     from pipeline.logs import configure_logging
-    from pipeline.models.ready import check_ready
+    from pipeline.models.chat import check_ready
     from rewards.candidates import MODEL, programs_of, sampled_candidates
     from rewards.prompts import read_prompts
     from rewards.sources import read_sources, row_columns

@@ -20,9 +20,9 @@ from pipeline.data.batches import TokenBatch
 from pipeline.data.store.rows import TokenRow
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.models.card import Card
-from pipeline.models.context import within_context_of
 from pipeline.models.load import load_tokenizer
 from pipeline.models.passes import learning_model
+from pipeline.models.trained import within_context_of
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
 from pipeline.offline import Training, set_up
 from pipeline.parallel.mesh import current_mesh

@@ -19,9 +19,9 @@ from pipeline.cli import run_main
 from pipeline.data.examples import Encoded
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.models.card import Card
-from pipeline.models.context import within_context
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.passes import learning_model
+from pipeline.models.trained import within_context
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
 from pipeline.offline import Rows, Training, check_rows, load_rows, set_up
 from pipeline.parallel.mesh import current_mesh

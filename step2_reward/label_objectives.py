@@ -15,8 +15,8 @@ from torch import Tensor
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import Fit, RowsFit, require_learnable
-from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.forward import LabelOutputs, Scorer
+from pipeline.models.scores import Cutpoints
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import send
 from pipeline.parallel.mesh import current_mesh

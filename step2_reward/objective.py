@@ -13,8 +13,8 @@ from pipeline.data.batches import TokenBatch
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import RowsFit
-from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.forward import LabelOutputs, Scorer
+from pipeline.models.scores import Cutpoints
 from pipeline.parallel.device import local_device
 from step2_reward.config import RewardConfig
 from step2_reward.label_rows import Labels

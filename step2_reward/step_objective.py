@@ -17,7 +17,7 @@ from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.lengths import Fit, RowsFit
 from pipeline.errors import DataError
 from pipeline.models.forward import LabelOutputs, Scorer
-from pipeline.models.step_scores import separator_ids, step_ends
+from pipeline.models.scores import separator_ids, step_ends
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh

@@ -21,11 +21,10 @@ from pipeline.cli import run_main
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.errors import ModelError
 from pipeline.models.chat import require_same_chat
-from pipeline.models.context import within_context
 from pipeline.models.forward import LabelOutputs, Scorer, base_model, reads_whole
 from pipeline.models.load import load_tokenizer
 from pipeline.models.passes import passes_of, scorer_of
-from pipeline.models.trained import trained_classifier
+from pipeline.models.trained import trained_classifier, within_context
 from pipeline.offline import Rows, Training, check_rows, load_rows, set_up
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh

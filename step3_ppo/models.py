@@ -23,11 +23,11 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models.chat import require_same_chat
-from pipeline.models.class_values import require_score
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length, reads_whole
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.passes import ForwardPasses, Passes, frozen_passes, passes_of
+from pipeline.models.scores import require_score
 from pipeline.models.stages import Passage
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from pipeline.parallel.device import local_device

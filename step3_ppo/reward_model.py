@@ -20,7 +20,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.errors import ConfigError
 from pipeline.models.forward import Scorer, base_model
 from pipeline.models.passes import frozen_passes
-from pipeline.models.step_scores import response_scores
+from pipeline.models.scores import response_scores
 from pipeline.models.trained import evaluating
 from pipeline.parallel.mesh import current_mesh
 from rewards.config import Pool

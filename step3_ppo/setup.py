@@ -10,8 +10,8 @@ from pipeline.checkpoints import Checkpoints
 from pipeline.data.chat_format import ChatFormat
 from pipeline.guards.guards import Guards
 from pipeline.guards.rollback import Guarded
-from pipeline.models.context import within_context
 from pipeline.models.export import export
+from pipeline.models.trained import within_context
 from pipeline.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.course import Course

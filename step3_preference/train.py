@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.cli import run_main
 from pipeline.divergence import keeping_best
-from pipeline.models.context import within_context_of
+from pipeline.models.trained import within_context_of
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run import Run

@@ -22,7 +22,7 @@ from pipeline.kernels.cache_append.dispatch import kernel_for as append_kernel_f
 from pipeline.kernels.decode_attention.definition import Scores
 from pipeline.kernels.decode_attention.dispatch import decode_attention, kernel_for, prepare
 from pipeline.models.attention import KEY_BLOCK, round_up
-from pipeline.models.kv import kv_bytes_per_token, num_key_heads
+from pipeline.models.forward import kv_bytes_per_token, num_key_heads
 from pipeline.system.torch_process import zeros_in_huge_pages
 
 CALL = 256

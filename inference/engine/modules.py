@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from inference.engine.cache import SlotCache
 from inference.engine.row_adapters import RowAdapters
 from pipeline.models.attention import Layout
-from pipeline.models.kv import cache_name
+from pipeline.models.forward import cache_name
 
 
 class Modules:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from inference.engine.requests import Ticket, Waiting
-from pipeline.models.forward import base_model
-from pipeline.models.kv import cache_name
+from pipeline.models.forward import base_model, cache_name
 
 SORTED = 8
 """Batches whose requests are sorted by length together; more pad less, and keep more waiting."""

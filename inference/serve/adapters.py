@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from inference.engine.row_adapters import AdaptedLayer, LowRank, RowAdapters, scale_table
 from pipeline.errors import ModelError
-from pipeline.models.finite import require_finite
+from pipeline.models.deferred import require_finite
 from pipeline.models.load import errors_only
 
 NAME = "default"

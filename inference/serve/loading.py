@@ -17,7 +17,7 @@ from inference.serve.served import load_model, serve_model
 from inference.serve.state import State
 from pipeline.cli import remark
 from pipeline.errors import ModelError
-from pipeline.models.ready import check_ready
+from pipeline.models.chat import check_ready
 
 
 def load(

@@ -18,8 +18,7 @@ from pipeline.budget.machine import GIB
 from pipeline.config import FrozenModelConfig
 from pipeline.errors import ConfigError, require
 from pipeline.models.attention import KEY_BLOCK, round_up
-from pipeline.models.forward import context_length
-from pipeline.models.kv import kv_bytes_per_token, num_key_heads
+from pipeline.models.forward import context_length, kv_bytes_per_token, num_key_heads
 from pipeline.models.meta import model_on_meta
 
 MOST_CONTEXT = 8192

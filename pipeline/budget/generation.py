@@ -11,8 +11,7 @@ from pipeline.budget.models import CountedModel
 from pipeline.config import Generation
 from pipeline.engine.tensor_parts import part_of, whole_shape
 from pipeline.models.block_codes import SCALES
-from pipeline.models.forward import context_length
-from pipeline.models.kv import kv_bytes_per_token, num_key_heads
+from pipeline.models.forward import context_length, kv_bytes_per_token, num_key_heads
 from pipeline.models.quantized import (
     LinearLayer,
     QuantizedLinear,

@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipeline.models.kv import cache_name
+from pipeline.models.forward import cache_name
 
 
 def greedy_tokens(model: PreTrainedModel, prompt: Int[Tensor, " P"], count: int) -> list[int]:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from pipeline.models.forward import Backbone, reads_whole, score_head
-from pipeline.models.kv import cache_name
+from pipeline.models.forward import Backbone, cache_name, reads_whole, score_head
 
 BATCH, LENGTH, PAST = (torch.export.Dim(name) for name in ("batch", "length", "past"))
 AXES = {0: BATCH, 1: LENGTH}

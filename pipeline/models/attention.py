@@ -9,7 +9,8 @@ library's own scaled-dot-product attention.
 Dimension names: N tokens of all sequences, H query heads, G key heads, D and E head sizes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
@@ -18,15 +19,103 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pipeline.config import Kernels
 from pipeline.models import varlen
-from pipeline.models.in_order import in_order
-from pipeline.models.padding import pad, unpad
 from pipeline.parallel.device import send
+
+
+def pad(
+    rows: Float[Tensor, "N ..."], source: Int[Tensor, " P"], place: Int[Tensor, " N"]
+) -> Float[Tensor, "P ..."]:
+    """Row `source[p]` at each p; `place[n]` is where row n is real, and any other place is padding.
+
+    Padding must take no part in the loss: its gradient, which would be 0, is never read.
+    """
+    return _Pad.apply(rows, source, place)  # pyright: ignore[reportReturnType]
+
+
+def unpad(padded: Float[Tensor, "P ..."], place: Int[Tensor, " N"]) -> Float[Tensor, "N ..."]:
+    """The real rows, of which row n is at `place[n]`; padding gets the gradient 0."""
+    return _Unpad.apply(padded, place)  # pyright: ignore[reportReturnType]
+
+
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(place)
+        return rows.index_select(0, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
+        (place,) = ctx.saved_tensors
+        return grad.index_select(0, place), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, place: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.padded = len(padded)
+        ctx.save_for_backward(place)
+        return padded.index_select(0, place)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
+        (place,) = ctx.saved_tensors
+        padded = grad.new_zeros(ctx.padded, *grad.shape[1:])
+        return padded.index_copy_(0, place, grad), None
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def in_order(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`attend` of these heads, and gradients of the same bits each time if the step wants them."""
+    heads = (query, key, value)
+    wanted = query.is_cuda and torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted and torch.is_grad_enabled() and any(each.requires_grad for each in heads):
+        return _OneOrder.apply(attend, *heads)
+    return attend(*heads)
+
+
+class _OneOrder(torch.autograd.Function):
+    """Keeps the graph of what it computes, and goes back through it where no order is free."""
+
+    @staticmethod
+    def forward(ctx: Any, attend: Attend, *heads: Tensor) -> Tensor:  # noqa: ANN401
+        with torch.enable_grad():
+            ctx.heads = [each.detach().requires_grad_(each.requires_grad) for each in heads]
+            ctx.out = attend(*ctx.heads)
+        return ctx.out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
+        ctx: Any,  # noqa: ANN401
+        grad: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        learning = [each for each in ctx.heads if each.requires_grad]
+        with _one_order():
+            found = iter(torch.autograd.grad(ctx.out, learning, grad))
+        del ctx.out  # and all that its graph keeps
+        return (None, *(next(found) if each.requires_grad else None for each in ctx.heads))
+
+
+@contextmanager
+def _one_order() -> Iterator[None]:
+    """Inside it, an operator without a kernel of one order is an error."""
+    torch.use_deterministic_algorithms(mode=True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+
 
 RAGGED = "ragged"
 

@@ -4,10 +4,11 @@ The wrappers are what the engine trains. Inside is the user's own model, unchang
 Dimension names: N tokens, K targets, B sequences, V vocabulary, d hidden size.
 """
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +23,9 @@ from pipeline.engine.units import UsesHead
 from pipeline.errors import DataError, KernelError
 from pipeline.kernels.logprobs.definition import logprobs_of
 from pipeline.kernels.logprobs.dispatch import WHOLE, linear_logprobs, row_logprobs
-from pipeline.models.attention import KEY_BLOCK, RAGGED, Ragged
-from pipeline.models.class_values import expected_value
-from pipeline.models.cutpoints import Cutpoints
+from pipeline.models.attention import KEY_BLOCK, RAGGED, Ragged, unpad
 from pipeline.models.divided_vocabulary import words_of
-from pipeline.models.padding import unpad
-from pipeline.models.step_scores import response_scores
+from pipeline.models.scores import Cutpoints, expected_value, response_scores
 from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
@@ -396,3 +394,26 @@ def run_padded(
     spare = int(current_mesh().data.max(len(groups))) - len(groups)
     outputs += [run(groups[0]).flatten(0, 1)[:0] for _ in range(spare)]
     return unpad(torch.cat(outputs), padded.place)
+
+
+def cache_name(model: nn.Module) -> Literal["cache", "past_key_values"]:
+    """What a model's forward pass, and its result, call the cache.
+
+    Before transformers 5.24 it was past_key_values in all families.
+    """
+    names = inspect.signature(base_model(model).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def num_key_heads(model: PreTrainedModel) -> int:
+    """Heads of keys in each layer of the whole model."""
+    settings = model.config.get_text_config()
+    return getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
+
+
+def kv_bytes_per_token(model: PreTrainedModel, *, key_heads: int) -> int:
+    """Memory of one token's keys and values in all layers, of a process with that many heads."""
+    settings = model.config.get_text_config()
+    head_size = getattr(settings, "head_dim", None)
+    head_size = head_size or settings.hidden_size // settings.num_attention_heads
+    return 2 * settings.num_hidden_layers * key_heads * head_size * model.dtype.itemsize

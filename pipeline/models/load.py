@@ -34,6 +34,7 @@ from pipeline.models.deferred import (
     defer_again,
     deferred_model,
     read_stored,
+    require_finite,
     stored_parameters,
 )
 from pipeline.models.directory import (
@@ -44,7 +45,6 @@ from pipeline.models.directory import (
     require_language_model,
     untrusted_code,
 )
-from pipeline.models.finite import require_finite
 from pipeline.models.packing import how_to_run
 from pipeline.models.quantized import quantized
 

@@ -19,9 +19,9 @@ from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.deferred import read_stored
 from pipeline.models.forward import Policy, Scorer
+from pipeline.models.scores import Cutpoints
 from pipeline.models.stages import Chunk, Passage, Stage, blocks_of, cut_stage
 from pipeline.models.tensor_cut import cut_layers, cut_where_possible
 from pipeline.models.trained import trained_causal_lm

@@ -9,10 +9,10 @@ from pipeline.data.batches import collate
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Message
 from pipeline.data.resolve_format import resolve_format
-from pipeline.models.class_values import require_score
+from pipeline.models.chat import require_score_head
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_reward
-from pipeline.models.ready import require_score_head
+from pipeline.models.scores import require_score
 from pipeline.parallel.device import local_device
 
 BATCH = 16

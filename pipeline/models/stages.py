@@ -30,6 +30,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.engine.stored import StoredParameter
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models.attention import RAGGED, Ragged
+from pipeline.models.export import can_stream
 from pipeline.models.forward import (
     SCORE_HEAD,
     Backbone,
@@ -37,11 +38,9 @@ from pipeline.models.forward import (
     ragged_inputs,
     require_context,
 )
-from pipeline.models.packing import how_to_run
+from pipeline.models.packing import VOCABULARY, how_to_run, small_copy, small_settings
 from pipeline.models.quantized import quantized_layers
 from pipeline.models.sharding import layer_of
-from pipeline.models.small_copy import VOCABULARY, small_copy, small_settings
-from pipeline.models.stream_export import can_stream
 from pipeline.parallel.partition import balanced
 
 

@@ -84,7 +84,7 @@ def gpu_numerics(config: StepConfig) -> Iterator[None]:
 
     With `tf32` products of fp32 matrices have 10 bits of mantissa (Ampere and later). Where a model
     has `zero.reduction: deterministic`, operators use kernels with a fixed order of additions, and
-    cuBLAS the workspace that this needs. Others warn; `pipeline.models.in_order` covers attention,
+    cuBLAS the workspace that this needs. Others warn; `pipeline.models.attention` covers attention,
     whose backward passes use such a kernel only if others are disallowed.
     """
     before = torch.backends.cuda.matmul.allow_tf32

@@ -7,9 +7,9 @@ from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ModelError
+from pipeline.models.chat import check_ready, require_score_head
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_reward_for_inference
-from pipeline.models.ready import check_ready, require_score_head
 from pipeline.report.intervals import share_interval
 from step2_reward.lab.bench import PromptScores, ties_score
 from step2_reward.lab.bench_rows import BenchRow, read_bench

@@ -15,11 +15,10 @@ from pipeline.data.shapes import check_fields, read_row
 from pipeline.data.sources import read_source
 from pipeline.demo.task import verify
 from pipeline.errors import DataError, ModelError
-from pipeline.models.chat import decode_response
-from pipeline.models.cutpoints import Cutpoints
+from pipeline.models.chat import check_ready, decode_response, require_score_head
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_for_inference, load_reward_for_inference
-from pipeline.models.ready import check_ready, require_score_head
+from pipeline.models.scores import Cutpoints
 from pipeline.parallel.device import local_device
 from step2_reward.config import RewardConfig
 from step2_reward.lab.best_of import curve

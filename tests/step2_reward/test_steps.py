@@ -21,7 +21,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import LabelOutputs
 from pipeline.models.load import load_classifier
 from pipeline.models.reward_model import load_scorer, score_responses
-from pipeline.models.step_scores import separator_ids, step_ends
+from pipeline.models.scores import separator_ids, step_ends
 from step2_reward.config import RewardConfig
 from step2_reward.lab.__main__ import main as measure
 from step2_reward.lab.steps import PredictedSteps, first_errors, step_figures

@@ -12,7 +12,7 @@ from torch import nn
 from inference.engine.batch import OpenBatch
 from inference.engine.requests import Ended, Event
 from inference.engine.sampling import Sampler
-from pipeline.models.kv import cache_name
+from pipeline.models.forward import cache_name
 from tests.distributed import rank, run_ranks
 from tests.inference.engine.test_batch import asked, finish, loaded, opened, reasons
 from tests.inference.weights.test_sharding import divided, prepared

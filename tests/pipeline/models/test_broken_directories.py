@@ -16,9 +16,9 @@ from pipeline.config import FrozenModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import INDEX, SINGLE
-from pipeline.models.class_values import require_score
 from pipeline.models.directory import check_model_directory
 from pipeline.models.load import load_causal_lm, load_classifier, load_for_inference
+from pipeline.models.scores import require_score
 from tests.families import saved, tiny_causal_lm
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeline.models.in_order import _OneOrder, in_order
+from pipeline.models.attention import _OneOrder, in_order
 
 
 class Watched(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 import torch
 
-from pipeline.models.padding import pad, unpad
+from pipeline.models.attention import pad, unpad
 
 SOURCE = torch.tensor([2, 3, 4, 0, 1, 1])
 """Sequences of 2 and 3 rows, the longer first; the last place is padding."""

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.files.weight_files import WeightFiles
-from pipeline.models.stream_export import as_saved, stream_export
+from pipeline.models.export import as_saved, stream_export
 from tests.families import PECULIAR, tiny_causal_lm
 from tests.memory import live_bytes
 

@@ -14,8 +14,7 @@ from pipeline.models.block_codes import Form
 from pipeline.models.divided_vocabulary import LARGE
 from pipeline.models.lora import add_lora
 from pipeline.models.quantized import quantize_layers
-from pipeline.models.tensor_check import mismatch
-from pipeline.models.tensor_cut import cut_for_plan, cut_layers, divide
+from pipeline.models.tensor_cut import cut_for_plan, cut_layers, divide, mismatch
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import cut_mesh
 from tests.distributed import run_ranks

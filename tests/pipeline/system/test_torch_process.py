@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.errors import ConfigError
-from pipeline.models.in_order import in_order
+from pipeline.models.attention import in_order
 from pipeline.system.torch_process import (
     HUGE_PAGE,
     gpu_numerics,

@@ -1,0 +1,160 @@
+"""The score of a classifier of several classes: the expected value of its class.
+
+Dimension names: N tokens, C classes.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from pipeline.data.batches import TokenBatch
+from pipeline.errors import ModelError
+
+
+def expected_value(
+    logits: Float[Tensor, "N C"], classifier: PreTrainedModel
+) -> Float[Tensor, " N"]:
+    """The one output, or sum_k u_k p_k over several labels, u their values in config.json.
+
+    Raises:
+        ModelError: several labels have no values.
+    """
+    if logits.shape[-1] == 1:
+        return logits.squeeze(-1)
+    values = class_values(classifier, logits.shape[-1])
+    return logits.softmax(dim=-1) @ torch.tensor(values, device=logits.device)
+
+
+def require_score(classifier: PreTrainedModel) -> None:
+    """Refuse a classifier that gives no score.
+
+    Raises:
+        ModelError: it has several labels without values.
+    """
+    count = classifier.config.num_labels or 1
+    if count > 1:
+        class_values(classifier, count)
+
+
+def class_values(classifier: PreTrainedModel, count: int) -> list[float]:
+    """What each of several labels is worth.
+
+    Raises:
+        ModelError: config.json doesn't have it.
+    """
+    values = getattr(classifier.config, "class_values", None)
+    if not isinstance(values, list) or len(values) != count:
+        raise ModelError(
+            f"{classifier.config.name_or_path}: its {count} classes have no values, so that it"
+            " gives no score; train it with reward.class_values, or write class_values, a list of"
+            f" {count} numbers, into its config.json"
+        )
+    return [float(value) for value in values]
+
+
+STEPS = "steps"
+"""The `label_kind` in the config.json of a model that scores steps."""
+
+
+def separator_ids(tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
+    """The tokens that end in the separator; spaces may follow it."""
+    count = len(tokenizer)
+    texts = tokenizer.batch_decode([[token] for token in range(count)])
+    ends = [token for token, text in enumerate(texts) if _ends_in(text, separator)]
+    special = set(tokenizer.all_special_ids)
+    return [token for token in ends if token not in special]
+
+
+def _ends_in(text: str, separator: str) -> bool:
+    _, found, behind = text.rpartition(separator)
+    return bool(found) and not behind.strip()
+
+
+def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]:
+    """Where the steps of each sequence's last response end, in the batch.
+
+    The response is the last run of tokens whose prediction counts. A sequence without such tokens
+    ends in one step.
+    """
+    tokens, counted = batch.input_ids.tolist(), set(batch.targets.tolist())
+    found: list[list[int]] = []
+    start = 0
+    for length in batch.lengths:
+        stop = start + length
+        last = next((at for at in range(stop - 1, start - 1, -1) if at in counted), stop - 1)
+        first = last
+        while first > start and first - 1 in counted:
+            first -= 1
+        ends: list[int] = []
+        has_text = False
+        for at in range(first, last):
+            if tokens[at] not in separators:
+                has_text = True
+            elif has_text:
+                ends.append(at)
+                has_text = False
+        found.append([*ends, last] if has_text or not ends else ends)
+        start = stop
+    return found
+
+
+def response_scores(
+    scores: Float[Tensor, " N"], batch: TokenBatch, settings: PreTrainedConfig
+) -> Float[Tensor, " B"]:
+    """The score of each sequence from those of its tokens: the last one's, or of all steps.
+
+    As `step_score` in the settings says, that of the worst step (min), of the last one, or the
+    log-probability that all steps are right (product).
+    """
+    if getattr(settings, "label_kind", None) != STEPS:
+        return scores[batch.last_tokens]
+    separators = frozenset(settings.step_token_ids)
+    pieces = [scores[ends] for ends in step_ends(batch, separators)]
+    match settings.step_score:
+        case "last":
+            return torch.stack([each[-1] for each in pieces])
+        case "product":
+            return torch.stack([F.logsigmoid(each).sum() for each in pieces])
+        case _:
+            return torch.stack([each.min() for each in pieces])
+
+
+STEP = 100.0
+"""Cutpoints move that many times as far in a step as weights: they are few, in units of the score,
+and start at what the labels' shares say."""
+
+
+class Cutpoints(nn.Module):
+    """Increasing thresholds b_1 < b_2 < ... of a score, or one that is above 0.
+
+    The first is free (or, with `positive`, the softplus of what is learned), and each gap the
+    softplus of what is learned, so that no step can put them out of order.
+
+    Args:
+        initial: where they start, increasing.
+        positive: whether the first stays above 0.
+    """
+
+    def __init__(
+        self, initial: Sequence[float], *, device: torch.device, positive: bool = False
+    ) -> None:
+        super().__init__()
+        self.positive = positive
+        start = torch.tensor(initial, dtype=torch.float32, device=device)
+        free = start.clone()
+        first = 0 if positive else 1
+        gaps = torch.diff(start, prepend=start.new_zeros(1))[first:]
+        free[first:] = gaps + torch.log(-torch.expm1(-gaps))  # the inverse of softplus
+        self.start = nn.Buffer(free, persistent=False)
+        self.moved = nn.Parameter(torch.zeros_like(start))
+
+    def forward(self) -> Float[Tensor, " cuts"]:
+        """The thresholds as they are now, fp32."""
+        free = self.start + STEP * self.moved
+        if self.positive:
+            return F.softplus(free).cumsum(0)
+        return torch.cat([free[:1], F.softplus(free[1:])]).cumsum(0)
