@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.models import varlen
-from pipeline.models.attention import Ragged
+from pipeline.models.attention import Ragged, _OneOrder, in_order, pad, unpad
 
 LENGTHS = (7, 1, 40, 3)
 
@@ -114,3 +115,97 @@ def test_on_a_gpu_outputs_and_gradients_are_near_those_of_the_padded_calls(
         assert (ours.float() - theirs.float()).norm() <= 2e-2 * theirs.float().norm()
     again = zip(run("auto"), run("auto"), strict=True)
     assert torch.equal(*next(again))  # the forward pass; the backward one adds in any order
+
+
+class Watched(torch.autograd.Function):
+    """Keeps whether an operator without one order only warned on the way back."""
+
+    warns: list[bool]
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor) -> Tensor:
+        del ctx
+        return heads.clone()
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> Tensor:
+        del ctx
+        Watched.warns.append(torch.is_deterministic_algorithms_warn_only_enabled())
+        return grad
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    out = scaled_dot_product_attention(query, key, value, is_causal=True)
+    return Watched.apply(out)  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("frozen", [(), (1,), (0, 2)])
+def test_gradients_are_those_of_attention_and_only_its_way_back_is_strict(
+    frozen: tuple[int, ...],
+) -> None:
+    drawn = torch.randn(3, 2, 2, 9, 16, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (
+        [each.clone().requires_grad_(place not in frozen) for place, each in enumerate(drawn)]
+        for _ in range(2)
+    )
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    try:
+        Watched.warns = []
+        one: Any = _OneOrder.apply(causal, *ours)
+        Watched.apply(one).square().sum().backward()
+        after = torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+    assert Watched.warns == [True, False]
+    assert after
+    other = causal(*theirs)
+    other.square().sum().backward()
+    assert torch.equal(one, other)
+    pairs = [(mine.grad, other.grad) for mine, other in zip(ours, theirs, strict=True)]
+    assert [place for place, pair in enumerate(pairs) if pair == (None, None)] == list(frozen)
+    assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
+
+
+def test_on_a_cpu_attention_is_called_as_it_is() -> None:
+    heads = torch.randn(3, 1, 2, 5, 16).unbind()
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    try:
+        out = in_order(scaled_dot_product_attention, *(each.requires_grad_() for each in heads))
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+    assert "_OneOrder" not in str(out.grad_fn)
+
+
+SOURCE = torch.tensor([2, 3, 4, 0, 1, 1])
+"""Sequences of 2 and 3 rows, the longer first; the last place is padding."""
+
+PLACE = torch.tensor([3, 4, 0, 1, 2])
+
+
+def test_rows_go_where_they_belong_and_come_back() -> None:
+    rows = torch.arange(10.0).view(5, 2)
+
+    padded = pad(rows, SOURCE, PLACE)
+
+    assert padded[:, 0].tolist() == [4.0, 6.0, 8.0, 0.0, 2.0, 2.0]
+    assert unpad(padded, PLACE).equal(rows)
+
+
+def test_gradients_are_those_of_indexed_reads() -> None:
+    torch.manual_seed(0)
+    rows, weight = torch.randn(5, 2, 3), torch.randn(5, 2, 3)
+
+    def gradient(*, indexed: bool) -> torch.Tensor:
+        leaf = rows.clone().requires_grad_()
+        padded = leaf[SOURCE] if indexed else pad(leaf, SOURCE, PLACE)
+        padded = padded * padded.detach().cos()
+        back = padded[PLACE] if indexed else unpad(padded, PLACE)
+        (back * weight).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert gradient(indexed=False).equal(gradient(indexed=True))
