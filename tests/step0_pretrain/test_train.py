@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import (
     OptimConfig,
-    ParallelConfig,
     TextDataConfig,
     TrainedModelConfig,
 )
@@ -23,7 +21,6 @@ from pipeline.data.store.rows import TokenRow
 from pipeline.data.store.token_file import TokenFile
 from pipeline.demo.model import build_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, DataError
-from pipeline.parallel.mesh import cut_mesh
 from step0_pretrain import train as step
 from step0_pretrain.config import PretrainConfig
 from step0_pretrain.rows import load_rows
@@ -258,37 +255,3 @@ def test_a_bad_row_of_text_is_named_before_the_model_is_loaded(
     monkeypatch.setattr(step, "load_model", load)
     with pytest.raises(DataError, match=r"bad.jsonl:2: it has no text in a field 'text'"):
         train(replace(config, data=replace(config.data, path=(str(tmp_path / "bad.jsonl"),))))
-
-
-def run_in_parts(config: PretrainConfig) -> None:
-    parallel = config.parallel
-    with cut_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
-        train(config)
-
-
-@pytest.mark.jobs
-def test_two_stages_learn_what_one_process_does_to_the_bit(start: Path, tmp_path: Path) -> None:
-    parallel = ParallelConfig(micro_batches=3)
-    alone = small(start, tmp_path / "alone", parallel=parallel)
-    train(alone)
-
-    staged = small(start, tmp_path / "staged", parallel=replace(parallel, pp=2))
-    run_ranks(run_in_parts, staged)
-
-    for name in ("loss", "grad_norm", "eval_perplexity"):
-        assert logged(staged, name) == logged(alone, name)
-    found, expected = (load_file(each.output_dir / "model.safetensors") for each in (staged, alone))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], each) for name, each in expected.items())
-
-
-@pytest.mark.grid
-def test_two_processes_that_divide_layers_learn_what_one_does(start: Path, tmp_path: Path) -> None:
-    alone = small(start, tmp_path / "alone", parallel=ParallelConfig(micro_batches=3))
-    train(alone)
-
-    together = small(start, tmp_path / "two", parallel=ParallelConfig(tp=2, micro_batches=3))
-    run_ranks(run_in_parts, together)
-
-    for name in ("loss", "grad_norm", "eval_perplexity"):
-        assert logged(together, name) == pytest.approx(logged(alone, name), rel=1e-4)

@@ -513,7 +513,7 @@ def _content(example: Example) -> str:
     """The parts of a row, for messages."""
     found = {
         "a prompt": example.prompt,
-        "a chosen response": example.chosen,
+        "a chosen response" if example.rejected else "a response": example.chosen,
         "a rejected response": example.rejected,
     }
     return " and ".join(name for name, turns in found.items() if turns) or "nothing"

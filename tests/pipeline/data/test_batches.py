@@ -10,7 +10,6 @@ from pipeline.data.batches import (
     RowStream,
     collate,
     collate_part,
-    local_micro_batches,
     micro_batches,
     pad,
 )
@@ -55,17 +54,6 @@ def test_every_row_comes_once_in_each_pass(num_rows: int, batch_size: int) -> No
 
     assert all(sorted(rows) == list(range(num_rows)) for rows in passes)
     assert num_rows < 5 or passes[0] != passes[1]
-
-
-def test_the_order_depends_on_the_seed_alone() -> None:
-    first, again, other = (RowStream(num_rows=20, batch_size=20, seed=seed) for seed in (1, 1, 2))
-
-    torch.manual_seed(5)
-    order = next(first)
-    torch.manual_seed(6)
-
-    assert next(again) == order
-    assert next(other) != order
 
 
 def test_a_stream_continues_where_another_stood() -> None:
@@ -118,15 +106,6 @@ def test_each_row_is_in_one_micro_batch_of_one_process(seed: int) -> None:
     assert all(sum(lengths[row] for row in part) <= max_tokens or len(part) == 1 for part in parts)
 
 
-def test_fewer_rows_than_processes_leave_some_an_empty_micro_batch() -> None:
-    shares = [
-        micro_batches([4, 4], max_tokens=8, num_processes=3, process=process)
-        for process in range(3)
-    ]
-
-    assert shares == [[[0]], [[1]], [[]]]
-
-
 def test_with_a_least_number_any_processes_compute_the_same_micro_batches() -> None:
     def of(processes: int) -> list[list[int]]:
         shares = [
@@ -144,7 +123,3 @@ def test_with_a_least_number_any_processes_compute_the_same_micro_batches() -> N
     # 15 tokens in 3 parts of 5, the longest rows first; then nothing.
     assert of(1) == [[0], [1, 2], [3, 4]]
     assert of(2) == of(4) == [[0], [1, 2], [3, 4], []]
-
-
-def test_without_rows_there_is_one_empty_micro_batch() -> None:
-    assert local_micro_batches([], max_tokens=8) == [[]]

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,7 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pipeline.data.chat_format import FORMATS, ChatFormat
 from pipeline.data.examples import Encoded, Message
 from pipeline.data.resolve_format import resolve_format
-from pipeline.errors import DataError, ModelError
+from pipeline.errors import ModelError
 from tests.pipeline.data.tokenizers import KINDS, byte_level, metaspace, prepending
 
 USER, REPLY, AGAIN = (
@@ -83,22 +82,6 @@ def test_an_observation_has_the_tokens_that_it_has_in_a_whole_dialogue(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_brings_no_spaces_into_the_turns(kind: str, name: str) -> None:
-    tokenizer = KINDS[kind]()
-    chat_format = ready(tokenizer, name)
-    segments = chat_format.segments((*PROMPT, *RESPONSE))
-    start = len(chat_format.encode_prompt(PROMPT[:1]))
-
-    encoded = chat_format.encode(PROMPT, RESPONSE)
-
-    later = "".join(segment.text for segment in segments[1:])
-    assert tokenizer.decode(encoded.input_ids).endswith(later)
-    # Decoded by themselves, sentencepiece tokens lose the space they begin with.
-    assert tokenizer.decode(encoded.input_ids[start:]).lstrip() == later.lstrip()
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", KINDS)
 def test_every_assistant_turn_is_trained_up_to_a_stop_token(kind: str, name: str) -> None:
     tokenizer = KINDS[kind]()
     chat_format = ready(tokenizer, name)
@@ -131,16 +114,6 @@ def test_bos_stands_once_at_the_start_if_the_tokenizer_adds_one(name: str) -> No
 
     assert ids[0] == tokenizer.bos_token_id
     assert ids.count(tokenizer.bos_token_id) == 1
-
-
-@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"llama2"}))
-def test_no_bos_is_written_where_the_tokenizer_adds_none(name: str) -> None:
-    tokenizer = byte_level()
-    tokenizer.bos_token = "<s>"
-
-    ids = ready(tokenizer, name).encode(PROMPT, RESPONSE).input_ids
-
-    assert tokenizer.bos_token_id not in ids
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -188,26 +161,6 @@ def test_a_system_message_is_never_lost(name: str) -> None:
     assert segments[0].text.index("Be kind.") < segments[0].text.index("Hi there.")
 
 
-def test_plain_is_the_texts_and_the_end() -> None:
-    tokenizer = byte_level()
-    chat_format = resolve_format(tokenizer, "plain")
-
-    encoded = chat_format.encode((Message("user", "1 + 1 = "),), (Message("assistant", "2"),))
-
-    assert tokenizer.decode(encoded.input_ids) == "1 + 1 = 2<|endoftext|>"
-    assert trained_text(tokenizer, encoded) == "2<|endoftext|>"
-
-
-def test_text_that_answers_nobody_has_no_roles() -> None:
-    tokenizer = metaspace()
-    chat_format = ready(tokenizer, "chatml")
-
-    encoded = chat_format.encode((), (Message("assistant", "Hello you"),))
-
-    assert encoded.input_ids == [*tokenizer("Hello you").input_ids, tokenizer.eos_token_id]
-    assert encoded.trained == [False] + [True] * (len(encoded) - 1)
-
-
 def test_train_on_all_trains_everything_but_the_first_token() -> None:
     encoded = resolve_format(byte_level(), "vicuna").encode(PROMPT, RESPONSE, train_on="all")
 
@@ -242,26 +195,6 @@ def test_new_tokens_must_be_added_before_encoding() -> None:
     assert len(tokenizer) == size + 2
     assert chat_format.stop_ids == (size + 1, tokenizer.eos_token_id)
     assert {size, size + 1} <= set(chat_format.encode(PROMPT, RESPONSE).input_ids)
-
-
-def test_formats_that_need_what_the_tokenizer_lacks_are_refused() -> None:
-    with pytest.raises(ModelError, match="the tokenizer has no chat template"):
-        resolve_format(byte_level(), "tokenizer")
-    tokenizer = byte_level()
-    tokenizer.eos_token = None
-    with pytest.raises(ModelError, match="no end-of-sequence token"):
-        resolve_format(tokenizer, "plain")
-
-
-def refused(encode: Callable[[ChatFormat], object]) -> str:
-    with pytest.raises(DataError) as raised:
-        encode(resolve_format(byte_level(), "vicuna"))
-    return str(raised.value)
-
-
-def test_a_dialogue_that_ends_on_the_wrong_side_is_refused() -> None:
-    assert refused(lambda f: f.encode_prompt((USER, REPLY))) == "a prompt must end in a user turn"
-    assert "must end in an assistant turn" in refused(lambda f: f.encode((USER,), ()))
 
 
 def test_a_turn_of_weight_0_is_read_and_not_trained() -> None:

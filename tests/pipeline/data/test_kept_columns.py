@@ -62,17 +62,6 @@ def test_kept_columns_leave_shares_and_fingerprints_as_they_are(tmp_path: Path) 
     assert set(kept.train[0].extra) == {"question", "answer"}
 
 
-def test_a_row_without_the_column_has_no_such_entry(tmp_path: Path) -> None:
-    rows = [{"prompt": f"question {row}", "tests": ["a"] if row % 2 else None} for row in range(40)]
-    config = write(tmp_path / "rows.jsonl", rows)
-
-    data = load_examples(config, step=3, seed=0, kept=needed("tests"))
-
-    found = {example.prompt[0].content: example.extra for example in (*data.train, *data.eval)}
-    assert found["question 1"] == {"tests": ["a"]}
-    assert found["question 2"] == {}
-
-
 def test_a_column_that_no_row_has_is_named_with_those_there_are(tmp_path: Path) -> None:
     config = write(tmp_path / "rows.jsonl", GSM8K)
 
@@ -82,15 +71,6 @@ def test_a_column_that_no_row_has_is_named_with_those_there_are(tmp_path: Path) 
         load_examples(DataConfig(), step=3, seed=0, kept=needed("gold"))
 
 
-def test_columns_that_need_not_be_there_are_kept_where_they_are(tmp_path: Path) -> None:
-    config = write(tmp_path / "rows.jsonl", GSM8K)
-    kept = RowColumns(others=frozenset({"answer", "hint"}))
-
-    data = load_examples(config, step=3, seed=0, kept=kept)
-
-    assert {name for example in data.train for name in example.extra} == {"answer"}
-
-
 def test_rows_of_the_built_in_task_have_the_right_sentence() -> None:
     data = load_examples(DataConfig(), step=3, seed=0, kept=needed("answer"))
 
@@ -98,16 +78,3 @@ def test_rows_of_the_built_in_task_have_the_right_sentence() -> None:
         verdict = verify(example.prompt[0].content, f"Sure! {example.extra['answer']}")
         assert verdict is not None
         assert verdict.both
-
-
-def test_a_renamed_column_is_kept_under_its_own_name(tmp_path: Path) -> None:
-    rows = [{"task": f"question {row}", "solution": str(row)} for row in range(40)]
-    config = write(tmp_path / "rows.jsonl", rows)
-    fields = {"prompt": "task", "response": "solution"}
-    config = DataConfig(path=config.path, fields=fields)
-
-    data = load_examples(config, step=3, seed=0, kept=needed("solution"))
-
-    example = data.train[0]
-    assert example.prompt[0].content == f"question {example.extra['solution']}"
-    assert example.chosen[0].content == example.extra["solution"]

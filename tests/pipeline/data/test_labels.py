@@ -1,17 +1,15 @@
 """Labels, ties, winners and ranks of rows, and how much of a dialogue's history is read."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.config import DataConfig, RowColumns
-from pipeline.data.examples import Encoded, Example, Message
+from pipeline.data.examples import Example, Message
 from pipeline.data.history import with_history
 from pipeline.data.shapes import read_row
-from pipeline.data.sharing.prompts import fingerprint
 from pipeline.data.sharing.steps import load_examples
 from pipeline.data.sources import Row
 from pipeline.errors import ConfigError, DataError
@@ -48,12 +46,6 @@ def test_a_label_is_a_class_a_number_or_true_or_false_as_csv_files_have_it() -> 
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}]
     labelled = read(messages=turns, label=0)
     assert (said(labelled.prompt), said(labelled.chosen), labelled.label) == ("Q", "R", 0)
-
-
-def test_steps_that_do_not_learn_labels_read_them_as_before() -> None:
-    assert read(kept=RowColumns(), prompt="Q", response="bad", label=False).chosen == ()
-    assert read(kept=RowColumns(), prompt="Q", response="good", label="essay").label is None
-    assert said(read(prompt="Q", response="bad", label=False).chosen) == "bad"
 
 
 def test_a_winner_may_be_either_response_or_none() -> None:
@@ -111,13 +103,6 @@ def test_ties_are_no_pairs_for_steps_that_do_not_learn_them(tmp_path: Path) -> N
     assert len(plain.train) < len(labelled.train)
 
 
-def test_labels_and_ranks_are_a_part_of_what_tells_rows_apart() -> None:
-    row = Example((A,), (ONE,), label=0)
-    others = [replace(row, label=None), replace(row, label=1), replace(row, tie=True)]
-
-    assert len({fingerprint([each]) for each in (row, *others)}) == 4
-
-
 def test_history_is_all_of_it_the_users_turns_or_the_last_ones() -> None:
     prompt = (SYSTEM, A, ONE, B, TWO, C)
 
@@ -129,35 +114,3 @@ def test_history_is_all_of_it_the_users_turns_or_the_last_ones() -> None:
     assert with_history((), "user") == ()
     with pytest.raises(ConfigError, match="history must be all, user or last:N"):
         DataConfig(history="last:0")
-
-
-def test_history_moves_no_row_to_another_part(tmp_path: Path) -> None:
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"first {n}"},
-                {"role": "assistant", "content": "1"},
-                {"role": "user", "content": "more"},
-                {"role": "assistant", "content": "2"},
-            ],
-            "label": n % 2,
-        }
-        for n in range(30)
-    ]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(path=(str(file),))
-
-    whole = load_examples(config, step=2, seed=0, kept=LABELS)
-    window = load_examples(replace(config, history="last:1"), step=2, seed=0, kept=LABELS)
-
-    assert [said(row.prompt) for row in window.train] == ["more"] * len(whole.train)
-    assert [row.origin for row in window.train] == [row.origin for row in whole.train]
-
-
-def test_a_text_that_is_cut_may_keep_its_first_token() -> None:
-    row = Encoded.untrained([1, 2, 3, 4])
-
-    assert row.tail(2, keep_first=True).input_ids == [1, 4]
-    assert row.tail(4, keep_first=True).input_ids == [1, 2, 3, 4]
-    assert row.tail(2).input_ids == [3, 4]

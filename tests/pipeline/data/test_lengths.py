@@ -50,17 +50,6 @@ def test_cut_and_emptied_rows_are_counted(caplog: pytest.LogCaptureFixture) -> N
     )
 
 
-def test_of_many_rows_the_first_are_looked_at(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lengths, "LOOKED_AT", 3)
-
-    assert said(rows(9, 5, 9, 9, 9), 7, caplog).startswith(
-        "2 of the 3 training rows looked at, of 5, are longer than 7 tokens"
-    )
-    assert "3 of them have nothing left" in said(rows(1, 2, 3, 4), 7, caplog)
-
-
 def test_nothing_to_train_on_is_refused(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 from typing import Any
 
-import pytest
-
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message
 from pipeline.data.lint import Finding, encode_rows, lint
@@ -36,13 +34,6 @@ def test_clean_rows_have_no_warning() -> None:
     for step in (1, 2, 3):
         found = findings([example("a", "b", "c"), example("d", "e", "f")], step=step)
         assert {finding.level for finding in found.values()} <= {"ok", "info"}
-
-
-def test_padding_with_the_end_of_sequence_is_told() -> None:
-    found = findings([example("a")], chat=resolve_format(byte_level(), "plain"))
-
-    assert found["pad = eos"].level == "info"
-    assert findings([example("a")])["pad = eos"].level == "ok"
 
 
 def test_a_doubled_bos_is_found() -> None:
@@ -85,19 +76,3 @@ def test_train_prompts_in_eval_are_found_whatever_their_case_and_spacing() -> No
     found = findings([example("What is it?"), example("Else")], [example("what  is\nit? ")])
 
     assert found["train rows in eval"].count == 1
-
-
-def test_special_tokens_written_in_text_are_found() -> None:
-    found = findings([example("strike </s>this</s>"), example("b")])
-
-    assert found["special tokens in text"].count == 1
-
-
-@pytest.mark.parametrize(("train_on", "trained"), [("assistant", 2), ("all", 3)])
-def test_the_share_of_trained_tokens_is_what_the_loss_counts(train_on: str, trained: int) -> None:
-    chat = resolve_format(byte_level(), "plain")
-
-    share = findings([example("1 ", "2")], chat=chat, train_on=train_on)["trained share"]
-
-    assert share.count == trained
-    assert share.sentence.startswith(f"{trained} of 4 tokens (")

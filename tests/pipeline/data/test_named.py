@@ -7,7 +7,6 @@ import pytest
 from pipeline.data.examples import Example, Message
 from pipeline.data.named import NAMED, named_set
 from pipeline.data.sources import Row
-from pipeline.errors import DataError
 
 
 def read(name: str, row: dict[str, Any]) -> Example | None:
@@ -170,23 +169,6 @@ def test_every_named_set_is_tested_and_there_are_sixteen_with_the_local_files() 
     assert len({*ROWS, "local/jsonfile"}) == 16
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        ("openai/webgpt_comparisons", {**WEBGPT, "score_1": 0.5}),
-        ("openai/webgpt_comparisons", {**WEBGPT, "answer_1": " [1]"}),
-        ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"prompt": None, "label": "6."}),
-        ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"prompt": "USER: Hi ASSISTANT:", "label": ""}),
-        ("wangrui6/Zhihu-KOL", {"INSTRUCTION": "怎么说?", "RESPONSE": None}),
-        ("Cohere/miracl-zh-queries-22-12", {**MIRACL, "negative_passages": []}),
-        ("Hello-SimpleAI/HC3-Chinese", {"question": "为什么?", "human_answers": []}),
-        ("mkqa-Japanese", {**MKQA, "answers": {"ja": [{"type": 5, "text": None}]}}),
-    ],
-)
-def test_rows_that_say_nothing_are_dropped(name: str, row: dict[str, Any]) -> None:
-    assert read(name, row) is None
-
-
 def test_the_better_answer_is_chosen_whichever_side_it_is_on() -> None:
     example = read("openai/webgpt_comparisons", {**WEBGPT, "score_1": 0.75})
     assert example is not None
@@ -201,8 +183,3 @@ def test_a_local_copy_is_known_by_the_end_of_its_path() -> None:
     assert named_set("C:\\mirror\\stanfordnlp\\SHP") is NAMED["stanfordnlp/SHP"]
     assert named_set("SHP") is None
     assert named_set("rows.jsonl") is None
-
-
-def test_a_row_of_another_schema_is_named() -> None:
-    with pytest.raises(DataError, match=r"row 1 is not of the schema of its data set .*--fields"):
-        read("stanfordnlp/SHP", {"prompt": "Q"})

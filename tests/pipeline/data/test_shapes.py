@@ -2,9 +2,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.dialogues import parse_dialogue
 from pipeline.data.examples import Example, Message
-from pipeline.data.shapes import check_fields, read_row
+from pipeline.data.shapes import read_row
 from pipeline.data.sources import Row
 from pipeline.data.turns import Reading
 from pipeline.errors import DataError
@@ -141,16 +140,6 @@ def test_every_form_of_prompt_reads_the_same(columns: dict[str, Any]) -> None:
     assert read(**columns) == Example((QUESTION,), origin="rows.jsonl line 17")
 
 
-def test_text_answers_nobody() -> None:
-    example = read(text=" Once upon a time.\n")
-
-    assert example is not None
-    assert (example.prompt, example.chosen) == (
-        (),
-        (Message("assistant", " Once upon a time.\n"),),
-    )
-
-
 @pytest.mark.parametrize(
     "columns",
     [
@@ -201,32 +190,6 @@ def test_dialogues_share_their_prompt_up_to_where_they_part() -> None:
     assert [message.content for message in example.rejected] == ["2", "other", "4"]
 
 
-def test_turns_of_one_role_are_joined() -> None:
-    assert parse_dialogue("\n\nHuman: 1\n\nHuman: 2\n\nAssistant: 3") == (
-        Message("user", "1\n\n2"),
-        Message("assistant", "3"),
-    )
-
-
-@pytest.mark.parametrize("text", ["What does Human: mean?", "Assistant: no", "", "plain"])
-def test_other_text_is_not_a_dialogue(text: str) -> None:
-    assert parse_dialogue(text) is None
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"messages": []},
-        {"messages": turns(("assistant", "hello"), ("assistant", "again"))},
-        {"chosen": "\n\nHuman: Q\n\nAssistant:", "rejected": "\n\nHuman: Q\n\nAssistant: bad"},
-        {"chosen": "\n\nHuman: Q\n\nAssistant: a", "rejected": "\n\nHuman: R\n\nAssistant: a"},
-        {"text": "  "},
-    ],
-)
-def test_rows_without_an_answered_user_turn_hold_nothing(columns: dict[str, Any]) -> None:
-    assert read(**columns) is None
-
-
 EMPTY = [("user", "A"), ("assistant", "B"), ("user", "C"), ("assistant", "")]
 ANSWERED = [*EMPTY[:3], ("assistant", "D")]
 
@@ -244,17 +207,6 @@ def test_an_empty_response_to_the_last_turn_makes_no_pair_of_the_turn_before(
     assert read(chosen=turns(*chosen), rejected=turns(*rejected)) is None
     assert read(prompt="Q", chosen="good", rejected=" ") is None
     assert read(prompt="Q", response="\n") is None
-
-
-def test_what_follows_the_last_response_is_taken_off_both_dialogues() -> None:
-    thanks = ("user", "thanks")
-    example = read(
-        chosen=turns(*ANSWERED, thanks), rejected=turns(*EMPTY[:3], ("assistant", "E"), thanks)
-    )
-
-    assert example is not None
-    assert [message.content for message in example.prompt] == ["A", "B", "C"]
-    assert [message.content for message in (*example.chosen, *example.rejected)] == ["D", "E"]
 
 
 def test_an_empty_earlier_turn_is_read_and_not_learned() -> None:
@@ -318,26 +270,6 @@ def test_rows_with_tool_calls_are_left_out_and_counted(turn: dict[str, Any]) -> 
     assert reading.left_out == {"with tool calls, which no step trains on": 1}
 
 
-def test_history_comes_before_the_instruction() -> None:
-    example = read(instruction="3", input="4", output="5", history=[["1", "2"]], system="S")
-
-    assert example is not None
-    assert [(turn.role, turn.content) for turn in example.prompt] == [
-        *(("system", "S"), ("user", "1"), ("assistant", "2")),
-        ("user", "3\n\n4"),
-    ]
-
-
-def test_the_columns_that_were_used_are_known() -> None:
-    reading = Reading()
-    row = Row({"q": "Q", "response": "good", "label": "essay", "id": 7}, "")
-
-    read_row(row, {"prompt": "q"}, reading)
-
-    assert reading.used == {"q", "response"}
-    assert reading.columns == {"q", "response", "label", "id"}
-
-
 def test_the_margin_is_read_or_taken_from_the_scores() -> None:
     row = SAME_PREFERENCE["strings"]
     margins = [
@@ -365,24 +297,6 @@ def test_fields_choose_among_the_shapes_a_row_has() -> None:
 
     assert example is not None
     assert example.chosen == (Message("assistant", "B"),)
-
-
-def test_wrong_fields_are_named() -> None:
-    with pytest.raises(DataError, match="fields: promt is not a name we know; use one of answer, "):
-        check_fields({"promt": "question"}, ["question"])
-    with pytest.raises(DataError, match=r"no row has the column q \(for prompt\); there are a, b"):
-        check_fields({"prompt": "q"}, ["a", "b"])
-
-
-def test_a_row_without_a_known_shape_says_what_it_has_and_what_is_needed() -> None:
-    message = refused(query="Q", reply="good")
-
-    assert message.startswith(
-        "rows.jsonl line 17: no known shape of row has the columns query, reply"
-    )
-    assert "prompt + chosen + rejected" in message
-    assert "--fields" in message
-    assert refused() == "rows.jsonl line 17: the row is empty; remove it"
 
 
 @pytest.mark.parametrize(

@@ -51,19 +51,6 @@ def test_no_prompt_of_a_labelled_row_is_in_two_steps(
     assert not (first | second) & third
 
 
-def test_without_knowing_of_labels_they_would_share_prompts(tmp_path: Path) -> None:
-    steps = prompts_of_steps(tmp_path / "a.jsonl", LABELLED["classes"], known=False)
-
-    assert steps[1] & steps[2]
-
-
-def test_a_response_that_is_labelled_bad_is_no_demonstration(tmp_path: Path) -> None:
-    first = prompts_of_steps(tmp_path / "a.jsonl", (True, False), known=True)[1]
-
-    labelled = {int(prompt.split()[1]) for prompt in first}
-    assert {n % 2 for n in labelled if n % 5} == {0}
-
-
 def test_train_py_tells_all_steps_that_step_2_learns_labels(tmp_path: Path) -> None:
     prompts_of_steps(tmp_path / "a.jsonl", LABELLED["classes"], known=True)
     options = ["--data-path", str(tmp_path / "a.jsonl"), "--output-dir", str(tmp_path / "out")]

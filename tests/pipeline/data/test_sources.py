@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from pipeline.data.sources import Reader, Source, read_source, split_name, split_weight
+from pipeline.data.sources import Reader, Source, read_source, split_weight
 from pipeline.errors import DataError
 
 ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "ç", "response": "d"}]
@@ -50,16 +50,6 @@ def test_every_kind_of_file_gives_its_rows_in_order(name: str, tmp_path: Path) -
     assert [row.origin for row in source.train] == [f"{path} {word} 1", f"{path} {word} 2"]
 
 
-def test_a_json_file_may_be_one_list(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(ROWS, indent=2))
-
-    source = read_source(str(path))
-
-    assert columns(source) == ROWS
-    assert source.train[1].origin == f"{path} row 2"
-
-
 def test_line_numbers_count_empty_lines_and_separators_inside_strings(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"text": "one\u2028line"}\r\n\n{"text": "two"}\n', encoding="utf-8-sig")
@@ -80,15 +70,6 @@ def test_a_number_at_the_end_is_a_weight() -> None:
     assert split_weight("C:\\data\\rows.jsonl:2") == ("C:\\data\\rows.jsonl", 2.0)
     with pytest.raises(DataError, match="a weight must be above 0"):
         split_weight("rows.jsonl:0")
-
-
-def test_a_file_whose_name_ends_like_a_weight_is_a_file(tmp_path: Path) -> None:
-    write(tmp_path / "run:1" / "rows.jsonl")
-
-    source = read_source(f"{tmp_path}/run:1")
-
-    assert source.weight is None
-    assert columns(source) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -113,15 +94,6 @@ def test_a_directory_keeps_its_test_split(test_file: str, tmp_path: Path) -> Non
     assert sorted(row["prompt"] for row in columns(source)) == ["a", "ç"]
     assert [row.columns["prompt"] for row in source.eval] == ["held"]
     assert source.weight == 2.0
-
-
-def test_a_directory_of_test_files_alone_gives_them_as_rows(tmp_path: Path) -> None:
-    write(tmp_path / "test.jsonl")
-
-    source = read_source(str(tmp_path))
-
-    assert columns(source) == ROWS
-    assert source.eval == []
 
 
 def test_local_jsonfile_is_deepspeed_chats_pair_of_files(
@@ -149,20 +121,6 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     assert refused(path).startswith(f"{path} line 2 is not valid JSON")
     path.write_text('[{"prompt": "a"},\n {"prompt": }]')
     assert refused(path).startswith(f"{path} line 2 is not valid JSON")
-
-
-def test_a_row_that_is_not_an_object_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\n"just text"\n')
-
-    assert refused(path) == f"{path} line 2: a row is an object with named fields, got str"
-
-
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.jsonl.gz"])
-def test_an_empty_file_is_named(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path / name, [])
-
-    assert refused(path) == f"{path} holds no rows"
 
 
 def test_files_that_can_not_be_read_are_named(tmp_path: Path) -> None:
@@ -243,36 +201,6 @@ def test_the_step_reads_one_split_of_a_hub_set_and_its_test_split(
     assert read_texts(hub(*splits), step) == ([train], [test] if test else [])
 
 
-def test_an_unclear_choice_of_splits_asks_for_a_name(hub: Callable[..., str]) -> None:
-    name = hub(*ULTRACHAT)
-
-    with pytest.raises(DataError) as raised:
-        read_source(name, step=2)
-    assert str(raised.value) == (
-        "data path owner/made has several training splits and not one named for step 2: train_gen,"
-        " train_sft; name the one to read, such as owner/made@train_gen"
-    )
-    assert "several training splits: train_gen, train_sft" in refused(name)
-    assert "there is no split train; there are test_gen, test_sft" in refused(f"{name}@train")
-    assert read_texts(f"{name}@train_gen", 2) == (["train_gen"], ["test_gen"])
-    assert read_texts(f"{name}@test_sft:2", 2) == (["test_sft"], [])
-
-
-def test_a_test_split_that_is_learned_from_does_not_evaluate_itself(
-    hub: Callable[..., str],
-) -> None:
-    assert read_texts(f"{hub('train', 'test')}@test", 1) == (["test"], [])
-
-
-def test_hub_splits_without_training_rows_are_named(hub: Callable[..., str]) -> None:
-    message = refused(hub("a", "b"))
-
-    assert message == (
-        "data path owner/made has no train split, it has a, b; name the one to read, such as"
-        " owner/made@a"
-    )
-
-
 def test_a_directory_of_split_files_is_read_as_the_hub_set(tmp_path: Path) -> None:
     for split in ULTRAFEEDBACK:
         row = [{"text": split}]
@@ -291,27 +219,6 @@ def test_a_directory_of_split_files_is_read_as_the_hub_set(tmp_path: Path) -> No
     plain = read_source(str(tmp_path / "plain"))
     assert [row.columns["text"] for row in plain.train] == ["train_a", "train_b"]
     assert [row.columns["text"] for row in (*named.train, *named.eval)] == ["train_b", "test"]
-
-
-def test_a_split_is_named_after_an_at_sign(tmp_path: Path) -> None:
-    path = write(tmp_path / "me@home.jsonl")
-
-    assert split_name("owner/name@train_sft") == ("owner/name", "train_sft")
-    assert split_name("owner/name") == ("owner/name", None)
-    assert split_name(str(path)) == (str(path), None)
-    assert refused(f"{path}@train") == (
-        f"data path {path}@train: a file has no splits; leave out @train"
-    )
-
-
-def test_a_reader_reads_each_file_once(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl")
-    reader = Reader()
-
-    first = reader.read(str(path), step=1)
-    path.write_text("no longer rows")
-
-    assert reader.read(str(path), step=2).train is first.train
 
 
 CSV = """prompt,response,margin
@@ -336,25 +243,6 @@ def test_csv_cells_are_columns_and_empty_ones_are_missing(name: str, tmp_path: P
         {"prompt": "Q", "response": None, "margin": None},
     ]
     assert [row.origin for row in source.train] == [f"{path} line 2", f"{path} line 4"]
-
-
-def test_a_broken_csv_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    broken = {
-        "a,b\n1,2\n1,2,3\n": f"{path} line 3 has 3 cells, and the first line names 2 columns",
-        "a,b\n1\n": f"{path} line 2 has 1 cells, and the first line names 2 columns",
-        'a,b\n1,2\n1,"2\n': f"{path} line 3 is not valid CSV (unexpected end of data)",
-        "a,a\n1,2\n": f"{path} line 1 names the columns: each needs a name of its own, and 'a'",
-        "a,b\n": f"{path} holds no rows",
-        "": f"{path} holds no rows",
-    }
-
-    for text, sentence in broken.items():
-        path.write_text(text)
-        assert refused(path).startswith(sentence)
-    path.write_bytes("prompt\ncaf\u00e9\n".encode("latin-1"))
-    assert "is not UTF-8 text" in refused(path)
-    assert refused(path).endswith("; save it as UTF-8")
 
 
 def test_a_hub_name_that_can_not_be_reached_is_one_sentence(

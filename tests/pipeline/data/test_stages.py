@@ -1,4 +1,3 @@
-import itertools
 import json
 import random
 from collections.abc import Iterable
@@ -9,11 +8,9 @@ import pytest
 
 from pipeline.config import DataConfig
 from pipeline.data.examples import Example
-from pipeline.data.reading import RowReader
 from pipeline.data.sharing.prompts import fingerprint
 from pipeline.data.sharing.steps import StageData, load_examples
 from pipeline.errors import DataError
-from tests.pipeline.data.tokenizers import SHARED_DATA
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> str:
@@ -141,23 +138,6 @@ def test_a_prompt_with_rows_of_several_kinds_goes_to_one_step(tmp_path: Path) ->
     assert len(set.union(*parts)) == sum(map(len, parts)) == 300 - len(set(prompts(data[0].eval)))
 
 
-def test_few_rows_have_one_prompt_held_out(tmp_path: Path) -> None:
-    sizes = [
-        {len(load(path, eval_fraction=0.01, split=(1.0, 0.0, 0.0), step=1).eval)}
-        for path in (write(tmp_path / f"{n}.jsonl", pairs(n, f"{n}-")) for n in range(2, 8))
-    ]
-
-    assert sizes == [{1}] * 6
-
-
-def test_a_smaller_fraction_is_part_of_a_larger_one(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", pairs(500))
-
-    few, many = (load(path, eval_fraction=share, max_eval_rows=999) for share in (0.05, 0.3))
-
-    assert set(prompts(few.eval)) < set(prompts(many.eval))
-
-
 def test_rows_that_only_some_steps_can_use_are_shared_by_those(tmp_path: Path) -> None:
     texts = write(tmp_path / "texts.jsonl", ({"text": f"text {n}"} for n in range(100)))
     prompt_only = write(tmp_path / "prompts.jsonl", ({"prompt": f"p{n}"} for n in range(100)))
@@ -222,17 +202,6 @@ def test_no_step_trains_on_what_another_evaluates(tmp_path: Path) -> None:
     assert not set(prompts(many.eval)) & set(prompts(few.train))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_rows_of_one_prompt_stay_on_one_side(seed: int, tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{n % 30}", "chosen": f"good {n}", "rejected": "bad"} for n in range(120)]
-    path = write(tmp_path / "rows.jsonl", rows)
-
-    sides = [load(path, step=step, data_seed=seed) for step in (1, 2, 3)]
-
-    groups = [set(prompts(data.train)) for data in sides] + [set(prompts(sides[0].eval))]
-    assert len(set.union(*groups)) == sum(map(len, groups)) == 30
-
-
 def test_step_3_sees_each_prompt_once(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [*pairs(40), *pairs(40)])
 
@@ -254,40 +223,6 @@ def test_weights_are_shares_of_the_mixture(tmp_path: Path) -> None:
     assert f"{first}: 30 of 300 rows, by its weight" in data.notes
 
 
-def test_without_weights_all_rows_are_used(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", demonstrations(30, "a"))
-    second = write(tmp_path / "b.jsonl", demonstrations(10, "b"))
-
-    data = load(first, second, split=(1.0, 0.0, 0.0))
-
-    assert len(data.train) + len(data.eval) == 40
-
-
-def test_fields_may_concern_one_of_several_sources(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", demonstrations(20))
-    second = write(tmp_path / "b.jsonl", ({"q": f"b{n}", "a": "good"} for n in range(20)))
-
-    data = load(first, second, split=(1.0, 0.0, 0.0), fields={"prompt": "q", "response": "a"})
-
-    assert len(data.train) + len(data.eval) == 40
-    message = refused(first, fields={"prompt": "nothing"})
-    assert "no row has the column nothing (for prompt)" in message
-
-
-def test_a_named_set_is_read_by_its_own_reader(tmp_path: Path) -> None:
-    rows = [{"INSTRUCTION": f"q{n}", "RESPONSE": "good"} for n in range(20)]
-    path = str(tmp_path / "wangrui6" / "Zhihu-KOL")
-    write(Path(path) / "train.jsonl", rows)
-
-    data = load(path, split=(1.0, 0.0, 0.0))
-    assert len(data.train) + len(data.eval) == 20
-    assert f"{path}: is a known data set, read by its own schema" in data.notes
-    message = refused(path, step=2)
-    assert message == (
-        f"data path {path} has no rejected responses, which step 2 needs; use it in steps 1 and 3"
-    )
-
-
 def test_a_step_without_usable_rows_names_the_first_row(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", demonstrations(20))
 
@@ -299,139 +234,13 @@ def test_a_step_without_usable_rows_names_the_first_row(tmp_path: Path) -> None:
     assert message.endswith("with --fields, or choose the steps with --step, without 2")
 
 
-def test_a_split_that_leaves_a_step_without_rows_names_the_counts(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", pairs(20))
-
-    message = refused(path, step=1, split=(0.0, 1.0, 1.0))
-
-    assert message.startswith("--data-split 0,1,1 leaves step 1 without rows: ")
-    assert message.endswith("prompts; give more rows or raise the step's share")
-
-
 def test_rows_that_share_one_prompt_can_not_be_held_out(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [*pairs(1), *pairs(1)])
 
     assert "share one prompt, so none can be held out" in refused(path)
 
 
-def test_evaluation_rows_that_the_step_can_not_use_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", pairs(20))
-    held_out = write(tmp_path / "held.jsonl", demonstrations(4))
-
-    message = refused(path, step=2, eval_path=(held_out,))
-
-    assert message.startswith("none of the 4 rows for evaluation has what step 2 needs")
-
-
-def test_a_file_of_unanswered_rows_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"messages": []}])
-
-    assert "none of its 1 row is usable" in refused(path)
-
-
 def test_the_embedded_task_does_not_mix(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", pairs(20))
 
     assert "can't be mixed with other data" in refused("embedded", path)
-
-
-def test_the_embedded_task_says_which_settings_it_does_not_use(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO", logger="pipeline.data.sharing.steps")
-    plain = load("embedded")
-    said = load("embedded", split=(1.0, 1.0, 1.0), fields={"prompt": "q"}, eval_fraction=0.5)
-    seeded = load("embedded", data_seed=1)
-
-    assert plain.notes == []
-    assert said.notes == [
-        f"data.{name} is not used: the built-in task has rows of its own for every step"
-        for name in ("split", "fields", "eval_fraction")
-    ]
-    assert seeded.notes == [
-        "data.seed is not used: the built-in task has rows of its own for every step"
-    ]
-    assert (said.train, said.eval) == (plain.train, plain.eval)
-    told = [f"data for step 1: {note}" for note in (*said.notes, *seeded.notes)]
-    assert caplog.messages == told
-
-
-def test_real_preferences_are_cut_for_the_steps() -> None:
-    if not (SHARED_DATA / "hh-rlhf").is_dir():
-        pytest.skip(f"no data in {SHARED_DATA / 'hh-rlhf'}")
-
-    file = [load(str(SHARED_DATA / "hh-rlhf/train.jsonl.gz"), step=step) for step in (1, 2, 3)]
-    directory = load(str(SHARED_DATA / "hh-rlhf"), step=2, split=(0.0, 1.0, 0.0))
-
-    # A few of the 1,500 rows have an empty response, and few share a first question.
-    held_out = {example.prompt[0] for example in file[0].eval}
-    parts = [{example.prompt[0] for example in data.train} for data in file]
-    assert len(held_out) == pytest.approx(150, abs=45)
-    assert [len(part) for part in parts] == [
-        pytest.approx(0.2 * 1340, abs=60),
-        pytest.approx(0.4 * 1340, abs=75),
-        pytest.approx(0.4 * 1340, abs=75),
-    ]
-    assert not any(one & other for one, other in itertools.combinations(parts, 2))
-    assert not any(held_out & part for part in parts)
-    assert len(directory.train) > 1400
-
-
-def test_what_is_used_and_what_is_left_out_is_told(tmp_path: Path) -> None:
-    tool_call = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
-    rows = [
-        *({**row, "id": 1, "source": None} for row in demonstrations(30)),
-        *({"prompt": f"liked{n}", "response": "x", "label": n > 3} for n in range(10)),
-        {"messages": [{"role": "user", "content": "Q"}, tool_call]},
-        {"prompt": "Q", "response": " "},
-    ]
-    path = write(tmp_path / "rows.jsonl", rows)
-
-    notes = load(path).notes
-
-    assert notes[:4] == [
-        f"{path}: uses the columns label, messages, prompt, response; not used: id, source",
-        f"{path}: left out 1 row with tool calls, which no step trains on",
-        f"{path}: left out 1 row with an empty response",
-        f"{path}: 4 rows whose label says that the response is bad: no demonstrations, their"
-        " prompts are for step 3",
-    ]
-
-
-def test_where_every_row_can_be_used_none_is_counted_as_left_out(tmp_path: Path) -> None:
-    notes = load(write(tmp_path / "rows.jsonl", demonstrations(30))).notes
-
-    assert not [note for note in notes if "lack" in note or "left out" in note]
-
-
-def test_rows_with_tool_calls_alone_are_refused(tmp_path: Path) -> None:
-    row = {"messages": [{"role": "user", "content": "Q"}, {"role": "tool", "content": "A"}]}
-    path = write(tmp_path / "rows.jsonl", [row, row])
-
-    assert refused(path) == (
-        f"data path {path}: none of its 2 rows is usable: rows with tool calls, which no step"
-        " trains on"
-    )
-
-
-def test_many_held_out_rows_are_told(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", pairs(6000))
-
-    notes = load(path, eval_fraction=0.5).notes
-
-    (told,) = [note for note in notes if note.startswith("holds out")]
-    assert told.endswith(
-        "of which at most 256 are evaluated; a data.eval_fraction below 0.5, the same for all"
-        " steps, trains on more"
-    )
-
-
-def test_a_reader_gives_every_step_what_it_would_read_itself(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", pairs(50))
-    reader = RowReader()
-    config = DataConfig(path=(path,))
-
-    alone = [load(path, step=step) for step in (1, 2, 3)]
-    shared = [load_examples(config, step=step, seed=0, reader=reader) for step in (1, 2, 3)]
-
-    assert shared == alone

@@ -1,6 +1,5 @@
 """Chat templates of tokenizers and of files, as formats."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -122,15 +121,6 @@ def test_a_template_takes_arguments_and_keeps_them() -> None:
     assert str(plain).endswith("<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("text", ["naïve 🦉", 'a "quote", %} {{ 1 }} \\n and\na line'])
-def test_an_argument_reaches_the_template_as_it_is(text: str) -> None:
-    template = "{%- if remark is defined %}{{- remark }}{% endif -%}" + QWEN3
-
-    rendered = resolve_format(chatml_tokenizer(template), "auto", {"remark": text})
-
-    assert rendered.render([USER], generation_prompt=False).startswith(f"{text}<|im_start|>user\n")
-
-
 @pytest.mark.parametrize("template", [QWEN3, DATED])
 def test_a_prompt_may_leave_the_assistants_turn_unopened(template: str) -> None:
     chat_format = with_chatml_tokens(template)
@@ -140,18 +130,6 @@ def test_a_prompt_may_leave_the_assistants_turn_unopened(template: str) -> None:
 
     assert whole[: len(ids)] == ids
     assert chat_format.tokenizer.decode(whole[len(ids) :]) == "<|im_start|>assistant\n"
-
-
-def test_an_argument_that_the_template_never_reads_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.template_args enable_thinkng: the chat template"):
-        resolve_format(chatml_tokenizer(QWEN3), "auto", {"enable_thinkng": False})
-
-
-@pytest.mark.parametrize("name", ["messages", "two words"])
-def test_what_is_no_argument_of_a_template_is_refused(name: str) -> None:
-    sentence = f"data.template_args {name} is not an argument that can be set"
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        resolve_format(chatml_tokenizer(QWEN3), "auto", {name: False})
 
 
 @pytest.mark.parametrize("opening", ["<think>", "<think>\\n"])
@@ -207,13 +185,6 @@ def test_a_template_that_is_not_prefix_stable_is_refused() -> None:
         with_template(COUNTING)
 
 
-def test_a_template_that_loses_text_is_refused() -> None:
-    in_parts = GEMMA.replace("m.content", "m.content | selectattr('text') | join")
-
-    with pytest.raises(DataError, match="leaves out the text of turns"):
-        with_template(in_parts)
-
-
 @pytest.mark.parametrize(
     ("content", "error", "sentence"),
     [
@@ -231,13 +202,6 @@ def test_a_bad_jinja_file_is_one_sentence(
 
     with pytest.raises(error, match=sentence):
         resolve_format(byte_level(), str(path))
-
-
-def test_a_jinja_file_is_a_format(tmp_path: Path) -> None:
-    path = tmp_path / "my.jinja"
-    path.write_text(GEMMA)
-
-    assert resolve_format(byte_level(), str(path)).template == GEMMA
 
 
 @pytest.mark.parametrize(

@@ -33,20 +33,6 @@ def test_every_word_that_facts_name_or_answer_is_one_token_and_every_digit_its_o
     assert tokenizer.tokenize("2026") == ["2", "0", "2", "6"]
 
 
-def test_segments_tokenized_apart_join_without_a_change_at_the_seam() -> None:
-    tokenizer = build_tokenizer()
-    whole = "\n\nHuman: Add 1 and 2.\n\nAssistant: Sure! 1 plus 2 is 3."
-
-    for seam in (": Sure", " Sure", "Sure"):
-        cut = whole.index(seam)
-        ids = [
-            token
-            for part in (whole[:cut], whole[cut:])
-            for token in tokenizer(part, add_special_tokens=False)["input_ids"]
-        ]
-        assert tokenizer.decode(ids) == whole
-
-
 @pytest.mark.parametrize("with_model", [False, True])
 def test_a_saved_tokenizer_loads_through_auto_tokenizer_with_the_same_ids(
     tmp_path: Path, with_model: bool
