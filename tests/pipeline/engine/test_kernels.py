@@ -10,7 +10,6 @@ from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from pipeline.errors import KernelError
-from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
 from tests.pipeline.engine.test_stages import DTYPES, build, loss_of
 
@@ -67,29 +66,6 @@ def test_the_kernels_change_no_bit(place: str, dtype: str, tmp_path: Path) -> No
         expected = trained(stage, "off", dtype, **zero)
         got = trained(stage, "required", dtype, **zero)
         assert all(map(torch.equal, got, expected))
-
-
-def sharded(kernels: str, stage: int) -> list[torch.Tensor]:
-    return trained(stage, kernels, "bf16", 3, reduction="deterministic")
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_nor_do_they_on_two_processes(stage: int) -> None:
-    ended = {kernels: run_ranks(sharded, kernels, stage) for kernels in ("off", "required")}
-
-    for got, expected in zip(ended["required"], ended["off"], strict=True):
-        assert all(map(torch.equal, got, expected))
-
-
-@pytest.mark.parametrize("kernels", ["off", "required"])
-def test_the_clip_coefficient_reaches_a_sum_of_three_micro_batches_at_stage_0(
-    kernels: str,
-) -> None:
-    # The tree of three micro-batches ends in a sum that is not kept.
-    whole = trained(0, kernels, "fp32", 3, reduction="deterministic")
-    piece = trained(1, kernels, "fp32", 3, reduction="deterministic")
-
-    assert all(map(torch.equal, whole, piece))
 
 
 def test_an_optimizer_without_a_kernel_is_pytorchs_unless_one_is_required() -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import get_scheduler
 
 from pipeline.config import OptimConfig
-from pipeline.engine.lr import lr_factor, momentum
+from pipeline.engine.lr import lr_factor
 
 
 def optim(schedule: str, **settings: object) -> OptimConfig:
@@ -27,10 +27,6 @@ def factors(total_steps: int, schedule: str, **settings: object) -> list[float]:
 @pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup"])
 def test_warm_up_rises_linearly_and_its_first_step_already_moves(schedule: str) -> None:
     assert factors(10, schedule, warmup_ratio=0.4) == [0.25, 0.5, 0.75, 1.0, *[1.0] * 6]
-
-
-def test_warm_up_is_rounded_up_to_whole_steps() -> None:
-    assert factors(10, "constant", warmup_ratio=0.11)[:2] == [0.5, 1.0]
 
 
 def test_a_number_of_warm_up_steps_overrides_the_ratio() -> None:
@@ -186,16 +182,6 @@ CYCLE = {"cycle_first_step_size": 4, "cycle_second_step_size": 6}
 )
 def test_one_cycle_of_deepspeed(settings: dict[str, object], expected: list[float]) -> None:
     assert factors(14, "one_cycle", schedule_params=settings) == pytest.approx(expected)
-
-
-def test_the_momentum_of_one_cycle_is_lowest_where_the_rate_is_highest() -> None:
-    config = optim("one_cycle", schedule_params=CYCLE)
-
-    moved = [momentum(step, optim=config) for step in range(12)]
-
-    down = [0.9, 0.875, 0.85, 0.825, 0.8]
-    up = [0.9 - 0.1 * sixths / 6 for sixths in (5, 4, 3, 2, 1, 0, 0)]
-    assert moved == pytest.approx([*down, *up])
 
 
 @pytest.mark.parametrize(

@@ -107,20 +107,6 @@ def test_the_update_is_that_of_the_class_in_torch(name: str) -> None:
     assert not torch.equal(ours, torch.linspace(-1, 1, 37))
 
 
-@pytest.mark.parametrize("name", sorted(FUSED))
-def test_the_fused_implementation_is_taken_unless_the_settings_say_otherwise(name: str) -> None:
-    weight = nn.Parameter(torch.zeros(3))
-
-    def chosen(params: dict[str, bool]) -> tuple[object, object]:
-        config = optim(name, params=params)
-        settings = build_optimizer([group([weight], config)], config).param_groups[0]
-        return settings["fused"], settings["foreach"]
-
-    assert chosen({}) == (True, None)
-    assert chosen({"foreach": True}) == (None, True)
-    assert chosen({"fused": False}) == (False, None)
-
-
 @pytest.mark.parametrize("name", [*NOT_ELEMENT_WISE, "lamb"])
 def test_what_is_not_element_wise_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^optim\.name can't be {name}: it .*; use AdamW"):

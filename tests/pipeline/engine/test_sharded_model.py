@@ -60,13 +60,6 @@ def test_a_pass_without_gradients_frees_everything_and_one_with_them_keeps_head_
     assert engine.zero.gathered_bytes == 0
 
 
-def test_a_block_called_by_itself_says_what_to_do() -> None:
-    model, _ = sharded()
-
-    with pytest.raises(RuntimeError, match=r"model.layers.0 was called .* call the engine instead"):
-        model.model.layers[0](torch.zeros(1, 3, 32))
-
-
 CHANGES = {
     "frozen": lambda model: model.model.layers[0].mlp.up_proj.requires_grad_(False),
     "halved": lambda model: model.half(),

@@ -2,11 +2,9 @@
 
 import pytest
 
-from pipeline.config import LoraConfig
 from pipeline.engine.units import ROOT, find_units
 from pipeline.errors import ConfigError
 from pipeline.models.forward import Policy
-from pipeline.models.lora import add_lora
 from tests.families import FAMILIES, tiny_causal_lm
 
 
@@ -26,15 +24,6 @@ def test_the_blocks_of_every_family_are_units_and_the_rest_is_the_root(family: s
     names = dict(model.named_parameters(remove_duplicate=False))
     for unit in (*blocks, root):
         assert all(names[name] is param for name, param in unit.params.items())
-
-
-def test_adapters_belong_to_the_block_they_adapt() -> None:
-    model = add_lora(tiny_causal_lm("llama"), LoraConfig(rank=2), task="causal", seed=0)
-
-    *blocks, root = find_units(model)
-
-    assert all(any(".lora_A." in name for name in block.params) for block in blocks)
-    assert not any(".lora_" in name for name in root.params)
 
 
 def test_classes_may_be_named() -> None:
