@@ -69,17 +69,6 @@ def test_resume_alone_repeats_the_options_of_the_last_run(
         run(out, "--resume", "--step", "1", "--seed", "7")
 
 
-@pytest.mark.jobs
-def test_overwrite_replaces_the_step_and_leaves_what_is_not_ours(tmp_path: Path) -> None:
-    run(tmp_path, "--step", "1", "--seed", "1")
-    (tmp_path / "step1_sft" / "notes.txt").write_text("mine")
-
-    run(tmp_path, "--step", "1", "--seed", "2", "--overwrite")
-
-    assert (tmp_path / "step1_sft" / "deep" / "weights").read_text() == "2"
-    assert (tmp_path / "step1_sft" / "notes.txt").read_text() == "mine"
-
-
 @pytest.mark.parametrize(
     ("toy", "code", "said"),
     [

@@ -63,12 +63,6 @@ def test_a_step_does_not_begin_with_a_model_from_its_own_directory(
         assert f"where step {step} writes and may clear what is there before it reads" in sentence
 
 
-def test_earlier_output_is_accepted_when_it_is_finished(tmp_path: Path) -> None:
-    model(tmp_path / "step1_sft", "config.yaml", "result.json")
-
-    check("--step", "2", "--output-dir", str(tmp_path))
-
-
 def test_an_unfinished_step_is_not_an_input(tmp_path: Path) -> None:
     model(tmp_path / "step1_sft", "config.yaml")
 

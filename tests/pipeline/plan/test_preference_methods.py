@@ -46,16 +46,6 @@ def test_with_step_2_the_shares_stay_apart_and_its_model_judges(tmp_path: Path) 
     assert config.reward.path == str(tmp_path / "step2_reward")
 
 
-def test_orpo_needs_no_step_before_it(tmp_path: Path) -> None:
-    made = plan(tmp_path, "--method", "orpo")
-
-    assert steps(made) == ["step3_orpo"]
-    config = preference(made, "step3_orpo")
-    assert (config.loss, config.shares, config.model.path) == ("orpo", (1, 2, 3), "embedded")
-    beside = preference(plan(tmp_path, "--method", "dpo", "orpo"), "step3_orpo")
-    assert (beside.shares, beside.model.path) == ((2, 3), "embedded")
-
-
 def test_methods_of_both_kinds_run_side_by_side(tmp_path: Path) -> None:
     made = plan(
         *(tmp_path, "--method", "ppo", "dpo", "grpo"),

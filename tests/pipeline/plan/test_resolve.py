@@ -144,24 +144,6 @@ def deepspeed_file(directory: Path) -> str:
     return str(file)
 
 
-def test_a_deepspeed_file_reaches_every_model_that_trains(tmp_path: Path) -> None:
-    steps = settings("--zero-config", deepspeed_file(tmp_path), world=2)
-
-    assert stages(steps) == (2, 2, 2, 2)
-    for name, role in (
-        ("step1_sft", "model"),
-        ("step2_reward", "model"),
-        ("step3_ppo", "actor"),
-        ("step3_ppo", "critic"),
-    ):
-        assert (steps[name]["batch_size"], steps[name]["micro_batch_size"]) == (16, 4)
-        assert steps[name][f"{role}.zero.offload.optimizer"] == "cpu"
-        assert steps[name][f"{role}.optim.weight_decay"] == 0.1
-    # "auto" is each model's own rate, here that of the embedded preset.
-    assert steps["step3_ppo"]["actor.optim.lr"] == 2e-4
-    assert steps["step3_ppo"]["critic.optim.lr"] == 1e-3
-
-
 def test_a_deepspeed_file_wins_over_files_and_loses_to_options(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text(
