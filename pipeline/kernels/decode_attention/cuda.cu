@@ -28,13 +28,11 @@ struct DecodeParams {
 };
 static_assert(sizeof(DecodeParams) == PARAMS_BYTES, "the struct of cuda.py");
 
-// As few lanes read a key as the registers of a lane allow: each lane holds its share of GROUP
-// queries and as many sums.
+// Neighbouring lanes read a key together, 16 bytes each, so that a warp reads whole cache lines. Few registers
+// hold a lane's share of GROUP queries and as many sums: many warps hide the latency of memory.
 DEVICE constexpr int lanes_per_key(int loads) {
-  int most = GROUP > 8 ? 1 : 8 / GROUP;  // loads of a lane
-  if (most > 4 && loads % 5 != 0) most = 4;
   int lanes = 1;
-  while ((loads + lanes - 1) / lanes > most) lanes *= 2;
+  while (lanes < loads && lanes < 32) lanes *= 2;
   return lanes;
 }
 constexpr int PER_LOAD = 16 / sizeof(NUMBER);
@@ -43,7 +41,7 @@ constexpr int LANES = lanes_per_key(LOADS);
 constexpr int OF_LANE = (LOADS + LANES - 1) / LANES;
 constexpr int SIZE = OF_LANE * PER_LOAD;  // elements of a key that a lane holds
 constexpr int KEYS = WARPS * 32 / LANES;  // that a block reads at once
-constexpr int AHEAD = OF_LANE >= 4 ? 1 : OF_LANE >= 2 ? 2 : 4;  // of them, to hide latency
+constexpr int AHEAD = GROUP > 4 || OF_LANE > 1 ? 2 : 4;  // of them, in flight together
 static_assert(HEAD_SIZE % PER_LOAD == 0 && LANES <= 32, "HEAD_SIZE and GROUP don't fit");
 
 template <class T>
