@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from inference.tp_group import kv_heads_here
 from pipeline.kernels.cache_append.cuda import append_
-from pipeline.kernels.cache_append.dispatch import kernel_for as append_kernel_for
+from pipeline.kernels.cache_append.cuda import kernel_for as append_kernel_for
 from pipeline.kernels.decode_attention.definition import Scores
 from pipeline.kernels.decode_attention.dispatch import decode_attention, kernel_for, prepare
 from pipeline.models.attention import KEY_BLOCK, round_up

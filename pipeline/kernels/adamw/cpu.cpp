@@ -13,8 +13,6 @@
 // set: the compiler turns the loop into SIMD. It must not contract a product and a sum
 // (-ffp-contract=off): the two fused multiply-adds are written as such.
 
-#include <pthread.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -129,52 +127,7 @@ inline Element next(Element of, float gradient, const Numbers& by) {
     return {of.weight * by.decay + by.step_size * average / denominator, average, square};
 }
 
-// Two neighbours of 16 bits, each in the upper half of 32.
-struct Pair {
-    uint32_t of[2];
-
-    static Pair load(const void* vector, int32_t i) {
-        uint32_t both;
-        std::memcpy(&both, static_cast<const uint16_t*>(vector) + 2 * i, sizeof both);
-        return {both << 16, both & 0xffff0000u};
-    }
-    void store(void* vector, int32_t i) const {
-        const uint32_t both = of[0] >> 16 | (of[1] & 0xffff0000u);
-        std::memcpy(static_cast<uint16_t*>(vector) + 2 * i, &both, sizeof both);
-    }
-};
-
-// Vectors that are all of 16 bits are updated two elements at a time: fewer instructions take apart and
-// put together 32 bits than 16.
-constexpr bool PAIRS = SPLIT && !HAS_COPY && sizeof(Moment::Stored) == 2 && sizeof(Gradient::Stored) == 2;
-
 inline float joined(uint32_t weight, uint32_t low_bits) { return float_of(weight + uint32_t(int32_t(low_bits) >> 16)); }
-
-template <class Moment>
-void update_pairs(
-    void* __restrict master, void* __restrict low_bits, void* __restrict exp_avg, void* __restrict exp_avg_sq,
-    const void* __restrict gradient, const Numbers by, int32_t pairs
-) {
-    for (int32_t i = 0; i < pairs; i++) {
-        Pair weight = Pair::load(master, i), low = Pair::load(low_bits, i);
-        Pair average = Pair::load(exp_avg, i), square = Pair::load(exp_avg_sq, i);
-        const Pair grad = Pair::load(gradient, i);
-        for (int each = 0; each < 2; each++) {
-            const Element to = next(
-                {joined(weight.of[each], low.of[each]), Moment::load(average.of[each] >> 16), Moment::load(square.of[each] >> 16)},
-                Gradient::load(grad.of[each] >> 16), by
-            );
-            average.of[each] = Moment::round(to.average);
-            square.of[each] = Moment::round(to.square);
-            weight.of[each] = nearest_weight(to.weight);
-            low.of[each] = bits_of(to.weight) << 16;
-        }
-        average.store(exp_avg, i);
-        square.store(exp_avg_sq, i);
-        weight.store(master, i);
-        low.store(low_bits, i);
-    }
-}
 
 #if SPLIT
 inline float load_master(const Master* master, const int16_t* low_bits, int32_t i) {
@@ -263,12 +216,7 @@ void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32
     auto* __restrict low_bits = static_cast<int16_t*>(vectors.low_bits) + begin;
     const auto* __restrict gradient = static_cast<const Gradient::Stored*>(vectors.gradient) + begin;
     const Numbers by = numbers;
-    int32_t i = 0;
-    if constexpr (PAIRS) {
-        update_pairs<Moment>(master, low_bits, exp_avg, exp_avg_sq, gradient, by, count / 2);
-        i = count / 2 * 2;
-    }
-    for (; i < count; i++) {
+    for (int32_t i = 0; i < count; i++) {
         const float weight = load_master(master, low_bits, i);
         const Element to = next({weight, Moment::load(exp_avg[i]), Moment::load(exp_avg_sq[i])}, Gradient::load(gradient[i]), by);
         exp_avg[i] = Moment::store(to.average);
@@ -283,7 +231,6 @@ void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32
 #endif
 
 constexpr int64_t BLOCK = 1 << 16;
-constexpr int32_t MOST_THREADS = 256;
 
 struct Work {
     const Vectors* vectors;
@@ -302,34 +249,10 @@ void run(void* argument) {
     }
 }
 
-void* run_and_end(void* argument) {
-    run(argument);
-    return nullptr;
-}
-
-// Threads of our own, the calling one among them; where the system has no more, fewer do the work.
-void on_new_threads(int64_t threads, Work& work) {
-    const int64_t others = (threads < MOST_THREADS ? threads : MOST_THREADS) - 1;
-    pthread_t started[MOST_THREADS];
-    int64_t count = 0;
-    while (count < others && pthread_create(&started[count], nullptr, run_and_end, &work) == 0) count++;
-    run(&work);
-    for (int64_t i = 0; i < count; i++) pthread_join(started[i], nullptr);
-}
-
 }  // namespace
 
-extern "C" int64_t structure_bytes() { return sizeof(Vectors) + sizeof(Numbers); }
-
-// One step over n elements by so many threads: PyTorch's, which may be awake, or where it has none to
-// lend new ones. The bits do not depend on their number.
+// One step over n elements. The bits do not depend on the number of threads.
 extern "C" void adamw(const Vectors* vectors, const Numbers* numbers, int64_t n, Parallel parallel, int32_t threads) {
     Work work{vectors, numbers, n, 0};
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK, most = threads < blocks ? threads : blocks;
-    if (most < 2)
-        run(&work);
-    else if (parallel != nullptr)
-        parallel(run, &work, unsigned(threads), 0);  // all, for fewer would end the others
-    else
-        on_new_threads(most, work);
+    on_threads(n > BLOCK ? parallel : nullptr, threads, run, &work);
 }

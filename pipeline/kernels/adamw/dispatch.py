@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from pipeline.config import Kernels
 from pipeline.kernels import choice
@@ -21,9 +20,6 @@ from pipeline.kernels.gpu import Gpu
 
 CHUNK = 65536
 """Elements that PyTorch steps at once: what it makes on the way fits into a core's cache."""
-
-LINE = 16
-"""PyTorch's fused AdamW rounds all elements alike in vectors of a multiple of so many."""
 
 
 def adamw_(
@@ -166,44 +162,9 @@ def _on_gpu(device: torch.device, kind: cuda.Kind) -> Gpu | NotBuiltError:
 
 
 def _step_in_chunks(weights: Weights, gradient: Tensor, step: AdamW) -> None:
-    """PyTorch's own operations, on a piece at a time that fits into a core's cache."""
-    on_cpu, numel = gradient.device.type == "cpu", gradient.numel()
-    fused = on_cpu and weights.exp_avg.dtype == torch.float32
-    # PyTorch's fused class takes whole lines, the definition what is left.
-    whole = numel // LINE * LINE if fused else 0
-    size = CHUNK if on_cpu else numel
-    for start in [*range(0, whole, size), *range(whole, numel, size)]:
-        end = min(start + size, whole if start < whole else numel)
-        part, piece = weights.part(slice(start, end)), gradient[start:end]
-        if start < whole:
-            _step_fused(part, piece, step)
-        else:
-            definition.adamw_(part, piece, step)
-
-
-def _step_fused(weights: Weights, gradient: Tensor, step: AdamW) -> None:
-    master = weights.master
-    if weights.low_bits is not None:
-        master = definition.join_master(master, weights.low_bits)
-    adamw(
-        [master],
-        [gradient.float() * step.multiplier],
-        [weights.exp_avg],
-        [weights.exp_avg_sq],
-        [],
-        [torch.tensor(float(step.step - 1))],
-        fused=True,
-        amsgrad=False,
-        beta1=step.betas[0],
-        beta2=step.betas[1],
-        lr=step.lr,
-        weight_decay=step.weight_decay,
-        eps=step.eps,
-        maximize=False,
-    )
-    if weights.copy is not None:
-        weights.copy.copy_(definition.round_weights(master, weights.copy.dtype))
-    if weights.low_bits is not None:
-        rounded, low_bits = definition.split_master(master)
-        weights.master.copy_(rounded)
-        weights.low_bits.copy_(low_bits)
+    """The definition, on a CPU in pieces that fit into a core's cache."""
+    numel = gradient.numel()
+    size = CHUNK if gradient.device.type == "cpu" else numel
+    for start in range(0, numel, size):
+        piece = slice(start, min(start + size, numel))
+        definition.adamw_(weights.part(piece), gradient[piece], step)

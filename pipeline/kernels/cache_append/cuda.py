@@ -1,4 +1,7 @@
-"""Storing keys and values in a cache of slots on a GPU: checks and the launch."""
+"""Storing keys and values of new tokens in a cache of slots, on a GPU.
+
+Dimension names: S slots, G heads, M tokens of a slot, N new tokens, D and E head sizes.
+"""
 
 import ctypes
 
@@ -6,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pipeline.kernels.cache_append import definition
+from pipeline.kernels import choice
 from pipeline.kernels.gpu import Gpu, Macros
 
 LOAD = 16
@@ -39,6 +42,40 @@ SPECIALISATION: dict[str, str | int] = {"PARAMS_BYTES": ctypes.sizeof(Params)}
 """Macros of the kernel: one takes every dtype and size."""
 
 
+def append_by_definition(
+    cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
+    states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
+    places: Int[Tensor, " N"],
+) -> None:
+    """Store the keys and values of each token at its place, slot * M + position, in place.
+
+    A token whose place is in no slot is left out. Of several with the same place any may stay.
+    """
+    num_slots, _, width, _ = cache[0].shape
+    real = (places >= 0) & (places < num_slots * width)
+    slots, positions = places[real] // width, places[real] % width
+    for stored, new in zip(cache, states, strict=True):
+        stored[slots, :, positions] = new.transpose(0, 1)[real]
+
+
+def kernel_for(
+    cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
+    states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
+) -> Gpu | None:
+    """The GPU whose kernel takes these tensors; None where PyTorch is to do the work.
+
+    Raises:
+        KernelError: kernels are required, and there is none for these.
+    """
+    device = cache[0].device
+    if not choice.wanted(device):
+        return None
+    if torch.is_grad_enabled() and any(each.requires_grad for each in states):
+        return None
+    reason = refusal(cache, states)
+    return choice.gpu_for("the cache", device, reason, "cache_append", SPECIALISATION, self_test)
+
+
 def refusal(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
@@ -68,7 +105,7 @@ def append_(
     *,
     gpu: Gpu,
 ) -> None:
-    """`definition.append_` on a GPU, for what `refusal` has nothing against.
+    """`append_by_definition` on a GPU, for what `refusal` supports.
 
     Places are read on the GPU: a CUDA graph of the call may be replayed with others.
     """
@@ -108,5 +145,5 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
     there = keys.to(gpu.device, copy=True), values.to(gpu.device, copy=True)
     states = new[0].to(gpu.device), new[1].to(gpu.device)
     append_(there, states, places.to(gpu.device), gpu=gpu)
-    definition.append_((keys, values), (new[0], new[1]), places)
+    append_by_definition((keys, values), (new[0], new[1]), places)
     return torch.equal(there[0].cpu(), keys) and torch.equal(there[1].cpu(), values)

@@ -153,8 +153,6 @@ void run(void* argument) {
 
 }  // namespace
 
-extern "C" int64_t structure_bytes() { return sizeof(Attention); }
-
 extern "C" void decode_attention(const Attention* attention, Parallel parallel, int32_t threads) {
     Work work{attention, 0};
     on_threads(parallel, threads, run, &work);

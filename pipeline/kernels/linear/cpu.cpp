@@ -108,8 +108,6 @@ constexpr int64_t SMALLEST = 384;   // outputs of a share, where there are so ma
 
 }  // namespace
 
-extern "C" int64_t structure_bytes() { return sizeof(Product); }
-
 extern "C" void linear(const Product* product, Parallel parallel, int32_t threads) {
     const int64_t each = (product->outputs + threads - 1) / threads;
     const int64_t shares = std::min(SHARES, std::max<int64_t>(each / SMALLEST, 1));

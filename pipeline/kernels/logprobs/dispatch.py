@@ -59,11 +59,7 @@ def linear_logprobs(
         The logits are rounded to the weights' number format, as a model's own are; what follows is
         fp32. Of one tile the result is the definition's bit for bit; with several, sums are rounded
         in another order.
-
-    Raises:
-        ValueError: shapes, number formats or devices don't fit together.
     """
-    definition.check(hidden, weight, bias, targets)
     of_words = tile or VOCABULARY_TILE.get(weight.device.type, VOCABULARY_TILE["cpu"])
     if words is not None and len(targets) > 0:
         inputs = (hidden, weight, bias, targets, words)
@@ -104,10 +100,6 @@ def row_logprobs(
 
     Returns:
         Log-probabilities and entropies in nats, fp32; None for an entropy that nobody asked for.
-
-    Raises:
-        ValueError: logits and targets don't fit together; the sentence says how.
     """
-    definition.check_rows(logits, targets)
     at_once = at_once or ROWS.get(logits.device.type, ROWS["cpu"])
     return RowLogprobs.apply(logits, targets, temperature, entropy, at_once)

@@ -109,8 +109,6 @@ void run(void* argument) {
 
 }  // namespace
 
-extern "C" int64_t structure_bytes() { return sizeof(Draw); }
-
 extern "C" void draw(const Draw* draw, Parallel parallel, int32_t threads) {
     Work work{draw, 0};
     on_threads(parallel, threads, run, &work);

@@ -139,8 +139,6 @@ void run(void* argument) {
 
 }  // namespace
 
-extern "C" int64_t structure_bytes() { return sizeof(Cut); }
-
 // Whether all rows were cut: not one that has a NaN.
 extern "C" int32_t cut(const Cut* cut, Parallel parallel, int32_t threads) {
     Work work{cut, 0, 0};

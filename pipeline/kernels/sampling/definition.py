@@ -5,7 +5,6 @@ Dimension names: B sequences, V vocabulary.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -32,51 +31,6 @@ class Draw:
 
     min_p: float = 0.0
     """Keep tokens at least this share as likely as the likeliest."""
-
-
-def check(logits: Tensor, keys: Tensor, positions: Tensor, draw: Draw) -> None:
-    """Raise unless the tensors fit one another and the settings are in range.
-
-    Raises:
-        ValueError: one sentence, which names what does not.
-    """
-    if logits.ndim != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ValueError(
-            f"logits must be numbers of (sequences, words), and are {logits.dtype} of shape"
-            f" {tuple(logits.shape)}"
-        )
-    for name, tensor in (("keys", keys), ("positions", positions)):
-        fits = tensor.dtype == torch.int64 and tensor.shape == logits.shape[:1]
-        if not fits or not tensor.is_contiguous() or tensor.device != logits.device:
-            raise ValueError(
-                f"{name} must be torch.int64, {len(logits)} of them side by side on"
-                f" {logits.device}, and is {tensor.dtype} of shape {tuple(tensor.shape)} and stride"
-                f" {tensor.stride()} on {tensor.device}"
-            )
-    if not (draw.temperature >= 0 and draw.top_p > 0 and 0 <= draw.min_p <= 1):
-        raise ValueError(f"a temperature, top_p or min_p is out of range: {draw}")
-    if draw.top_k is not None and draw.top_k < 1:
-        raise ValueError(f"top_k must be above 0: {draw.top_k}")
-
-
-def check_draw(logprobs: Tensor, keys: np.ndarray, positions: np.ndarray) -> None:
-    """Raise unless the numbers fit one another.
-
-    Raises:
-        ValueError: one sentence, which names what does not.
-    """
-    if logprobs.ndim != 2 or logprobs.shape[1] == 0 or logprobs.dtype != torch.float32:
-        raise ValueError(
-            f"log-probabilities must be torch.float32 of (sequences, words), and are"
-            f" {logprobs.dtype} of shape {tuple(logprobs.shape)}"
-        )
-    for name, words in (("keys", keys), ("positions", positions)):
-        fits = words.dtype == np.uint64 and words.shape == logprobs.shape[:1]
-        if not fits or not words.flags.c_contiguous:
-            raise ValueError(
-                f"{name} must be uint64, {len(logprobs)} of them side by side, and is"
-                f" {words.dtype} of shape {words.shape} and strides {words.strides}"
-            )
 
 
 def sample(

@@ -25,10 +25,8 @@ def sample(
     """Tokens, and their log-probabilities before any was cut off, as the definition has it.
 
     Raises:
-        ValueError: the tensors don't fit one another, or a setting is out of range.
         KernelError: kernels are required, and there is none for these.
     """
-    definition.check(logits, keys, positions, draw)
     gpu = kernel_for(logits) if len(logits) else None
     if gpu is None:
         return definition.sample(logits, keys, positions, draw)
@@ -62,10 +60,8 @@ def draw(
     reported, bit for bit. None where PyTorch is to do the work.
 
     Raises:
-        ValueError: the tensors don't fit one another; the sentence names one.
         KernelError: kernels are required, and there is none.
     """
-    definition.check_draw(logprobs, keys, positions)
     kernels = choice.kernel_mode()
     if logprobs.device.type != "cpu" or kernels == "off":
         return None

@@ -7,7 +7,6 @@ import torch
 
 from pipeline.kernels.adamw.cuda import ShardTable, adamw_, scalars_of
 from pipeline.kernels.cache_append import cuda as append
-from pipeline.kernels.cache_append import definition as append_definition
 from pipeline.kernels.gpu import Gpu, gpu_of
 from tests.pipeline.kernels.adamw.cases import CPU, STEP, Case, by_definition, copied, shards_of
 from tests.pipeline.kernels.cache_append import cases as append_cases
@@ -69,7 +68,7 @@ def test_a_graph_reads_new_places_and_positions(gpu: Gpu) -> None:
         inputs.positions.add_(1)
         stored.places.add_(1)
         expected = (stored.cache[0].clone(), stored.cache[1].clone())
-        append_definition.append_(expected, stored.states, stored.places)
+        append.append_by_definition(expected, stored.states, stored.places)
         graph.replay()
 
         assert sampling_cases.is_right(case, inputs, (tokens, logprobs))

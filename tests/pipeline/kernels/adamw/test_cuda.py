@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
-from pipeline.kernels.adamw import definition
 from pipeline.kernels.adamw.cuda import ShardTable, adamw_, scalars_of
-from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
+from pipeline.kernels.adamw.definition import AdamW, Shard
 from tests.pipeline.kernels.adamw.cases import (
     BF16,
     F16,
@@ -67,8 +65,10 @@ def test_a_step_is_that_of_the_formula_in_float64(
     torch.testing.assert_close(shard.weights.exp_avg_sq.double(), exp_avg_sq, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("step", [1, 2, 10, 999, 1000, 11_585, 10_000_000])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.5), (0.0, 0.95), (0.99, 0.999999)])
+@pytest.mark.parametrize(
+    ("step", "betas"),
+    [(1, (0.4, 0.5)), (1000, (0.0, 0.95)), (11_585, (0.9, 0.999)), (10_000_000, (0.99, 0.999999))],
+)
 def test_bias_is_corrected_with_the_bits_of_the_reference_at_any_step(
     step: int, betas: tuple[float, float], emulator: Emulator
 ) -> None:
@@ -97,79 +97,8 @@ def test_what_is_not_finite_stays_so(emulator: Emulator) -> None:
     assert copy.isfinite().sum() == 62
 
 
-@pytest.mark.parametrize("kind", [Case(copy=BF16), Case(split=True)], ids=str)
-def test_a_weight_half_way_between_two_is_rounded_away_from_zero(
-    kind: Case, emulator: Emulator
-) -> None:
-    check_ties(kind, emulator)
-
-
-def check_ties(kind: Case, emulator: Emulator) -> None:
-    masters = torch.tensor([0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x7FC00000]).int()
-    master, copy, low_bits = masters.view(F32), torch.zeros(5, dtype=BF16), None
-    if kind.split:
-        copy, low_bits = definition.split_master(master)
-        weights = Weights(copy, *torch.zeros(2, 5), low_bits=low_bits)
-    else:
-        weights = Weights(master, *torch.zeros(2, 5), copy)
-
-    shard = Shard(weights=weights, gradient=torch.zeros(5), lr=1.0, weight_decay=0.0)
-
-    by_kernel([shard], STEP, emulator)
-
-    bits = [each & 0xFFFF for each in copy.view(torch.int16).tolist()]
-    assert bits == [0x3F81, 0x3F82, 0xBF81, 0x3F80, 0x7FC0]
-
-
 def test_shards_of_one_launch_are_of_one_kind(emulator: Emulator) -> None:
     shards = [*shards_of(Case(), sizes=(4,)), *shards_of(Case(BF16), sizes=(4,))]
 
     with pytest.raises(ValueError, match="same dtypes"):
         ShardTable(shards, emulator.gpu())
-
-
-BAD: dict[str, tuple[dict[str, Tensor], str]] = {
-    "dtype": ({"master": torch.zeros(4, dtype=F16)}, "master must be torch.float32"),
-    "length": ({"gradient": torch.zeros(5)}, r"master has shape \(4,\)"),
-    "stride": ({"exp_avg_sq": torch.zeros(8)[::2]}, r"exp_avg_sq has stride \(2,\)"),
-    "copy": ({"copy": torch.zeros(4)}, "copy must be torch.bfloat16 or torch.float16"),
-    "device": ({"copy": torch.zeros(4, dtype=F16, device="meta")}, "copy has shape .* on meta"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_a_shard_that_the_kernel_can_not_take_is_named(what: str, emulator: Emulator) -> None:
-    changes, message = BAD[what]
-    good, bad = shards_of(Case(), sizes=(4, 4))
-    tensors = bad.weights.tensors() | {"gradient": bad.gradient} | changes
-    gradient = tensors.pop("gradient")
-    bad = dataclasses.replace(bad, weights=Weights(**tensors), gradient=gradient)
-
-    with pytest.raises(ValueError, match=f"shard 1: .*{message}"):
-        ShardTable([good, bad], emulator.gpu())
-
-
-def test_a_shard_between_two_places_of_memory_is_named(emulator: Emulator) -> None:
-    (shard,) = shards_of(Case(), sizes=(4,))
-    odd = torch.frombuffer(bytearray(18), dtype=F32, count=4, offset=1)
-
-    with pytest.raises(ValueError, match="shard 0: gradient begins between"):
-        ShardTable([dataclasses.replace(shard, gradient=odd)], emulator.gpu())
-
-
-def test_a_shard_on_another_device_than_the_kernel_is_named(emulator: Emulator) -> None:
-    (shard,) = shards_of(Case(), sizes=(4,))
-    tensors = {name: each.to("meta") for name, each in shard.weights.tensors().items()}
-    there = dataclasses.replace(
-        shard, weights=Weights(**tensors), gradient=shard.gradient.to("meta")
-    )
-
-    with pytest.raises(ValueError, match="shard 0 is on meta, the kernel on cpu"):
-        ShardTable([there], emulator.gpu())
-
-
-def test_no_shard_is_no_launch(emulator: Emulator) -> None:
-    with pytest.raises(ValueError, match="a shard"):
-        ShardTable([], emulator.gpu())
-
-    by_kernel(shards_of(Case(), sizes=(0,)), STEP, emulator)

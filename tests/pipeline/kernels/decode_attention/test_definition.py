@@ -1,14 +1,11 @@
 """Decode attention's definition, against attention of PyTorch and numbers by hand; its refusals."""
 
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.decode_attention import cuda, definition
+from pipeline.kernels.decode_attention import cuda
 from pipeline.kernels.decode_attention.definition import Scores
-from pipeline.kernels.decode_attention.dispatch import decode_attention, kernel_for
+from pipeline.kernels.decode_attention.dispatch import decode_attention
 
 
 def tensors(heads: int = 4, kv_heads: int = 2, size: int = 64) -> tuple[torch.Tensor, ...]:
@@ -48,38 +45,6 @@ def test_a_sequence_without_keys_gives_zero() -> None:
     assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("message", "change"),
-    [
-        ("holds 9 tokens of a sequence, not 10", {"longest": 10}),
-        (r"lengths must be torch.int32, 2 of them", {"lengths": torch.tensor([9, 5])}),
-        ("side by side", {"lengths": ints(9, 1, 5, 3)[::2]}),
-    ],
-)
-def test_tensors_that_dont_fit_are_refused(message: str, change: dict[str, object]) -> None:
-    settings: dict[str, Any] = {"lengths": ints(9, 5), "scaling": 1.0, "longest": 9} | change
-    longest = settings.pop("longest")
-
-    with pytest.raises(ValueError, match=message):
-        decode_attention(*tensors(), Scores(**settings), longest=longest)
-
-
-@pytest.mark.parametrize(
-    "out",
-    [torch.empty(2, 4, 64).double(), torch.empty(2, 64, 4).mT],
-)
-def test_memory_that_doesnt_take_the_result_is_refused(out: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"out must be torch.float32 on cpu of shape \(2, 4, 64"):
-        decode_attention(*tensors(), Scores(lengths=ints(9, 5), scaling=1.0), longest=9, out=out)
-
-
-def test_heads_that_cannot_share_keys_are_refused() -> None:
-    scores = Scores(lengths=ints(9, 5), scaling=1.0)
-
-    with pytest.raises(ValueError, match="3 query heads can't share 2 heads of keys"):
-        decode_attention(*tensors(heads=3), scores, longest=9)
-
-
 def test_the_kernel_refuses_what_it_is_not_written_for() -> None:
     query, key, value = tensors()
 
@@ -91,12 +56,3 @@ def test_the_kernel_refuses_what_it_is_not_written_for() -> None:
     assert cuda.refusal(query, key.mT.contiguous().mT, value) == lots.format("key")
     misaligned = torch.randn(2 * 4 * 64 + 1)[1:].view(2, 4, 64)
     assert cuda.refusal(misaligned, key, value) == lots.format("query")
-
-
-def test_where_there_is_no_kernel_pytorch_does_the_work() -> None:
-    query, key, value = (tensor.double() for tensor in tensors())
-    scores = Scores(lengths=ints(9, 5), scaling=1.0)
-
-    assert kernel_for(query, key, value) is None
-    expected = definition.decode_attention(query, key, value, scores)
-    assert torch.equal(decode_attention(query, key, value, scores, longest=9), expected)

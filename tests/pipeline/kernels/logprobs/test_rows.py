@@ -28,7 +28,7 @@ def learned(compute: Any, logits: Tensor, targets: Tensor, weights: Tensor, **se
     return logprobs.detach(), entropies, leaf.grad
 
 
-@pytest.mark.parametrize("rows", [0, 1, 5, 36, 37, 1000])
+@pytest.mark.parametrize("rows", [0, 1, 37])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_bit_differs_from_the_definition(
@@ -46,7 +46,7 @@ def test_no_bit_differs_from_the_definition(
     assert not ours[1].requires_grad
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     ("count", "words"), [(70, 50_000), (21, 50_000), (7, 150_000), (1, 50_000)]
 )
@@ -67,10 +67,6 @@ def test_real_vocabularies_keep_their_bits_on_any_threads(
 
     for here, there in zip(ours, plain, strict=True):
         assert torch.equal(here, there)
-
-
-def test_an_entropy_that_nobody_asks_for_is_none() -> None:
-    assert row_logprobs(*given(torch.float32)[:2])[1] is None
 
 
 def test_no_target_is_nothing_to_learn() -> None:
@@ -97,29 +93,6 @@ def test_beside_the_logits_there_is_their_gradient_and_one_turn() -> None:
     outputs = 8 * len(targets) * 4
     before = live_bytes()  # of other tests, too
     assert peak_bytes_of(learn) - before <= leaf.nbytes + 3 * turn * 4 + outputs
-
-
-@pytest.mark.parametrize(
-    ("logits", "targets", "why"),
-    [
-        ((37, 9), (40,), r"of 37 rows of logits: targets must be as many.* of shape \(40,\)"),
-        ((2, 3, 9), (2,), r"must be numbers of \(targets, words\), .* of shape \(2, 3, 9\)"),
-        ((3, 0), (3,), r"of shape \(3, 0\)"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused_in_a_sentence(
-    logits: tuple[int, ...], targets: tuple[int, ...], why: str
-) -> None:
-    with pytest.raises(ValueError, match=why):
-        definition.check_rows(torch.zeros(logits), torch.zeros(targets, dtype=torch.int64))
-
-
-def test_targets_of_another_type_or_device_are_refused() -> None:
-    logits = torch.zeros(3, 9)
-    with pytest.raises(ValueError, match=r"as many of int64, and are torch.int32"):
-        definition.check_rows(logits, torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(ValueError, match="logits are on cpu, the targets on meta"):
-        definition.check_rows(logits, torch.zeros(3, dtype=torch.int64, device="meta"))
 
 
 @pytest.mark.parametrize("compute", [row_logprobs, definition.logprobs_of])

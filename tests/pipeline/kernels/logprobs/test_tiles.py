@@ -1,8 +1,6 @@
 """Log-probabilities by tiles against float64, in numbers and in memory."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,47 +262,3 @@ def test_memory_is_at_most_a_sixth_of_the_plain_ways(uniform: bool, entropy: boo
     gradients = hidden.nbytes + weight.nbytes
     assert ours < (4 if entropy else 3) * 4 * tile + 2 * gradients
     assert ours <= plain / 6
-
-
-REFUSED = {
-    "targets=torch.zeros(3)": (
-        "log-probabilities: targets are a vector of int64, not torch.float32 of shape (3,)"
-    ),
-    "hidden=torch.zeros(3, 5)": (
-        "log-probabilities of 3 targets: hidden has shape (3, 5), not (3, 4)"
-    ),
-    "hidden=torch.zeros(2, 4)": (
-        "log-probabilities of 3 targets: hidden has shape (2, 4), not (3, 4)"
-    ),
-    "bias=torch.zeros(8)": "log-probabilities of 3 targets: bias has shape (8,), not (7,)",
-    "hidden=torch.zeros(3, 4).bfloat16()": (
-        "log-probabilities: hidden is torch.bfloat16 on cpu, the output matrix torch.float32 and"
-        " the targets on cpu"
-    ),
-    'hidden=torch.zeros(3, 4, device="meta")': (
-        "log-probabilities: hidden is torch.float32 on meta, the output matrix torch.float32 and"
-        " the targets on cpu"
-    ),
-}
-PROGRAM = """
-import torch
-from pipeline.kernels.logprobs.dispatch import linear_logprobs
-def attempt(**changed):
-    given = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(7, 4), "bias": None}
-    given |= {"targets": torch.zeros(3, dtype=torch.int64)} | changed
-    try:
-        linear_logprobs(**given)
-    except ValueError as error:
-        print(error)
-"""
-
-
-def test_what_does_not_fit_together_is_refused_in_a_sentence() -> None:
-    # In a process of its own, where no annotation is checked, as users run it.
-    program = PROGRAM + "\n".join(f"attempt({arguments})" for arguments in REFUSED)
-
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-
-    assert done.stdout.splitlines() == list(REFUSED.values())

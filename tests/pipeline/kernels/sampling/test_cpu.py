@@ -41,7 +41,7 @@ def test_shares_are_those_of_the_definition(built: Built) -> None:
             assert tokens.tolist() == [int(share * 2**16) for share in shares]
 
 
-@pytest.mark.parametrize("vocabulary", [1, 15, 16, 255, 256, 257, 1000, 32_000])
+@pytest.mark.parametrize("vocabulary", [1, 15, 257, 32_000])
 def test_the_token_is_where_the_cumulative_weight_passes_the_share(
     built: Built, vocabulary: int
 ) -> None:
@@ -71,19 +71,6 @@ def test_tokens_by_hand(built: Built) -> None:
     expected = np.where(shares < 0.5, 0, np.where(shares < 0.75, 2, 3))
     assert tokens.tolist() == expected.tolist()
     assert len(set(tokens.tolist())) == 3
-
-
-def test_a_row_depends_on_no_other_and_no_thread(built: Built) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logprobs = torch.randn(9, 5000, generator=generator).log_softmax(dim=-1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        together, _ = drawn(built, logprobs, range(9), range(20, 29))
-    finally:
-        torch.set_num_threads(before)
-    alone = [drawn(built, logprobs[row : row + 1], [row], 20 + row)[0].item() for row in range(9)]
-    assert together.tolist() == alone
 
 
 def test_a_row_that_is_no_distribution_says_so(built: Built) -> None:
@@ -131,8 +118,8 @@ def _cuts() -> None:
 
 
 @pytest.mark.usefixtures("cuts")
-@pytest.mark.parametrize("vocabulary", [1, 2, 37, 5000])
-@pytest.mark.parametrize("top_p", [1e-9, 0.25, 0.5, 0.9, 0.999999, 1 - 1e-12])
+@pytest.mark.parametrize("vocabulary", [1, 37, 5000])
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 1 - 1e-12])
 def test_the_nucleus_has_the_bits_of_sorting(
     vocabulary: int, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
