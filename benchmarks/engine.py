@@ -87,8 +87,6 @@ def run(
         command += ["--steps", str(args.steps), "--micro-batch", str(args.micro_batch)]
         command += ["--sequence", str(args.sequence), "--result", str(result)]
         command += ["--tiny"] if args.tiny else []
-        if args.profile is not None:
-            command += ["--profile", str(args.profile.absolute() / f"{system}-{precision}.txt")]
         done = call(command)
         if done.returncode != 0:
             args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +94,7 @@ def run(
             log.write_text(done.stdout + done.stderr)
             print(f"{system} is left out in {precision}: it failed, see {log}", flush=True)
             return None
-        return json.loads(result.read_text()) if args.profile is None else {}
+        return json.loads(result.read_text())
 
 
 def ratios(rounds: Rounds, system: str, peer: str, *, of: str = "tokens") -> list[float]:
@@ -149,13 +147,12 @@ def compare(args: argparse.Namespace, precision: str, adam: str, systems: list[s
                 del rounds[system]
                 continue
             rounds[system].append({**figures, "load": load})
-            if args.profile is None:
-                print(
-                    f"round {number + 1}, {precision}, {system}: {figures['tokens']:,.0f} tokens/s,"
-                    f" {figures['bytes'] / MIB:.0f} MiB, load before {load:.2f}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            print(
+                f"round {number + 1}, {precision}, {system}: {figures['tokens']:,.0f} tokens/s,"
+                f" {figures['bytes'] / MIB:.0f} MiB, load before {load:.2f}",
+                file=sys.stderr,
+                flush=True,
+            )
     return rounds
 
 
@@ -176,13 +173,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1M parameters")
     parser.add_argument("--quick", action="store_true", help="one round of five steps")
-    parser.add_argument("--profile", type=Path, help="write profiles there instead of measuring")
     parser.add_argument("--output", type=Path, default=Path("output/engine.json"))
     args = parser.parse_args(argv)
-    if args.quick or args.profile is not None:
+    if args.quick:
         args.rounds, args.steps = 1, 5
-    if args.profile is not None:
-        args.profile.mkdir(parents=True, exist_ok=True)
     wanted = list(args.systems or SYSTEMS)
     found = find_deepspeed(args.deepspeed_python) if set(wanted) & set(DEEPSPEED) else None
     adam = args.deepspeed_adam or (found[1] if found else "torch")
@@ -195,18 +189,16 @@ def main(argv: Sequence[str]) -> None:
         # Without masters of their own, fp32 weights make the two the same.
         systems = [each for each in wanted if precision == "bf16" or each != "ddp-bf16"]
         results[precision] = compare(args, precision, adam, systems)
-        if args.profile is None:
-            print(f"\n{precision}\n\n{table(results[precision])}\n", flush=True)
-    if args.profile is None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        settings = {key: str(value) for key, value in vars(args).items()}
-        report = {
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "settings": settings,
-            "deepspeed": found,
-            "rounds": results,
-        }
-        args.output.write_text(json.dumps(report, indent=1))
+        print(f"\n{precision}\n\n{table(results[precision])}\n", flush=True)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    settings = {key: str(value) for key, value in vars(args).items()}
+    report = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "settings": settings,
+        "deepspeed": found,
+        "rounds": results,
+    }
+    args.output.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""The engine on one GPU: its tests, what overlaps, and what it costs over plain PyTorch.
+"""The engine on one GPU: overlap of its copies, and its overhead over plain PyTorch.
 
     bash scripts/measure_gpu.sh [--output DIRECTORY]
     bash scripts/measure_gpu.sh --tiny --device cpu     # the same course with a toy, anywhere
 
-Three parts, each in processes of its own; models are drawn from a configuration, nothing is
-downloaded. `tests` runs the engine's tests on the device and, with the GPU hidden, those that
-start gloo processes. `overlap` traces forward and backward passes of OPT-1.3B at stage 3 with its
-weights on the host, and tells how much of the time of parameter copies other kernels were running.
+Two parts, each in separate processes; weights are random, nothing is downloaded. `overlap` traces
+forward and backward passes of OPT-1.3B at stage 3 with its weights on the host, and shows during
+how much of the time of parameter copies other kernels were running.
 `overhead` trains OPT-1.3B in bf16 with fp32 masters, clipping and fused AdamW: a plain loop against
 stages 0 to 3.
 """
@@ -22,15 +21,37 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.intervals import Intervals, covered, total
+Intervals = list[tuple[float, float]]
+"""Start and end of each; they may overlap each other."""
 
-PARTS = ("tests", "overlap", "overhead")
+PARTS = ("overlap", "overhead")
 SYSTEMS = ("plain", "stage 0", "stage 1", "stage 2", "stage 3")
 WARM_UP = 3
 """Steps before the clock or the profiler starts."""
 
 COMPUTE_OPERATORS = {"aten::mm", "aten::addmm", "aten::bmm"}
 """On a CPU, where no kernels are traced."""
+
+
+def merged(intervals: Intervals) -> Intervals:
+    """The same moments as spans that are disjoint and in order."""
+    spans: Intervals = []
+    for start, end in sorted(intervals):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def total(intervals: Intervals) -> float:
+    """Length of the moments that lie in any of the spans."""
+    return sum(end - start for start, end in merged(intervals))
+
+
+def covered(intervals: Intervals, by: Intervals) -> float:
+    """Length of the moments that lie in both."""
+    return total(intervals) + total(by) - total([*intervals, *by])
 
 
 def build_model(args: argparse.Namespace) -> Any:  # noqa: ANN401
@@ -246,21 +267,6 @@ def environment(device: str) -> dict[str, str]:
     return dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
 
 
-def run_tests(args: argparse.Namespace) -> dict[str, int]:
-    """Exit codes of both runs of pytest; 0 is good."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    folder = "tests/pipeline/engine"
-    on_device = f"{folder}/test_device.py"
-    runs = {"on the device": ([*pytest, on_device], args.device)}
-    if not args.tiny:
-        runs["with the GPU hidden"] = ([*pytest, folder, f"--ignore={on_device}"], "cpu")
-    codes: dict[str, int] = {}
-    for name, (command, device) in runs.items():
-        print(f"\n## Tests {name}\n", flush=True)
-        codes[name] = subprocess.run(command, check=False, env=environment(device)).returncode
-    return codes
-
-
 def run_overlap(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Stage 3 with its weights on the device and on the host."""
     figures = {place: child(args, "overlap", place) for place in ("none", "cpu")}
@@ -332,12 +338,10 @@ def main(argv: Sequence[str]) -> None:
         sys.exit("no CUDA device was found; --tiny --device cpu tries the script itself")
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}")
-    run = {"tests": run_tests, "overlap": run_overlap, "overhead": run_overhead}
+    run = {"overlap": run_overlap, "overhead": run_overhead}
     results = {part: run[part](args) for part in args.parts}
     report = {"device": name, "torch": torch.__version__, **results}
     (args.output / "results.json").write_text(json.dumps(report, indent=1))
-    tests: dict[str, int] = results.get("tests", {})  # pyright: ignore[reportAssignmentType]
-    sys.exit(1 if any(tests.values()) else 0)
 
 
 if __name__ == "__main__":

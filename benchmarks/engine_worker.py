@@ -1,10 +1,8 @@
 """One system of `benchmarks.engine` on the processes that torchrun started; see there."""
 
 import argparse
-import cProfile
 import json
 import os
-import pstats
 import statistics
 import sys
 import time
@@ -57,26 +55,6 @@ def measure(step: Step, ids: list[Tensor]) -> dict[str, float]:
     }
 
 
-def profile(step: Step, ids: list[Tensor], path: Path) -> None:
-    """Write where the time of the steps goes on this process: by function, and by operator."""
-    for batch in ids[:WARM_UP]:
-        step(batch)
-    functions = cProfile.Profile()
-    functions.enable()
-    for batch in ids[WARM_UP:-2]:
-        step(batch)
-    functions.disable()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-    ) as operators:
-        step(ids[-1])
-    with path.open("w") as file:
-        file.write(f"{len(ids) - WARM_UP - 2} steps, by function\n\n")
-        pstats.Stats(functions, stream=file).sort_stats("tottime").print_stats(40)
-        file.write("One step, by operator\n\n")
-        file.write(operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
-
-
 def main(argv: Sequence[str]) -> None:
     """Run on one process; rank 0 writes the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -88,7 +66,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--sequence", type=int, required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--profile", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.system in DEEPSPEED:
@@ -100,16 +77,13 @@ def main(argv: Sequence[str]) -> None:
     rank = dist.get_rank()
     step = make_step(args.system, build_model(tiny=args.tiny), args.precision, args.adam)
     ids = batches(args, rank)
-    if args.profile is not None:
-        profile(step, ids, args.profile if rank == 0 else Path("/dev/null"))
-    else:
-        figures = measure(step, ids)
-        everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, figures)
-        if rank == 0:
-            tokens = args.micro_batch * args.sequence * len(everyone)
-            worst = {key: max(each[key] for each in everyone) for key in figures}
-            args.result.write_text(json.dumps({"tokens": tokens / worst["seconds"], **worst}))
+    figures = measure(step, ids)
+    everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, figures)
+    if rank == 0:
+        tokens = args.micro_batch * args.sequence * len(everyone)
+        worst = {key: max(each[key] for each in everyone) for key in figures}
+        args.result.write_text(json.dumps({"tokens": tokens / worst["seconds"], **worst}))
     dist.barrier()
     # Not by the interpreter's own end: gloo's threads now and then abort there, with all work done.
     sys.stdout.flush()

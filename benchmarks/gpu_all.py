@@ -167,12 +167,6 @@ PARTS = (
         lambda out: [*TRAIN, "--output-dir", str(out / "run"), *FEW],
         train_gates,
     ),
-    Part(
-        "engine",
-        "the engine's tests, on the device and with it hidden",
-        module("benchmarks.engine_gpu", "--parts", "tests"),
-        module("benchmarks.engine_gpu", "--parts", "tests", "--tiny", "--device", "cpu"),
-    ),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On one GPU, without network: everything, in parts of at most nine minutes (under 40 in all) with one page at
-# the end; or one of: the engine (tests, overlap, overhead over plain PyTorch; under 20 minutes),
+# the end; or one of: the engine (overlap, overhead over plain PyTorch; under 20 minutes),
 # the CUDA kernels (right, speed against what memory allows; under 10 minutes), or an iteration of PPO
 # (OPT-1.3B with a reward model of 350M; under 20 minutes).
 # Usage: measure_gpu.sh [engine] [OPTIONS of benchmarks/engine_gpu.py]; --tiny --device cpu needs no GPU.

@@ -1,6 +1,6 @@
 """How much of one set of time spans another covers."""
 
-from benchmarks.intervals import covered, merged, total
+from benchmarks.engine_gpu import covered, merged, total
 
 
 def test_spans_that_overlap_or_touch_count_once() -> None:
