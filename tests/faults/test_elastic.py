@@ -1,6 +1,5 @@
 """In deterministic mode the number of processes may change whenever the job starts again."""
 
-import random
 import time
 from dataclasses import replace
 from itertools import groupby
@@ -13,7 +12,6 @@ from pipeline.config.zero import ZeroConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from tests.faults.jobs import (
     Command,
-    Forked,
     assert_same_end,
     free_port,
     run_forked,
@@ -42,31 +40,6 @@ def test_one_two_and_four_processes_do_the_same(step: str, start: Path, tmp_path
 
     for out in outs.values():
         assert_same_end(out, outs[1], step=STEPS, elastic=True)
-
-
-@pytest.mark.faults
-def test_with_other_processes_after_every_kill_the_end_is_the_same(
-    start: Path, tmp_path: Path
-) -> None:
-    config = replace(deterministic(start, "sft", tmp_path / "out"), max_steps=20)
-    whole = replace(config, output_dir=tmp_path / "whole")
-    began = time.monotonic()
-    assert run_forked(whole) == [0, 0]
-    seconds = time.monotonic() - began
-    draw = random.Random(4)
-
-    sizes: set[int] = set()
-    while len(sizes) < 3 or not (tmp_path / "out" / "result.json").exists():
-        world_size = draw.choice([1, 2, 4])
-        sizes.add(world_size)
-        with Forked(config, world_size=world_size) as job:
-            time.sleep(draw.uniform(0.5, 1) * seconds)
-            for process in job.processes:
-                process.kill()
-        config = replace(config, resume=True)
-
-    assert run_forked(replace(config, resume=True), world_size=4) == [0] * 4
-    assert_same_end(tmp_path / "out", tmp_path / "whole", step=20, elastic=True)
 
 
 def agent(words: list[str], port: int, *, first: bool) -> Command:

@@ -51,5 +51,5 @@ def test_a_node_that_is_missing_ends_the_others_in_time(rendezvous: tuple[str, .
     )
     assert output.endswith(
         "every node needs the same address, of the first one, a port that is free there and"
-        " reachable, and a --node-rank of its own"
+        " reachable, and a different --node-rank"
     )
