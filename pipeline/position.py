@@ -3,7 +3,7 @@
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,8 +45,6 @@ class Position:
         self.fingerprint = 0
         """Of the latest collective: equal on processes that do the same."""
         self.recent: deque[Collective] = deque(maxlen=RECENT)
-        self.listeners: list[Callable[[Collective], None]] = []
-        """Hear of each collective at once, before the process comes to it."""
         self.transfers = 0
         """Tensors received from stages of a pipeline."""
         self.waits_for: tuple[int, ...] = ()
@@ -60,10 +58,7 @@ class Position:
         """Say which collective is next."""
         self.number += 1
         self.fingerprint = zlib.crc32(f"{kind} {unit} {num_bytes}".encode(), self.fingerprint)
-        collective = Collective(self.number, kind, unit, num_bytes, self.fingerprint)
-        self.recent.append(collective)
-        for listener in self.listeners:
-            listener(collective)
+        self.recent.append(Collective(self.number, kind, unit, num_bytes, self.fingerprint))
 
     @property
     def last(self) -> Collective:

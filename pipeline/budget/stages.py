@@ -19,8 +19,7 @@ from pipeline.models.sharding import can_shard
 from pipeline.models.stages import Stage, blocks_of, cut_stage
 from pipeline.models.tensor_cut import cut_for_plan
 from pipeline.parallel.channels import What
-from pipeline.parallel.places import most_sent, on_the_way
-from pipeline.parallel.schedules import Instruction, orders_of
+from pipeline.parallel.schedules import Instruction, most_sent, orders_of
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Part:
     orders: tuple[tuple[Instruction, ...], ...]
     """The passes of each stage in an optimizer step."""
 
-    most_sent: int | None
-    """As `pipeline.parallel.places.on_the_way` has it."""
+    most_sent: int
+    """Tensors that a stage may have sent and still keep."""
 
     def takes(self, how: Pass, *, begins: bool = False) -> PassBytes:
         """What this stage takes at once, in passes so run.
@@ -77,15 +76,14 @@ class Part:
 
         Of those until the first one back, or of those after it.
         """
-        now, is_back = Counter[int](), False
-        sent = on_the_way(
-            self.orders, self.stage.number, chunks=len(self.stage.chunks), most=self.most_sent
-        )
-        for each, gradients in zip(self.orders[self.stage.number], sent, strict=True):
+        now, is_back, sent = Counter[int](), False, Counter[What]()
+        for each in self.orders[self.stage.number]:
             now[each.chunk] += each.kind == "forward"
             if begins != is_back:
-                yield each.chunk, now.copy(), gradients
+                yield each.chunk, now.copy(), sent.copy()
             is_back |= each.kind == "backward"
+            if each.kind == "backward" and sent.total() < self.most_sent:
+                sent["gradients"] += 1
             now[each.chunk] -= each.kind == "backward"
 
     def shared(self, *, trains: bool) -> Iterator[Item]:
@@ -169,7 +167,7 @@ def parts_of(model: CountedModel, workload: Workload, *, follows: bool = False) 
         count=workload.micro_batches,
         chunks=parallel.chunks,
     )
-    most = most_sent(parallel.schedule, parallel.pp)
+    most = most_sent(parallel.pp, parallel.chunks)
     parts: list[Part] = []
     for number in range(parallel.pp):
         module, stage = _cut(model.present, number, tuple(blocks), parallel.pp)

@@ -29,8 +29,7 @@ from pipeline.parallel.channels import What
 from pipeline.parallel.device import local_device, read_scalars
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.places import Places, most_sent
-from pipeline.parallel.schedules import Instruction, Schedule, orders_of, turns
+from pipeline.parallel.schedules import Instruction, Schedule, most_sent, orders_of, turns
 from pipeline.parallel.transfer import Transfers
 
 AHEAD = 4
@@ -130,8 +129,6 @@ class StagedForwardPasses(ForwardPasses):
         self._transfers = Transfers(stages)
         self._waiting: dict[tuple[int, int], Waiting] = {}
         """By micro-batch and chunk."""
-        self._places: Places | None = None
-        """Of all passes, while all stages go through orders that are known."""
         self._followed = -1
         """How often the weights had changed when the last stage's copy was brought up to date."""
 
@@ -209,8 +206,7 @@ class StagedForwardPasses(ForwardPasses):
 
     def _send(self, tensor: Tensor, what: What, number: int, to_chunk: int) -> None:
         """Send a micro-batch's tensor to the stage that has this chunk of the whole model."""
-        to, taken_at = to_chunk % self._stage.count, self._taken_at(what, number, to_chunk)
-        self._transfers.send(tensor, to, what, number, to_chunk, taken_at=taken_at)
+        self._transfers.send(tensor, to_chunk % self._stage.count, what, number, to_chunk)
 
     def _receive(
         self, out: Tensor, what: What, number: int, chunk: Chunk, *, from_chunk: int
@@ -218,13 +214,6 @@ class StagedForwardPasses(ForwardPasses):
         """Have in `out` what comes for one of this stage's chunks from another chunk."""
         stage = from_chunk % self._stage.count
         self._transfers.receive(out, stage, what, number, chunk.number)
-        if self._places is not None:
-            for other, place in self._places.passed(what, number, from_chunk):
-                self._transfers.reached(other, place)
-
-    def _taken_at(self, what: What, number: int, chunk: int) -> int | None:
-        """Where in its order the stage that has this chunk of the whole model takes a tensor."""
-        return None if self._places is None else self._places.of(what, number, chunk)[1]
 
     def _follow(self) -> None:
         """Have the last stage's copy of a shared weight be what the first stage has now."""
@@ -292,8 +281,7 @@ class StagedPasses(StagedForwardPasses, Passes):
         orders = orders_of(
             self._schedule, stages=self._stage.count, count=len(batches), chunks=chunks
         )
-        self._places = Places(orders, chunks=chunks)
-        most = most_sent(self._schedule, self._stage.count)
+        most = most_sent(self._stage.count, chunks)
         losses: list[Tensor] = []
         for each in orders[self._stage.number]:
             if each.kind == "forward":
@@ -301,10 +289,8 @@ class StagedPasses(StagedForwardPasses, Passes):
                 losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
             else:
                 self._back(each, divisor)
-                if most is not None:
-                    self._transfers.settle(but=most)
+            self._transfers.settle(but=most)
         self._transfers.settle()
-        self._places = None
         self._took = time.perf_counter() - began
         return losses
 
@@ -343,8 +329,7 @@ class StagedPasses(StagedForwardPasses, Passes):
             return
         gradient, borrowed.grad = borrowed.grad, None
         gradient = torch.zeros_like(borrowed) if gradient is None else gradient
-        taken_at = self._taken_at("tied gradients", number, 0)
-        self._transfers.send(gradient, 0, "tied gradients", number, taken_at=taken_at)
+        self._transfers.send(gradient, 0, "tied gradients", number)
 
 
 class Own(NamedTuple):

@@ -55,6 +55,15 @@ def instructions(
     return [*forward[:ahead], *steady, *back[len(back) - ahead :]]
 
 
+def most_sent(stages: int, chunks: int) -> int:
+    """Tensors that a stage may send before the oldest of them has been received.
+
+    A stage that keeps more waits, so that memory stays bounded. In no schedule a tensor is received
+    later than this many sends after its own, so stages can't wait for each other.
+    """
+    return 4 * stages * chunks
+
+
 def orders_of(
     schedule: Schedule, *, stages: int, count: int, chunks: int = 1
 ) -> list[list[Instruction]]:

@@ -37,8 +37,6 @@ class Sent(NamedTuple):
     """Its header and itself."""
 
     to: int
-    taken_at: int | None
-    """Where in its order the other stage waits for it; None where nobody says."""
 
 
 class Transfers:
@@ -57,8 +55,6 @@ class Transfers:
         what: What,
         micro_batch: int,
         chunk: int = 0,
-        *,
-        taken_at: int | None = None,
     ) -> None:
         """Begin to send to a stage; `tensor` must not change until it has arrived.
 
@@ -68,7 +64,6 @@ class Transfers:
             what: the kind of tensor.
             micro_batch: that it is of.
             chunk: of the whole model, that it goes to.
-            taken_at: for `reached`, where in its order the other stage waits for it.
         """
         header = torch.tensor([micro_batch, chunk, tensor.numel()], device=tensor.device)
         tensors = (header, tensor.detach().contiguous())
@@ -78,19 +73,9 @@ class Transfers:
             work = dist.isend(each, rank, group=group, tag=tag)
             assert work is not None
             works.append(work)
-        self._sent.append(Sent((works[0], works[1]), tensors, to, taken_at))
+        self._sent.append(Sent((works[0], works[1]), tensors, to))
         while self._sent and all(work.is_completed() for work in self._sent[0].works):
             self._sent.popleft()
-
-    def reached(self, stage: int, place: int) -> None:
-        """Let go of what a stage has taken that has come to that place of its order.
-
-        Of gloo one can't ask whether a tensor has arrived, and each would stay until `settle`.
-        """
-        for each in list(self._sent):
-            if each.to == stage and each.taken_at is not None and each.taken_at <= place:
-                self._wait_for(each)
-                self._sent.remove(each)
 
     def receive(
         self, out: Tensor, from_stage: int, what: What, micro_batch: int, chunk: int = 0

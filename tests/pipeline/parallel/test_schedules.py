@@ -18,6 +18,7 @@ from pipeline.parallel.schedules import (
     bubble,
     drawn,
     most_kept,
+    most_sent,
     orders_of,
     simulate,
 )
@@ -158,3 +159,25 @@ def test_lists_that_wait_for_each_other_are_found() -> None:
 
     with pytest.raises(DeadlockError, match="stage 0 at"):
         simulate([backward_first, of_all("1f1b", 2, 1)[1]])
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])
+def test_tensors_are_received_before_a_stage_must_wait_for_them(
+    schedule: Schedule, chunks: int
+) -> None:
+    """The timetable is a run in which no stage waits for the arrival of what it has sent."""
+    for stages, count in product((2, 3, 4, 8), (1, 2, 5, 16, 33)):
+        starts = simulate(of_all(schedule, stages, count, chunks)).starts
+        last = stages * chunks - 1
+        for stage, passes in enumerate(starts):
+            sent: list[tuple[float, float]] = []  # when, and when the receiver's pass begins
+            for each, start in passes.items():
+                place = each.chunk * stages + stage
+                to = [place + 1 if each.kind == "forward" else place - 1]
+                to += [0] if each.kind == "backward" and place == last else []  # tied gradients
+                for chunk, other in (divmod(n, stages) for n in to if 0 <= n <= last):
+                    taken = Instruction(each.kind, each.micro_batch, chunk)
+                    sent.append((start, starts[other][taken]))
+            for number, (_, received) in enumerate(sent):
+                later = [start for start, _ in sent[number + 1 :] if start < received]
+                assert len(later) < most_sent(stages, chunks)

@@ -1,6 +1,5 @@
 """What stages send each other arrives, whatever else is on the way between them."""
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -125,30 +124,3 @@ def test_each_kind_has_a_way_of_its_own_in_either_direction() -> None:
 
     assert first == [[float(n)] * 3 for n in (4, 2, 1)]
     assert second == [[float(n)] * 3 for n in (5, 3, 0)]
-
-
-def let_go() -> list[bool]:
-    """On the first of two stages, whether two tensors are still kept, before and after."""
-    stages = pipeline_of([(0, 1)], timeout_seconds=60.0, apart=False)
-    transfers, kept = Transfers(stages), list[weakref.ref[torch.UntypedStorage]]()
-    for number in range(2):
-        if stages.rank == 1:
-            transfers.receive(torch.empty(3), 0, "hidden states", number)
-        else:
-            tensor = torch.full((3,), float(number))
-            transfers.send(tensor, 1, "hidden states", number, taken_at=4 * number)
-            kept.append(weakref.ref(tensor.untyped_storage()))
-            del tensor
-    found = [each() is not None for each in kept]
-    stages.barrier()
-    transfers.reached(1, 3)  # behind the first, before the second
-    found += [each() is not None for each in kept]
-    transfers.settle()
-    return found
-
-
-@pytest.mark.jobs
-def test_a_tensor_is_let_go_when_the_other_stage_must_have_taken_it() -> None:
-    first, _ = run_ranks(let_go, world_size=2)
-
-    assert first == [True, True, False, True]
