@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evaluation.contract import Question, Reading, Task
-from evaluation.tasks import tasks_named
 from pipeline.errors import require
 
 
@@ -39,6 +38,8 @@ def questions_of(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
     Raises:
         DataError: rows of a task are missing or wrong.
     """
+    from evaluation.tasks import tasks_named
+
     paths = settings.eval_task_data
     return [
         (task, task.read(Reading(path=paths.get(task.name), limit=settings.eval_task_rows)))
@@ -49,7 +50,10 @@ def questions_of(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
 def check_tasks(settings: TaskSettings) -> None:
     """Raise ConfigError where a task isn't known, or lacks its rows."""
     paths: Mapping[str, str] = settings.eval_task_data
-    tasks_named(settings.eval_tasks, paths, setting="eval_task_data")
+    if settings.eval_tasks or paths:
+        from evaluation.tasks import tasks_named
+
+        tasks_named(settings.eval_tasks, paths, setting="eval_task_data")
     require(
         settings.eval_task_rows > 0,
         f"eval_task_rows must be above 0, got {settings.eval_task_rows}",

@@ -7,7 +7,6 @@ from pathlib import Path
 from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, say, write_config
 from pipeline.config import EMBEDDED, TrainedModelConfig
 from pipeline.config.deepspeed import notice_of
-from pipeline.demo.task import to_try
 from pipeline.errors import (
     EXIT_DISK_FULL,
     EXIT_DIVERGED,
@@ -34,11 +33,6 @@ from pipeline.plan.output import (
 )
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
-from pipeline.report.choice import model_to_talk_to
-from pipeline.report.findings import findings
-from pipeline.report.method_table import lines
-from pipeline.report.methods import compare_methods
-from pipeline.report.read import read_results
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 
@@ -274,6 +268,12 @@ def _write_report(out: Path) -> None:
 
 def _closing_table(plan: Plan) -> Iterator[str]:
     """The steps' numbers, and where everything is."""
+    from pipeline.report.choice import model_to_talk_to
+    from pipeline.report.findings import findings
+    from pipeline.report.method_table import lines
+    from pipeline.report.methods import compare_methods
+    from pipeline.report.read import read_results
+
     out = plan.request.output_dir
     done = read_summary(out)["steps"]
     width = max(14, *(len(name) + 2 for name in done))
@@ -301,6 +301,8 @@ def _closing_table(plan: Plan) -> Iterator[str]:
     for model in [path for path in actors if (path / "config.json").is_file()][-1:]:
         yield f"chat     {CHAT} --path {shlex.quote(str(model))}"
         if all(config.data.path == (EMBEDDED,) for config in plan.configs.values()):
+            from pipeline.demo.task import to_try
+
             yield from (f"try      {prompt}" for prompt in to_try())
 
 
