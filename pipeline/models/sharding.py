@@ -159,14 +159,13 @@ STYLES: Mapping[str, Style] = {
 }
 
 
-class ShardedLayers:
-    """The layers of a model of which each of `size` processes has a part; none for one process.
+class TensorShards:
+    """The layers of a model of which each process of a group has a part; none for one process.
 
     Args:
-        model: on any device.
-        size: processes that compute each layer together.
-        setting: that the user gave, as messages name it before the number.
-        fix: what to do if they can't be divided.
+        model: on any device; nothing is changed before `narrow`.
+        tp_group: the processes that compute each layer together.
+        setting: of the user, for messages.
         divides_head: whether the matrix that makes the logits may be divided.
 
     Raises:
@@ -176,23 +175,22 @@ class ShardedLayers:
     def __init__(
         self,
         model: PreTrainedModel,
-        size: int,
+        tp_group: Group,
         *,
         setting: str = "inference_tp_size",
-        fix: str = "set it to 1",
         divides_head: bool = True,
     ) -> None:
-        self.model, self.size, self.fix = model, size, fix
-        self.label = f"{setting}{size}" if setting.endswith(":") else f"{setting} {size}"
-        """The setting with its number."""
+        self.model, self.tp_group, self.size = model, tp_group, tp_group.size
+        self.label = f"{setting} {self.size}"
+        """The setting with its value."""
         self.divides_head = divides_head
         self.styles: dict[str, str] = {}
         """Style of each module that is divided, by name."""
-        if size == 1:
+        if self.size == 1:
             return
         settings = model.config.get_text_config()
         self.family = str(model.config.model_type)
-        self.plan = plan_of(model, setting=setting.partition(" ")[0], fix=fix)
+        self.plan = plan_of(model, setting=setting)
         self.num_heads = int(settings.num_attention_heads)
         key_heads = self.plan.key_heads or getattr(settings, "num_key_value_heads", None)
         self.kv_heads = int(key_heads or self.num_heads)
@@ -255,93 +253,8 @@ class ShardedLayers:
         """The error for a model whose layers can't be divided."""
         return ConfigError(
             f"{self.label}: the layers of {self.family} can't be divided, since {reason};"
-            f" {self.fix}"
+            " set it to 1"
         )
-
-
-def layer_of(module: nn.Module) -> nn.Module:
-    """The layer inside its adapter, or the module itself."""
-    return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
-
-
-def can_shard(model: PreTrainedModel, size: int) -> bool:
-    """Whether that many processes can compute each layer together; the model may be on meta."""
-    try:
-        layers = ShardedLayers(model, size)
-    except ConfigError:
-        return False
-    return all(
-        _outputs(module) % (style.parts * size) == 0
-        if style.by_outputs
-        else weight_shape(module).numel() // _outputs(module) % size == 0
-        for module, style in layers.by_width()
-    )
-
-
-def plan_of(
-    model: PreTrainedModel, *, setting: str = "inference_tp_size", fix: str = "set it to 1"
-) -> FamilyPlan:
-    """The plan for a model's family, by full names of its modules.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    theirs = FamilyPlan(getattr(model.config, "base_model_tp_plan", None) or {})
-    plan = own_plan(model.config) or theirs
-    require(
-        bool(plan.styles),
-        f"{setting}: there is no plan to divide {model.config.model_type}; {fix}",
-    )
-
-    def named(keys: Mapping[str, Any]) -> dict[str, Any]:
-        return {f"{model.base_model_prefix}.{key}": value for key, value in keys.items()}
-
-    head = {"lm_head": "colwise_gather_output", **(getattr(model, "_tp_plan", None) or {})}
-    return replace(
-        plan,
-        styles={**head, **named(plan.styles)},
-        counts=named(plan.counts),
-        biased=tuple(named(dict.fromkeys(plan.biased))),
-    )
-
-
-def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """The entry whose key names the module, with * for any number."""
-    for key, value in table.items():
-        if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name):
-            return value
-    return None
-
-
-def _outputs(module: LinearLayer) -> int:
-    return int(module.nf if isinstance(module, Conv1D) else module.out_features)
-
-
-class TensorShards(ShardedLayers):
-    """What each process of a group has of a model's layers.
-
-    Args:
-        model: on any device; nothing is changed before `narrow`.
-        tp_group: the processes that share it out; with one nothing is divided.
-        setting: that the user gave, as messages name it before the number.
-        fix: what to do if they can't be divided.
-        divides_head: whether the matrix that makes the logits may be divided.
-
-    Raises:
-        ConfigError: the family has no plan, or its heads or widths can't be cut into so many.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tp_group: Group,
-        *,
-        setting: str = "inference_tp_size",
-        fix: str = "set it to 1",
-        divides_head: bool = True,
-    ) -> None:
-        super().__init__(model, tp_group.size, setting=setting, fix=fix, divides_head=divides_head)
-        self.tp_group = tp_group
 
     @property
     def kv_heads_here(self) -> int:
@@ -396,11 +309,8 @@ class TensorShards(ShardedLayers):
         start = first + rank * share
         return Shard(start, start + share)
 
-    def narrow(self, *, hooks: bool = True) -> None:
-        """Have the modules know the widths and heads of their parts.
-
-        Without `hooks` they are to be given the arguments that `heads_of` makes.
-        """
+    def narrow(self) -> None:
+        """Set the widths and head counts of the modules to those of this process's parts."""
         for name in self.styles:
             self._narrow(name, layer_of(self.model.get_submodule(name)))
         for name, module in self.model.named_modules():
@@ -409,7 +319,7 @@ class TensorShards(ShardedLayers):
             if hasattr(module, "num_key_value_groups") and self.divides_keys:
                 share = self.num_heads // self.size
                 object.__setattr__(module, "num_key_value_groups", share // self.kv_heads_here)
-            if hooks and match(dict.fromkeys(self.plan.biased, True), name):
+            if match(dict.fromkeys(self.plan.biased, True), name):
                 module.register_forward_pre_hook(self._own_heads, with_kwargs=True)
 
     def _narrow(self, name: str, module: nn.Module) -> None:
@@ -431,13 +341,11 @@ class TensorShards(ShardedLayers):
     def _own_heads(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, self.heads_of(self.tp_group.rank, kwargs)
+        """The arguments of attention with ALiBi, of which a process has its own heads.
 
-    def heads_of(self, rank: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of attention with ALiBi for the process of that rank.
-
-        Of a bias (B * H, 1, K) or (B, H, Q, K) and a mask the rows of its heads.
+        A bias (B * H, 1, K) or (B, H, Q, K), and a mask.
         """
+        rank = self.tp_group.rank
         share = self.num_heads // self.size
         own = partial(torch.narrow, dim=1, start=rank * share, length=share)
         bias, mask, changed = kwargs["alibi"], kwargs["attention_mask"], dict(kwargs)
@@ -447,4 +355,60 @@ class TensorShards(ShardedLayers):
             changed["alibi"] = own(bias)
         if mask is not None and mask.shape[1] == self.num_heads > 1:
             changed["attention_mask"] = own(mask)
-        return changed
+        return args, changed
+
+
+def layer_of(module: nn.Module) -> nn.Module:
+    """The layer inside its adapter, or the module itself."""
+    return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
+
+
+def can_shard(model: PreTrainedModel, size: int) -> bool:
+    """Whether that many processes can compute each layer together; the model may be on meta."""
+    try:
+        layers = TensorShards(model, Group(0, tuple(range(size))))
+    except ConfigError:
+        return False
+    return all(
+        _outputs(module) % (style.parts * size) == 0
+        if style.by_outputs
+        else weight_shape(module).numel() // _outputs(module) % size == 0
+        for module, style in layers.by_width()
+    )
+
+
+def plan_of(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
+    """The plan for a model's family, by full names of its modules.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    theirs = FamilyPlan(getattr(model.config, "base_model_tp_plan", None) or {})
+    plan = own_plan(model.config) or theirs
+    require(
+        bool(plan.styles),
+        f"{setting}: there is no plan to divide {model.config.model_type}; set it to 1",
+    )
+
+    def named(keys: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"{model.base_model_prefix}.{key}": value for key, value in keys.items()}
+
+    head = {"lm_head": "colwise_gather_output", **(getattr(model, "_tp_plan", None) or {})}
+    return replace(
+        plan,
+        styles={**head, **named(plan.styles)},
+        counts=named(plan.counts),
+        biased=tuple(named(dict.fromkeys(plan.biased))),
+    )
+
+
+def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
+    """The entry whose key names the module, with * for any number."""
+    for key, value in table.items():
+        if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name):
+            return value
+    return None
+
+
+def _outputs(module: LinearLayer) -> int:
+    return int(module.nf if isinstance(module, Conv1D) else module.out_features)

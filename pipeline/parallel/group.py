@@ -216,22 +216,3 @@ class StageGroup(Group):
 
 
 ALONE = Group()
-
-
-@dataclass(frozen=True)
-class RehearsedGroup(Group):
-    """A group without communication: shapes are right, numbers are not."""
-
-    def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:  # noqa: ARG002
-        """This process's tensor, once for each process of the group."""
-        return [tensor.detach() for _ in self.ranks]
-
-    def exchange(self, parts: Tensor, *, what: str) -> Tensor:  # noqa: ARG002
-        """The slice that this process has for itself, once for each process of the group."""
-        own = parts.detach()[self.rank]
-        return own.expand(self.size, *own.shape)
-
-
-def rehearsed(size: int) -> RehearsedGroup:
-    """The first of so many processes."""
-    return RehearsedGroup(0, tuple(range(size)))

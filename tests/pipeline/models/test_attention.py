@@ -1,7 +1,6 @@
 """Sequences that share a call without padding attend as each does alone."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.models import varlen
-from pipeline.models.attention import Ragged, _OneOrder, in_order, pad, unpad
+from pipeline.models.attention import Ragged, _OneOrder, pad, unpad
 
 LENGTHS = (7, 1, 40, 3)
 
@@ -76,20 +75,6 @@ def test_heads_that_it_can_not_take_are_padded() -> None:
 
     assert not varlen.takes(*on_cpu, dropout=0.0)
     assert varlen.bounds_of(LENGTHS).tolist() == [0, 7, 8, 48, 51]
-
-
-@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
-def test_what_finds_it_first_may_want_no_gradients(
-    without_gradients: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(varlen, "_varlen_attn", lambda: (as_documented, OPTIONS))
-    varlen._works.cache_clear()
-
-    with without_gradients():
-        works = varlen._works(torch.device("cpu"), torch.bfloat16, 16, 2)
-
-    varlen._works.cache_clear()
-    assert works
 
 
 @pytest.mark.gpu
@@ -167,17 +152,6 @@ def test_gradients_are_those_of_attention_and_only_its_way_back_is_strict(
     pairs = [(mine.grad, other.grad) for mine, other in zip(ours, theirs, strict=True)]
     assert [place for place, pair in enumerate(pairs) if pair == (None, None)] == list(frozen)
     assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
-
-
-def test_on_a_cpu_attention_is_called_as_it_is() -> None:
-    heads = torch.randn(3, 1, 2, 5, 16).unbind()
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    try:
-        out = in_order(scaled_dot_product_attention, *(each.requires_grad_() for each in heads))
-    finally:
-        torch.use_deterministic_algorithms(mode=False)
-
-    assert "_OneOrder" not in str(out.grad_fn)
 
 
 SOURCE = torch.tensor([2, 3, 4, 0, 1, 1])

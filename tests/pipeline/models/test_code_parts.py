@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from pipeline.engine.state import fragments_of
 from pipeline.engine.stored import StoredParameter, copy_elements, stored_like
@@ -136,26 +135,6 @@ def test_scales_of_a_part_by_hand() -> None:
     ranges = [(first, 1.0) for first in range(0, 1024, GROUP)] + [(1024.0, 175 / 255)]
     assert torch.equal(vectors(double)["scale_ranges"], torch.tensor(ranges).flatten())
     assert torch.equal(double.dequantized()[:256], part.own.of(plain.weight)[:256])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_products_of_parts_add_up_to_that_of_the_whole_layer(form: Form) -> None:
-    plain = Conv1D(96, 256).requires_grad_(requires_grad=False)
-    plain.weight.data, plain.bias.data = numbers((256, 96)), torch.arange(96.0)
-    whole = QuantizedLinear(plain, form)
-    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    total = whole(x) - plain.bias
-    total.sum().backward()
-    gradient, x.grad = x.grad, None
-    found = []
-    for part in parts((256, 96), 0, (((0, 128),), ((128, 256),))):
-        layer = QuantizedLinear(plain, form)
-        layer.cut(part, name="it")
-        found.append(layer.product(x[:, 128 * part.rank :][:, :128]))
-        found[-1].sum().backward()
-
-    torch.testing.assert_close(found[0] + found[1], total, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(x.grad, gradient, rtol=1e-5, atol=1e-5)
 
 
 def test_what_can_not_be_cut_is_refused_in_a_sentence() -> None:

@@ -1,6 +1,5 @@
 """At ZeRO stage 3 every process reads its own pieces of the weights, and gets the same bits."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,12 @@ from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.engine.stored import StoredParameter
-from pipeline.errors import ModelError
 from pipeline.models.deferred import meta_model
 from pipeline.models.forward import Policy, Scorer, base_model, score_head
-from pipeline.models.load import load_causal_lm, load_classifier
+from pipeline.models.load import load_classifier
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import run_ranks
 from tests.families import saved, tiny_causal_lm, tiny_classifier
-from tests.mixtures import tiny_mixture
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -186,35 +183,3 @@ def test_a_new_head_is_the_one_that_is_drawn_for_a_whole_model(tmp_path: Path) -
 
     assert torch.equal(deferred, whole)
     assert not isinstance(deferred, StoredParameter)
-
-
-def loaded_whole(path: str, caplog: pytest.LogCaptureFixture) -> str:
-    """Defer a model that can't be; what the log says about it."""
-    with caplog.at_level(logging.INFO, logger="pipeline.models.load"):
-        model = load_causal_lm(
-            FrozenModelConfig(path=path, allow_pickle=True), device=CPU, defer=True
-        )
-    assert not any(isinstance(param, StoredParameter) for param in model.parameters())
-    assert not any(param.isnan().any() for param in model.parameters())
-    (message,) = caplog.messages
-    return message
-
-
-def test_a_mixture_whose_experts_must_be_merged_is_loaded_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = saved(tiny_mixture("mixtral"), tmp_path)
-
-    assert loaded_whole(path, caplog) == (
-        f"every process loads {path} whole before it is laid out: its files hold other tensors than"
-        " the model has"
-    )
-
-
-def test_a_model_that_lacks_weights_is_refused(tmp_path: Path) -> None:
-    lm = tiny_causal_lm("llama", num_hidden_layers=1)
-    path = saved(lm, tmp_path)
-    AutoConfig.from_pretrained(path, num_hidden_layers=2).save_pretrained(path)
-
-    with pytest.raises(ModelError, match=r"lacks 9 of the model's weights, model\.layers\.1\."):
-        load_causal_lm(FrozenModelConfig(path=path), device=CPU, defer=True)

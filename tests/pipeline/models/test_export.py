@@ -1,7 +1,10 @@
 """Exports are plain Hugging Face directories, replaced whole."""
 
+import json
 import os
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PreTrainedModel,
 )
 
 from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
@@ -18,14 +22,16 @@ from pipeline.config.zero import ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
-from pipeline.files.safetensors_header import SINGLE
-from pipeline.models.export import export, named_weights
+from pipeline.files.safetensors_header import INDEX, SINGLE
+from pipeline.files.weight_files import WeightFiles
+from pipeline.models.export import as_saved, export, named_weights, stream_export
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_classifier
 from pipeline.models.lora import add_lora
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import rank, run_ranks, world_size
 from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm, tiny_classifier
+from tests.memory import live_bytes
 from tests.mixtures import MIXTURES, tiny_mixture
 from tests.pipeline.engine.checkpoint.power import lose_power, record
 from tests.pipeline.engine.checkpoint.saving import run_processes
@@ -216,3 +222,121 @@ def test_no_more_than_a_unit_is_gathered_at_once(tmp_path: Path) -> None:
 
     for most, largest, whole in run_ranks(most_gathered, saved(lm, tmp_path)):
         assert most == largest < whole
+
+
+def exported(model: PreTrainedModel, directory: Path, **settings: Any) -> list[str]:
+    """Export all that a model has; the names of the directory's weight files."""
+    model.config.save_pretrained(directory)
+    state = model.state_dict().items()
+    named = [(name, each) for name, each in state if name not in model.all_tied_weights_keys]
+    stream_export(as_saved(model, named), directory, **settings)
+    return sorted(path.name for path in directory.iterdir() if path.name != "config.json")
+
+
+def assert_loads_as(model: PreTrainedModel, directory: Path) -> None:
+    again, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = model.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", *PECULIAR])
+def test_shards_load_in_plain_transformers_with_equal_tensors(family: str, tmp_path: Path) -> None:
+    model = tiny_causal_lm(family)
+
+    files = exported(model, tmp_path, max_shard_bytes=10_000)
+
+    assert len(files) > 2
+    assert_loads_as(model, tmp_path)
+
+
+def test_shards_are_as_large_as_they_may_be_and_the_index_counts_them(tmp_path: Path) -> None:
+    named = [(f"w{index}", torch.full((25,), float(index))) for index in range(5)]
+
+    stream_export(named, tmp_path, max_shard_bytes=200)
+
+    index = json.loads((tmp_path / INDEX).read_text())
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert index["metadata"] == {"total_size": 500, "total_parameters": 125}
+    assert list(index["weight_map"].values()) == [shards[number // 2] for number in range(5)]
+
+
+def test_no_more_than_one_shard_and_the_tensor_that_comes_are_in_memory(tmp_path: Path) -> None:
+    numel, nbytes = 10_000, 40_000
+    start, most = live_bytes(), 0
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        nonlocal most
+        for index in range(9):
+            made = [torch.full((numel,), float(index))]
+            most = max(most, live_bytes() - start)
+            yield f"w{index}", made.pop()
+
+    stream_export(weights(), tmp_path, max_shard_bytes=4 * nbytes)
+
+    assert len(list(tmp_path.glob("model-*"))) == 3
+    assert most == (4 + 1) * nbytes
+
+
+def generation(value: float, *, shards: int) -> tuple[list[tuple[str, Tensor]], int]:
+    """Six weights of one value, and the shard size that makes `shards` files of them."""
+    return [(f"w{index}", torch.full((10,), value)) for index in range(6)], 240 // shards
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("new_shards", [1, 2, 3])
+@pytest.mark.parametrize("old_shards", [1, 3])
+def test_an_export_killed_at_any_moment_leaves_no_mixture(
+    old_shards: int, new_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, old_size = generation(1.0, shards=old_shards)
+    new, new_size = generation(2.0, shards=new_shards)
+    stream_export(old, tmp_path / "old", max_shard_bytes=old_size)
+    outcomes = []
+
+    for moment in range(20):
+        directory = tmp_path / f"killed at {moment}"
+        shutil.copytree(tmp_path / "old", directory)
+        left = moment
+        with monkeypatch.context() as patch:
+            for change in ("replace", "unlink"):
+                real = getattr(Path, change)
+
+                def killing(path: Path, *args: Any, real: Any = real, **kwargs: Any) -> Any:
+                    nonlocal left
+                    if left == 0:
+                        raise Killed
+                    left -= 1
+                    return real(path, *args, **kwargs)
+
+                patch.setattr(Path, change, killing)
+            try:
+                stream_export(new, directory, max_shard_bytes=new_size)
+            except Killed:
+                pass
+            else:
+                outcomes.append("done")
+        outcomes.append(values(directory))
+        if "done" in outcomes:
+            break
+
+    assert outcomes[0] == 1.0
+    assert set(outcomes) <= {1.0, 2.0, None, "done"}
+    assert outcomes[-2:] == ["done", 2.0]
+    names = {path.name for path in directory.iterdir()}
+    assert len(names) == (1 if new_shards == 1 else new_shards + 1)
+
+
+def values(directory: Path) -> float | None:
+    """The one value of all weights in a directory; None where it holds no weights."""
+    if not any((directory / name).exists() for name in (SINGLE, INDEX)):
+        return None
+    files = WeightFiles(directory)
+    pieces = [files.slice(name, 0, 10, dtype=torch.float32) for name in files.names()]
+    (value,) = torch.stack(pieces).unique().tolist()
+    return value

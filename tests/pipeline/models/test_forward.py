@@ -9,8 +9,7 @@ from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.errors import DataError
-from pipeline.models.attention import Ragged
-from pipeline.models.forward import Policy, Scorer, is_ragged, ragged_inputs
+from pipeline.models.forward import Policy, Scorer, is_ragged
 from pipeline.models.load import load_causal_lm, load_classifier
 from tests.families import (
     FAMILIES,
@@ -70,23 +69,6 @@ def test_scores_of_a_batch_are_those_transformers_pools_from_each_sequence_alone
 
     alone = [plain(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
     torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
-
-
-@torch.no_grad()
-def test_a_bf16_models_score_is_an_fp32_product_of_what_bf16_weights_give(tmp_path: Path) -> None:
-    rows = random_rows((7, 3, 12))
-    path = saved(tiny_classifier("llama"), tmp_path)
-    model = load_classifier(FrozenModelConfig(path=path, precision="bf16"), device=CPU)
-    batch = collate(rows)
-
-    scores = Scorer(model)(batch)
-
-    inputs = ragged_inputs(batch, Ragged(batch.lengths, CPU))
-    hidden = model.base_model(**inputs)[0][0]
-    assert (hidden.dtype, model.score.weight.dtype) == (torch.bfloat16, torch.bfloat16)
-    product = hidden.float() @ model.score.weight[0].float()
-    torch.testing.assert_close(scores, product, rtol=1e-5, atol=1e-5)
-    assert not torch.equal(scores, scores.bfloat16().float())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])

@@ -80,16 +80,6 @@ def test_adapters_learn_the_same_by_tiles(uniform: bool, tmp_path: Path) -> None
     assert_near(by_tiles, whole)
 
 
-def test_a_batch_whose_logits_are_few_has_the_bits_of_whole_logits(tmp_path: Path) -> None:
-    asked = policy("llama", tmp_path)
-    batch = collate(random_rows((8, 3)))
-
-    few = learn(asked, batch)
-    whole = learn(Policy(asked.model, kernels="off"), batch)
-
-    assert all(map(torch.equal, few, whole))
-
-
 def test_required_is_refused_where_logits_are_more_than_a_product(tmp_path: Path) -> None:
     asked = policy("gemma2", tmp_path, kernels="required")
 

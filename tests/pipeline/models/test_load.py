@@ -17,7 +17,6 @@ from pipeline.models.load import (
     load_causal_lm,
     load_classifier,
     load_tokenizer,
-    weight_dtype,
 )
 from tests.families import FAMILIES, random_rows, saved, tiny_causal_lm
 
@@ -63,38 +62,6 @@ def test_weights_begin_as_the_allocator_lays_tensors_whatever_the_files_header(
         assert {param.data_ptr() % 64 for param in model.parameters()} == {0}
 
 
-def test_a_saved_head_is_kept(tmp_path: Path) -> None:
-    config = FrozenModelConfig(path=saved(tiny_causal_lm("llama"), tmp_path / "base"))
-    model = load_classifier(config, device=CPU, seed=1)
-
-    again = load_classifier(
-        FrozenModelConfig(path=saved(model, tmp_path / "reward")), device=CPU, seed=2
-    )
-
-    assert torch.equal(again.score.weight, model.score.weight)
-    assert again.config.num_labels == 1
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [
-        ("auto", torch.float32),
-        ("fp32", torch.float32),
-        ("bf16", torch.bfloat16),
-        ("fp16", torch.float16),
-    ],
-)
-def test_precision_is_the_number_format_of_the_weights(
-    precision: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    path = saved(tiny_causal_lm("llama"), tmp_path)
-
-    model = load_causal_lm(FrozenModelConfig(path=path, precision=precision), device=CPU)  # pyright: ignore[reportArgumentType]
-
-    assert weight_dtype(precision, CPU) == dtype  # pyright: ignore[reportArgumentType]
-    assert {param.dtype for param in model.parameters()} == {dtype}
-
-
 def test_new_tokens_get_rows_that_depend_on_the_seed_alone() -> None:
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
@@ -121,16 +88,6 @@ def test_a_tokenizer_without_a_padding_token_pads_with_the_end_of_sequence(tmp_p
     loaded = load_tokenizer(FrozenModelConfig(path=str(tmp_path)))
 
     assert loaded.pad_token_id == loaded.eos_token_id
-
-
-def test_a_classifier_is_refused_where_a_language_model_is_needed(tmp_path: Path) -> None:
-    """The embeddings are tied, so that every weight of a language model is there."""
-    lm = tiny_causal_lm("llama", tie_word_embeddings=True)
-    config = FrozenModelConfig(path=saved(lm, tmp_path / "base"))
-    classifier = saved(load_classifier(config, device=CPU), tmp_path / "reward")
-
-    with pytest.raises(ModelError, match=r"reward is a classifier, .* can't generate text; give a"):
-        load_causal_lm(FrozenModelConfig(path=classifier), device=CPU)
 
 
 def test_a_pickle_is_loaded_only_where_the_user_allows_it(tmp_path: Path) -> None:

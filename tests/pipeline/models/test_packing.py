@@ -13,8 +13,8 @@ from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.errors import ModelError
-from pipeline.models.forward import Policy, Scorer, is_ragged
-from pipeline.models.load import load_causal_lm, load_classifier
+from pipeline.models.forward import Policy, is_ragged
+from pipeline.models.load import load_causal_lm
 from pipeline.models.packing import _tried
 from tests.families import VOCAB, looks_ahead, random_rows, saved
 
@@ -122,20 +122,6 @@ def test_no_family_sees_another_sequence_and_the_log_says_which_are_padded(
             wrong.append(f"{family}: {said}")
 
     assert not wrong, "\n".join(wrong)
-
-
-@torch.no_grad()
-def test_scores_of_a_family_that_is_padded_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
-    path = saved(tiny("phimoe"), tmp_path)
-    rows = random_rows(LENGTHS)
-
-    model = load_classifier(FrozenModelConfig(path=path), device=CPU)
-    scores = Scorer(model).final_scores(collate(rows))
-
-    alone = [model.base_model(torch.tensor([row.input_ids]))[0][0, -1] for row in rows]
-    expected = torch.stack(alone) @ model.score.weight[0]
-    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=2e-5)
-    assert not is_ragged(model)
 
 
 def test_a_model_whose_tokens_see_later_ones_is_no_language_model(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Adapters on a base in 4 or 8 bits: it is frozen, small, and the same wherever it is used."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import (
     FrozenModelConfig,
-    Quantize,
     TrainedModelConfig,
 )
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
@@ -152,23 +150,6 @@ def test_the_export_is_the_dequantized_base_and_the_adapter_added_in_fp32_and_ro
     assert not torch.equal(loaded(input_ids=IDS).logits, logits)
     if precision == "fp32":  # merged weights are rounded, which shows in bf16
         torch.testing.assert_close(merged(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("quantize", "double", "most"),
-    [("nf4", False, 0.35), ("nf4", True, 0.33), ("int8", False, 0.6)],
-)
-def test_what_a_model_of_a_usual_size_keeps_frozen(
-    quantize: Quantize, double: bool, most: float
-) -> None:
-    plain = settings("facebook/opt-1.3b", precision="bf16")
-    small = replace(plain, quantize=quantize, double_quant=double)
-    sizes = [
-        frozen_bytes(model_on_meta(each, task="causal", device=CPU)) for each in (plain, small)
-    ]
-
-    assert sizes[0] == 2 * 1_315_758_080
-    assert sizes[1] <= most * sizes[0]
 
 
 def test_a_checkpoint_holds_the_codes_and_gives_the_model_that_the_run_exports(

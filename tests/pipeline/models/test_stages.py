@@ -1,7 +1,6 @@
 """A model cut into stages says what it says whole, and what can't be cut says so."""
 
 import copy
-from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from pipeline.models.attention import RAGGED
 from pipeline.models.forward import Policy
 from pipeline.models.packing import how_to_run
 from pipeline.models.stages import Passage, blocks_of, cut_stage, order_of, require_exact
-from pipeline.parallel.partition import balanced
 from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
 
 PROJECTIONS = "opt with projections"
@@ -130,25 +128,3 @@ def test_blocks_are_those_asked_for_or_as_many_as_take_about_as_long() -> None:
     assert blocks_of(model_of("llama", 6), 2, chunks=2) == [1, 2, 2, 1]
     with pytest.raises(ConfigError, match="take 3 at most"):
         blocks_of(model, 4)
-
-
-@pytest.mark.parametrize("last", [0.0, 2.0, 9.0])
-def test_the_slowest_stage_is_as_fast_as_can_be_and_the_others_are_alike(last: float) -> None:
-    draw = torch.Generator().manual_seed(3)
-    for stages in range(1, 6):
-        costs = torch.randint(1, 9, (8,), generator=draw).tolist()
-        cuts = [(0, *each, 8) for each in combinations(range(1, 8), stages - 1)]
-
-        counts = balanced(costs, stages, last=last)
-        found = (0, *torch.tensor(counts).cumsum(0).tolist())
-
-        def rank(
-            bounds: tuple[int, ...], costs: list[int] = costs
-        ) -> tuple[float, float, tuple[int, ...]]:
-            sums = [float(sum(costs[low:high])) for low, high in pairwise(bounds)]
-            sums[-1] += last
-            return max(sums), sum(each**2 for each in sums), bounds
-
-        assert sum(counts) == 8
-        assert min(counts) >= 1
-        assert found == min(cuts, key=rank)
