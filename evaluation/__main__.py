@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     from evaluation.responding import Chat
     from evaluation.results import as_table, document
     from inference.weights.hash import weights_hash
-    from pipeline.data.resolve_format import resolve_format
+    from pipeline.data.chat.resolve_format import resolve_format
     from pipeline.logs import configure_logging
     from pipeline.models.chat import check_ready
     from pipeline.models.forward import context_length

@@ -11,7 +11,7 @@ from inference.engine.requests import sample_key
 from inference.engine.sampling import sampler_of
 from inference.generation import generate_each
 from inference.settings import Sampling
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.errors import DataError
 from pipeline.models.chat import decode_response
 from pipeline.models.forward import context_length

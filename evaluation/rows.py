@@ -1,6 +1,6 @@
 """Rows of a data path, of which a task takes those that no step trains on."""
 
-from pipeline.data.sources import Row, read_source
+from pipeline.data.rows.sources import Row, read_source
 from pipeline.errors import DataError
 
 

@@ -10,11 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints import Checkpoints
 from pipeline.config import StepConfig, TrainedModelConfig
-from pipeline.data.batches import RowStream, micro_batches
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.batches import EncodedPair, PairBatch, RowStream, collate_pairs, micro_batches
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import RowsFit, check_lengths
-from pipeline.data.pairs import EncodedPair, PairBatch, collate_pairs
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import StageData, load_step_rows, record_prompts
 from pipeline.engine.best import BestWeights

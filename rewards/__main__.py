@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pipeline.cli import run_main, say
 from pipeline.command import joined, read_command
-from pipeline.data.reading import Wanted
-from pipeline.data.sources import read_source
+from pipeline.data.rows.reading import Wanted
+from pipeline.data.rows.sources import read_source
 from pipeline.errors import EXIT_FAILED, require
 from pipeline.installation import MODULE
 from rewards.config import RewardConfig, check_limits

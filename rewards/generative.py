@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.data.examples import Message
-from pipeline.data.sources import HUB_NAME
+from pipeline.data.rows.sources import HUB_NAME
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.models.directory import check_model_directory
 from rewards.config import RewardConfig

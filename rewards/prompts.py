@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns
 from pipeline.data.examples import Example
-from pipeline.data.reading import RowReader, Wanted
+from pipeline.data.rows.reading import RowReader, Wanted
 from pipeline.data.sharing.steps import load_examples
 from pipeline.errors import DataError
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.data.examples import Example, Message
-from pipeline.data.shapes import read_row
-from pipeline.data.sources import Row
+from pipeline.data.rows.shapes import read_row
+from pipeline.data.rows.sources import Row
 from pipeline.errors import DataError
 from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate_part
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import Fit, RowsFit, require_learnable
 from pipeline.parallel.device import local_device

@@ -17,7 +17,7 @@ from pipeline.installation import MODULE
 from step2_reward.config import RewardConfig
 
 if TYPE_CHECKING:
-    from pipeline.data.chat_format import ChatFormat
+    from pipeline.data.chat.chat_format import ChatFormat
     from pipeline.data.examples import Example
     from pipeline.models.forward import Scorer
 
@@ -122,10 +122,10 @@ def read_pairs(data_path: str, *, seed: int) -> "list[Example]":
         DataError: there is nothing there, or no row has a chosen and a rejected response.
     """
     from pipeline.config import EMBEDDED
-    from pipeline.data.named import named_set
-    from pipeline.data.shapes import read_row
+    from pipeline.data.rows.named import named_set
+    from pipeline.data.rows.shapes import read_row
+    from pipeline.data.rows.sources import read_source
     from pipeline.data.sharing.steps import load_examples
-    from pipeline.data.sources import read_source
 
     if data_path == EMBEDDED:
         return load_examples(DataConfig(), step=2, seed=seed).eval

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.data.examples import Example
-from pipeline.data.labels import Label
+from pipeline.data.rows.columns import Label
 from pipeline.errors import ConfigError, DataError
 from step2_reward.label_config import LOSSES, LabelKind, LabelSettings, Loss
 

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from pipeline.data.batches import TokenBatch
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import RowsFit
 from pipeline.models.forward import LabelOutputs, Scorer

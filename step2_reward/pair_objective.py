@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.batches import EncodedPair, PairBatch
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import RowsFit
-from pipeline.data.pairs import EncodedPair, PairBatch
 from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.trained import evaluating
 from pipeline.parallel.mesh import current_mesh

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from pipeline import offline
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.batches import EncodedPair, PairBatch
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.lengths import Fit, RowsFit
-from pipeline.data.pairs import EncodedPair, PairBatch
 from step2_reward.config import RewardConfig
 
 

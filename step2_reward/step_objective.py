@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.lengths import Fit, RowsFit
 from pipeline.errors import DataError

@@ -17,7 +17,7 @@ from inference.engine.batch import OpenBatch
 from inference.engine.requests import Ended, Request, Ticket
 from inference.engine.sampling import Sampler
 from inference.generation import Response, free_bytes, slots_within
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Message
 from pipeline.errors import DataError
 from pipeline.models.chat import decode_response

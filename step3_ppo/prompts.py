@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from evaluation.held_out import Prompt
 from pipeline.data.batches import RowStream
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import load_step_rows

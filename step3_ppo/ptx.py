@@ -1,7 +1,7 @@
 """PPO-ptx: a language-model loss beside PPO (Ouyang et al. 2022, eq. 2)."""
 
 from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.sharing.prompts import PromptRecord
 from pipeline.data.sharing.steps import load_examples, record_prompts
 from pipeline.parallel.device import local_device

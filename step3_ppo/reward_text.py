@@ -6,9 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig
-from pipeline.data.chat_format import ChatFormat, Messages
+from pipeline.data.chat.chat_format import ChatFormat, Messages
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
-from pipeline.data.resolve_format import resolve_format
 from pipeline.models.chat import decode_response, speaks_alike
 from pipeline.models.load import load_tokenizer
 from step3_ppo.episodes import EpisodeResponse

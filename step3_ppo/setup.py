@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inference.self_test import check_generation
 from pipeline.checkpoints import Checkpoints
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.guards.guards import Guards
 from pipeline.guards.rollback import Guarded
 from pipeline.models.export import export

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.parallel.mesh import current_mesh
 from rewards.environments.pool import Environments
 from step3_ppo.config import PPOConfig

@@ -19,7 +19,7 @@ from evaluation.scored import (
 from evaluation.verification import conclude
 from pipeline.checkpoints import Checkpoints
 from pipeline.config import EMBEDDED
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights

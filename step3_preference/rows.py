@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.parallel.device import local_device, send
 from step3_preference.config import PreferenceConfig

@@ -15,7 +15,7 @@ from evaluation.ifeval.lengths import LENGTHS
 from evaluation.ifeval.words import WORDS
 from evaluation.rows import column, rows_of
 from pipeline.data.examples import Message
-from pipeline.data.sources import Row
+from pipeline.data.rows.sources import Row
 from pipeline.errors import DataError, suggestion
 
 INSTRUCTIONS = {**WORDS, **LANGUAGE, **LENGTHS, **FORMS}

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
 
     from inference.chat.conversation import Conversation
     from inference.chat.terminal import Terminal
-    from pipeline.data.resolve_format import resolve_format
+    from pipeline.data.chat.resolve_format import resolve_format
     from pipeline.logs import configure_logging
     from pipeline.models.load import load_for_inference
 

@@ -9,7 +9,7 @@ from inference.engine.sampling import sampler_of
 from inference.generation import generate_each
 from inference.settings import Sampling
 from inference.streaming import TextStream
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Message
 from pipeline.errors import DataError
 from pipeline.models.forward import context_length

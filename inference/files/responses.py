@@ -16,7 +16,7 @@ from inference.files.prompts import Prompt
 from inference.generation import Response, generate_each
 from inference.settings import Sampling
 from inference.streaming import continuation, plain_text
-from pipeline.data.resolve_format import resolve_format
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.errors import DataError
 from pipeline.models.forward import context_length
 from pipeline.progress import Progress

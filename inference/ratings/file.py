@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.ratings import SCHEMA, UNDO
+from pipeline.data.rows.shapes import SCHEMA, UNDO
 from pipeline.errors import ConfigError, DataError
 from pipeline.files.durable import sync_directory
 

@@ -7,7 +7,7 @@ import torch
 
 from inference.serve.errors import ApiError
 from pipeline.data.batches import collate
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Message
 from pipeline.errors import UserError
 from pipeline.models.forward import Scorer, base_model, context_length

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from inference.serve.errors import ApiError
+from pipeline.data.chat.resolve_format import Argument
 from pipeline.data.examples import Message, Role
-from pipeline.data.template import Argument
 
 T = TypeVar("T", bound=BaseModel)
 

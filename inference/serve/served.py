@@ -15,10 +15,9 @@ from inference.serve.models import ModelPath
 from inference.serve.token_bytes import TokenBytes
 from inference.weights.hash import weights_hash
 from pipeline.config import FrozenModelConfig
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.resolve_format import Argument, never_read, resolve_format
 from pipeline.data.examples import Message
-from pipeline.data.resolve_format import resolve_format
-from pipeline.data.template import Argument, never_read
 from pipeline.errors import ModelError, UserError
 from pipeline.models.load import lacks_tokens, load_causal_lm, load_tokenizer
 from pipeline.parallel.device import local_device

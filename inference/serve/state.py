@@ -14,8 +14,8 @@ from inference.serve.errors import ApiError
 from inference.serve.metrics import Metrics
 from inference.serve.served import ServedModel
 from inference.serve.watch import WatchedRun
+from pipeline.data.chat.resolve_format import Argument
 from pipeline.data.examples import Message
-from pipeline.data.template import Argument
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, TrainedModelConfig
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Example
-from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.models.directory import check_configuration, check_model_directory
 from pipeline.models.load import load_tokenizer, local_directory

@@ -6,9 +6,9 @@ import torch
 
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.data.resolve_format import resolve_format
 from pipeline.models.chat import require_score_head
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_reward

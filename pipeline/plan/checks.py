@@ -33,7 +33,7 @@ from pipeline.trackers import require_trackers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from pipeline.data.chat_format import ChatFormat
+    from pipeline.data.chat.chat_format import ChatFormat
 
 
 Problem = tuple[Stage, str]
@@ -308,7 +308,7 @@ class Chats:
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
         """As `pipeline.models.chat.load_chat`, for a model that may not be there yet."""
-        from pipeline.data.resolve_format import resolve_format
+        from pipeline.data.chat.resolve_format import resolve_format
 
         tokenizer = self._of(model)
         if tokenizer is None:

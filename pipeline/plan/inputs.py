@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.config import EMBEDDED, StepConfig
-from pipeline.data.sources import (
+from pipeline.data.rows.sources import (
     HUB_NAME,
     PAIR_OF_FILES,
     SUFFIXES,

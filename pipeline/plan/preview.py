@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowCounts, StepConfig
 from pipeline.data.examples import Example
+from pipeline.data.rows.sources import PAIR_OF_FILES, is_pair_of_files
 from pipeline.data.sharing.steps import StageData, load_examples, of_one_kind
-from pipeline.data.sources import PAIR_OF_FILES, is_pair_of_files
 from pipeline.errors import DataError
 from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.stage import Stage
@@ -18,7 +18,7 @@ from pipeline.plan.stage import Stage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from pipeline.data.chat_format import ChatFormat
+    from pipeline.data.chat.chat_format import ChatFormat
 
 SAMPLE = 128
 """Rows that are encoded to find out how long they are."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipeline.config import StepConfig
 
 if TYPE_CHECKING:
-    from pipeline.data.chat_format import ChatFormat
+    from pipeline.data.chat.chat_format import ChatFormat
 
 BEFORE = "before"
 """In place of a section: the model that the first step begins with."""

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ModelError
 from pipeline.models.chat import check_ready, require_score_head
 from pipeline.models.forward import Scorer, base_model, context_length

@@ -8,11 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.data.dialogues import Turns
 from pipeline.data.examples import Message
-from pipeline.data.history import with_history
-from pipeline.data.sources import Row, read_source
-from pipeline.data.turns import LeftOut, turns
+from pipeline.data.rows.columns import LeftOut, turns
+from pipeline.data.rows.dialogues import Turns, with_history
+from pipeline.data.rows.sources import Row, read_source
 from pipeline.errors import DataError
 
 TIES = "ties"

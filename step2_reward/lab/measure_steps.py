@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.models.forward import Scorer
 from step2_reward.config import RewardConfig

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.chat.conversation import Conversation
 from inference.settings import Sampling
-from pipeline.data.resolve_format import resolve_format
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.models.load import load_for_inference
 
 

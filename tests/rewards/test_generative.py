@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.contract import Episode

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.examples import Example, Message
-from pipeline.data.reading import RowReader, Wanted
+from pipeline.data.rows.reading import RowReader, Wanted
 from pipeline.errors import ConfigError, DataError, ModelError, UserError
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference

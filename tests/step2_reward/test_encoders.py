@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from pipeline.config import FrozenModelConfig, LoraConfig
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.data.resolve_format import resolve_format
 from pipeline.models.load import load_tokenizer
 from pipeline.models.reward_model import load_scorer, score_responses
 from step2_reward.train import train

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import DataError, ModelError, UserError
 from pipeline.models.export import export
 from pipeline.models.load import load_for_inference, load_reward_for_inference

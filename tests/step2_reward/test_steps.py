@@ -12,10 +12,10 @@ from transformers import AutoModelForSequenceClassification
 
 from pipeline.config import RowColumns
 from pipeline.data.batches import TokenBatch, collate
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.resolve_format import resolve_format
-from pipeline.data.shapes import read_row
-from pipeline.data.sources import Row
+from pipeline.data.rows.shapes import read_row
+from pipeline.data.rows.sources import Row
 from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import LabelOutputs

@@ -16,8 +16,8 @@ from pipeline.config import (
     OptimConfig,
     TrainedModelConfig,
 )
+from pipeline.data.batches import EncodedPair, collate_pairs
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.pairs import EncodedPair, collate_pairs
 from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.chat import load_chat

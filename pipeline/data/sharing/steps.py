@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, StepConfig
 from pipeline.data.examples import Example
-from pipeline.data.history import histories
-from pipeline.data.reading import ReadPath, RowReader, Wanted
+from pipeline.data.rows.dialogues import histories
+from pipeline.data.rows.reading import ReadPath, RowReader, Wanted
 from pipeline.data.sharing.prompts import (
     PromptRecord,
     as_hashes,

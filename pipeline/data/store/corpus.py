@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config import RowCounts, TextDataConfig
+from pipeline.data.rows.sources import split_weight
 from pipeline.data.sharing.prompts import draw
-from pipeline.data.sources import split_weight
 from pipeline.data.store.order import MixedStream, Permutation
 from pipeline.data.store.pack import SUFFIXES as TEXTS
 from pipeline.data.store.pack import pack

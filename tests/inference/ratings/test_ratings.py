@@ -16,7 +16,7 @@ from inference.ratings.agreement import agreement
 from inference.ratings.export import export, merge
 from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
 from pipeline.data.examples import Message
-from pipeline.data.reading import RowReader, Wanted
+from pipeline.data.rows.reading import RowReader, Wanted
 from pipeline.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parent.parent.parent.parent

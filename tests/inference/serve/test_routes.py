@@ -7,8 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline import __version__
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.data.resolve_format import resolve_format
 from pipeline.models.reward_model import score_responses
 from tests.families import saved, tiny_classifier
 from tests.inference.serve.serving import CHAT, COMPLETIONS, Running, chat, get, post, serving

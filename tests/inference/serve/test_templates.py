@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from inference.serve.models import ModelPath
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.data.resolve_format import resolve_format
 from tests.families import saved, tiny_causal_lm
 from tests.inference.serve.serving import CHAT, Answer, Running, post, serving
 from tests.pipeline.data.test_templates import QWEN3, chatml_tokenizer

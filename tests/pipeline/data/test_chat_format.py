@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pipeline.data.chat_format import FORMATS, ChatFormat
+from pipeline.data.chat.chat_format import FORMATS, ChatFormat
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
-from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ModelError
 from tests.pipeline.data.tokenizers import KINDS, byte_level, metaspace, prepending
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.data.inspect import main, marked_text
-from pipeline.data.resolve_format import resolve_format
 from tests.pipeline.data.tokenizers import KINDS
 
 

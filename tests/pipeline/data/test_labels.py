@@ -8,10 +8,10 @@ import pytest
 
 from pipeline.config import DataConfig, RowColumns
 from pipeline.data.examples import Example, Message
-from pipeline.data.history import with_history
-from pipeline.data.shapes import read_row
+from pipeline.data.rows.dialogues import with_history
+from pipeline.data.rows.shapes import read_row
+from pipeline.data.rows.sources import Row
 from pipeline.data.sharing.steps import load_examples
-from pipeline.data.sources import Row
 from pipeline.errors import ConfigError, DataError
 
 LABELS = RowColumns(labels=True)

@@ -1,9 +1,9 @@
 from typing import Any
 
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Example, Message
-from pipeline.data.lint import Finding, encode_rows, lint
-from pipeline.data.resolve_format import resolve_format
+from pipeline.data.inspect import Finding, encode_rows, lint
 from tests.pipeline.data.tokenizers import byte_level, metaspace
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from pipeline.data.examples import Example, Message
-from pipeline.data.named import NAMED, named_set
-from pipeline.data.sources import Row
+from pipeline.data.rows.named import NAMED, named_set
+from pipeline.data.rows.sources import Row
 
 
 def read(name: str, row: dict[str, Any]) -> Example | None:

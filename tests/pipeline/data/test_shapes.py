@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 
 from pipeline.data.examples import Example, Message
-from pipeline.data.shapes import read_row
-from pipeline.data.sources import Row
-from pipeline.data.turns import Reading
+from pipeline.data.rows.columns import Reading
+from pipeline.data.rows.shapes import read_row
+from pipeline.data.rows.sources import Row
 from pipeline.errors import DataError
 
 QUESTION, GOOD, BAD = (

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from pipeline.data.sources import Reader, Source, read_source, split_weight
+from pipeline.data.rows.sources import Reader, Source, read_source, split_weight
 from pipeline.errors import DataError
 
 ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "ç", "response": "d"}]

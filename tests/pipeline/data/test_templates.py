@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ConfigError, DataError
 from tests.pipeline.data.test_chat_format import PROMPT, RESPONSE, SYSTEM, USER, ready
 from tests.pipeline.data.tokenizers import byte_level

@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from pipeline.data.resolve_format import resolve_format
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.demo.model import build_model, build_tokenizer
 from tests.pipeline.data.tokenizers import byte_level
 

@@ -2,22 +2,28 @@
 
 A row is a dictionary of columns and the place it came from. What the columns mean is the concern
 of `shapes` and `named`.
+
+Sets for several steps name their splits as UltraFeedback does: train_sft, train_prefs, train_gen,
+and test_sft, test_prefs, test_gen.
 """
 
+import csv
 import gzip
+import io
 import json
 import re
+import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.csv_rows import CSV_SUFFIXES, read_csv
-from pipeline.data.splits import choose_splits, split_of_file, without_unknown_words
 from pipeline.errors import DataError
 from pipeline.hub import require_reachable
 
+CSV_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXES)
 
 PAIR_OF_FILES = (Path("data/train.json"), Path("data/eval.json"))
@@ -305,3 +311,151 @@ def _load_hub_set(name: str) -> Mapping[str, Iterable[Any]]:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+TRAIN_WORD = "train"
+TEST_WORDS = ("test", "eval", "validation", "valid", "dev")
+
+STEP_WORDS = {
+    1: ("sft",),
+    2: ("prefs", "pref", "preference", "preferences", "rm", "reward"),
+    3: ("gen", "ppo", "rl", "prompts"),
+}
+"""What the name of a step's split says after `train_`."""
+
+
+def is_test(name: str) -> bool:
+    """Whether a file or split called `name` holds test rows: test, eval-00000-of-00002, dev_2."""
+    return re.split(r"[-_.]", name.lower())[0] in TEST_WORDS
+
+
+def split_of_file(parts: Sequence[str]) -> str:
+    """The split that a file belongs to, by the parts of its path below the set's directory.
+
+    `train_sft-00000-of-00003.parquet` is of train_sft, `test/a.jsonl` of test, any other of train.
+    """
+    for part in parts:
+        words = re.split(r"[-_.]", part.lower().split(".")[0])
+        if words[0] == TRAIN_WORD or words[0] in TEST_WORDS:
+            kept = [word for word in words[1:] if word and not word.isdigit() and word != "of"]
+            return "_".join([words[0], *kept])
+    return TRAIN_WORD
+
+
+def without_unknown_words(split: str) -> str:
+    """`train` or `test`, and what names a step: train_sft, but train for train_b, test for dev."""
+    word, _, rest = split.partition("_")
+    word = "test" if word in TEST_WORDS else word
+    return f"{word}_{rest}" if any(rest in words for words in STEP_WORDS.values()) else word
+
+
+def choose_splits(
+    name: str, splits: Collection[str], *, step: int | None, wanted: str | None = None
+) -> tuple[str, list[str]]:
+    """The training split that `step` reads, and the test splits that go with it, if any.
+
+    That is `asked`, else `train`, else the only one whose name begins so, else the one that is
+    named for the step.
+
+    Raises:
+        DataError: there is none, or there are several and none is named for the step.
+    """
+    if wanted is not None:
+        if wanted not in splits:
+            raise DataError(
+                f"data path {name}@{wanted}: there is no split {wanted}; there are"
+                f" {', '.join(sorted(splits))}"
+            )
+        return wanted, _test_splits(wanted, splits)
+    train = [split for split in splits if split.startswith(TRAIN_WORD)]
+    train = train or list(splits)[: len(splits) == 1]
+    if TRAIN_WORD in train:
+        return TRAIN_WORD, _test_splits(TRAIN_WORD, splits)
+    if len(train) > 1:
+        words = STEP_WORDS.get(step or 0, ())
+        train = [split for split in train if split.removeprefix(TRAIN_WORD).strip("_-") in words]
+    if len(train) != 1:
+        raise DataError(_which_one(name, splits, step))
+    return train[0], _test_splits(train[0], splits)
+
+
+def _test_splits(train: str, splits: Collection[str]) -> list[str]:
+    """The test split of the same name as `train`, else a plain one, else all where it is alone."""
+    rest = train.removeprefix(TRAIN_WORD) if train.startswith(TRAIN_WORD) else ""
+    for ending in dict.fromkeys((rest, "")):
+        found = [word + ending for word in TEST_WORDS if word + ending in splits]
+        if found and train not in found:
+            return found[:1]
+    others = [split for split in splits if split.startswith(TRAIN_WORD) and split != train]
+    if others or is_test(train):
+        return []
+    return [split for split in splits if is_test(split)]
+
+
+def _which_one(name: str, splits: Collection[str], step: int | None) -> str:
+    train = sorted(split for split in splits if split.startswith(TRAIN_WORD))
+    if train:
+        of_step = f" and not one named for step {step}" if step else ""
+        return (
+            f"data path {name} has several training splits{of_step}: {', '.join(train)};"
+            f" name the one to read, such as {name}@{train[0]}"
+        )
+    return (
+        f"data path {name} has no train split, it has {', '.join(splits)}; name the one to read,"
+        f" such as {name}@{next(iter(splits), 'train')}"
+    )
+
+
+def read_csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(origin, columns) of each row of `text`, the content of `path`.
+
+    Cells are separated by commas (in a .tsv by tabs; by semicolons where the first line has no
+    comma), and may be quoted as RFC 4180 has it, line breaks included.
+
+    Raises:
+        DataError: a row has more or fewer cells than the first line, or a quote is never closed.
+    """
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter=_delimiter(path, text), strict=True
+    )
+    header: list[str] | None = None
+    line = 1
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise DataError(f"{path} line {line} is not valid CSV ({error}); mend it") from error
+        if cells is None:
+            return
+        origin, line = f"{path} line {line}", reader.line_num + 1
+        if not cells:
+            continue
+        if header is None:
+            header = _header(origin, cells)
+        elif len(cells) != len(header):
+            raise DataError(
+                f"{origin} has {len(cells)} cells, and the first line names {len(header)} columns;"
+                " put text with separators or line breaks into double quotes"
+            )
+        else:
+            columns = zip(header, cells, strict=True)
+            yield origin, {name: cell if cell.strip() else None for name, cell in columns}
+
+
+def _delimiter(path: Path, text: str) -> str:
+    if ".tsv" in path.suffixes:
+        return "\t"
+    first = text.lstrip().partition("\n")[0]
+    return ";" if ";" in first and "," not in first else ","
+
+
+def _header(origin: str, cells: list[str]) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    repeated = [name for name, count in Counter(names).items() if count > 1 or not name]
+    if repeated:
+        raise DataError(
+            f"{origin} names the columns: each needs a name of its own, and"
+            f" {repeated[0] or 'an empty one'!r} is not"
+        )
+    return names

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.data.dialogues import Turns, join_turns, last_response, parse_dialogue
 from pipeline.data.examples import Example, Message
-from pipeline.data.sources import Row
+from pipeline.data.rows.dialogues import Turns, join_turns, last_response, parse_dialogue
+from pipeline.data.rows.sources import Row
 from pipeline.errors import DataError
 
 Columns = Mapping[str, Any]

@@ -1,10 +1,10 @@
-"""Dialogues in text and in turns: reading them, and finding where prompt and response meet."""
+"""Dialogues as texts and as turns: parsing, the last response, and the history that is kept."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeline.data.examples import Message, Role
+from pipeline.data.examples import Example, Message, Role
 
 Turns = tuple[Message, ...]
 
@@ -85,3 +85,29 @@ def _ending_in_assistant(turns: Turns) -> Turns:
     while turns and turns[-1].role != "assistant":
         turns = turns[:-1]
     return turns
+
+
+def with_history(prompt: Turns, history: str) -> Turns:
+    """The prompt with as much of its history as `data.history` names.
+
+    Args:
+        prompt: a dialogue that ends in a user turn; empty of plain text.
+        history: all; user, what users wrote alone, as one turn; last:N, the last N user turns and
+            the turns between them. System messages stay.
+    """
+    if history == "all" or not prompt:
+        return prompt
+    system = tuple(turn for turn in prompt if turn.role == "system")
+    users = [place for place, turn in enumerate(prompt) if turn.role == "user"]
+    if history == "user":
+        return (*system, *join_turns([prompt[place] for place in users]))
+    kept = users[-int(history.removeprefix("last:")) :]
+    first = kept[0] if kept else len(prompt)
+    return (*system, *(turn for turn in prompt[first:] if turn.role != "system"))
+
+
+def histories(examples: list[Example], history: str) -> list[Example]:
+    """The examples with prompts that have lost the turns which `history` leaves out."""
+    if history == "all":
+        return examples
+    return [replace(each, prompt=with_history(each.prompt, history)) for each in examples]

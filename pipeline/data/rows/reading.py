@@ -5,11 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.config import RowColumns
 from pipeline.data.examples import Example
-from pipeline.data.named import NamedSet, named_set
-from pipeline.data.ratings import standing
-from pipeline.data.shapes import check_fields, read_row
-from pipeline.data.sources import Reader, Row, Source
-from pipeline.data.turns import NO_ANSWER, Reading, names
+from pipeline.data.rows.columns import NO_ANSWER, Reading, names
+from pipeline.data.rows.named import NamedSet, named_set
+from pipeline.data.rows.shapes import check_fields, read_row, standing
+from pipeline.data.rows.sources import Reader, Row, Source
 from pipeline.errors import DataError
 
 

@@ -5,16 +5,13 @@ reads the row.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeline.config import RowColumns
-from pipeline.data import ratings, stepwise
-from pipeline.data.dialogues import Turns, common_prompt, last_response
 from pipeline.data.examples import Example, Message
-from pipeline.data.labels import best_first, label_of, ranks_of, tie_of, winner_of
-from pipeline.data.sources import Row
-from pipeline.data.turns import (
+from pipeline.data.rows.columns import (
     ALL_TIED,
     BAD_LABEL,
     EMPTY_RESPONSE,
@@ -24,16 +21,197 @@ from pipeline.data.turns import (
     Columns,
     LeftOut,
     Reading,
+    best_first,
     dialogue,
     history,
+    label_of,
     names,
     prompt,
+    ranks_of,
     response,
     text,
+    tie_of,
     turns,
+    winner_of,
     with_system,
 )
+from pipeline.data.rows.dialogues import Turns, common_prompt, last_response
+from pipeline.data.rows.sources import Row
 from pipeline.errors import DataError
+
+STEPWISE = (("prompt", "completions", "labels"), ("prompt", "steps", "labels"), ("prompt", "steps"))
+"""Columns of TRL's stepwise rows; the same with another name; steps with their labels in them."""
+
+STEP_RATINGS = {-1: 0.0, 0: 1.0, 1: 1.0}
+"""Of PRM800K: wrong, neutral, right; what is neutral counts as right (Lightman et al. 2023)."""
+
+
+def stepwise_reader(name: str) -> Callable[[Row], Example]:
+    """What reads rows whose steps are in the column `name`.
+
+    A row has a prompt alone for whoever doesn't learn from steps: a response with wrong steps is
+    not a demonstration.
+    """
+
+    def read(row: Row) -> Example:
+        question: Turns = prompt(row)
+        if not question or question[-1].role != "user":
+            raise LeftOut(NO_ANSWER)
+        texts, labels = _steps(row, name)
+        if not texts:
+            raise LeftOut(EMPTY_RESPONSE)
+        return Example(question, steps=texts, step_labels=labels)
+
+    return read
+
+
+def _steps(row: Row, name: str) -> tuple[tuple[str, ...], tuple[float | None, ...]]:
+    """The steps that hold text, and their labels."""
+    steps = row.columns[name]
+    if not isinstance(steps, list):
+        raise DataError(f"{row.origin}: {name} must be a list of steps, got {_kind(steps)}")
+    if "labels" in row.columns:
+        labels = row.columns["labels"]
+        if not isinstance(labels, list) or len(labels) != len(steps):
+            count = len(labels) if isinstance(labels, list) else _kind(labels)
+            raise DataError(
+                f"{row.origin}: {name} has {len(steps)} steps, and labels {count}; give one label"
+                " for each step, null where none is known"
+            )
+        texts = steps
+    else:
+        texts = [_inside(row, name, step, "text") for step in steps]
+        labels = [_label_inside(row, name, step) for step in steps]
+    kept: list[tuple[str, float | None]] = []
+    for step, label in zip(texts, labels, strict=True):
+        if not isinstance(step, str):
+            raise DataError(f"{row.origin}: a step in {name} must be text, got {_kind(step)}")
+        known = _label(row, label)
+        if step.strip():
+            kept.append((step, known))
+    return tuple(step for step, _ in kept), tuple(label for _, label in kept)
+
+
+def _inside(row: Row, name: str, step: object, key: str) -> object:
+    if not isinstance(step, dict) or key not in step:
+        raise DataError(
+            f'{row.origin}: without a column labels, {name} must be a list of {{"text": ...,'
+            f' "label": ...}}, got {str(step)[:60]}'
+        )
+    return step[key]
+
+
+def _label_inside(row: Row, name: str, step: object) -> object:
+    if isinstance(step, dict) and "rating" in step:
+        rating = step["rating"]
+        if rating is None:
+            return None
+        if isinstance(rating, bool) or rating not in STEP_RATINGS:
+            raise DataError(f"{row.origin}: rating must be -1, 0 or 1 or null, got {rating!r}")
+        return STEP_RATINGS[rating]
+    return _inside(row, name, step, "label")
+
+
+def _label(row: Row, value: object) -> float | None:
+    """How right a step is, from 0 to 1; None where that is not known."""
+    if value is None:
+        return None
+    is_share = isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1
+    if not is_share:
+        raise DataError(
+            f"{row.origin}: the label of a step must be true, false or a number from 0 to 1, or"
+            f" null where none is known, got {value!r}"
+        )
+    return float(value)  # pyright: ignore[reportArgumentType]  # a number, as is checked above
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+RATING = ("schema", "kind", "messages", "answers")
+RATING_MAY_HAVE = ("choice", "tie", "strength", "edit")
+SCHEMA = 1
+UNDO = "undo"
+
+NO_PREFERENCE = "that prefer neither response"
+
+
+def standing(rows: Sequence[Row]) -> list[Row]:
+    """The rows without ratings that later ones took back or replaced; others as they are."""
+    ratings = [row.columns for row in rows if _is_rating(row.columns)]
+    gone = {each["supersedes"] for each in ratings if each["supersedes"] is not None}
+    return [
+        row
+        for row in rows
+        if not _is_rating(row.columns)
+        or (row.columns["kind"] != UNDO and row.columns.get("id") not in gone)
+    ]
+
+
+def _is_rating(columns: Mapping[str, Any]) -> bool:
+    return "schema" in columns and "kind" in columns and "supersedes" in columns
+
+
+def rating_example(row: Row) -> Example:
+    """The example in a rating: a preference, or a response that is good or bad by itself.
+
+    Raises:
+        LeftOut: it prefers neither response.
+        DataError: it is of another version, or its fields contradict each other.
+    """
+    if row.columns["schema"] != SCHEMA:
+        raise DataError(
+            f"{row.origin}: a rating of schema {row.columns['schema']!r}, and {SCHEMA} is read;"
+            " update the package"
+        )
+    prompt = turns(row, "messages")
+    if not prompt or prompt[-1].role != "user":
+        raise LeftOut(NO_ANSWER)
+    answers = [_rated_response(row, answer) for answer in _answers(row)]
+    match row.columns["kind"]:
+        case "pair":
+            return _rated_pair(row, prompt, answers)
+        case "edit":
+            return Example(prompt, (Message("assistant", text(row, "edit").strip()),))
+        case "thumb":
+            return _thumb(row, prompt, answers)
+        case kind:
+            raise DataError(f"{row.origin}: there is no kind of rating {kind!r}")
+
+
+def _rated_pair(row: Row, prompt: tuple[Message, ...], answers: Sequence[Message]) -> Example:
+    choice = row.columns.get("choice")
+    if choice is None or row.columns.get("tie"):
+        raise LeftOut(NO_PREFERENCE)
+    if len(answers) != 2 or choice not in (0, 1):
+        raise DataError(f"{row.origin}: a pair has two answers, and choice is 0 or 1: {choice!r}")
+    strength = row.columns.get("strength")
+    margin = float(strength) if isinstance(strength, int) else None
+    return Example(prompt, (answers[choice],), (answers[1 - choice],), margin=margin)
+
+
+def _thumb(row: Row, prompt: tuple[Message, ...], answers: Sequence[Message]) -> Example:
+    choice = row.columns.get("choice")
+    if choice not in (0, 1) or len(answers) != 1:
+        raise DataError(f"{row.origin}: a thumb has one answer, and choice is 0 or 1: {choice!r}")
+    return Example(prompt, (answers[0],)) if choice == 1 else Example(prompt, (), (answers[0],))
+
+
+def _answers(row: Row) -> list[Mapping[str, Any]]:
+    answers = row.columns["answers"]
+    if isinstance(answers, list) and all(isinstance(each, dict) for each in answers):
+        return answers
+    raise DataError(f"{row.origin}: answers must be a list of objects with a text each")
+
+
+def _rated_response(row: Row, answer: Mapping[str, Any]) -> Message:
+    written = answer.get("text")
+    if not isinstance(written, str):
+        raise DataError(f"{row.origin}: an answer has no text")
+    if not written.strip():
+        raise LeftOut(EMPTY_RESPONSE)
+    return Message("assistant", written.strip())
 
 
 @dataclass(frozen=True)
@@ -336,14 +514,14 @@ _ALPACA = ("input", "context", "history", "system")
 _BESIDE = ("prompt", "conversations", "messages", "instruction", *_ALPACA)
 
 SHAPES = (
-    Shape(ratings.NEEDS, ratings.rating_example, ratings.MAY_HAVE),
+    Shape(RATING, rating_example, RATING_MAY_HAVE),
     Shape(("chosen", "rejected"), _preference, (*_BESIDE, "tie")),
     *(
         Shape(("responses", ranks, dialogue), _ranking, ("system",))
         for ranks in ("ranks", "scores")
         for dialogue in ("prompt", "messages")
     ),
-    *(Shape(needs, stepwise.stepwise_reader(needs[1]), ("system",)) for needs in stepwise.NEEDS),
+    *(Shape(needs, stepwise_reader(needs[1]), ("system",)) for needs in STEPWISE),
     Shape(("response_a", "response_b", "winner", "prompt"), _comparison, ("system",)),
     Shape(("messages",), _messages, ("system", "kto_tag")),
     Shape(("conversations",), _conversations, ("system", "kto_tag")),

@@ -1,0 +1,1 @@
+"""From dialogues to token ids."""

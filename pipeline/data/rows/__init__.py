@@ -1,0 +1,1 @@
+"""From data paths to examples."""
