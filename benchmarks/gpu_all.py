@@ -1,15 +1,13 @@
-"""Everything that is measured on one GPU, in parts of at most nine minutes: one page at the end.
+"""All measurements on one GPU, in parts of at most nine minutes, with one page at the end.
 
     bash scripts/measure_gpu.sh all [--output DIRECTORY] [--parts kernels ppo] [--again]
-    bash scripts/measure_gpu.sh all --minutes 9     # what comes first, where a GPU is lent
-    bash scripts/measure_gpu.sh all --tiny          # the same course with toys, without a GPU
+    bash scripts/measure_gpu.sh all --minutes 9     # the first parts, within nine minutes
+    bash scripts/measure_gpu.sh all --tiny          # toys, without a GPU
 
-Each part is a command of its own with a limit, at which it is ended with all that it has started.
-Its output goes to DIRECTORY/PART.log as it comes, and how it ended to DIRECTORY/PART.json: a part
-that has ended well is not run again unless `--again` asks for it, so that a course that was cut off
-goes on where it stood. `page.md`, written after each part, has what the parts printed and a line
-for each gate: what was asked, what was found, whether it holds. A gate that fails, or a part that
-didn't end well or had no time, is exit code 1. No network is needed.
+Each part is a command with a time limit. Its output goes to DIRECTORY/PART.log and its end to
+DIRECTORY/PART.json: a part that succeeded is not run again without `--again`. `page.md`, written
+after each part, has the output of the parts and a line for each gate. A gate that fails, or a part
+that failed or had no time, is exit code 1.
 """
 
 import argparse
@@ -34,47 +32,29 @@ OVERHEAD = {"stage 0": 3.0, "stage 3": 8.0}
 """Per cent of a step that the engine may add to a plain loop's."""
 
 RIGHT = 0.7
-"""Share of the embedded task's prompts that step 3 must answer right: on CPUs it is 0.8."""
+"""Share of the embedded task's prompts that step 3 must answer right; on CPUs it is 0.8."""
 
 REPLAYED = 0.9
-"""Share of decoding passes that come from graphs: the others find out whether they may."""
+"""Share of decoding passes that come from graphs."""
 
 TAIL = 80
 """Lines of a part on the page."""
 
 LEAST = 20.0
-"""Seconds without which no part is begun."""
+"""Seconds without which no part is started."""
 
 TESTS = Path(__file__).parents[1] / "tests"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A command, and what is asked of what it leaves."""
-
-    name: str
-    about: str
-    command: Callable[[Path], list[str]]
-    """Given the part's own directory."""
-
-    tiny: Callable[[Path], list[str]]
-    gates: Callable[[Path], Iterator[Gate]] = lambda _: iter(())
-
-
-def module(name: str, *options: str) -> Callable[[Path], list[str]]:
-    """A program of this repository that takes `--output`."""
-    return lambda out: [sys.executable, "-m", name, *options, "--output", str(out)]
-
-
-def gpu_tests(_: Path) -> list[str]:
-    """The tests that need a GPU, by the files that mark some: to read all takes a minute."""
+def gpu_tests() -> list[str]:
+    """The tests that need a GPU, by the files that mark some: collecting all takes a minute."""
     files = (each for each in sorted(TESTS.rglob("test_*.py")) if "mark.gpu\n" in each.read_text())
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     return [*pytest, *(str(each.relative_to(TESTS.parent)) for each in files)]
 
 
 def overhead_gates(out: Path) -> Iterator[Gate]:
-    """Of the engine over a plain loop, by rounds; that of the middle round counts."""
+    """Overhead of the engine over a plain loop, of the middle round."""
     rounds = json.loads((out / "results.json").read_text())["overhead"]
     for system, most in OVERHEAD.items():
         over = sorted(
@@ -94,7 +74,7 @@ def ppo_gates(out: Path) -> Iterator[Gate]:
 
 
 def generation_gates(out: Path) -> Iterator[Gate]:
-    """Decoding goes by graphs, and says what the other side says."""
+    """Share of decoding passes that were replayed."""
     for row in json.loads((out / "results.json").read_text()):
         share, count = row["replayed"], len(row["lengths"])
         text = f"{100 * share:.0f} % of passes of {count} prompts in {row['precision']} replayed"
@@ -102,76 +82,59 @@ def generation_gates(out: Path) -> Iterator[Gate]:
 
 
 def train_gates(out: Path) -> Iterator[Gate]:
-    """The three steps on the embedded task end as on a CPU."""
+    """Result of the three steps on the embedded task."""
     steps = json.loads((out / "run" / "summary.json").read_text())["steps"]
     right = list(steps["step3_ppo"]["eval"]["judge"].values())[-1]
     yield f"{100 * right:.1f} % of answers are right, at least {100 * RIGHT:g} %", right >= RIGHT
 
 
-TRAIN = [sys.executable, "train.py", "--overwrite"]
+@dataclass(frozen=True)
+class Part:
+    """A command, and the gates of its results."""
 
-FEW = ["--sft.max_steps", "2", "--reward.max_steps", "2", "--ppo.max_steps", "1"]
-"""So few steps that they learn nothing."""
+    name: str
+    about: str
+    words: str
+    """Arguments of Python; {out} is the part's directory."""
+
+    tiny: str
+    """Further arguments of a toy run."""
+
+    gates: Callable[[Path], Iterator[Gate]] = lambda _: iter(())
+
+    def command(self, out: Path, *, tiny: bool) -> list[str]:
+        """The command line."""
+        if self.name == "tests":
+            return gpu_tests()
+        if self.name == "kernels" and tiny:  # its measurements need a GPU
+            return [sys.executable, "-m", "pipeline.kernels"]
+        words = f"{self.words} {self.tiny if tiny else ''}".split()
+        return [sys.executable, *(each.format(out=out) for each in words)]
+
+
+FEW = "--sft.max_steps 2 --reward.max_steps 2 --ppo.max_steps 1"
 
 PARTS = (
-    Part(
-        "environment",
-        "versions, devices, limits",
-        lambda _: [sys.executable, "-m", "pipeline.launch.env_report"],
-        lambda _: [sys.executable, "-m", "pipeline.launch.env_report"],
-    ),
-    Part(
-        "tests",
-        "tests that need a GPU",
-        gpu_tests,
-        gpu_tests,
-    ),
-    Part(
-        "kernels",
-        "CUDA kernels against PyTorch",
-        module("benchmarks.kernels_gpu"),
-        lambda _: [sys.executable, "-m", "pipeline.kernels"],
-    ),
-    Part(
-        "overhead",
-        "the engine over a plain loop, OPT-1.3B",
-        module("benchmarks.engine_gpu", "--parts", "overhead"),
-        module("benchmarks.engine_gpu", "--parts", "overhead", "--tiny", "--device", "cpu",
-               "--rounds", "1", "--steps", "4"),
-        overhead_gates,
-    ),
-    Part(
-        "overlap",
-        "copies of parameters beside the computation",
-        module("benchmarks.engine_gpu", "--parts", "overlap"),
-        module("benchmarks.engine_gpu", "--parts", "overlap", "--tiny", "--device", "cpu"),
-    ),
-    Part(
-        "generation",
-        "greedy responses against generate of transformers",
-        module("benchmarks.generation", "--rounds", "3"),
-        module("benchmarks.generation", "--rounds", "1", "--tiny"),
-        generation_gates,
-    ),
-    Part(
-        "ppo",
-        "an iteration of PPO, OPT-1.3B with a reward model of 350M",
-        module("benchmarks.ppo_gpu"),
-        module("benchmarks.ppo_gpu", "--tiny"),
-        ppo_gates,
-    ),
-    Part(
-        "train",
-        "the three steps on the embedded task",
-        lambda out: [*TRAIN, "--output-dir", str(out / "run")],
-        lambda out: [*TRAIN, "--output-dir", str(out / "run"), *FEW],
-        train_gates,
-    ),
+    Part("environment", "versions, devices, limits", "-m pipeline.launch.env_report", ""),
+    Part("tests", "tests that need a GPU", "", ""),
+    Part("kernels", "CUDA kernels against PyTorch", "-m benchmarks.kernels_gpu --output {out}", ""),
+    Part("overhead", "the engine over a plain loop, OPT-1.3B",
+         "-m benchmarks.engine_gpu --parts overhead --output {out}",
+         "--tiny --device cpu --rounds 1 --steps 4", overhead_gates),
+    Part("overlap", "copies of parameters during the computation",
+         "-m benchmarks.engine_gpu --parts overlap --output {out}", "--tiny --device cpu"),
+    Part("generation", "greedy responses against generate of transformers",
+         "-m benchmarks.generation --rounds 3 --output {out}", "--rounds 1 --tiny",
+         generation_gates),
+    Part("ppo", "an iteration of PPO, OPT-1.3B with a reward model of 350M",
+         "-m benchmarks.ppo_gpu --output {out}", "--tiny", ppo_gates),
+    Part("train", "the three steps on the embedded task",
+         "train.py --overwrite --output-dir {out}/run", FEW, train_gates),
 )  # fmt: skip
 
 
 def run(part: Part, args: argparse.Namespace, *, deadline: float) -> dict[str, Any]:
-    """Run a part, unless it has ended well before or there is no time; how it ended."""
+    """Run a part, unless it succeeded before or there is no time; return how it ended."""
     directory, log = args.output / part.name, args.output / f"{part.name}.log"
     ended = args.output / f"{part.name}.json"
     if ended.exists() and not args.again:
@@ -180,7 +143,7 @@ def run(part: Part, args: argparse.Namespace, *, deadline: float) -> dict[str, A
             print(f"{part.name}: done before", flush=True)
             return before
     directory.mkdir(parents=True, exist_ok=True)
-    command = (part.tiny if args.tiny else part.command)(directory)
+    command = part.command(directory, tiny=args.tiny)
     limit = min(60.0 * MINUTES, deadline - time.monotonic())
     if limit < LEAST:
         print(f"{part.name}: no time is left", flush=True)
@@ -199,7 +162,7 @@ def run(part: Part, args: argparse.Namespace, *, deadline: float) -> dict[str, A
 def run_command(command: Sequence[str], log: Path, seconds: float) -> int | None:
     """Run it with its output in a file; its exit code, or None if its time was over.
 
-    Then all that it has started is ended with it: a GPU is measured by one at a time.
+    Then all processes that it has started are ended.
     """
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -216,7 +179,7 @@ def run_command(command: Sequence[str], log: Path, seconds: float) -> int | None
 
 
 def gates_of(part: Part, result: Mapping[str, Any], args: argparse.Namespace) -> list[Gate]:
-    """What was asked of a part; of toys the gates need their figures alone."""
+    """The gates of a part; with toys they only require that there are figures."""
     how = "had no time to end" if result["code"] is None else f"ended with code {result['code']}"
     found = [(f"{part.name} {how}", result["code"] == 0)]
     if result["code"] is None:
@@ -225,15 +188,12 @@ def gates_of(part: Part, result: Mapping[str, Any], args: argparse.Namespace) ->
         gates = [*part.gates(args.output / part.name)]
     except (OSError, LookupError, ValueError, ArithmeticError) as error:
         return [*found, (f"{part.name} left no figures: {error!r}", False)]
-    if args.tiny:
-        gates = [(f"{text} (not asked of a toy)", True) for text, _ in gates]
-    return [*found, *gates]
+    return [*found, *((text, holds or args.tiny) for text, holds in gates)]
 
 
 def page(results: Mapping[Part, Mapping[str, Any]], args: argparse.Namespace) -> tuple[str, bool]:
     """The page, and whether every gate holds."""
-    gates = {part: gates_of(part, result, args) for part, result in results.items()}
-    every = [gate for each in gates.values() for gate in each]
+    every = [gate for part, result in results.items() for gate in gates_of(part, result, args)]
     lines = ["# Measured on one GPU", "", "| holds | what |", "| --- | --- |"]
     lines += [f"| {'yes' if holds else '**no**'} | {text} |" for text, holds in every]
     for part, result in results.items():
@@ -245,7 +205,6 @@ def page(results: Mapping[Part, Mapping[str, Any]], args: argparse.Namespace) ->
 
 def main(argv: Sequence[str]) -> int:
     """Run the parts in turn, and write the page."""
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -253,14 +212,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--output", type=Path, default=Path("output/gpu_all"))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="for all parts")
-    parser.add_argument("--again", action="store_true", help="also what has ended well before")
+    parser.add_argument("--again", action="store_true", help="also parts that succeeded before")
     parser.add_argument("--tiny", action="store_true", help="toys, without a GPU")
     args = parser.parse_args(argv)
     if not args.tiny:
         import torch
 
         if not torch.cuda.is_available():
-            parser.error("there is no GPU; --tiny runs the same course anywhere")
+            parser.error("there is no GPU; --tiny runs the same parts anywhere")
     args.output.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes
     results: dict[Part, dict[str, Any]] = {}

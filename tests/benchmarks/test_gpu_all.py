@@ -61,8 +61,8 @@ def test_what_a_part_has_started_is_ended_with_it(tmp_path: Path) -> None:
     assert gpu_all.run_command(["sh", "-c", "exit 3"], log, seconds=60.0) == 3
 
 
-def test_the_files_with_tests_that_need_a_gpu_are_found(tmp_path: Path) -> None:
-    names = gpu_all.gpu_tests(tmp_path)
+def test_the_files_with_tests_that_need_a_gpu_are_found() -> None:
+    names = gpu_all.gpu_tests()
 
     assert "tests/pipeline/kernels/test_device.py" in names
     marked = [
