@@ -228,16 +228,16 @@ class CheckpointWriter:
         files: dict[str, StoredFile] = {}
         end = time.monotonic() + self._timeout_seconds
         pause, longest = POLL_SECONDS
+        listed = _listed(directory)  # unlike a look-up, not answered from the cache of NFS
         for rank in range(self._world_size):
             report = _report(directory, rank)
-            while not report.exists():
+            while report not in listed:
                 if time.monotonic() > end:
                     seconds = f"{self._timeout_seconds:g} seconds"
                     raise SaveError(f"rank {rank} did not report within {seconds}")
-                if not directory.exists():
-                    raise SaveError("another rank abandoned it")
                 time.sleep(pause)
                 pause = min(1.5 * pause, longest)
+                listed = _listed(directory)
             content = json.loads(report.read_bytes())
             if "failed" in content:
                 raise SaveError(content["failed"])
@@ -355,6 +355,13 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _report(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.json"
+
+
+def _listed(directory: Path) -> set[Path]:
+    try:
+        return set(directory.iterdir())
+    except FileNotFoundError:
+        raise SaveError("another rank abandoned it") from None
 
 
 def _verifies(path: Path) -> bool:
