@@ -15,7 +15,7 @@ from pipeline.cli import run_main, say
 from pipeline.command import read_command
 from pipeline.files.output import check_output, write_output
 from pipeline.installation import MODULE
-from pipeline.report.find_model import find_model
+from pipeline.report.results import find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

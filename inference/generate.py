@@ -16,7 +16,7 @@ from pipeline.cli import run_main
 from pipeline.command import joined, read_command
 from pipeline.errors import require
 from pipeline.installation import MODULE
-from pipeline.report.find_model import find_model
+from pipeline.report.results import find_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ attention, logits for the tokens alone whose prediction is learned.
 
 import functools
 import logging
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -17,21 +16,13 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.budget.flops import ModelFlops, model_flops
-from pipeline.budget.speed import gpu_speed
+from pipeline.budget.flops import ModelFlops, data_sheet_peak, measured_peak, model_flops
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
 from pipeline.run import AtPeak
 
 logger = logging.getLogger(__name__)
-
-SIDE = {"cpu": 512, "cuda": 4096}
-"""Rows and columns of the matrices whose product is timed."""
-
-SECONDS = 0.2
-"""For which products are timed, so that a pause of other programs is not all; the fastest counts.
-"""
 
 
 @dataclass(frozen=True)
@@ -120,32 +111,11 @@ def device_peak(dtype: torch.dtype) -> Peak:
     """
     device = local_device()
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        speed = gpu_speed(torch.cuda.get_device_name(device))
-        if speed is not None:
-            return Peak(speed.peak, f"by the data sheet of an {speed.card}")
+        known = data_sheet_peak(torch.cuda.get_device_name(device))
+        if known is not None:
+            return Peak(known[0], f"by the data sheet of an {known[1]}")
     name = str(dtype).removeprefix("torch.")
-    return Peak(_measured(device, dtype), f"of a product of matrices in {name} measured here")
-
-
-def _measured(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of the fastest of several products of square matrices."""
-    side = SIDE[device.type]
-    left, right = torch.ones(2, side, side, device=device, dtype=dtype)
-    fastest, end = float("inf"), time.perf_counter() + SECONDS
-    with torch.no_grad():
-        torch.mm(left, right)  # the first makes room and starts threads
-        while time.perf_counter() < end or fastest == float("inf"):
-            _wait(device)
-            start = time.perf_counter()
-            torch.mm(left, right)
-            _wait(device)
-            fastest = min(fastest, time.perf_counter() - start)
-    return 2 * side**3 / fastest
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return Peak(measured_peak(device, dtype), f"of a product of matrices in {name} measured here")
 
 
 def _recomputed(model: nn.Module) -> float:

@@ -11,7 +11,7 @@ from pipeline.config import EMBEDDED
 from pipeline.demo.task import TAUGHT
 from pipeline.errors import require
 from pipeline.installation import CHAT
-from pipeline.report.find_model import find_model
+from pipeline.report.results import find_model
 
 
 @dataclass(frozen=True, kw_only=True)

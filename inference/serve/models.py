@@ -8,8 +8,7 @@ from pathlib import Path
 from inference.serve.adapter_files import adapter_directory
 from inference.serve.config import ServeConfig
 from pipeline.errors import ConfigError, DataError, ModelError, require
-from pipeline.report.read import read_results
-from pipeline.report.results import StepResult
+from pipeline.report.results import StepResult, read_results
 
 NAME = re.compile(r"[\w.:-]{1,64}")
 BASE = "base"

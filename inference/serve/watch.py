@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.report.curves import charts_of
-from pipeline.report.guards import GuardEvent, event_of
-from pipeline.report.results import StepResult, finite, mapping
+from pipeline.report.results import GuardEvent, StepResult, event_of, finite, mapping
 
 POINTS = 400
 """Points of a drawn curve at most: more are not seen."""

@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.autotune.space import Value
-from pipeline.budget.fallbacks import nested
+from pipeline.budget.fixes import Settings, nested
 from pipeline.config import EMBEDDED, StepConfig
 from pipeline.installation import TRAIN
 from pipeline.launch.deployment import Deployment
@@ -24,7 +23,7 @@ def write_best(
     request: Request,
     stages: Sequence[Stage],
     configs: Mapping[str, StepConfig],
-    tuned: Mapping[str, Mapping[str, Value]],
+    tuned: Mapping[str, Settings],
 ) -> None:
     """Write settings that repeat the run of `request` with the steps' settings `configs`.
 

@@ -1,60 +1,93 @@
-"""A trial: a real run of a step in processes of its own, ended when it has logged enough."""
+"""A trial: a real run of a step over a few optimizer steps."""
 
 import json
+import shutil
 import signal
-import subprocess
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import statistics
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Literal
 
-import psutil
-
-from pipeline.autotune.points import Outcome
-from pipeline.budget.fallbacks import changed
+from pipeline.budget.fixes import changed
+from pipeline.cli import EXIT_INTERRUPTED, write_config
 from pipeline.config import FrozenModelConfig, StepConfig
 from pipeline.errors import EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR
-from pipeline.launch.child import SIGNALS
+from pipeline.launch.child import run_child
+from pipeline.launch.commands import step_command, step_environment
+from pipeline.launch.local import PLANNED
+from pipeline.plan.inputs import model_paths
+from pipeline.plan.output import AUTOTUNE, MARK
+from pipeline.plan.plan import Plan
+from pipeline.plan.stage import Stage
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
+MODELS = ".models"
+"""Directory of what trials write: steps that start from a model of another one find it there."""
+
 WARM_UP = 2
-"""First steps of a trial, which allocate, compile and read ahead."""
+"""First optimizer steps, which allocate and compile; they are not measured."""
 
-LOOK_SECONDS = 0.1
-"""Between two looks at what a trial has logged."""
-
-FAMILY_SECONDS = 1.0
-"""Between two looks at which processes belong to it."""
-
-LEAVING_SECONDS = 5.0
-"""Time in which a trial may end in order after it is asked to stop; then it is killed."""
-
-PATIENCE_SECONDS = 30.0
-"""Time in which a trial ends by itself after it is asked to stop."""
+Outcome = Literal["measured", "out of memory", "refused", "failed"]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a trial ended."""
+    """The result of a trial."""
 
     outcome: Outcome
-    tokens_per_second: tuple[float, ...]
-    memory_gb: float | None
-    seconds: float
-    message: str
+
+    speed: float = 0.0
+    """Median of tokens per second over all processes; 0 where nothing was measured."""
+
+    memory_gb: float = 0.0
+    """Memory of the largest process."""
+
+    message: str = ""
+    """The last line of the log, where nothing was measured."""
+
+    def __str__(self) -> str:
+        if self.outcome == "measured":
+            return f"{self.speed:,.0f} tokens/s, {self.memory_gb:.2f} GB"
+        return f"{self.outcome}: {self.message}" if self.message else self.outcome
+
+
+def run_trial(plan: Plan, stage: Stage, config: StepConfig, *, log: Path) -> Trial:
+    """Run a step with these settings over a few optimizer steps.
+
+    Raises:
+        SystemExit: a scheduler's signal stopped it; the code is 75.
+        KeyboardInterrupt: Ctrl-C stopped it.
+    """
+    out = plan.request.output_dir / AUTOTUNE / MODELS / stage.name
+    shutil.rmtree(out, ignore_errors=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    steps = WARM_UP + plan.request.autotune_steps
+    write_config(trial_settings(config, out, steps=steps, world=plan.machine.world), out / MARK)
+    with log.open("wb") as output:
+        ending = run_child(
+            step_command(stage.module, out / MARK, plan.where, plan.request),
+            {**step_environment(plan.where, plan.request), PLANNED: "1"},
+            output=output,
+        )
+    if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
+        raise SystemExit(EXIT_REQUEUE)
+    if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt(f"interrupted while {stage.title} was tuned")
+    lines = _read_metrics(out / "metrics.jsonl")[WARM_UP:]
+    if ending.code == 0 and lines:
+        return Trial(
+            "measured",
+            statistics.median(float(line["tokens_per_second"]) for line in lines),
+            max(line.get("memory_gb", 0.0) for line in lines),
+        )
+    return Trial(_outcome(ending.code), message=_last_line(log))
 
 
 def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: int) -> StepConfig:
-    """The step's settings for a few steps and nothing beside them.
-
-    What a step does before and after its loop - evaluations, comparisons, the measuring of scores -
-    is as short as can be; checkpoints are left out. The steps themselves are those of the real run.
-    """
+    """The settings for so many optimizer steps, with evaluations as short as possible."""
     values: dict[str, object] = {
         "output_dir": output_dir,
-        "max_steps": WARM_UP + steps,
+        "max_steps": steps,
         "eval_every": 0,
         "keep_best": False,
         "log_every": 1,
@@ -66,170 +99,44 @@ def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: i
     of_some_steps: dict[str, object] = {
         "patience": None,
         "normalization_prompts": 2,
-        "samples_every": WARM_UP + steps + 1,
+        "samples_every": steps + 1,
         "base": FrozenModelConfig(),
-        "critic_warmup_steps": 0,  # the steps after it are the run's
-        "guards": (),  # which may need checkpoints
+        "critic_warmup_steps": 0,
+        "guards": (),
     }
     names = {each.name for each in fields(config)}
-    values |= {name: value for name, value in of_some_steps.items() if name in names}
-    return changed(config, values)
+    return changed(config, values | {n: v for n, v in of_some_steps.items() if n in names})
 
 
-def run_trial(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    metrics: Path,
-    log: Path,
-    steps: int,
-    timeout_seconds: float,
-) -> Trial:
-    """Run a step until it has logged its warm-up and that many steps more, or has failed.
+def with_trial_models(config: StepConfig, plan: Plan) -> StepConfig:
+    """The settings with models of trials in place of those of steps that have not run yet.
 
-    Whatever happens, none of its processes is left.
-
-    Args:
-        command: runs the step.
-        environment: of its processes.
-        metrics: the metrics.jsonl that it writes.
-        log: receives its output.
-        steps: to be measured.
-        timeout_seconds: after which it is ended.
-
-    Raises:
-        SystemExit: a scheduler's signal stops this process; the code is 75.
-        KeyboardInterrupt: Ctrl-C did, or a closed terminal.
+    The speed of a step depends on the shapes of its models alone.
     """
-    began = time.monotonic()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    timed_out = False
-    with log.open("wb") as output, _Interruption() as interruption:
-        with _child(command, environment, output) as family:
-            while family.child.poll() is None and len(_lines(metrics)) < WARM_UP + steps:
-                timed_out = time.monotonic() - began > timeout_seconds
-                if timed_out or interruption.signal is not None:
-                    break
-                family.look()
-                time.sleep(LOOK_SECONDS)
-            code = family.child.poll()
-        interruption.obey()
-    lines = _lines(metrics)[WARM_UP : WARM_UP + steps]
-    measured = len(lines) == steps
-    rates = tuple(float(line["tokens_per_second"]) for line in lines)
-    return Trial(
-        outcome="measured" if measured else "too slow" if timed_out else _outcome(code),
-        tokens_per_second=rates if measured else (),
-        memory_gb=max((line.get("memory_gb", 0.0) for line in lines), default=None),
-        seconds=round(time.monotonic() - began, 3),
-        message="" if measured else _last_words(log),
-    )
+    made = {str(plan.request.output_dir / stage.name): stage.name for stage in plan.stages}
+    models = plan.request.output_dir / AUTOTUNE / MODELS
+    paths = {
+        name: str(models / made[path])
+        for name, path in model_paths(config)
+        if path in made and not (Path(path) / "config.json").is_file()
+    }
+    return changed(config, paths)
 
 
-class _Family:
-    """A child process and all that descend from it, also when it has died before them."""
-
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
-        self.child = child
-        self._looked_at = 0.0
-        self._descendants: set[psutil.Process] = set()
-
-    def look(self) -> None:
-        """Note who belongs to it, now and then."""
-        if time.monotonic() - self._looked_at > FAMILY_SECONDS:
-            self._note()
-
-    def end(self) -> None:
-        """Have it end as by Ctrl-C, and by a second one: nothing of a trial is worth saving."""
-        self._note()
-        for patience in (LEAVING_SECONDS, PATIENCE_SECONDS):
-            if self.child.poll() is None:
-                self.child.send_signal(signal.SIGINT)
-                with suppress(subprocess.TimeoutExpired):
-                    self.child.wait(patience)
-        if self.child.poll() is None:
-            self.child.kill()
-            self.child.wait()
-        for process in self._descendants:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(self._descendants, timeout=PATIENCE_SECONDS)
-
-    def _note(self) -> None:
-        self._looked_at = time.monotonic()
-        with suppress(psutil.NoSuchProcess):
-            self._descendants |= set(psutil.Process(self.child.pid).children(recursive=True))
-
-
-@contextmanager
-def _child(
-    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
-) -> Iterator[_Family]:
-    family = _Family(
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-    )
-    try:
-        yield family
-    finally:
-        family.end()
-
-
-class _Interruption:
-    """Context in which the signals that would end this process are only noted.
-
-    So no child is left behind by one that arrives while it is being started.
-    """
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-
-    def __enter__(self) -> "_Interruption":
-        # What our own caller has us ignore, as nohup does with SIGHUP, stays ignored.
-        heard = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in heard}
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def obey(self) -> None:
-        """Stop, if that was requested."""
-        if self.signal in STOP_SIGNALS:
-            raise SystemExit(EXIT_REQUEUE)
-        if self.signal is not None:
-            raise KeyboardInterrupt
-
-    def _note(self, number: int, _frame: object) -> None:
-        self.signal = signal.Signals(number)
-
-
-def _outcome(code: int | None) -> Outcome:
-    """What an exit code stands for; -n or 128 + n where signal n ended it."""
-    if code == EXIT_OUT_OF_MEMORY:
+def _outcome(code: int) -> Outcome:
+    killed = (-signal.SIGKILL, 128 + signal.SIGKILL)
+    if code == EXIT_OUT_OF_MEMORY or code in killed:
         return "out of memory"
-    if code == EXIT_USER_ERROR:
-        return "refused"
-    return "killed" if code in (-signal.SIGKILL, 128 + signal.SIGKILL) else "failed"
+    return "refused" if code == EXIT_USER_ERROR else "failed"
 
 
-def _lines(metrics: Path) -> list[dict[str, Any]]:
-    """What the step has logged of its optimizer steps; a last line may be half written."""
-    try:
-        text = metrics.read_text(encoding="utf-8")
-    except FileNotFoundError:
+def _read_metrics(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
         return []
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    return [line for line in map(json.loads, whole) if "tokens_per_second" in line]
+    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if "tokens_per_second" in line]
 
 
-def _last_words(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,39 +1,41 @@
-"""Does a step fit a machine?"""
+"""Whether a step fits a machine, and the memory plan in words."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pipeline.budget.machine import GIB, MIB, Machine
-from pipeline.budget.table import Phase, StepMemory
+from pipeline.budget.memory import KINDS, Phase, Place, StepMemory
+
+LEFT_OUT = {"compare": "the comparison with the base model"}
+"""Purpose of the optional phases, by name."""
+
+PLACES: Mapping[Place, str] = {"host": "in main memory", "disk": "on the disk"}
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A phase that takes more than there is."""
+    """A phase that needs more than there is."""
 
     phase: Phase
     where: str
     """As "each GPU"."""
 
     needed: int
-    there: int
-
-    of_devices: bool = True
-    """Whether it is memory that models compute in, and not main memory beside a GPU."""
+    available: int
 
     def __str__(self) -> str:
-        """The sentence's beginning: what it takes and what there is."""
-        needed, there = in_words(self.needed, self.there)
-        return f"takes {needed} on {self.where} to {self.phase.name}, and there are {there}"
+        """The need and the supply, to follow the name of a step."""
+        needed, available = in_words(self.needed, self.available)
+        return f"takes {needed} on {self.where} to {self.phase.name}, and there are {available}"
 
 
 def shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
-    """The phase that lacks most; None where all fit that must, as far as is known."""
+    """The required phase that lacks most; None where all of them fit, as far as is known."""
     return _most_lacking((phase for phase in memory.phases if not phase.optional), machine)
 
 
 def left_out(memory: StepMemory, machine: Machine) -> Iterator[Shortage]:
-    """The phases that the step does without, since they don't fit."""
+    """The optional phases that don't fit."""
     for phase in memory.phases:
         short = _most_lacking([phase], machine) if phase.optional else None
         if short is not None:
@@ -42,7 +44,7 @@ def left_out(memory: StepMemory, machine: Machine) -> Iterator[Shortage]:
 
 def _most_lacking(phases: Iterable[Phase], machine: Machine) -> Shortage | None:
     lacks = _shortages(phases, machine)
-    return max(lacks, key=lambda short: short.needed - short.there, default=None)
+    return max(lacks, key=lambda short: short.needed - short.available, default=None)
 
 
 def _shortages(phases: Iterable[Phase], machine: Machine) -> Iterator[Shortage]:
@@ -51,14 +53,9 @@ def _shortages(phases: Iterable[Phase], machine: Machine) -> Iterator[Shortage]:
         device, host = least.peak("device"), least.peak("host")
         if machine.gpu_bytes is not None and device > machine.gpu_bytes:
             yield Shortage(phase, "each GPU", device, machine.gpu_bytes)
-        if machine.host_bytes is None:
-            continue
         on_host = machine.processes * (host if machine.has_gpu else device + host)
-        if on_host > machine.host_bytes:
-            beside = machine.has_gpu
-            yield Shortage(
-                phase, "each machine", on_host, machine.host_bytes, of_devices=not beside
-            )
+        if machine.host_bytes is not None and on_host > machine.host_bytes:
+            yield Shortage(phase, "each machine", on_host, machine.host_bytes)
 
 
 def in_words(*sizes: int) -> tuple[str, ...]:
@@ -66,3 +63,71 @@ def in_words(*sizes: int) -> tuple[str, ...]:
     large = max(sizes) >= GIB
     unit, name = (GIB, "GiB") if large else (MIB, "MiB")
     return tuple(f"{size / unit:.1f} {name}" for size in sizes)
+
+
+def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
+    """Kinds down, phases across; main memory and disk after the device."""
+    unit = GIB if memory.peak("device") >= GIB else MIB
+    for role, count in memory.parameters.items():
+        yield f"  {role:<18} {count / 1e6:,.1f}M parameters"
+    yield f"  {'MiB' if unit == MIB else 'GiB':<18}" + "".join(
+        f"{phase.name:>10}" for phase in memory.phases
+    )
+    yield from _rows(memory, "device", unit)
+    for place, name in PLACES.items():
+        if memory.peak(place):
+            yield f"  {name}"
+            yield from _rows(memory, place, unit)
+    yield f"  {describe_machine(machine)}"
+    for short in left_out(memory, machine):
+        yield f"  {LEFT_OUT[short.phase.name]} is left out: it {short}"
+    yield from (f"  {sentence}" for sentence in memory.unknown)
+
+
+def line(memory: StepMemory, machine: Machine) -> str:
+    """The memory of the largest phase."""
+    phases = [phase.least() for phase in memory.phases if not phase.optional]
+    worst = max(phases, key=lambda phase: phase.peak("device"))
+    (needed,) = in_words(worst.peak("device"))
+    more = " and more, which is not counted" if memory.unknown else ""
+    host = max(phase.peak("host") for phase in phases)
+    beside = f", {in_words(host)[0]} of main memory" if host and machine.has_gpu else ""
+    each = "on each GPU" if machine.has_gpu else "in each process"
+    return f"about {needed} {each} (to {worst.name}){beside}{more}"
+
+
+def describe_machine(machine: Machine) -> str:
+    """The memory of a machine."""
+    parts: list[str] = []
+    if machine.gpu_bytes is not None:
+        parts.append(f"{in_words(machine.gpu_bytes)[0]} on each GPU")
+    elif machine.has_gpu:
+        parts.append("GPUs whose memory is not known")
+    if machine.host_bytes is not None:
+        count = machine.processes
+        processes = "1 process" if count == 1 else f"{count} processes"
+        parts.append(f"{in_words(machine.host_bytes)[0]} of main memory for {processes}")
+    return f"{machine.name} has {' and '.join(parts) or 'memory that is not known'}"
+
+
+def _rows(memory: StepMemory, place: Place, unit: int) -> Iterator[str]:
+    by_phase = [phase.by_kind(place) for phase in memory.phases]
+    for kind in KINDS:
+        if any(kind in kinds for kinds in by_phase):
+            yield _row(kind.replace("_", " "), [kinds.get(kind, 0) for kinds in by_phase], unit)
+            if kind == "weights":
+                yield from _roles(memory, place, unit)
+    yield _row("in all", [phase.peak(place) for phase in memory.phases], unit)
+
+
+def _roles(memory: StepMemory, place: Place, unit: int) -> Iterator[str]:
+    """Weights by role, where several models have some."""
+    by_phase = [phase.weights(place) for phase in memory.phases]
+    roles = [role for role in memory.parameters if any(role in each for each in by_phase)]
+    if len(roles) > 1:
+        for role in roles:
+            yield _row(f"  {role}", [each.get(role, 0) for each in by_phase], unit)
+
+
+def _row(name: str, sizes: list[int], unit: int) -> str:
+    return f"  {name:<18}" + "".join(f"{size / unit:>10.1f}" for size in sizes)

@@ -6,9 +6,11 @@ which like this counts what a causal mask leaves out). Norms, activations and lo
 Logits are counted for every token, but by `training`, which knows for which ones there are any.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
@@ -112,3 +114,42 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
 def _head_width(config: PreTrainedConfig) -> int:
     width = getattr(config, "head_dim", None)
     return width or config.hidden_size // config.num_attention_heads
+
+
+PEAKS = {"A100": 312, "A800": 312, "H100": 989, "H200": 989, "H20": 148, "B200": 2250, "L40S": 362}
+"""TFLOP/s of bf16 on tensor cores without sparsity, by NVIDIA's data sheets."""
+
+SIDE = {"cpu": 512, "cuda": 4096}
+"""Rows and columns of the matrices whose product is timed."""
+
+SECONDS = 0.2
+"""Time for which products are repeated; the fastest one counts."""
+
+
+def data_sheet_peak(name: str) -> tuple[float, str] | None:
+    """Operations per second of a GPU by its name, and the card; None if it is not known."""
+    for card in sorted(PEAKS, key=len, reverse=True):
+        if card.lower() in name.lower():
+            return 1e12 * PEAKS[card], card
+    return None
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of the fastest of several products of square matrices."""
+    side = SIDE[device.type]
+    left, right = torch.ones(2, side, side, device=device, dtype=dtype)
+    fastest, end = float("inf"), time.perf_counter() + SECONDS
+    with torch.no_grad():
+        torch.mm(left, right)  # the first allocates and starts threads
+        while time.perf_counter() < end or fastest == float("inf"):
+            _wait(device)
+            start = time.perf_counter()
+            torch.mm(left, right)
+            _wait(device)
+            fastest = min(fastest, time.perf_counter() - start)
+    return 2 * side**3 / fastest
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

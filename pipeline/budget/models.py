@@ -1,6 +1,9 @@
-"""The models of a step, without memory for their weights."""
+"""The models of a step on the meta device, and the sizes that the memory formulas need."""
 
+import copy
 import functools
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,6 +13,8 @@ from pipeline.config import (
     EMBEDDED,
     FrozenModelConfig,
     LoraConfig,
+    ModelUse,
+    ParallelConfig,
     Precision,
     Quantize,
     TrainedModelConfig,
@@ -23,29 +28,65 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from pipeline.engine.units import UnitParams
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model; bytes are those of its weights in the format they are loaded in."""
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    key_heads: int
+    """Heads of keys of a layer."""
+
+    kv_width: int
+    """Numbers in the keys of one token and layer."""
+
+    kept: int
+    """Numbers that the backward pass of one block needs for each token."""
+
+    itemsize: int
+    """Bytes of an activation."""
+
+    block_bytes: int
+    """Of all blocks together."""
+
+    root_bytes: int
+    """Of what is in no block: embeddings, the head, the last norm."""
+
+    block_trained: int
+    """Trained numbers in all blocks."""
+
+    root_trained: int
+
+    merged_bytes: int
+    """Of the weights without adapters and quantization."""
+
+    context: int
+
+    ties: bool
+    """Whether the head is the embedding."""
+
+    head_learns: bool
 
 
 @dataclass(frozen=True)
 class CountedModel:
     """A model of a step."""
 
-    role: str
-
+    use: ModelUse
     path: str
-    """As the settings have it."""
 
     settings: FrozenModelConfig
-    """With the place of its configuration, and no `auto` precision."""
+    """With the location of its configuration, and no `auto` precision."""
 
     module: "nn.Module | None"
-    """On the meta device, with its adapters; None where its configuration is not here."""
+    """On the meta device, with its adapters; None where its configuration is not available."""
 
-    scores: bool
-    """Whether it is a classifier rather than a language model."""
-
-    sharded_like: TrainedModelConfig | None
-    """The trained model whose sharding a frozen one shares; below stage 3 it stays whole."""
+    @property
+    def role(self) -> str:
+        """The field of the step's settings."""
+        return self.use.role
 
     @property
     def trained(self) -> TrainedModelConfig | None:
@@ -54,13 +95,8 @@ class CountedModel:
 
     @property
     def engine(self) -> TrainedModelConfig | None:
-        """The settings by which an engine lays it out; None leaves it as it is loaded."""
-        return self.trained or self.sharded_like
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each process has a piece of its weights alone."""
-        return self.engine is not None and self.engine.zero_stage == 3
+        """The settings by which an engine shards it; None keeps it as loaded."""
+        return self.trained or self.use.sharded_like
 
     @property
     def present(self) -> "nn.Module":
@@ -75,80 +111,128 @@ class CountedModel:
 
         return base_model(self.present)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
-        """Adapters included, and quantized weights counted as what they stand for."""
+        """Number of weights, with adapters; quantized weights count as those they stand for."""
         from pipeline.models.quantized import num_weights
 
         return num_weights(self.present)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, as they are loaded."""
-        return sum(param.nbytes for param in self.present.parameters())
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """The model's sizes."""
+        return _shape(self.present, self.plain, self.parameters)
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of the model's weights while it is loaded.
 
-        One that only answers is read whole and then quantized; of one that learns, or is sharded,
-        each weight is quantized as it is read.
-        """
-        from pipeline.models.quantized import parts_bytes, quantized_layers
+@functools.lru_cache(maxsize=256)
+def check_cut(module: "nn.Module", parallel: ParallelConfig, *, follows: bool = False) -> None:
+    """Raise unless the layers and blocks of a model on the meta device can be divided so.
 
-        if self.trained is not None or self.is_sharded:
-            return self.weight_bytes
-        layers = quantized_layers(self.present).values()
-        return self.weight_bytes + sum(each.num_bytes - parts_bytes(each) for each in layers)
+    Args:
+        module: the model.
+        parallel: the division.
+        follows: whether `parallel.partition` is that of another model.
 
-    def units(self) -> "list[UnitParams]":
-        """What is gathered together, the root last."""
-        from pipeline.engine.units import engine_units
+    Raises:
+        ConfigError, ModelError: they can't.
+    """
+    from pipeline.models.stages import blocks_of, cut_stage
+    from pipeline.models.tensor_cut import cut_for_plan
 
-        return engine_units(self.present, self.engine.zero.unit_classes if self.engine else ())
+    if parallel.tp > 1:
+        cut_for_plan(copy.deepcopy(module), parallel.tp, sequence=parallel.sequence)
+    if parallel.pp > 1:
+        blocks = blocks_of(
+            module, parallel.pp, parallel.partition, chunks=parallel.chunks, follows=follows
+        )
+        cut_stage(copy.deepcopy(module), number=0, blocks=blocks, stages=parallel.pp)
+
+
+def _shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Shape:
+    config = plain.config.get_text_config()
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_width = key_heads * head_dim
+    num_bytes, trained, adapters = Counter[bool](), Counter[bool](), 0
+    for name, param in module.named_parameters():
+        in_block = re.search(r"\.\d+\.", name) is not None
+        num_bytes[in_block] += param.nbytes
+        trained[in_block] += param.numel() * param.requires_grad
+        adapters += param.numel() * (".lora_" in name)
+    head = plain.get_output_embeddings()
+    itemsize = plain.dtype.itemsize
+    return Shape(
+        layers=config.num_hidden_layers,
+        hidden=hidden,
+        vocabulary=config.vocab_size,
+        key_heads=key_heads,
+        kv_width=kv_width,
+        kept=_kept_numbers(config, heads * head_dim, kv_width, itemsize),
+        itemsize=itemsize,
+        block_bytes=num_bytes[True],
+        root_bytes=num_bytes[False],
+        block_trained=trained[True],
+        root_trained=trained[False],
+        merged_bytes=itemsize * (parameters - adapters),
+        context=getattr(config, "max_position_embeddings", None) or 2**20,
+        ties=bool(getattr(config, "tie_word_embeddings", False)),
+        head_learns=head is not None and any(param.requires_grad for param in head.parameters()),
+    )
+
+
+def _kept_numbers(config: object, queries: int, keys: int, itemsize: int) -> int:
+    """Numbers of a token that a block keeps: inputs of norms, of matrices and of attention.
+
+    Queries and keys count twice where they are rotated; a gated MLP keeps four vectors of its
+    width, one with ReLU keeps one, any other two. RMSNorm keeps a copy in fp32.
+    """
+    hidden = getattr(config, "hidden_size", 0)
+    inner = (
+        getattr(config, "moe_intermediate_size", None)
+        or getattr(config, "intermediate_size", None)
+        or getattr(config, "ffn_dim", None)
+        or getattr(config, "n_inner", None)
+        or 4 * hidden
+    )
+    inner *= getattr(config, "num_experts_per_tok", None) or 1
+    activation = str(
+        getattr(config, "hidden_act", None) or getattr(config, "activation_function", "")
+    )
+    rms = getattr(config, "rms_norm_eps", None) is not None
+    rotated = rms or getattr(config, "rope_parameters", None) is not None
+    norms = 2 * hidden * ((3 if itemsize == 4 else 4) if rms else 2)
+    attention = (queries + 2 * keys) * (2 if rotated else 1) + queries
+    vectors = 4 if rms else 1 if activation == "relu" else 5 if "new" in activation else 2
+    return norms + attention + vectors * inner
 
 
 def models_of(
     workload: Workload, origins: Mapping[str, str], *, has_gpu: bool
 ) -> list[CountedModel]:
-    """The models that a step loads, in the order in which it does.
+    """The models that a step loads, in their order.
 
     Args:
-        workload: what the step does.
-        origins: for a directory that an earlier step has yet to fill, the model it starts from.
+        workload: the work of the step.
+        origins: for a directory that an earlier step has yet to write, the model it starts from.
         has_gpu: `auto` precision is bf16 then.
     """
     return [
-        model_of(
-            use.settings,
-            origins,
-            role=use.role,
-            has_gpu=has_gpu,
-            scores=use.scores,
-            sharded_like=use.sharded_like,
-        )
+        model_of(use, origins, has_gpu=has_gpu)
         for use in workload.models
         if use.settings.path is not None
     ]
 
 
-def model_of(
-    settings: FrozenModelConfig,
-    origins: Mapping[str, str],
-    *,
-    role: str = "actor",
-    has_gpu: bool = False,
-    scores: bool = False,
-    sharded_like: TrainedModelConfig | None = None,
-) -> CountedModel:
-    """A model by its settings; `origins` and `has_gpu` as for `models_of`."""
-    path = str(settings.path)
+def model_of(use: ModelUse, origins: Mapping[str, str], *, has_gpu: bool = False) -> CountedModel:
+    """A model by its use; `origins` and `has_gpu` as for `models_of`."""
+    settings, path = use.settings, str(use.settings.path)
     source = _source(path, origins)
     precision: Precision = "bf16" if has_gpu else "fp32"
     precision = precision if settings.precision == "auto" else settings.precision
     settings = replace(settings, path=source or path, precision=precision)
-    module = None if source is None else _module(settings, scores=scores)
-    return CountedModel(role, path, settings, module, scores, sharded_like)
+    module = None if source is None else _module(settings, scores=use.scores)
+    return CountedModel(use, path, settings, module)
 
 
 def _module(settings: FrozenModelConfig, *, scores: bool) -> "nn.Module | None":
@@ -195,15 +279,12 @@ def _on_meta(
 
 
 def _source(path: str, origins: Mapping[str, str]) -> str | None:
-    """Where the model's configuration is; None where only its name is known."""
+    """The location of the model's configuration; None where only its name is known."""
     if path == EMBEDDED or (Path(path).expanduser() / "config.json").is_file():
         return path
     if path in origins:
         return _source(origins[path], origins)
-    return _cached(path) or (path if path in KNOWN else None)
-
-
-def _cached(name: str) -> str | None:
-    """The directory of a Hub model that was downloaded before."""
-    config = cached_file(name, "config.json")
-    return None if config is None else str(Path(config).parent)
+    cached = cached_file(path, "config.json")
+    if cached is not None:
+        return str(Path(cached).parent)
+    return path if path in KNOWN else None

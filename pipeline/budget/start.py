@@ -1,12 +1,7 @@
-"""The look at memory of a step that is started by itself, not by `train.py`."""
+"""The memory check of a step that is started by itself, not by `train.py`."""
 
 import os
 
-from pipeline.budget.fit import shortage
-from pipeline.budget.machine import Machine, this_machine
-from pipeline.budget.suggest_fix import refusal, suggest_fix
-from pipeline.budget.table import StepMemory
-from pipeline.budget.tp_sizes import tp_sizes
 from pipeline.cli import remark, say
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
@@ -15,13 +10,12 @@ from pipeline.parallel import launched
 
 
 def check_memory(config: StepConfig, *, section: str) -> None:
-    """Say what the step takes, on the first process, and refuse what can't fit.
+    """Print the memory that the step takes, on the first process, and refuse what can't fit.
 
-    Where `train.py` has done so for all steps, or skips it, this only logs which number formats are
-    slow on this machine.
+    Under `train.py`, which checks all steps, this only logs which number formats are slow here.
 
     Raises:
-        ConfigError: it names what the step takes, what there is, and the cheapest change.
+        ConfigError: names the need, the supply, and the cheapest change.
     """
     if launched.rank() != 0:
         return
@@ -31,20 +25,20 @@ def check_memory(config: StepConfig, *, section: str) -> None:
         remark(advice)
     if PLANNED in os.environ:
         return
-    from pipeline.budget.step import step_memory
-    from pipeline.budget.text import line, there
+    from pipeline.budget.fit import describe_machine, line, shortage
+    from pipeline.budget.fixes import mesh_sizes, refusal, suggest_fix
+    from pipeline.budget.machine import Machine, this_machine
+    from pipeline.budget.memory import StepMemory, step_memory
 
     def count(config: StepConfig, machine: Machine) -> StepMemory:
         return step_memory(config, machine=machine)
 
     processes = launched.local_world_size()
-    machine = this_machine(
-        processes=processes, world=launched.world_size(), gpus=list_gpus()[:processes]
-    )
+    world, gpus = launched.world_size(), list_gpus()[:processes]
+    machine = this_machine(processes=processes, world=world, gpus=gpus)
     memory = count(config, machine)
     short = shortage(memory, machine)
     if short is not None:
-        sizes = tp_sizes(config, processes=machine.processes)
-        fix = suggest_fix(config, machine, count, tp_sizes=sizes)
+        fix = suggest_fix(config, machine, count, mesh_sizes(config, machine, {}))
         raise ConfigError(refusal("this step", "", short, fix))
-    say(f"memory: {there(machine)}; this step takes {line(memory, machine)}")
+    say(f"memory: {describe_machine(machine)}; this step takes {line(memory, machine)}")

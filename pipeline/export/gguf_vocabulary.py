@@ -1,4 +1,8 @@
-"""A tokenizer as GGUF has it: tokens with kinds, scores or merges, and a few flags."""
+"""A tokenizer as GGUF has it: tokens with kinds, scores or merges, and a few flags.
+
+llama.cpp names the regular expressions that split text before byte-level BPE
+(src/llama-vocab.cpp). A name is found here by the expression in tokenizer.json.
+"""
 
 import json
 import re
@@ -6,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.errors import ModelError
-from pipeline.export.gguf_pretokenizers import name_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of tokens, as the specification numbers them."""
@@ -63,7 +67,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> V
     by_scores = bool(model.get("byte_fallback"))
     return Vocabulary(
         model="llama" if by_scores else "gpt2",
-        pre="default" if by_scores else name_of(given, path),
+        pre="default" if by_scores else pre_tokenizer_name(given, path),
         tokens=tokens,
         kinds=kinds,
         scores=_scores(tokens, merges) if by_scores else (),
@@ -151,3 +155,99 @@ def _no_form(path: str, what: str) -> str:
         f"the tokenizer of {path} has {what}, which has no GGUF form with SentencePiece's BPE;"
         " export it with --to onnx"
     )
+
+
+def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
+    """The tokenizer that a vocabulary describes, from nothing else; special tokens are found."""
+    numbers = {token: number for number, token in enumerate(vocabulary.tokens)}
+    special = [
+        AddedToken(token, special=True, normalized=False)
+        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+        if kind in (CONTROL, USER_DEFINED, UNKNOWN) and token
+    ]
+    if vocabulary.model == "llama":
+        merges = _merges_by_score(vocabulary, numbers)
+        tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=merges, byte_fallback=True))
+        prefix = [normalizers.Prepend(SPACE)] if vocabulary.add_space_prefix else []
+        tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    else:
+        merges = [(left, right) for left, _, right in (m.partition(" ") for m in vocabulary.merges)]
+        ignores = vocabulary.pre in WHOLE_WORDS
+        tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=merges, ignore_merges=ignores))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(EXPRESSIONS[vocabulary.pre]), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def _merges_by_score(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Pairs of tokens that make another one, those of the highest score first."""
+    merged = [
+        token
+        for token, score in zip(vocabulary.tokens, vocabulary.scores, strict=True)
+        if score < 0
+    ]
+    merged.sort(key=lambda token: -vocabulary.scores[numbers[token]])
+    pairs = ((token[:end], token[end:]) for token in merged for end in range(1, len(token)))
+    return [(left, right) for left, right in pairs if left in numbers and right in numbers]
+
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+EXPRESSIONS: Mapping[str, str] = {
+    "gpt-2": GPT2,
+    "qwen2": _CASELESS + r"\p{N}" + _REST,
+    "llama-bpe": _CASELESS + r"\p{N}{1,3}" + _REST,
+}
+"""By llama.cpp's names."""
+
+WHOLE_WORDS = {"llama-bpe"}
+"""Those with which llama.cpp takes a word that is a token as it is, whatever the merges say."""
+
+
+def pre_tokenizer_name(tokenizer: Mapping[str, Any], path: str) -> str:
+    """llama.cpp's name of the pre-tokenizer in a tokenizer.json.
+
+    Raises:
+        ModelError: it has none.
+    """
+    found = _expression(tokenizer.get("pre_tokenizer"))
+    for name, expression in EXPRESSIONS.items():
+        ignores = bool(tokenizer["model"].get("ignore_merges"))
+        if expression == found and ignores == (name in WHOLE_WORDS):
+            return name
+    raise ModelError(
+        f"the tokenizer of {path} splits text in a way that llama.cpp has no name for here"
+        f" ({_in_words(tokenizer)}); known are {', '.join(EXPRESSIONS)}; export it with --to onnx"
+    )
+
+
+def _expression(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
+    """The one expression that splits, where that and bytes are all it does."""
+    match pre_tokenizer:
+        case {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}:
+            return GPT2
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": str(found)}, "invert": False} as split,
+                {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False},
+            ],
+        } if split.get("behavior") == "Isolated":
+            return found
+    return None
+
+
+def _in_words(tokenizer: Mapping[str, Any]) -> str:
+    """The pre-tokenizer's kinds, or its expression, short."""
+    found = _expression(tokenizer.get("pre_tokenizer"))
+    if found is None:
+        found = str((tokenizer.get("pre_tokenizer") or {}).get("type", "none"))
+    short = found if len(found) <= 60 else f"{found[:57]}..."
+    return f"{short}, with ignore_merges" if tokenizer["model"].get("ignore_merges") else short

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipeline.export.aside import UnverifiedError
 from pipeline.export.greedy import greedy_tokens
-from pipeline.export.onnx_graphs import ActorGraph, CachedActorGraph, Graph
+from pipeline.export.onnx_file import ActorGraph, CachedActorGraph, Graph
+from pipeline.export.source import UnverifiedError
 from pipeline.models.packing import how_to_run
 
 TOLERANCE = 1e-5

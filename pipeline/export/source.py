@@ -1,12 +1,24 @@
-"""The model that is exported."""
+"""The model that is exported, and the directory that it is exported to."""
 
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ModelError
+from pipeline.errors import ConfigError, ModelError
+from pipeline.files.durable import discard, rename_durably, settle
+from pipeline.files.output import check_output
+from pipeline.models.card import CARD
 from pipeline.models.directory import ADAPTER, check_configuration, check_model_directory
-from pipeline.report.find_model import find_model
+from pipeline.report.results import find_model
+
+HEADING = "## Export"
+
+
+class UnverifiedError(ModelError):
+    """The written files differ from the model; they were removed."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +28,7 @@ class Source:
     directory: Path
 
     settings: dict[str, Any]
-    """What its config.json says."""
+    """The content of its config.json."""
 
     @property
     def is_classifier(self) -> bool:
@@ -32,7 +44,7 @@ class Source:
 
 
 def find_directory(path: str, method: str | None) -> Path:
-    """The directory that `path` means: itself, or of a run the furthest actor's.
+    """The directory `path`, or of a run the furthest actor's.
 
     Raises:
         ModelError: it is not a directory, or a run without a model.
@@ -55,3 +67,68 @@ def read_source(directory: Path) -> Source:
         )
     check_model_directory(directory)
     return Source(directory, check_configuration(directory))
+
+
+def require_packages(names: Sequence[str]) -> None:
+    """Raise ConfigError where a package of the extra `export` is missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f'the package {missing[0]} is missing: pip install "rlhf-pipeline[export]"'
+        )
+
+
+def check_out(out: Path) -> None:
+    """Return if a directory can be made there.
+
+    Raises:
+        ConfigError: something already exists, or nothing can be written.
+    """
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists():
+        raise ConfigError(f"--out {out} already exists; remove it, or give another directory")
+    check_output(out, option="--out")
+
+
+@contextmanager
+def written_aside(out: Path) -> Iterator[Path]:
+    """A directory to write into, which is renamed to `out` when the block ends without an error.
+
+    Until then it is `<out>.partial`; an error removes it, and the next call removes what a killed
+    process left.
+
+    Raises:
+        ConfigError: the disk is full, or it can't be written.
+    """
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        discard(partial)
+        partial.mkdir(parents=True)
+        yield partial
+        settle(partial)
+        rename_durably(partial, out)
+    except OSError as error:
+        discard(partial)
+        reason = error.strerror or error
+        raise ConfigError(f"--out {out} can't be written: {reason}") from error
+    except BaseException:
+        discard(partial)
+        raise
+
+
+def write_export_card(
+    source: Path, directory: Path, *, form: str, verified: Sequence[str], use: str
+) -> None:
+    """Write the card of `source` (data, settings, figures) with a section on this export."""
+    own = source / CARD
+    if not own.is_file() and (source.parent / CARD).is_file():  # an adapter is below its model
+        own = source.parent / CARD
+    if own.is_file():
+        text = own.read_text(encoding="utf-8").split(f"\n{HEADING}\n")[0].rstrip()
+    else:
+        text = f"# {source.resolve().name}"
+    lines = [text, "", HEADING, "", f"Form: {form}.", "", "Verified after writing:", ""]
+    lines += [f"- {each}" for each in verified]
+    lines += ["", "Use:", "", "```", use, "```", ""]
+    (directory / CARD).write_text("\n".join(lines), encoding="utf-8")

@@ -4,6 +4,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from pipeline.signals import INTERRUPTS, STOP_SIGNALS
 
@@ -21,8 +22,13 @@ class Ending:
     """The signal that stopped this process meanwhile: Ctrl-C, a closed terminal, a scheduler."""
 
 
-def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
-    """Run a command to its end; its output goes where ours goes.
+def run_child(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    output: IO[bytes] | None = None,
+) -> Ending:
+    """Run a command to its end; its output goes to `output`, or where ours goes.
 
     The child has a process group of its own and hears of every interruption from us, once: of
     Ctrl-C and of a closed terminal as SIGINT, of a scheduler's signals as they are; it saves its
@@ -46,7 +52,12 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
     before = {number: signal.signal(number, pass_on) for number in heard}
     try:
         child = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, process_group=0
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,
         )
         if signal_received is not None:
             child.send_signal(signal_received if signal_received in STOP_SIGNALS else signal.SIGINT)

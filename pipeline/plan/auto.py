@@ -1,39 +1,39 @@
-"""`--plan auto`: settings that fit, the fastest by arithmetic first.
+"""`--plan auto`: the first settings in a list of rungs, the fastest first, that fit.
 
-Each way to divide the processes, with each ZeRO stage, recomputing or not, each offload and each
-micro-batch, takes seconds by `pipeline.budget.step_seconds`; the first in their order that fits is
-taken. What the user set stays as it is.
+Settings that the user gave stay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
-from pipeline.budget.fallbacks import Settings, changed
-from pipeline.budget.fit import shortage
+from pipeline.budget.fit import describe_machine, shortage
+from pipeline.budget.fixes import (
+    ENOUGH_TOKENS,
+    MOST_TOKENS,
+    MeshSizes,
+    Settings,
+    changed,
+    mesh_sizes,
+    micro_batches,
+    rungs,
+)
 from pipeline.budget.machine import Machine
-from pipeline.budget.mesh_sizes import mesh_sizes
-from pipeline.budget.step import step_memory
-from pipeline.budget.table import StepMemory
-from pipeline.budget.text import there
-from pipeline.budget.tp_sizes import tp_sizes
+from pipeline.budget.memory import StepMemory, step_memory
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError, ModelError, require
-from pipeline.launch.local import gpu_names
 from pipeline.plan.memory import origins_of
-from pipeline.plan.mixtures import Mixture, mixtures, ranked
 from pipeline.plan.request import CommandLine
 from pipeline.plan.resolve import step_config, step_configs, user_settings
 from pipeline.plan.stage import Stage
 
 MARGIN = 0.9
-"""Share of the memory that is planned with: allocators leave holes."""
+"""Share of the memory that is planned with."""
 
 
 def choose(
     command_line: CommandLine, stages: Sequence[Stage], machine: Machine
 ) -> Mapping[str, Settings]:
-    """Settings by the prefix of their stage, for the steps asked for.
+    """Settings by the prefix of their stage, for the requested steps.
 
     Raises:
         ModelError: the size of a model is not known.
@@ -41,120 +41,85 @@ def choose(
     """
     require(
         machine.is_known,
-        f"--plan auto can't choose, for {there(machine)}; name the machine with --plan-for, as"
-        " --plan-for 8xA100-80GB, and run with the file of settings that this prints",
+        f"--plan auto can't choose, for {describe_machine(machine)}; name the machine with"
+        " --plan-for, as --plan-for 8xA100-80GB, and run with the file of settings that this"
+        " prints",
     )
     origins = origins_of(step_configs(command_line, stages, world=machine.world))
-    return {
-        stage.prefix: _Choice(command_line, stages, stage, machine, origins).settings()
-        for stage in stages
-        if stage.number in command_line.request.step
-    }
+    chosen: dict[str, Settings] = {}
+    for stage in stages:
+        if stage.number in command_line.request.step:
+            base = step_config(stage, command_line, stages, world=machine.world)
+            given = user_settings(stage, command_line, stages, world=machine.world)
+            memory = step_memory(base, machine=machine, origins=origins)
+            if memory.unknown:
+                raise ModelError(f"--plan auto can't choose for {stage.title}: {memory.unknown[0]}")
+            chosen[stage.prefix] = _first_that_fits(base, given, machine, origins)
+    return chosen
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """The search for one step's settings."""
+def _first_that_fits(
+    base: StepConfig, given: frozenset[str], machine: Machine, origins: Mapping[str, str]
+) -> Settings:
+    """The settings of the first rung that fits; none where no rung does."""
+    mesh = mesh_sizes(base, machine, origins)
+    tight = _with_margin(machine)
+    for settings in _candidates(base, machine, mesh):
+        free = {name: value for name, value in settings.items() if name not in given}
+        try:
+            config = changed(base, free)
+            config.parallel.check(machine.world)
+            memory = step_memory(config, machine=machine, origins=origins)
+        except (ConfigError, ModelError):  # it contradicts a given setting, or the family
+            continue
+        if shortage(memory, tight) is None:
+            responses = _responses_at_once(config, memory, tight)
+            return {**free, **{n: v for n, v in responses.items() if n not in given}}
+    return {}
 
-    command_line: CommandLine
-    stages: Sequence[Stage]
-    stage: Stage
-    machine: Machine
-    origins: Mapping[str, str]
 
-    def settings(self) -> Settings:
-        """The settings of the fastest that fits; nothing where nothing does."""
-        _, memory = self.with_settings({})
-        if memory.unknown:
-            raise ModelError(
-                f"--plan auto can't choose for {self.stage.title}: {memory.unknown[0]}"
-            )
-        sizes = mesh_sizes(self.base, self.machine, origins=self.origins)
-        every = mixtures(self.base, self.machine, sizes, fixed=self.given)
-        fits: dict[Mixture, bool] = {}
-        for each in ranked(every, self.base, self.machine, self.card, self.origins):
-            # The smallest micro-batch says whether any of them fits.
-            if each.mixture not in fits:
-                fits[each.mixture] = self.fitting(each.mixture.least) is not None
-            found = self.fitting(each.settings) if fits[each.mixture] else None
-            if found is not None:
-                return found
+def _candidates(base: StepConfig, machine: Machine, mesh: MeshSizes) -> Iterator[Settings]:
+    """Every rung with micro-batches that are fast enough, then with smaller ones."""
+    length = base.workload(machine.world).length
+    enough = -(-ENOUGH_TOKENS // length)
+    for is_large in (True, False):
+        for rung in rungs(base, machine, mesh):
+            data = machine.world // (rung.get("parallel.tp", 1) * rung.get("parallel.pp", 1))
+            most = max(1, min(-(-base.batch_size // max(1, data)), MOST_TOKENS // length))
+            for size in micro_batches(most):
+                if (size >= min(enough, most)) == is_large:
+                    for generation in _generation_variants(base, machine, mesh):
+                        yield {**rung, "micro_batch_size": size, **generation}
+
+
+def _generation_variants(base: StepConfig, machine: Machine, mesh: MeshSizes) -> Iterator[Settings]:
+    """Ways to generate, the fastest first."""
+    if not base.workload(machine.world).generates_first:
+        yield {}
+        return
+    for offloads in (False, True) if machine.has_gpu else (False,):
+        for size in (1, *mesh.inference_tp):
+            yield {"inference_tp_size": size, "offload_in_generation": offloads}
+
+
+def _responses_at_once(config: StepConfig, memory: StepMemory, machine: Machine) -> Settings:
+    """The number of responses that the key-value cache has room for."""
+    workload = config.workload(machine.world)
+    generation = workload.generation
+    if generation is None or not workload.generates_first:
         return {}
+    phase = next(phase for phase in memory.phases if phase.name == "generate")
+    room = machine.gpu_bytes or (machine.host_bytes or 0) // machine.processes
+    one, every = phase.least().peak("device"), phase.peak("device")
+    each = (every - one) / max(1, generation.slots - 1)
+    count = 1 + int((room - one) / each) if each else generation.slots
+    return {"generation_batch_size": max(1, min(count, generation.most_at_once))}
 
-    def fitting(self, given: Settings) -> Settings | None:
-        """The settings, with a way to generate, if they fit."""
-        for settings in self.variants(given):
-            try:
-                config, memory = self.with_settings(settings)
-            except (ConfigError, ModelError):  # it contradicts what the user set, or the family
-                continue
-            short = shortage(memory, self.tight)
-            if short is None:
-                return {**settings, **self.answers(config, memory)}
-            if short.phase.name != "generate":  # other ways to generate won't help
-                return None
-        return None
 
-    def variants(self, settings: Settings) -> Iterator[Settings]:
-        """Ways to generate, the fastest first: by as few processes together as fit."""
-        if not self.base.workload(self.machine.world).generates_first:
-            yield settings
-            return
-        for offloads in (False, True) if self.machine.has_gpu else (False,):
-            for processes in self.tp_sizes:
-                how = {"inference_tp_size": processes, "offload_in_generation": offloads}
-                yield {**settings, **self.free(how)}
-
-    @cached_property
-    def tp_sizes(self) -> tuple[int, ...]:
-        """Numbers of processes that can generate together."""
-        return tp_sizes(self.base, processes=self.machine.processes, origins=self.origins)
-
-    def answers(self, config: StepConfig, memory: StepMemory) -> Settings:
-        """The responses at once that the keys and values have room for."""
-        generation = config.workload(self.machine.world).generation
-        if generation is None or generation.phase != "each iteration":
-            return {}
-        generate = next(phase for phase in memory.phases if phase.name == "generate")
-        least = [item for item in generate.items if item.least is not None]
-        taken = generate.least().peak("device") - sum(item.least or 0 for item in least)
-        room = self.tight.gpu_bytes or (self.tight.host_bytes or 0) // self.machine.processes
-        count = (room - taken) // sum(item.least or 0 for item in least)
-        return self.free({"generation_batch_size": max(1, min(count, generation.most_at_once))})
-
-    def with_settings(self, settings: Settings) -> tuple[StepConfig, StepMemory]:
-        """The step's settings with these, and what it takes then."""
-        config = changed(self.base, settings)
-        config.parallel.check(self.machine.world, section=self.stage.prefix)
-        return config, step_memory(config, machine=self.machine, origins=self.origins)
-
-    def free(self, settings: Settings) -> Settings:
-        """The settings that the user has not given."""
-        return {name: value for name, value in settings.items() if name not in self.given}
-
-    @cached_property
-    def base(self) -> StepConfig:
-        """The step's settings as they are."""
-        world = self.machine.world
-        return step_config(self.stage, self.command_line, self.stages, world=world)
-
-    @cached_property
-    def given(self) -> frozenset[str]:
-        """Dotted names of the settings that the user has given."""
-        world = self.machine.world
-        return user_settings(self.stage, self.command_line, self.stages, world=world)
-
-    @cached_property
-    def card(self) -> str:
-        """What the GPUs are called."""
-        return self.command_line.request.plan_for or " ".join(gpu_names())
-
-    @property
-    def tight(self) -> Machine:
-        """The machine without the memory that is held back."""
-        gpu, host = self.machine.gpu_bytes, self.machine.host_bytes
-        return replace(
-            self.machine,
-            gpu_bytes=None if gpu is None else int(MARGIN * gpu),
-            host_bytes=None if host is None else int(MARGIN * host),
-        )
+def _with_margin(machine: Machine) -> Machine:
+    gpu, host = machine.gpu_bytes, machine.host_bytes
+    return replace(
+        machine,
+        gpu_bytes=None if gpu is None else int(MARGIN * gpu),
+        host_bytes=None if host is None else int(MARGIN * host),
+    )

@@ -4,19 +4,18 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.budget.fallbacks import trained_models
-from pipeline.budget.text import table
+from pipeline.budget.fit import table
+from pipeline.budget.fixes import trained_models
 from pipeline.config import RowShare, StepConfig, TrainedModelConfig
 from pipeline.installation import ROOT
 from pipeline.launch.commands import launch_command, node_command, step_words
 from pipeline.parallel.schedules import bubble, drawn, orders_of
 from pipeline.plan.checks import contexts
-from pipeline.plan.estimate import Estimate, estimate, in_words, speed_of
+from pipeline.plan.estimate import SPREAD, Estimate, estimate, in_words, speed_of
 from pipeline.plan.inputs import model_paths
-from pipeline.plan.memory import chosen_settings, crowded, memory_of, refusals
+from pipeline.plan.memory import chosen_settings, crowded, memory_of, refusals, saving
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview, rows_of_a_step
-from pipeline.plan.saving import saving
 from pipeline.plan.stage import Stage
 from pipeline.settings.plain import as_options
 
@@ -188,9 +187,8 @@ def _cut(plan: Plan, stage: Stage) -> Iterator[str]:
 
 
 def _total(times: Sequence[Estimate], plan: Plan, basis: str) -> Iterator[str]:
-    shortest = sum(each.seconds * each.spread[0] for each in times)
-    longest = sum(each.seconds * each.spread[1] for each in times)
     whole = sum(each.seconds for each in times)
+    shortest, longest = (whole * factor for factor in SPREAD)
     left_out = "" if len(times) == len(plan.stages) else " for the steps whose time is known"
     yield f"About {in_words(whole)} in all ({in_words(shortest)} to {in_words(longest)}){left_out}."
     yield f"Estimated from {basis}."

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pipeline.budget.fallbacks import Settings, nested
+from pipeline.budget.fixes import Settings, nested
 from pipeline.budget.machine import Machine, parse_machine, this_machine
 from pipeline.cli import say, split_options
 from pipeline.launch.commands import devices_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.budget.fallbacks import trained_models
+from pipeline.budget.fixes import trained_models
 from pipeline.cli import split_options
 from pipeline.config import LENGTH, StepConfig, affects_result
 from pipeline.engine.lr import length_dependence

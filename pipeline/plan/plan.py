@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.budget.fallbacks import Settings
+from pipeline.budget.fixes import Settings
 from pipeline.budget.machine import Machine
 from pipeline.config import StepConfig
 from pipeline.launch.commands import step_command, step_environment

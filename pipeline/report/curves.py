@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from pipeline.report.charts import Curve, line_chart
+from pipeline.report.figures import task_curves
 from pipeline.report.results import StepResult
-from pipeline.report.tasks import task_curves
 
 
 @dataclass(frozen=True)

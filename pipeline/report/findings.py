@@ -3,13 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from pipeline.report.choice import model_to_talk_to
-from pipeline.report.figures import pass_rates
-from pipeline.report.guards import sentence_of
+from pipeline.report.figures import BASE, nats, pass_rates, percent, plain, points, score, title
 from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
 from pipeline.report.methods import compare_methods
-from pipeline.report.results import Results, StepResult, finite
-from pipeline.report.words import BASE, nats, percent, plain, points, score, title
+from pipeline.report.results import Results, StepResult, events_of, finite, model_to_talk_to
 
 
 @dataclass(frozen=True)
@@ -265,3 +262,19 @@ def _by_perplexity(results: Results) -> Iterator[Finding]:
             "better" if after < before else "worse",
             f"Perplexity on {among} {verb} from {plain(before)} to {plain(after)}",
         )
+
+
+def sentence_of(step: StepResult) -> str:
+    """How guards changed the run, where they did; else empty."""
+    acted = [event for event in events_of(step) if event.to is not None]
+    if not acted:
+        return ""
+    last = acted[-1]
+    at = f"{last.unit} {last.to}" if last.to else "its start"
+    if last.action == "stop":
+        return (
+            f"A guard ended {step.name} after {last.unit} {last.step}, with the actor of {at}:"
+            f" {last.sentence}"
+        )
+    times = "back" if len(acted) == 1 else f"back {len(acted)} times, at last"
+    return f"A guard took {step.name} {times} from {last.unit} {last.step} to {at}: {last.sentence}"

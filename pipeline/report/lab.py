@@ -8,13 +8,10 @@ from pathlib import Path
 from markupsafe import Markup
 
 from pipeline.errors import DataError
-from pipeline.report.lab_charts import best_of_chart, reliability_chart
+from pipeline.report.charts import SMALL, Point, dots, grid, path, picture
+from pipeline.report.figures import percent
 from pipeline.report.pages import templates
-from pipeline.report.results import finite, mapping
-from pipeline.report.words import percent
-
-LAB = "lab.json"
-"""In the directory of a reward model."""
+from pipeline.report.results import LAB, finite, mapping
 
 
 @dataclass(frozen=True)
@@ -227,3 +224,25 @@ def _with_interval(value: Mapping[str, object]) -> str:
         return "no pairs"
     low, high = _share(value.get("low")), _share(value.get("high"))
     return f"{_share(value.get('value'))} of {value.get('count')} ({low} to {high})"
+
+
+def reliability_chart(points: Sequence[Point]) -> Markup:
+    """Accuracy over confidence, a dot for each bin; calibrated ones lie on the diagonal."""
+    low = min(0.5, *(min(point) for point in points))
+    x, y = SMALL.x(low, 1.0), SMALL.y(low, 1.0)
+    parts = [*grid(SMALL, x, y), path([(low, low), (1.0, 1.0)], x, y, "raw c1")]
+    parts += [path(points, x, y, "line c0")]
+    parts += dots(points, x, y, 0, "confidence {:.3f}: {:.3f} right")
+    return picture(SMALL, parts, "Accuracy over confidence")
+
+
+def best_of_chart(proxy: Sequence[Point], gold: Sequence[Point]) -> Markup:
+    """Proxy and truth over KL, each scaled to its gain, so that both fit one picture."""
+    values = [value for _, value in (*proxy, *gold)]
+    x = SMALL.x(0.0, max([0.1, *(step for step, _ in proxy)]))
+    y = SMALL.y(min(values), max([*values, min(values) + 1e-6]))
+    parts = grid(SMALL, x, y)
+    for number, points in enumerate((proxy, gold)):
+        parts += [path(points, x, y, f"line c{number}")]
+        parts += dots(points, x, y, number, "KL {:.2f}: {:.3f}")
+    return picture(SMALL, parts, "The best of n over its KL bound")

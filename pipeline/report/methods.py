@@ -5,11 +5,15 @@ held-out prompts were worth, against the KL to the reference on these prompts. B
 evaluations both are taken to change in proportion, prompt by prompt.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipeline.report.choice import of_one_origin
+from markupsafe import Markup
+
+from pipeline.progress import duration
+from pipeline.report.charts import Frame, Scale, grid, path, picture, text
+from pipeline.report.figures import listed, nats, percent, score, title
 from pipeline.report.intervals import (
     Interval,
     Verdict,
@@ -18,8 +22,16 @@ from pipeline.report.intervals import (
     share_interval,
     verdict_of,
 )
-from pipeline.report.results import Results, StepResult, Values, finite, known, mean, numbers
-from pipeline.report.words import listed, nats, percent, score, title
+from pipeline.report.results import (
+    Results,
+    StepResult,
+    Values,
+    finite,
+    known,
+    mean,
+    numbers,
+    of_one_origin,
+)
 
 FIGURES = {
     "judge": "correct and polite",
@@ -304,4 +316,181 @@ def _differing(steps: Sequence[StepResult], beginnings: Sequence[str]) -> list[s
         for name in names
         if name.startswith(tuple(beginnings))
         and len({repr(settings.get(name)) for settings in known}) > 1
+    ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method's row, in words; a dash where something is not known."""
+
+    title: str
+    cells: tuple[str, ...]
+    """Under `heads`."""
+
+
+DASH = "\N{EN DASH}"
+
+
+def heads(comparison: Comparison) -> tuple[str, ...]:
+    """The heads of the columns after the first."""
+    of_equal = ("at equal KL", "the best is") if comparison.equal else ()
+    ends = ("95 % interval", "KL", "length", "stops", "time", "samples")
+    return (FIGURES[comparison.figure], *ends, *of_equal)
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """A row for each method."""
+    return [_row(method, comparison) for method in comparison.methods]
+
+
+def lines(comparison: Comparison) -> Iterator[str]:
+    """The table as text, and below it the sentence and the notes."""
+    table = [("method", *heads(comparison))]
+    table += [(row.title, *row.cells) for row in rows(comparison)]
+    widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
+    for first, *others in table:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
+    yield from filter(None, (comparison.sentence, *comparison.notes))
+
+
+def _row(method: Method, comparison: Comparison) -> Row:
+    step, figure = method.step, comparison.figure
+    ended = step.exported
+    values = ended[1] if ended is not None and ended[0] == figure and step.finished else []
+    kl, length, stops = (step.number(name) for name in ("kl", "length_after", "stop_rate"))
+    return Row(
+        method.title,
+        (
+            shown(figure, mean(known(values))) if known(values) else _instead(step),
+            _interval(figure, interval_of(figure, values)),
+            DASH if kl is None else nats(kl),
+            DASH if length is None else f"{length:.1f}",
+            DASH if stops is None else percent(stops),
+            duration(step.seconds) if step.finished else DASH,
+            f"{step.samples:,}" if step.samples else DASH,
+            *_cells_at_equal_kl(method, comparison),
+        ),
+    )
+
+
+def _cells_at_equal_kl(method: Method, comparison: Comparison) -> tuple[str, ...]:
+    """The last two cells, where any method is compared there."""
+    if not comparison.equal:
+        return ()
+    equal = next((each for each in comparison.equal if each.method is method), None)
+    if equal is None:
+        return DASH, DASH
+    within = "" if equal.interval is None else f" ({_interval(comparison.figure, equal.interval)})"
+    value = f"{shown(comparison.figure, equal.value)}{within}"
+    return value, equal.against_best or "this one"
+
+
+def _instead(step: StepResult) -> str:
+    """What stands in place of a value."""
+    return DASH if step.state == "finished" else step.state
+
+
+def _interval(figure: str, interval: Interval | None) -> str:
+    if interval is None:
+        return DASH
+    low, high = (shown(figure, end) for end in interval)
+    return f"{low} to {high}"
+
+
+FRAME = Frame(720, 320, 52, 16, 12, 40)
+
+MARKS = (
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0",
+    "M-3.5 -3.5H3.5V3.5H-3.5Z",
+    "M0 -4.5L4.5 3.5H-4.5Z",
+    "M0 -5L5 0L0 5L-5 0Z",
+    "M0 4.5L4.5 -3.5H-4.5Z",
+    "M-1.5 -5H1.5V-1.5H5V1.5H1.5V5H-1.5V1.5H-5V-1.5H-1.5Z",
+    "M-5 -3L-3 -5L0 -2L3 -5L5 -3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0Z",
+    "M0 -5L4.8 -1.5L2.9 4H-2.9L-4.8 -1.5Z",
+    "M-5 -2H5V2H-5Z",
+)
+"""Outlines around (0, 0), one for each method."""
+
+DASHES = ("none", "7 3", "2 3", "9 3 2 3", "12 4", "5 2 1 2 1 2", "1 4", "10 2 4 2", "3 6")
+"""Of the lines between them."""
+
+COLOURS = 4
+
+
+@dataclass(frozen=True)
+class Line:
+    """How a method is drawn."""
+
+    title: str
+    colour: str
+    dash: str
+    mark: str
+
+
+def lines_of(comparison: Comparison) -> list[Line]:
+    """A line for each method, no two alike."""
+    return [
+        Line(
+            method.title,
+            f"c{place % COLOURS}",
+            DASHES[place % len(DASHES)],
+            MARKS[place % len(MARKS)],
+        )
+        for place, method in enumerate(comparison.methods)
+    ]
+
+
+def kl_chart(comparison: Comparison) -> Markup:
+    """The evaluations of all methods, in the order of training; empty where there are none."""
+    drawn = [method for method in comparison.methods if method.path]
+    if not drawn:
+        return Markup("")
+    x, y = _scales(drawn, is_share=comparison.figure == "judge")
+    middle = (FRAME.left + FRAME.width - FRAME.right) / 2
+    parts = [
+        *grid(FRAME, x, y),
+        text(middle, FRAME.height - 6, "middle", "KL to the reference, nats per answer"),
+    ]
+    if comparison.kl is not None:
+        at = Markup('<path class="equal" d="M{:.1f} {}V{}"><title>{}</title></path>')
+        words = f"equal KL of {nats(comparison.kl)}"
+        parts.append(at.format(x(comparison.kl), FRAME.top, FRAME.height - FRAME.bottom, words))
+    for method, line in zip(comparison.methods, lines_of(comparison), strict=True):
+        parts += _drawn(method, line, comparison.figure, x, y)
+    label = f"{FIGURES[comparison.figure]} over the KL to the reference, by method"
+    return picture(FRAME, parts, label)
+
+
+def _scales(methods: Sequence[Method], *, is_share: bool) -> tuple[Scale, Scale]:
+    kls = [each.kl for method in methods for each in method.path]
+    values = [each.mean for method in methods for each in method.path]
+    low, high = min(0.0, *kls), max(kls)
+    room = 0.08 * (max(values) - min(values)) or 0.1
+    least, most = min(values) - room, max(values) + room
+    if is_share:
+        least, most = max(0.0, least), min(1.0, most)
+    return FRAME.x(low, high if high > low else low + 1.0), FRAME.y(least, most)
+
+
+def _drawn(method: Method, line: Line, figure: str, x: Scale, y: Scale) -> list[Markup]:
+    mark = Markup(
+        '<path class="dot {}" transform="translate({:.1f} {:.1f})" d="{}"><title>{}</title></path>'
+    )
+    points = [(each.kl, each.mean) for each in method.path]
+    # A line from the start to the end alone would look like a measured curve.
+    joined = [path(points, x, y, f"line {line.colour}", line.dash)] if method.is_measured else []
+    return [
+        *joined,
+        *(
+            mark.format(
+                line.colour,
+                x(each.kl),
+                y(each.mean),
+                line.mark,
+                f"{line.title}, step {each.step:g}: {shown(figure, each.mean)} at {nats(each.kl)}",
+            )
+            for each in method.path
+        ),
     ]

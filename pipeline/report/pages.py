@@ -7,8 +7,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.progress import duration
+from pipeline.report.figures import score
 from pipeline.report.results import Sample, SampleAnswer
-from pipeline.report.words import score
 
 
 def render_comparison(

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.installation import CHAT
-from pipeline.report.choice import model_to_talk_to
 from pipeline.report.curves import phase_shares, split_key_charts, step_charts
-from pipeline.report.figures import before_after, pass_rates
+from pipeline.report.figures import BASE, before_after, listed, pass_rates, title
 from pipeline.report.findings import Finding, findings
-from pipeline.report.guards import events_of
-from pipeline.report.kl_chart import kl_chart, lines_of
 from pipeline.report.lab import view
-from pipeline.report.method_table import heads, rows
-from pipeline.report.methods import compare_methods
+from pipeline.report.methods import compare_methods, heads, kl_chart, lines_of, rows
 from pipeline.report.pages import templates
-from pipeline.report.read import read_results
-from pipeline.report.results import Results, StepResult
-from pipeline.report.words import BASE, listed, title
+from pipeline.report.results import (
+    Results,
+    StepResult,
+    events_of,
+    model_to_talk_to,
+    read_results,
+)
 
 
 def write_report(out: Path) -> Path:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from pipeline.files.durable import replace_durably
-from pipeline.report.lab import LAB
+from pipeline.report.results import LAB
 from step2_reward.lab.measure import Measured
 from step2_reward.lab.sentences import sentences
 

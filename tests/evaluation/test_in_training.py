@@ -13,7 +13,7 @@ from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.report.figures import before_after
-from pipeline.report.read import read_results
+from pipeline.report.results import read_results
 from pipeline.report.write import write_report
 from step1_sft.config import SFTConfig
 from step1_sft.train import train

@@ -11,9 +11,8 @@ from pipeline.errors import UserError
 from pipeline.orchestrator import main
 from pipeline.plan.make import make_plan
 from pipeline.plan.plan import Plan
-from pipeline.report.choice import model_to_talk_to
 from pipeline.report.findings import findings
-from pipeline.report.read import read_results
+from pipeline.report.results import model_to_talk_to, read_results
 from step0_pretrain.config import PretrainConfig
 from train import STAGES
 

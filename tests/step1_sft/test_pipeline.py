@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.budget.machine import Machine
-from pipeline.budget.step import step_memory
+from pipeline.budget.memory import step_memory
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate

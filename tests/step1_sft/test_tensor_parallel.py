@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipeline.budget.machine import Machine
-from pipeline.budget.step import step_memory
+from pipeline.budget.memory import step_memory
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.zero import ZeroConfig
 from pipeline.demo.model import build_tokenizer
@@ -314,14 +314,6 @@ def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Pa
 
     with pytest.raises(ConfigError, match=r"parallel\.tp 3 doesn't divide the 4 attention heads"):
         step_memory(config, machine=replace(ONE, processes=3, world=3))
-
-    optim = replace(config.model.optim, moments="8bit")
-    narrow = replace(
-        config, parallel=ParallelConfig(tp=2), model=replace(config.model, optim=optim)
-    )
-    sentence = r"8bit keeps moments of 32 .* parallel\.tp 2 cuts such blocks of .*o_proj\.weight"
-    with pytest.raises(ConfigError, match=sentence):
-        step_memory(narrow, machine=replace(ONE, processes=2, world=2))
 
 
 def test_other_numbers_of_processes_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.budget.machine import RUNTIME_CPU, Machine
-from pipeline.budget.step import step_memory
+from pipeline.budget.memory import step_memory
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.parallel.mesh import cut_mesh
 from step2_reward.config import RewardConfig

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from pipeline.budget.machine import RUNTIME_CPU, Machine
-from pipeline.budget.step import step_memory
+from pipeline.budget.memory import step_memory
 from pipeline.config import DataConfig, LoraConfig, ParallelConfig
 from pipeline.parallel.mesh import cut_mesh
 from rewards.config import RewardConfig

@@ -28,7 +28,7 @@ def test_it_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
 
     said = capsys.readouterr().out
     assert said.startswith("memory: this machine has ")
-    assert "; this step takes at most " in said
+    assert "; this step takes about " in said
 
 
 @pytest.mark.jobs

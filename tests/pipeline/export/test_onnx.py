@@ -12,14 +12,12 @@ import torch
 
 from pipeline.data.examples import Message
 from pipeline.errors import ConfigError, ModelError
-from pipeline.export.aside import UnverifiedError
 from pipeline.export.command import main
 from pipeline.export.config import ExportConfig
 from pipeline.export.greedy import greedy_tokens
-from pipeline.export.onnx_file import load_graph
-from pipeline.export.onnx_graphs import LayerShape, cached_layers
+from pipeline.export.onnx_file import LayerShape, cached_layers, load_graph
 from pipeline.export.onnx_verify import verify_onnx
-from pipeline.export.source import read_source
+from pipeline.export.source import UnverifiedError, read_source
 from pipeline.models.reward_model import load_scorer, score_responses
 from tests.families import tiny_causal_lm
 from tests.pipeline.export.models import save_embedded, save_model
@@ -96,23 +94,6 @@ def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(
     assert [each.name for each in session.get_outputs()][:2] == ["logits", "present.0.key"]
     expected = [greedy_tokens(model, torch.tensor(row), 24) for row in rows]
     assert generate(session, rows, 24) == expected
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [("gpt2", {}), ("opt", {}), ("qwen2", {}), ("mistral", {"sliding_window": 4})],
-)
-def test_other_families_generate_by_keys_and_values(
-    family: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    model = save_model(tmp_path / "model", family, **settings).eval()
-
-    session = export(tmp_path / "model", tmp_path / "out", "--cache", "kv")
-
-    rows = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17]]
-    expected = [greedy_tokens(model, torch.tensor(row), 12) for row in rows]
-    assert generate(session, rows, 12) == expected
 
 
 def test_a_cache_is_keys_and_values_of_all_tokens(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.errors import ConfigError, ModelError
-from pipeline.export.adapters import verify_adapter
-from pipeline.export.aside import UnverifiedError, written_aside
 from pipeline.export.command import main
+from pipeline.export.source import UnverifiedError, written_aside
+from pipeline.export.weights import verify_adapter
 from tests.pipeline.export.models import save_model
 
 
@@ -30,8 +30,6 @@ def save_adapter(directory: Path, **changes: Any) -> Path:
         for name, param in peft.named_parameters():
             if "lora_B" in name:
                 param.normal_()
-            elif "magnitude" in name:
-                param.mul_(torch.rand_like(param) + 0.5)
     peft.peft_config["default"].base_model_name_or_path = str(directory / "base")
     peft.save_pretrained(str(directory / "adapter"))
     return directory / "adapter"
@@ -59,17 +57,6 @@ def test_an_adapter_is_merged_as_peft_merges_it(tmp_path: Path, adapter: Path) -
         torch.testing.assert_close(tensor, theirs[name])
     card = (tmp_path / "out" / "README.md").read_text()
     assert "- 28 tensors read back equal to the base's, 4 with the adapter\n" in card
-
-
-def test_an_adapter_of_dora_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
-    adapter = save_adapter(tmp_path, use_dora=True)
-
-    run(adapter, "merged", tmp_path / "out")
-
-    theirs = merged_by_peft(tmp_path / "base", adapter)
-    ours = load_file(tmp_path / "out" / "model.safetensors")
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name])
 
 
 def test_the_adapter_of_a_model_is_taken_alone_and_held_against_the_merged_weights(
@@ -112,9 +99,14 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -
         run(adapter, "onnx", tmp_path / "out")
 
 
-def test_an_adapter_of_what_its_start_has_left_of_the_base_is_refused(tmp_path: Path) -> None:
+def test_dora_and_adapters_that_change_the_base_are_refused(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path, init_lora_weights="pissa")
 
+    (tmp_path / "dora").mkdir()
+    dora = save_adapter(tmp_path / "dora", use_dora=True)
+
+    with pytest.raises(ModelError, match="holds a DoRA adapter"):
+        run(dora, "merged", tmp_path / "out")
     with pytest.raises(ModelError, match=r"an adapter \(pissa\) of what its start has left of the"):
         run(adapter, "merged", tmp_path / "out")
 

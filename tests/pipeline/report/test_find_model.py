@@ -7,7 +7,7 @@ import pytest
 
 from inference.chat.command import main
 from pipeline.errors import ModelError
-from pipeline.report.find_model import find_model
+from pipeline.report.results import find_model
 
 
 def write_step(out: Path, name: str, *, right: float, method: str | None = None) -> None:

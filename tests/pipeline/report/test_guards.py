@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 from pipeline.report.findings import findings
-from pipeline.report.guards import events_of
-from pipeline.report.read import read_results
-from pipeline.report.results import Results
+from pipeline.report.results import Results, events_of, read_results
 from pipeline.report.write import render
 
 EVAL = {"reward_before": 0.25, "reward_after": 0.9}
@@ -72,16 +70,3 @@ def test_a_run_that_a_guard_ended_says_with_which_actor(tmp_path: Path) -> None:
     )
     assert results.steps["step3_ppo"].series("score") == []
     assert "ended with the start" in render(results, tmp_path)
-
-
-def test_several_rollbacks_are_counted_and_warnings_change_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    lines = [scored(1, 0.1), spoke(2, "rollback", 1), spoke(4, "rollback", 2)]
-    results = run(tmp_path / "a", *lines)
-    assert findings(results)[-1].sentence.startswith(
-        "A guard took step3_ppo back 2 times, at last from iteration 4 to iteration 2"
-    )
-
-    (tmp_path / "b").mkdir()
-    warned = run(tmp_path / "b", scored(1, 0.1), spoke(1, "warn"))
-    assert not [each for each in findings(warned) if "guard" in each.sentence]

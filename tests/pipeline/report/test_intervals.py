@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.report.intervals import change_interval, share_interval, verdict_of
+from pipeline.report.intervals import change_interval, share_interval
 
 
 def test_shares_have_wilsons_interval() -> None:
@@ -37,10 +37,3 @@ def test_nineteen_of_twenty_intervals_of_a_change_hold_the_true_one(
     ]
 
     assert np.mean(held) > 0.935
-
-
-def test_a_verdict_needs_an_interval_on_one_side() -> None:
-    assert verdict_of((0.01, 0.2)) == "better"
-    assert verdict_of((-0.2, -0.01)) == "worse"
-    assert verdict_of((-0.01, 0.2)) == "not told apart"
-    assert verdict_of((0.4, 0.6), equal=0.3) == "better"

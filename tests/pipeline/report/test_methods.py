@@ -9,13 +9,10 @@ import pytest
 import yaml
 
 from pipeline.origin import training_at
-from pipeline.report.choice import model_to_talk_to, of_one_origin
 from pipeline.report.figures import pass_rates
 from pipeline.report.findings import findings
-from pipeline.report.intervals import mean_interval
-from pipeline.report.method_table import lines
-from pipeline.report.methods import Comparison, Evaluation, compare_methods, value_at
-from pipeline.report.read import read_results
+from pipeline.report.methods import Comparison, Evaluation, compare_methods, lines, value_at
+from pipeline.report.results import model_to_talk_to, read_results
 from pipeline.report.write import write_report
 
 PROMPTS = 40
@@ -86,11 +83,6 @@ def test_between_two_evaluations_a_prompt_changes_in_proportion_to_the_kl() -> N
     assert value_at(path, 3.0) == pytest.approx([0.4, 0.2, 0.4])  # from KL 1 to 6, two fifths
     with pytest.raises(ValueError, match="no evaluation at a KL of 7"):
         value_at(path, 7.0)
-
-
-def test_a_mean_has_the_interval_of_the_normal_distribution() -> None:
-    # Mean 2, standard deviation sqrt(5 / 3), of four: 2 +- 1.96 * 0.6455.
-    assert mean_interval([0.5, 1.5, 2.5, 3.5]) == pytest.approx((0.734850, 3.265150), abs=2e-6)
 
 
 def test_methods_are_compared_at_the_largest_kl_that_all_have_reached(tmp_path: Path) -> None:
@@ -168,22 +160,6 @@ def test_gold_counts_before_rewards_and_prompts_without_one_are_left_out(tmp_pat
     assert [each.against_best for each in found.equal] == [None, "better"]
 
 
-def test_what_was_not_measured_is_said_and_not_made_up(tmp_path: Path) -> None:
-    many = [(float(kl), {"score": [0.5 * kl, kl]}) for kl in range(4)]
-    write_method(tmp_path, "ppo", many)
-    write_method(tmp_path, "rloo", many, settings={"missing_eos_score": None})
-    write_method(tmp_path, "raft", [many[0], many[3]])
-
-    found = compared(tmp_path)
-
-    assert [each.method.title for each in found.equal] == ["PPO", "RLOO"]
-    assert found.notes == (
-        "Rewards don't count alike in all methods (missing_eos_score): a gold reward would",
-        "RAFT kept no evaluation between start and end (eval_every), so that nothing is known of"
-        " smaller KLs",
-    )
-
-
 def test_other_held_out_prompts_are_not_compared(tmp_path: Path) -> None:
     points = [(float(kl), {"judge": verdicts(kl)}) for kl in range(3)]
     write_method(tmp_path, "ppo", points)
@@ -223,68 +199,6 @@ def test_the_page_and_the_terminal_have_a_row_for_each_method(tmp_path: Path) ->
         "At equal KL of 3.00 nats, correct and polite: REINFORCE++ 85 %, better than PPO (45 %)",
         "RLOO kept no evaluation that has this figure",
     ]
-
-
-def test_one_method_alone_is_compared_with_nothing(tmp_path: Path) -> None:
-    write_method(tmp_path, "ppo", [(float(kl), {"judge": verdicts(kl)}) for kl in range(3)])
-
-    assert compare_methods(read_results(tmp_path)) is None
-    assert "side by side" not in write_report(tmp_path).read_text()
-
-
-def test_a_method_that_stayed_where_it_was_is_compared_with_nothing(tmp_path: Path) -> None:
-    for method, far in (("ppo", 1.0), ("rloo", -0.01)):
-        points = [(far * kl, {"judge": verdicts(kl)}) for kl in range(3)]
-        write_method(tmp_path, method, points)
-
-    found = compared(tmp_path)
-
-    assert (found.kl, found.equal) == (None, ())
-    assert found.notes == (
-        "RLOO never left the reference (KL 0), so that nothing is compared at equal KL",
-    )
-
-
-def test_a_method_that_did_not_come_to_its_end_has_its_name_and_its_settings_count(
-    tmp_path: Path,
-) -> None:
-    for method, name in (("grpo", "step3_ppo"), ("rloo", ""), ("raft", "")):
-        points = [(float(kl), {"judge": verdicts(10 * kl)}) for kl in range(3)]
-        changed = {"temperature": 0.7} if method == "rloo" else {}
-        settings = {"temperature": 1.0, **changed}
-        write_method(tmp_path, method, points, name=name, settings=settings)
-    for name in ("step3_ppo", "step3_rloo"):
-        (tmp_path / name / "result.json").unlink()
-    sentence = '{"sentence": "the loss of step 7 is not finite"}'
-    (tmp_path / "step3_ppo" / "diverged.json").write_text(sentence)
-
-    found = compared(tmp_path)
-
-    assert [method.title for method in found.methods] == ["GRPO", "RAFT", "RLOO"]
-    assert found.notes == (
-        "Held-out prompts are not answered alike in all methods (temperature), which moves rewards"
-        " and KL by itself",
-        "Of GRPO, which diverged, evaluations until then are compared",
-        "Of RLOO, which did not finish, evaluations until then are compared",
-    )
-    assert [line.split()[:2] for line in lines(found)][1:4] == [
-        ["GRPO", "diverged"],
-        ["RAFT", "50"],
-        ["RLOO", "not"],
-    ]
-    assert findings(read_results(tmp_path))[0].sentence == "GRPO: the loss of step 7 is not finite"
-    page = write_report(tmp_path).read_text()
-    assert page.count('colspan="3">diverged</td>') == page.count('colspan="3">not finished<') == 1
-
-
-def test_a_gold_reward_that_some_methods_lack_is_another_one(tmp_path: Path) -> None:
-    for method, gold in (("ppo", None), ("rloo", {"kind": "math", "name": "right"})):
-        points = [(float(kl), {"gold": [0.5 * kl, kl]}) for kl in range(3)]
-        write_method(tmp_path, method, points, settings={"gold": gold})
-
-    assert compared(tmp_path).notes == (
-        "The gold rewards of the methods differ, so that they don't count alike",
-    )
 
 
 def write_step_1(out: Path, perplexity: float, *, seconds: float = 1.0) -> str:
@@ -350,28 +264,6 @@ def test_a_method_of_an_earlier_step_1_is_left_out_and_a_sentence_says_so(tmp_pa
     chart = write_report(tmp_path).read_text().split("What a method gets for its KL")[1]
     assert "RAFT, step 20" in chart
     assert "GRPO, step 20" not in chart
-
-
-def test_a_training_that_was_repeated_to_the_bit_is_the_same_origin(tmp_path: Path) -> None:
-    first = write_step_1(tmp_path, 2.5, seconds=80.0)
-
-    assert write_step_1(tmp_path, 2.5, seconds=90.0) == first
-    assert write_step_1(tmp_path, 2.5000000000000004) != first
-    (tmp_path / "step1_sft" / "result.json").write_text("{")
-    assert training_at(str(tmp_path / "step1_sft")) is None
-    assert training_at("owner/name") is None
-
-
-def test_without_the_model_they_began_from_most_methods_decide(tmp_path: Path) -> None:
-    points = [(float(kl), {"judge": verdicts(kl)}) for kl in range(3)]
-    origins = {"dapo": "a/b", "grpo": "c/d", "ppo": None, "rloo": "c/d"}
-    for method, origin in origins.items():
-        write_method(tmp_path, method, points, began_from=origin)
-    steps = read_results(tmp_path).steps
-
-    alike = of_one_origin(list(steps.values()), steps)
-
-    assert [step.method for step in alike] == ["grpo", "ppo", "rloo"]
 
 
 def test_of_equal_methods_the_first_is_the_one_to_talk_to(tmp_path: Path) -> None:

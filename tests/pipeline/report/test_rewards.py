@@ -6,9 +6,7 @@ from pathlib import Path
 from pipeline.report.curves import step_charts
 from pipeline.report.figures import before_after
 from pipeline.report.findings import findings
-from pipeline.report.read import read_results
-from pipeline.report.results import Results
-from pipeline.report.write import render
+from pipeline.report.results import Results, read_results
 
 EVAL = {"reward_before": 0.25, "reward_after": 0.9, "kl": 4.0, "win_rate": 0.8}
 EVAL |= {"sampled_reward_before": 0.2, "sampled_reward_after": 0.8}
@@ -47,14 +45,6 @@ def test_each_source_has_a_curve_beside_the_reward_of_all(tmp_path: Path) -> Non
     }
 
 
-def test_one_source_has_the_curve_of_the_reward_alone(tmp_path: Path) -> None:
-    results = run(tmp_path, EVAL, "score", "reward_right", "reward_failures")
-
-    charts = step_charts(results.steps["step3_ppo"])
-
-    assert [drawn.chart.title for drawn in charts] == ["Reward", "Reward failures"]
-
-
 def test_figures_and_sentence_are_of_the_rewards_before_and_after(tmp_path: Path) -> None:
     results = run(tmp_path, EVAL | TWO, "score")
 
@@ -78,12 +68,3 @@ def test_gold_comes_before_what_was_trained_on(tmp_path: Path) -> None:
 
     assert "mean gold reward of +0.20, against +0.30" in first.sentence
     assert not first.optimized
-
-
-def test_the_page_shows_what_each_source_gave_for_an_answer(tmp_path: Path) -> None:
-    page = render(run(tmp_path, EVAL | TWO, "score"), tmp_path)
-
-    assert "right +0.80" in page
-    assert "short +0.10" in page
-    assert "The number is the reward of the answer" in page
-    assert "reward-model score" not in page

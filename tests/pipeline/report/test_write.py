@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import DataError
 from pipeline.report.findings import findings
-from pipeline.report.read import read_results
+from pipeline.report.results import read_results
 from pipeline.report.write import write_report
 
 SFT = {"seconds": 80.0, "steps": 3, "tokens": 2_400_000}
@@ -107,57 +106,6 @@ def test_the_prompts_written_by_hand_stand_there_to_try_with_what_was_answered(
     assert "12 + 6 = ? Sure! <b>18 right and 5 + 3? Ugh. 8 wrong" in text
 
 
-def test_a_run_that_got_worse_is_said_to_have(tmp_path: Path) -> None:
-    verify = {"base": 0.1, "step1_sft": 0.5, "step3_ppo": 0.3}
-    counts = {"prompts": 100, "gained": 5, "lost": 25}
-    figures = {"win_rate": 0.9, "judge": verify, "judge_counts": counts}
-    write_summary(tmp_path, step3_ppo=figures)
-
-    assert findings(read_results(tmp_path))[0].verdict == "worse"
-    assert "It got worse" in Page(write_report(tmp_path)).text
-
-
-@pytest.mark.parametrize(
-    ("wins", "losses", "said"),
-    [
-        (9, 5, "Better and worse can't be told apart"),
-        (45, 5, "It scores higher, by what it was trained on"),
-        (5, 45, "It got worse"),
-    ],
-)
-def test_a_win_rate_tells_no_more_than_its_prompts_do(
-    tmp_path: Path, wins: int, losses: int, said: str
-) -> None:
-    count = wins + losses
-    figures = {"win_rate": wins / count, "prompts": count, "wins": wins, "losses": losses}
-    write_summary(tmp_path, step3_ppo=figures)
-
-    text = Page(write_report(tmp_path)).text
-
-    assert said in text
-    assert f"of {count} held-out prompts" in text
-    assert "It got better" not in text
-
-
-def test_step_1_alone_has_a_report(tmp_path: Path) -> None:
-    write(tmp_path / "step1_sft/result.json", {**SFT, "eval": SFT_EVAL})
-    write_metrics(tmp_path, "step1_sft", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
-
-    page = Page(write_report(tmp_path))
-
-    assert "Perplexity on 300 held-out answers fell from 1,102 to 2.31." in page.text
-    assert f"python chat.py --path {tmp_path / 'step1_sft'}" in page.text
-    assert "PPO" not in page.text
-    assert page.tags.count("svg") == 1
-
-
-def test_a_copy_of_a_steps_directory_is_no_step(tmp_path: Path) -> None:
-    for name in ("step1_sft", "step1_sft.old"):
-        write_metrics(tmp_path, name, [{"step": 1, "loss": 2.0}])
-
-    assert list(read_results(tmp_path).steps) == ["step1_sft"]
-
-
 def test_an_interrupted_step_shows_its_curves_up_to_the_torn_line(tmp_path: Path) -> None:
     lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0}]
     write_metrics(tmp_path, "step1_sft", lines)
@@ -235,10 +183,3 @@ def test_a_directory_without_results_is_refused(tmp_path: Path, content: str | N
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {out}")
     assert done.stderr.count("\n") == 1
-
-
-def test_a_broken_summary_is_named(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text("{")
-
-    with pytest.raises(DataError, match=r"summary.json is not valid JSON"):
-        write_report(tmp_path)

@@ -1,0 +1,203 @@
+"""The memory formulas, by hand, and against runs that were measured."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from pipeline.budget.fit import shortage
+from pipeline.budget.fixes import CHECKPOINTING, OFFLOADED, changed, of_models
+from pipeline.budget.machine import GIB, Machine, parse_machine
+from pipeline.budget.memory import KINDS, Place, step_memory
+from pipeline.config import (
+    FrozenModelConfig,
+    LoraConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainedModelConfig,
+)
+from step1_sft.config import SFTConfig
+from step3_ppo.config import PPOConfig
+
+BLOCK = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+ROOT = 2 * 1000 * 64 + 64
+LAYERS = 3
+NUMBERS = ROOT + LAYERS * BLOCK
+KEPT = 2 * 64 * 3 + 2 * 3 * 64 + 64 + 4 * 128
+"""Numbers that a block keeps: two norms, rotated queries, keys, values, their result, the MLP."""
+
+GPU = Machine(1, 1, 2**40, None)
+CPU = Machine(1, 1, None, 2**40)
+EIGHT = Machine(8, 8, 2**40, None)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """A configuration; nothing is loaded."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000}
+    LlamaConfig(**shape, **heads, tie_word_embeddings=False).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def train_kinds(
+    path: str, machine: Machine, place: Place = "device", *, model: Any = None, **step: Any
+) -> dict[str, int]:
+    """Bytes of the training phase by kind."""
+    trained = TrainedModelConfig(path=path, **(model or {}))
+    config = SFTConfig(model=trained, keep_best=False, **{"batch_size": 32, **step})
+    memory = step_memory(config, machine=machine)
+    assert not memory.unknown
+    return dict(next(p for p in memory.phases if p.name == "train").by_kind(place))
+
+
+def test_states_of_a_single_process(llama: str) -> None:
+    on_cpu, on_gpu = train_kinds(llama, CPU), train_kinds(llama, GPU)
+
+    assert on_cpu["weights"] == 4 * NUMBERS
+    assert "masters" not in on_cpu
+    assert on_cpu["moments"] == 8 * NUMBERS
+    assert on_cpu["gradients"] == 4 * NUMBERS
+    assert (on_gpu["weights"], on_gpu["masters"]) == (2 * NUMBERS, 2 * NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "states"), [(0, 1, 1), (1, 1, 8), (2, 1, 8), (3, 8, 8)]
+)
+def test_a_stage_shards_states(llama: str, stage: int, weights: int, states: int) -> None:
+    kinds = train_kinds(llama, EIGHT, model={"zero_stage": stage})
+
+    assert kinds["weights"] == 2 * NUMBERS // weights
+    assert kinds["moments"] == 8 * NUMBERS // states
+    assert kinds["gradients"] == 4 * NUMBERS // 8
+    assert kinds.get("gathered", 0) == (2 * (ROOT + 2 * BLOCK) if stage == 3 else 0)
+
+
+def test_offload_moves_states_to_main_memory(llama: str) -> None:
+    config = TrainedModelConfig(path=llama)
+    offloaded = changed(config, OFFLOADED)
+    settings = {"zero": offloaded.zero}
+
+    device = train_kinds(llama, GPU, model=settings)
+    host = train_kinds(llama, GPU, "host", model=settings)
+
+    assert not {"masters", "moments", "gradients"} & device.keys()
+    assert host["masters"] == host["gradients"] == 4 * NUMBERS
+    assert host["moments"] == 8 * NUMBERS
+
+
+def test_adapters_and_narrow_moments(llama: str) -> None:
+    adapters = train_kinds(llama, GPU, model={"lora": LoraConfig(rank=2)})
+    narrow = train_kinds(llama, GPU, model={"optim": OptimConfig(moments="bf16")})
+    quantized = train_kinds(llama, GPU, model={"lora": LoraConfig(rank=2), "quantize": "nf4"})
+
+    assert adapters["moments"] < 8 * NUMBERS / 10
+    assert narrow["moments"] == 4 * NUMBERS
+    assert quantized["weights"] < 0.9 * adapters["weights"]
+
+
+def test_activations_grow_with_tokens_and_blocks(llama: str) -> None:
+    step = {"micro_batch_size": 2}
+    kept = train_kinds(llama, CPU, **step)["activations"]
+    recomputed = train_kinds(llama, CPU, model={"gradient_checkpointing": True}, **step)
+    tokens = 2 * 512
+
+    assert kept == 4 * tokens * KEPT * (LAYERS + 1)
+    assert recomputed["activations"] == 4 * tokens * (64 * LAYERS + 2 * KEPT)
+
+
+def test_logits_are_tiled_where_they_are_many(llama: str) -> None:
+    few = train_kinds(llama, CPU, micro_batch_size=2)["logits"]
+    many = train_kinds(llama, CPU, micro_batch_size=200, batch_size=200)["logits"]
+
+    assert few == 4 * 2 * (2 * 511 * 1000)
+    assert many == 4 * (2 * 2**23 + 1000 * 64)
+
+
+def test_tensor_and_pipeline_parallelism_divide_a_model(llama: str) -> None:
+    def weights(**parallel: Any) -> float:
+        step = {"parallel": ParallelConfig(**parallel), "micro_batch_size": 1}
+        return train_kinds(llama, EIGHT, **step)["weights"] / 2
+
+    assert weights(tp=2) == NUMBERS / 2
+    assert weights(pp=2) == pytest.approx(LAYERS * BLOCK / 2 + ROOT / 2, abs=1)
+    assert weights(replicas=2) == NUMBERS
+
+
+def test_every_kind_is_known() -> None:
+    memory = step_memory(ppo("embedded", "embedded"), machine=CPU)
+    assert {item.kind for phase in memory.phases for item in phase.items} <= set(KINDS)
+    assert [p.name for p in memory.phases] == ["load", "generate", "score", "train"]
+
+
+def test_a_model_without_a_configuration_is_named() -> None:
+    config = SFTConfig(model=TrainedModelConfig(path="a/b"))
+
+    (sentence,) = step_memory(config, machine=CPU).unknown
+
+    assert sentence.startswith("model a/b is not counted")
+
+
+def smollm2(directory: Path) -> str:
+    """The shape of SmolLM2-135M."""
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    config = LlamaConfig(**shape, **heads, max_position_embeddings=8192, tie_word_embeddings=True)
+    config.save_pretrained(directory)
+    assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
+    return str(directory)
+
+
+def ppo(actor: str, small: str, **settings: Any) -> PPOConfig:
+    return PPOConfig(
+        actor=TrainedModelConfig(path=actor),
+        critic=TrainedModelConfig(path=small),
+        reward=FrozenModelConfig(path=small),
+        **settings,
+    )
+
+
+def test_ppo_of_opt_on_an_h200_is_what_was_measured() -> None:
+    """85.5 GB were allocated at most."""
+    config = ppo(
+        "facebook/opt-1.3b",
+        "facebook/opt-350m",
+        rollout_size=512,
+        batch_size=512,
+        micro_batch_size=32,
+        generation_batch_size=512,
+    )
+
+    memory = step_memory(config, machine=parse_machine("1xH200-141GB"))
+
+    assert memory.peak("device") == pytest.approx(85.5e9, rel=0.15)
+
+
+FITS = {
+    # DeepSpeed-Chat's tables (Yao et al. 2023): the largest actor of step 3 that has a time.
+    "1xV100-32GB+512GB": "1.3b",
+    "1xA6000-48GB+512GB": "6.7b",
+    "1xA100-80GB+512GB": "13b",
+    "8xA100-40GB+2048GB": "30b",
+    "8x8xA100-80GB+2048GB": "66b",
+}
+
+
+@pytest.mark.parametrize("machine", FITS)
+def test_what_fits_deepspeed_chat_fits_here(machine: str) -> None:
+    parsed = parse_machine(machine)
+    config = ppo(
+        f"facebook/opt-{FITS[machine]}",
+        "facebook/opt-350m",
+        micro_batch_size=1,
+        inference_tp_size=min(parsed.processes, 8),
+    )
+    stage = 3 if parsed.world > 1 else 0
+    config = changed(config, of_models(config, {"zero_stage": stage, **CHECKPOINTING, **OFFLOADED}))
+
+    assert shortage(step_memory(config, machine=parsed), parsed) is None
+    tiny = replace(parsed, gpu_bytes=4 * GIB)
+    assert shortage(step_memory(config, machine=tiny), tiny) is not None
