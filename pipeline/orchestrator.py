@@ -268,11 +268,9 @@ def _write_report(out: Path) -> None:
 
 def _closing_table(plan: Plan) -> Iterator[str]:
     """The steps' numbers, and where everything is."""
-    from pipeline.report.results import model_to_talk_to
     from pipeline.report.findings import findings
-    from pipeline.report.methods import lines
-    from pipeline.report.methods import compare_methods
-    from pipeline.report.results import read_results
+    from pipeline.report.methods import compare_methods, lines
+    from pipeline.report.results import model_to_talk_to, read_results
 
     out = plan.request.output_dir
     done = read_summary(out)["steps"]
