@@ -84,37 +84,33 @@ SPECIALISATIONS: list[Macros] = [
 
 
 def shard_of(case: Case, size: int, *, seed: int, device: torch.device = CPU) -> Shard:
-    """Random vectors, between others' numbers."""
+    """Random vectors, made on the CPU, between others' numbers."""
     generator = torch.Generator().manual_seed(seed)
 
-    def vector(dtype: torch.dtype, scale: float, *, positive: bool = False) -> Tensor:
-        values = torch.randn(size + case.shift + 5, generator=generator) * scale
-        values = values.abs() if positive else values
-        return values.to(device, dtype)[case.shift : case.shift + size]
+    def vector(dtype: torch.dtype, scale: float) -> Tensor:
+        return (torch.randn(size, generator=generator) * scale).to(dtype)
 
     master, low_bits = vector(F32, 1.0), None
     if case.split:
-        master, low_bits = definition.split_master(vector(F32, 1.0).clone())
-    moments = vector(F32, 1e-2), vector(F32, 1e-3, positive=True)
+        master, low_bits = definition.split_master(master)
     weights = Weights(
         master=master,
-        **_room_for_moments(case, size, device),
+        **definition.new_moments(vector(F32, 1.0), case.moments),
         copy=None if case.copy is None else vector(case.copy, 1.0),
         low_bits=low_bits,
     )
-    definition.write_moments(weights, *moments)
-    gradient = vector(case.gradient, 1.0)
-    return Shard(weights=weights, gradient=gradient, lr=1.0 + seed, weight_decay=0.1 * (seed % 2))
+    definition.write_moments(weights, vector(F32, 1e-2), vector(F32, 1e-3).abs())
 
+    def placed(tensor: Tensor) -> Tensor:
+        room = torch.empty(len(tensor) + case.shift + 5, dtype=tensor.dtype, device=device)
+        return room[case.shift :][: len(tensor)].copy_(tensor)
 
-def _room_for_moments(case: Case, size: int, device: torch.device) -> dict[str, Tensor]:
-    """Between others' numbers as well."""
-    whole = torch.empty(size + (case.shift + 1) * definition.BLOCK, device=device)
-    found = definition.new_moments(whole, case.moments)
-    place = slice(0, size)
-    return {
-        name: each[case.shift :][definition.entries(name, place)] for name, each in found.items()
-    }
+    return Shard(
+        weights=Weights(**{name: placed(each) for name, each in weights.tensors().items()}),
+        gradient=placed(vector(case.gradient, 1.0)),
+        lr=1.0 + seed,
+        weight_decay=0.1 * (seed % 2),
+    )
 
 
 def shards_of(
