@@ -72,8 +72,3 @@ class BufferPool:
         """Free the memory of all buffers that are not borrowed."""
         self._free = {kind: [] for kind in self._free}
         self._read.clear()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the buffers that are not borrowed."""
-        return sum(buffer.nbytes for free in self._free.values() for buffer in free)

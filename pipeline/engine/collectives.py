@@ -62,11 +62,6 @@ class CollectivesOverCopies(Collectives):
         """Give back the memory in which pieces were summed."""
         self._pool.release()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the buffers in which pieces are summed."""
-        return self._pool.num_bytes
-
 
 @dataclass
 class _SumOverCopies:

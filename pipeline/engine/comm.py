@@ -159,11 +159,6 @@ class Collectives:
     def end_step(self) -> None:
         """Release memory that only an optimizer step needs; all processes call it."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of buffers that the collectives keep."""
-        return 0
-
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
         return Finished()
 

@@ -68,9 +68,6 @@ def block_of_moments(optim: OptimConfig) -> int:
 
 Kind = Literal["weights", "split", "whole"]
 
-BYTES: Mapping[Kind, int] = {"weights": 0, "split": 2, "whole": 4}
-"""Bytes of a master of each kind, in addition to its weight."""
-
 PIECE = 2**20
 """Elements that PyTorch rounds at once, which bounds its temporary memory."""
 
