@@ -20,8 +20,7 @@ from pipeline.config import (
 from pipeline.data.store.rows import TokenRow
 from pipeline.data.store.token_file import TokenFile
 from pipeline.demo.model import build_tokenizer
-from pipeline.errors import CheckpointError, ConfigError, DataError
-from step0_pretrain import train as step
+from pipeline.errors import CheckpointError, ConfigError
 from step0_pretrain.config import PretrainConfig
 from step0_pretrain.rows import load_rows
 from step0_pretrain.train import train
@@ -241,17 +240,3 @@ def test_a_warm_start_goes_on_with_the_moments_on_other_rows(start: Path, tmp_pa
         train(replace(warm, output_dir=tmp_path / "refused", model=of_other))
     with pytest.raises(ConfigError, match=r"warm_start .*nowhere holds no checkpoints"):
         train(replace(warm, output_dir=tmp_path / "refused", warm_start=tmp_path / "nowhere"))
-
-
-def test_a_bad_row_of_text_is_named_before_the_model_is_loaded(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"text": "sun"}\n{"body": "moon"}\n')
-    config = small(start, tmp_path / "out")
-
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("the model is loaded")
-
-    monkeypatch.setattr(step, "load_model", load)
-    with pytest.raises(DataError, match=r"bad.jsonl:2: it has no text in a field 'text'"):
-        train(replace(config, data=replace(config.data, path=(str(tmp_path / "bad.jsonl"),))))

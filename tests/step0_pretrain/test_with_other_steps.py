@@ -13,7 +13,6 @@ from pipeline.plan.make import make_plan
 from pipeline.plan.plan import Plan
 from pipeline.report.findings import findings
 from pipeline.report.results import model_to_talk_to, read_results
-from step0_pretrain.config import PretrainConfig
 from train import STAGES
 
 FEW = [
@@ -81,22 +80,6 @@ def test_models_come_from_step_0_where_it_runs_or_has_run(texts: Path, tmp_path:
         (directory / name).write_text("{}")
     later = plan(tmp_path / "both", "--step", "1", *given)
     assert path_of(later, "step1_sft") == str(directory)
-
-
-def test_data_options_are_for_rows_unless_step_0_runs_by_itself(
-    texts: Path, tmp_path: Path
-) -> None:
-    options = ("--data-path", str(texts), "--max-length", "128")
-    alone = plan(tmp_path / "out", "--step", "0", *options)
-    corpus = ("--pretrain.data.path", str(texts))
-    both = plan(tmp_path / "out", "--step", "0", "1", *options, *corpus, "--lr", "1e-3")
-
-    config, with_others = (each.configs["step0_pretrain"] for each in (alone, both))
-    assert isinstance(config, PretrainConfig)
-    assert isinstance(with_others, PretrainConfig)
-    assert (config.data.path, config.data.max_length) == ((str(texts),), 128)
-    assert with_others.data.max_length == 256  # of the embedded model's preset
-    assert with_others.model.optim.lr == 1e-3
 
 
 def test_what_step_0_can_not_use_is_refused_in_the_plan(

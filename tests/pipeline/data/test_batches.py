@@ -69,18 +69,6 @@ def test_a_stream_continues_where_another_stood() -> None:
     assert [next(resumed) for _ in range(4)] == rest
 
 
-@pytest.mark.parametrize(
-    ("epochs", "max_steps", "expected"),
-    [(1.0, None, 4), (0.5, None, 2), (3.0, None, 10), (9.0, 7, 7)],
-)
-def test_steps_are_passes_rounded_up_unless_they_are_given(
-    epochs: float, max_steps: int | None, expected: int
-) -> None:
-    stream = RowStream(num_rows=10, batch_size=3, seed=1)
-
-    assert stream.num_steps(epochs, max_steps) == expected
-
-
 def test_the_longest_rows_go_first_to_the_least_filled_micro_batch() -> None:
     # 17 tokens, at most 9 in one: 6 here, 5 there, 3 there, 2 here, 1 here: 9 and 8.
     parts = micro_batches([1, 6, 3, 5, 2], max_tokens=9, num_processes=1, process=0)

@@ -6,8 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pipeline.data.chat.chat_format import FORMATS, ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
-from pipeline.errors import ModelError
-from tests.pipeline.data.tokenizers import KINDS, byte_level, metaspace, prepending
+from tests.pipeline.data.tokenizers import KINDS, byte_level, metaspace
 
 USER, REPLY, AGAIN = (
     Message("user", "Hi there."),
@@ -179,22 +178,6 @@ def test_pad_that_is_eos_is_trained_where_it_ends_a_turn() -> None:
         if token == tokenizer.pad_token_id
     ]
     assert at_eos == [True, True]
-
-
-def test_new_tokens_must_be_added_before_encoding() -> None:
-    tokenizer = prepending()
-    size = len(tokenizer)
-    chat_format = resolve_format(tokenizer, "chatml")
-    assert chat_format.new_tokens == ("<|im_start|>", "<|im_end|>")
-    with pytest.raises(ModelError, match=r"needs the tokens <\|im_start\|> <\|im_end\|>"):
-        chat_format.encode_prompt(PROMPT)
-
-    assert chat_format.add_new_tokens() == 2
-
-    assert chat_format.new_tokens == ()
-    assert len(tokenizer) == size + 2
-    assert chat_format.stop_ids == (size + 1, tokenizer.eos_token_id)
-    assert {size, size + 1} <= set(chat_format.encode(PROMPT, RESPONSE).input_ids)
 
 
 def test_a_turn_of_weight_0_is_read_and_not_trained() -> None:

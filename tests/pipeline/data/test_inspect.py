@@ -55,16 +55,3 @@ def test_step_1_shows_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ".</s>]]" in out
     assert "row 2" not in out
     assert "trained share" in out
-
-
-def test_step_2_shows_both_responses_and_token_ids(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path / "rows.jsonl")
-
-    out = inspect(capsys, "--data-path", path, "--step", "2", "--rows", "1", "--token-ids")
-
-    assert "chosen as " in out
-    assert "rejected as " in out
-    assert "[[ Bad " in out
-    assert out.count("  [1, ") == 2  # both begin with <s>

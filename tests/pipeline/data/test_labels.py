@@ -12,7 +12,7 @@ from pipeline.data.rows.dialogues import with_history
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
 from pipeline.data.sharing.steps import load_examples
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 
 LABELS = RowColumns(labels=True)
 SYSTEM, A, B, C = Message("system", "S"), *(Message("user", text) for text in "ABC")
@@ -69,22 +69,6 @@ def test_ranked_responses_come_best_first_and_their_ends_are_a_pair() -> None:
     assert [said(each) for each in by_rank.responses] == ["y", "z", "x"]
     equal = Row({"prompt": "Q", "responses": ["x", "y"], "ranks": [1, 1]}, "")
     assert read_row(equal, {}) is None
-
-
-@pytest.mark.parametrize(
-    ("columns", "sentence"),
-    [
-        ({"label": ["a"]}, "label must be the name of a class or a number, got list"),
-        ({"label": float("inf")}, "label must be finite"),
-        ({"chosen": "x", "rejected": "y", "tie": "maybe"}, "tie must be true or false"),
-        ({"response_a": "x", "response_b": "y", "winner": "c"}, "winner must be a, b or tie"),
-        ({"responses": ["x", "y"], "ranks": [1]}, "ranks must be a list of 2 numbers"),
-        ({"responses": ["x"], "ranks": [1]}, "responses must be a list of two or more"),
-    ],
-)
-def test_a_wrong_label_is_named_with_its_row(columns: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(DataError, match=rf"rows\.csv line 7: {sentence}"):
-        read(prompt="Q", **columns)
 
 
 def test_ties_are_no_pairs_for_steps_that_do_not_learn_them(tmp_path: Path) -> None:

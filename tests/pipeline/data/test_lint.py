@@ -4,7 +4,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Example, Message
 from pipeline.data.inspect import Finding, encode_rows, lint
-from tests.pipeline.data.tokenizers import byte_level, metaspace
+from tests.pipeline.data.tokenizers import metaspace
 
 
 def example(prompt: str, chosen: str = "good", rejected: str = "") -> Example:
@@ -34,32 +34,6 @@ def test_clean_rows_have_no_warning() -> None:
     for step in (1, 2, 3):
         found = findings([example("a", "b", "c"), example("d", "e", "f")], step=step)
         assert {finding.level for finding in found.values()} <= {"ok", "info"}
-
-
-def test_a_doubled_bos_is_found() -> None:
-    found = findings([example("<s>a"), example("b")])
-
-    assert (found["doubled BOS"].level, found["doubled BOS"].count) == ("warning", 1)
-
-
-def test_what_is_too_long_is_counted_as_each_step_cuts_it() -> None:
-    chat = resolve_format(byte_level(), "plain")
-    long_prompt, long_response, short = example("€" * 9), example("€", "€" * 9, "x"), example("€")
-    length = len(chat.encode(short.prompt, short.chosen))
-
-    step_1 = findings([long_prompt, long_response, short], chat=chat, max_length=length)["cut off"]
-    step_2 = findings([long_response], chat=chat, step=2, max_length=length)["cut off"]
-    step_3 = findings([long_prompt, short], chat=chat, step=3, max_length=length)["cut off"]
-
-    assert step_1.count == 2
-    assert step_1.sentence == (
-        f"2 of 3 dialogues are longer than {length} tokens and lose their end;"
-        " 1 of them all that is trained"
-    )
-    assert step_2.sentence == (
-        f"1 of 2 dialogues are longer than {length} tokens and lose their beginning"
-    )
-    assert step_3.sentence == f"1 of 2 dialogues are longer than {length} tokens and are left out"
 
 
 def test_empty_responses_duplicates_and_equal_responses_are_counted() -> None:

@@ -6,7 +6,6 @@ from pipeline.data.examples import Example, Message
 from pipeline.data.rows.columns import Reading
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
-from pipeline.errors import DataError
 
 QUESTION, GOOD, BAD = (
     Message("user", "Q"),
@@ -19,12 +18,6 @@ GOOD_PAIR = ("assistant", "good")
 
 def read(fields: dict[str, str] | None = None, /, **columns: Any) -> Example | None:
     return read_row(Row(columns, "rows.jsonl line 17"), fields or {})
-
-
-def refused(fields: dict[str, str] | None = None, /, **columns: Any) -> str:
-    with pytest.raises(DataError) as raised:
-        read(fields, **columns)
-    return str(raised.value)
 
 
 def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
@@ -161,13 +154,6 @@ def test_the_system_message_comes_first(columns: dict[str, Any]) -> None:
     assert (example.prompt, example.chosen) == ((SYSTEM, QUESTION), (GOOD,))
 
 
-def test_alpacas_input_follows_its_instruction() -> None:
-    example = read(instruction="Add.", input="1 + 1", output="2")
-
-    assert example is not None
-    assert example.prompt == (Message("user", "Add.\n\n1 + 1"),)
-
-
 def test_the_last_assistant_turn_is_the_response() -> None:
     example = read(
         messages=turns(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
@@ -290,36 +276,3 @@ def test_fields_say_which_column_is_which() -> None:
     )  # fmt: skip
 
     assert example == Example((QUESTION,), (GOOD,), (BAD,), origin="rows.jsonl line 17")
-
-
-def test_fields_choose_among_the_shapes_a_row_has() -> None:
-    example = read({"text": "body"}, body="B", prompt="Q", response="good")
-
-    assert example is not None
-    assert example.chosen == (Message("assistant", "B"),)
-
-
-@pytest.mark.parametrize(
-    ("columns", "sentence"),
-    [
-        ({"prompt": 5, "response": "x"}, "prompt must be text, got int"),
-        ({"prompt": "Q", "response": {"a": 1}}, "response must be text, got dict"),
-        ({"messages": "Q"}, "messages must be a list of turns, got str"),
-        ({"messages": ["Q"]}, 'a turn in messages must be {"role": ..., "content": ...}'),
-        ({"messages": turns(("judge", "x"))}, "messages has a turn of role 'judge'; roles are"),
-        ({"messages": [{**turns(("assistant", "x"))[0], "weight": 0.5}]}, "a turn of weight 0.5"),
-        (
-            {"prompt": "Q", "response": "x", "weight": 0.5},
-            "weight is 0.5, and a row is trained (1)",
-        ),
-        ({"prompt": "Q", "response": "x", "label": 0}, "label is 0; beside a response it must be"),
-        ({"instruction": "Q", "output": "x", "history": "no"}, "history must be a list of pairs"),
-        ({"chosen": "good", "rejected": "bad"}, "without a prompt, chosen and rejected must be"),
-        ({**SAME_PREFERENCE["strings"], "margin": "big"}, "margin must be a finite number"),
-    ],
-)
-def test_a_column_of_the_wrong_kind_is_named(columns: dict[str, Any], sentence: str) -> None:
-    message = refused(**columns)
-
-    assert message.startswith("rows.jsonl line 17: ")
-    assert sentence in message

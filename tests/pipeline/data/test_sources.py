@@ -50,18 +50,6 @@ def test_every_kind_of_file_gives_its_rows_in_order(name: str, tmp_path: Path) -
     assert [row.origin for row in source.train] == [f"{path} {word} 1", f"{path} {word} 2"]
 
 
-def test_line_numbers_count_empty_lines_and_separators_inside_strings(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('\n{"text": "one\u2028line"}\r\n\n{"text": "two"}\n', encoding="utf-8-sig")
-
-    rows = read_source(str(path)).train
-
-    assert [(row.columns["text"], row.origin) for row in rows] == [
-        ("one\u2028line", f"{path} line 2"),
-        ("two", f"{path} line 4"),
-    ]
-
-
 def test_a_number_at_the_end_is_a_weight() -> None:
     assert split_weight("rows.jsonl:0.5") == ("rows.jsonl", 0.5)
     assert split_weight("owner/name:3") == ("owner/name", 3.0)
@@ -121,25 +109,6 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     assert refused(path).startswith(f"{path} line 2 is not valid JSON")
     path.write_text('[{"prompt": "a"},\n {"prompt": }]')
     assert refused(path).startswith(f"{path} line 2 is not valid JSON")
-
-
-def test_files_that_can_not_be_read_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 but not really")
-    (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n')[:-9])
-    (tmp_path / "d.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-    (tmp_path / "e.txt").write_text("prompt,response\n")
-    (tmp_path / "f").mkdir()
-
-    assert f"{tmp_path}/a.parquet is not a readable parquet file" in refused(tmp_path / "a.parquet")
-    of_text, of_a_part = (refused(tmp_path / f"{name}.jsonl.gz") for name in "bc")
-    assert of_text.startswith(f"{tmp_path}/b.jsonl.gz can't be read")
-    assert of_text.endswith("; name it without .gz, or compress it")
-    assert of_a_part.startswith(f"{tmp_path}/c.jsonl.gz can't be read")
-    assert of_a_part.endswith("; compress it, or download it, again")
-    assert f"{tmp_path}/d.jsonl is not UTF-8 text" in refused(tmp_path / "d.jsonl")
-    assert ".txt can't be read; give one of .json" in refused(tmp_path / "e.txt")
-    assert "holds no .json" in refused(tmp_path / "f")
 
 
 ULTRACHAT = ("train_sft", "test_sft", "train_gen", "test_gen")

@@ -238,9 +238,3 @@ def test_rows_that_share_one_prompt_can_not_be_held_out(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [*pairs(1), *pairs(1)])
 
     assert "share one prompt, so none can be held out" in refused(path)
-
-
-def test_the_embedded_task_does_not_mix(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", pairs(20))
-
-    assert "can't be mixed with other data" in refused("embedded", path)

@@ -1,14 +1,12 @@
 """Chat templates of tokenizers and of files, as formats."""
 
-from pathlib import Path
-
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 from tests.pipeline.data.test_chat_format import PROMPT, RESPONSE, SYSTEM, USER, ready
 from tests.pipeline.data.tokenizers import byte_level
 
@@ -183,25 +181,6 @@ def test_a_template_that_is_not_prefix_stable_is_refused() -> None:
         DataError, match="renders the beginning of a dialogue differently once more turns"
     ):
         with_template(COUNTING)
-
-
-@pytest.mark.parametrize(
-    ("content", "error", "sentence"),
-    [
-        (None, ConfigError, "--format .*my.jinja is neither a Jinja file nor one of auto"),
-        ("{% for %}", ConfigError, "my.jinja: line 1 of the template"),
-        ("{{ messages[0].nothing.at_all }}", DataError, "can't render a dialogue of"),
-    ],
-)
-def test_a_bad_jinja_file_is_one_sentence(
-    content: str | None, error: type[Exception], sentence: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "my.jinja"
-    if content is not None:
-        path.write_text(content)
-
-    with pytest.raises(error, match=sentence):
-        resolve_format(byte_level(), str(path))
 
 
 @pytest.mark.parametrize(

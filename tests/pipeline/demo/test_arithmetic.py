@@ -4,13 +4,9 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from pipeline.config import DataConfig, RowColumns
 from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.arithmetic import ArithmeticConfig, main, sums
-from pipeline.errors import ConfigError
-from pipeline.models.load import load_for_inference
 
 
 def test_every_sum_of_two_digits_is_there_once_with_its_answer() -> None:
@@ -25,15 +21,6 @@ def test_every_sum_of_two_digits_is_there_once_with_its_answer() -> None:
         assert str(int(row["response"])) == row["response"]
         assert len(row["response"]) == len(row["answer"])
         assert sum(a != b for a, b in zip(row["response"], row["answer"], strict=True)) <= 1
-
-
-@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
-def test_the_share_of_right_demonstrations_is_the_one_that_was_given(right: float) -> None:
-    rows = sums(ArithmeticConfig(right=right))
-
-    found = sum(row["response"] == row["answer"] for row in rows) / len(rows)
-
-    assert found == pytest.approx(right, abs=0.02)
 
 
 def test_the_directory_is_a_data_path_with_its_held_out_rows(tmp_path: Path) -> None:
@@ -68,18 +55,3 @@ def test_right_demonstrations_may_call_the_calculator_and_answer_with_what_it_re
         assert f"{made['arguments']['a']}+{made['arguments']['b']}=" == row["prompt"]
         assert result["content"] == f"<tool_response>{row['answer']}</tool_response>"
         assert answer["content"] == row["answer"]
-
-
-def test_a_base_model_for_sums_is_written_and_never_replaced(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-
-    main(["--out", str(tmp_path / "sums"), "--model", str(base), "--rows", "60", "--held-out", "9"])
-
-    model, tokenizer = load_for_inference(base)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 312_512
-    assert len(tokenizer("57+26=", add_special_tokens=False)["input_ids"]) == 6
-    before = {path: path.read_bytes() for path in base.iterdir()}
-    with pytest.raises(ConfigError, match="already exists"):
-        main(["--out", str(tmp_path / "more"), "--model", str(base)])
-    assert {path: path.read_bytes() for path in base.iterdir()} == before
-    assert not (tmp_path / "more").exists()

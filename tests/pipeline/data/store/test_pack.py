@@ -3,14 +3,8 @@
 import gzip
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -157,37 +151,3 @@ def test_resume_keeps_finished_pieces_and_refuses_other_sources(tmp_path: Path) 
     bad.write_bytes(content)
     with pytest.raises(ConfigError, match="other source files"):
         packed(bad, tmp_path / "y", resume=True)
-
-
-PROGRAM = """
-import sys
-from pathlib import Path
-from pipeline.data.store import pack as module
-from pipeline.data.store.pack import pack
-from tests.pipeline.data.store.corpus import byte_vocabulary
-if __name__ == "__main__":
-    module.PIECE_BYTES = 1000
-    pack([Path(sys.argv[1])], byte_vocabulary(), Path(sys.argv[2]), workers=2, resume=True)
-"""
-
-
-@pytest.mark.jobs
-def test_a_killed_pack_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    write_rows(tmp_path / "a.jsonl", ["w" * int(n) for n in draw.integers(0, 200, 2_000)])
-    packed(tmp_path / "a.jsonl", tmp_path / "expected")
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    command = [sys.executable, str(script), str(tmp_path / "a.jsonl"), str(tmp_path / "x")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
-
-    with subprocess.Popen(command, env=environment) as process:
-        deadline = time.monotonic() + 60
-        while len(list((tmp_path / "x.pieces").glob("*.npz"))) < 20:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    assert not (tmp_path / "x.idx").exists()
-    subprocess.run(command, env=environment, check=True)
-
-    assert written(tmp_path / "x") == written(tmp_path / "expected")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.data.store.__main__ import main
-from pipeline.data.store.token_file import TYPES, TokenFile, TokenWriter, token_type
+from pipeline.data.store.token_file import TYPES, TokenFile
 from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ConfigError, DataError
 from tests.pipeline.data.store.corpus import EOS, ORIGIN, write_tokens
@@ -56,13 +56,6 @@ def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
     ]
     with pytest.raises(IndexError):
         file.tokens(3)
-
-
-def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
-    assert [token_type(size).str for size in (65499, 65500)] == ["<u2", "<i4"]
-    with TokenWriter(tmp_path / "c", token_type(10**5)) as writer:
-        writer.append(np.array([99_999, 1]), np.array([2]))
-        assert writer.finish(None).tokens(0).tolist() == [99_999, 1]
 
 
 @pytest.mark.parametrize("code", [4, 5, 8])
