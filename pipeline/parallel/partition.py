@@ -1,69 +1,48 @@
 """Which blocks of a model each stage of a pipeline has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from math import inf
-from operator import add
-
-Join = Callable[[float, float], float]
-"""What stages cost together, from the first of them and all behind it."""
 
 
 def balanced(costs: Sequence[float], stages: int, *, last: float = 0) -> list[int]:
     """Numbers of blocks of each stage, in order, at least one, so that the slowest is fastest.
 
-    Of the divisions that are as fast it is one whose stages are most alike, by the least sum of
-    squares, and of these the one whose first stages have the fewest blocks, since they keep the
-    activations of the most micro-batches.
+    Of the divisions that are as fast it is the one with the least sum of squares, and of these the
+    one whose first stages have the fewest blocks, since they keep the activations of the most
+    micro-batches.
 
     Args:
         costs: of each block, in any unit of time; sums of whole numbers are exact.
         stages: no more than there are blocks.
-        last: what the last stage has to do besides, such as logits.
+        last: further work of the last stage, such as logits.
     """
     total, count = [0, *accumulate(costs)], len(costs)
 
     def cost(start: int, stop: int) -> float:
         return total[stop] - total[start] + (last if stop == count else 0)
 
-    limit = _cheapest(cost, count, stages, max)[stages][0]
+    @cache
+    def slowest(start: int, left: int) -> float:
+        """The least cost of the slowest of `left` stages with the blocks from `start` on."""
+        if left == 1:
+            return cost(start, count)
+        stops = range(start + 1, count - left + 2)
+        return min(max(cost(start, stop), slowest(stop, left - 1)) for stop in stops)
 
-    def squares(start: int, stop: int) -> float:
-        own = cost(start, stop)
-        return own * own if own <= limit else inf
+    limit = slowest(0, stages)
 
-    cheapest = _cheapest(squares, count, stages, add)
-    counts: list[int] = []
-    start = 0
-    for left in range(stages, 1, -1):
-        behind = cheapest[left - 1]
-        best = cheapest[left][start]
-        stop = next(
-            n for n in sorted(behind) if n > start and squares(start, n) + behind[n] == best
-        )
-        counts.append(stop - start)
-        start = stop
-    return [*counts, count - start]
+    @cache
+    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """Sum of squares and numbers of blocks of `left` stages, none slower than the limit."""
+        stops = [count] if left == 1 else range(start + 1, count - left + 2)
+        found: list[tuple[float, tuple[int, ...]]] = [(inf, ())]
+        for stop in stops:
+            own = cost(start, stop)
+            squares, counts = (0.0, ()) if left == 1 else best(stop, left - 1)
+            if own <= limit:
+                found.append((own * own + squares, (stop - start, *counts)))
+        return min(found)
 
-
-def _cheapest(
-    cost: Callable[[int, int], float], count: int, stages: int, join: Join
-) -> list[dict[int, float]]:
-    """The least that stages can cost together, at [s][n] s stages of all blocks from n on.
-
-    Args:
-        cost: of a stage with the blocks from one number to before another.
-        count: of all blocks.
-        stages: the most there are.
-        join: grows with both.
-    """
-    found: list[dict[int, float]] = [{}, {n: cost(n, count) for n in range(count)}]
-    for left in range(2, stages + 1):
-        behind = found[left - 1]
-        found.append(
-            {
-                n: min(join(cost(n, stop), behind[stop]) for stop in behind if stop > n)
-                for n in range(count - left + 1)
-            }
-        )
-    return found
+    return list(best(0, stages)[1])

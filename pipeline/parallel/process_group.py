@@ -1,4 +1,4 @@
-"""Joining the processes that torchrun started, watched for the one at fault, and leaving them."""
+"""Joining the processes that torchrun started, under a watchdog, and leaving them."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ Watchdog = Callable[[float], AbstractContextManager[None]]
 
 @contextmanager
 def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator[None]:
-    """Join the processes that torchrun started; does nothing where it started none.
+    """Join the processes that torchrun started; do nothing without torchrun.
 
     NCCL on GPUs, gloo on CPUs. A process that keeps the others waiting for `timeout_seconds` is
     named, and all are ended: `watchdog` is `pipeline.watchdog.process.watching`.
@@ -39,6 +39,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     if torch.cuda.is_available():
         gpu = torch.device("cuda", gpu_of(launched.local_rank(), torch.cuda.device_count()))
         torch.cuda.set_device(gpu)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives of the flight record
     backend = "gloo" if gpu is None else "nccl"
     with ended_by_ctrl_c():
         # NCCL would otherwise guess the GPU, and find out only at the first collective.
@@ -60,7 +61,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
 
 
 def gpu_of(local_rank: int, visible: int) -> int:
-    """The number of a process's GPU among those that it sees; where it sees one, that one.
+    """The number of a process's GPU among the visible ones; the only one if there is one.
 
     Schedulers that give each task its GPU, as `srun --gpus-per-task 1`, show it no other.
 
@@ -78,20 +79,20 @@ def gpu_of(local_rank: int, visible: int) -> int:
 
 
 ABORT_SECONDS = 5.0
-"""For which a process that failed tries to end in order what NCCL has begun."""
+"""For which a process that failed tries to abort NCCL's collectives."""
 
 
 def leave(code: int, abort: Callable[[], object], *, seconds: float = ABORT_SECONDS) -> NoReturn:
-    """End this process with `code`, whatever else of it still waits.
+    """End this process with `code` at once.
 
-    A collective of NCCL spins on the GPU until all processes have come to it, or until it is
-    aborted. Whoever waits for the GPU waits as long: the end of the interpreter too, which gives
-    memory of the GPU back. So that is left to the system.
+    A collective of NCCL spins on the GPU until all processes have entered it, or until it is
+    aborted. The interpreter's own end would wait for it, as it frees the GPU's memory; here the
+    operating system does.
 
     Args:
         code: the exit code.
-        abort: ends the collectives; it is given a thread of its own and `seconds`.
-        seconds: until the process ends all the same.
+        abort: aborts the collectives, in a separate thread.
+        seconds: until the process ends in any case.
     """
 
     def try_to_abort() -> None:
@@ -110,6 +111,6 @@ def leave(code: int, abort: Callable[[], object], *, seconds: float = ABORT_SECO
 
 
 def abort_collectives() -> None:
-    """Take down all of NCCL's communicators without waiting for what they have begun."""
+    """Abort all of NCCL's communicators."""
     abort = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
     abort()
