@@ -1,0 +1,31 @@
+"""The blocks of stages, against all divisions."""
+
+from itertools import combinations, pairwise
+
+import pytest
+
+from pipeline.parallel.partition import balanced
+
+
+def by_trying_all(costs: list[float], stages: int, last: float) -> list[int]:
+    """The division whose slowest stage is fastest, then the least squares, then the first."""
+    found: list[tuple[float, float, list[int]]] = []
+    for ends in combinations(range(1, len(costs)), stages - 1):
+        sums = [sum(costs[a:b]) for a, b in pairwise([0, *ends, len(costs)])]
+        sums[-1] += last
+        counts = [b - a for a, b in pairwise([0, *ends, len(costs)])]
+        found.append((max(sums), sum(each * each for each in sums), counts))
+    return min(found)[2]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("last", [0, 3])
+@pytest.mark.parametrize("costs", [[1] * 7, [1, 2, 3, 4, 5, 6, 7], [9, 1, 1, 1, 1, 4, 2, 2]])
+def test_the_slowest_stage_is_as_fast_as_can_be(
+    costs: list[float], last: float, stages: int
+) -> None:
+    assert balanced(costs, stages, last=last) == by_trying_all(costs, stages, last)
+
+
+def test_the_first_stages_have_fewer_blocks_where_divisions_are_as_fast() -> None:
+    assert balanced([1] * 7, 3) == [2, 2, 3]
