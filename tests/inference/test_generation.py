@@ -349,7 +349,7 @@ def test_a_slot_that_is_free_is_refilled_at_once(tmp_path: Path) -> None:
     for row, response in responses.items():
         assert response.ids == whole[row].ids[: lengths[row]]
     # 59 tokens by three slots; batches of three would take 12 + 15 + 3 less one each, 27 steps.
-    steps = [count for count in counts if count in (1, 4)]
+    steps = [count for count in counts if count <= 3]
     assert len(steps) <= 24
 
 
@@ -364,7 +364,8 @@ def test_a_long_prompt_is_read_in_pieces(family: str, tmp_path: Path) -> None:
     opened = batch.OpenBatch(model, num_slots=len(PROMPTS), capacity=20, chunk=5)
     pieces = {each.index: each.response for each in run_closed(opened, requests, None, None)}
 
-    assert max(counts) == 5
+    # Up to 5 tokens of prompts, or one of each running sequence.
+    assert max(counts) == len(PROMPTS) == 6
     assert [pieces[row].ids for row in range(len(PROMPTS))] == [each.ids for each in whole]
 
 
