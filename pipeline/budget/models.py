@@ -148,11 +148,21 @@ def check_cut(module: "nn.Module", parallel: ParallelConfig, *, follows: bool = 
         cut_stage(copy.deepcopy(module), number=0, blocks=blocks, stages=parallel.pp)
 
 
+def _size(config: object, *names: str, default: int = 0) -> int:
+    """The first of these settings that is given; the largest of one for each layer."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value:
+            return max(value) if isinstance(value, list | tuple) else int(value)
+    return default
+
+
 def _shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Shape:
     config = plain.config.get_text_config()
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    hidden = _size(config, "hidden_size", "d_model", default=1)
+    heads = _size(config, "num_attention_heads", default=1)
+    head_dim = _size(config, "head_dim", default=hidden // heads)
+    key_heads = _size(config, "num_key_value_heads", default=heads)
     kv_width = key_heads * head_dim
     num_bytes, trained, adapters = Counter[bool](), Counter[bool](), 0
     for name, param in module.named_parameters():
@@ -163,7 +173,7 @@ def _shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Sh
     head = plain.get_output_embeddings()
     itemsize = plain.dtype.itemsize
     return Shape(
-        layers=config.num_hidden_layers,
+        layers=_size(config, "num_hidden_layers", "n_layers", default=1),
         hidden=hidden,
         vocabulary=config.vocab_size,
         key_heads=key_heads,
@@ -175,7 +185,7 @@ def _shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Sh
         block_trained=trained[True],
         root_trained=trained[False],
         merged_bytes=itemsize * (parameters - adapters),
-        context=getattr(config, "max_position_embeddings", None) or 2**20,
+        context=_size(config, "max_position_embeddings", default=2**20),
         ties=bool(getattr(config, "tie_word_embeddings", False)),
         head_learns=head is not None and any(param.requires_grad for param in head.parameters()),
     )
@@ -187,15 +197,10 @@ def _kept_numbers(config: object, queries: int, keys: int, itemsize: int) -> int
     Queries and keys count twice where they are rotated; a gated MLP keeps four vectors of its
     width, one with ReLU keeps one, any other two. RMSNorm keeps a copy in fp32.
     """
-    hidden = getattr(config, "hidden_size", 0)
-    inner = (
-        getattr(config, "moe_intermediate_size", None)
-        or getattr(config, "intermediate_size", None)
-        or getattr(config, "ffn_dim", None)
-        or getattr(config, "n_inner", None)
-        or 4 * hidden
-    )
-    inner *= getattr(config, "num_experts_per_tok", None) or 1
+    hidden = _size(config, "hidden_size", "d_model", default=1)
+    names = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
+    inner = _size(config, *names, default=4 * hidden)
+    inner *= _size(config, "num_experts_per_tok", default=1)
     activation = str(
         getattr(config, "hidden_act", None) or getattr(config, "activation_function", "")
     )
