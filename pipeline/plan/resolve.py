@@ -11,7 +11,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from pipeline.cli import read_layers
@@ -169,10 +169,11 @@ class _Run:
     command_line: CommandLine
     stages: Sequence[Stage]
     world: int = 1
-    request: Request = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "request", self.command_line.request)
+    @property
+    def request(self) -> Request:
+        """The options of train.py."""
+        return self.command_line.request
 
     def layers(self, stage: Stage, chosen: Layer) -> tuple[list[Layer], list[Layer]]:
         """The layers of a step above the models it is handed: usual settings, then those given."""
