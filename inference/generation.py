@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inference.engine.batch import OpenBatch
-from inference.engine.cache import bytes_per_token
+from inference.engine.cache import slot_bytes
 from inference.engine.exchange import Exchange, SamePrompts
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
@@ -153,7 +153,7 @@ def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -
     Raises:
         ConfigError: not even one fits.
     """
-    needed = bytes_per_token(model) * num_tokens
+    needed = slot_bytes(model, num_tokens)
     if needed > cache_bytes:
         raise ConfigError(
             f"the keys and values of one sequence of {num_tokens} tokens take {needed:,} bytes, and"

@@ -8,18 +8,13 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from inference.chat.conversation import Conversation
 from inference.streaming import printable
 from pipeline.errors import UserError
-
-if TYPE_CHECKING:
-    from inference.chat.keyboard import Keyboard
-
 
 HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)
@@ -29,9 +24,7 @@ HELP = """\
 /save FILE       write the dialogue as a JSON list of messages
 /help            this list
 /quit            leave (also: quit, Ctrl-D)
-Ctrl-C           stop the response
-
-Pasted lines are one message. What is typed during a response waits for the next prompt."""
+Ctrl-C           stop the response"""
 
 ALIASES = {"clear": "/reset", "quit": "/quit", "exit": "/quit"}
 """Words that are commands when they are the whole line, as in DeepSpeed-Chat."""
@@ -45,7 +38,6 @@ class Terminal:
         self.conversation = conversation
         self.greeting = greeting
         self.interactive = sys.stdin.isatty()
-        self._keyboard: Keyboard | None = None
         self._saved: set[Path] = set()
         self._commands: dict[str, Callable[[str], None]] = {
             "/reset": self.reset,
@@ -59,19 +51,15 @@ class Terminal:
     def run(self) -> None:
         """Chat until the end."""
         if self.interactive:
-            # Needs a terminal, which not every system has.
-            from inference.chat.keyboard import Keyboard
+            # Gives input() a history, line editing, and whole pastes.
+            import readline
 
-            keyboard = Keyboard()
-            self._keyboard = keyboard
+            readline.parse_and_bind("set enable-bracketed-paste on")
             if self.greeting:
                 self.say(self.greeting)
             self.say("Type a message, or /help. Ctrl-D leaves.")
-        else:
-            keyboard = nullcontext()
-        with keyboard:
-            while self.turn():
-                pass
+        while self.turn():
+            pass
 
     def turn(self) -> bool:
         """Read a message and do what it asks; False at the chat's end."""
@@ -104,9 +92,7 @@ class Terminal:
         """The next message; None at the end of input."""
         while True:
             try:
-                if self._keyboard is None:
-                    return input().strip()
-                return self._keyboard.message("\nYou: ")
+                return input("\nYou: " if self.interactive else "").strip()
             except EOFError:
                 if self.interactive:
                     self.say("")

@@ -1,14 +1,14 @@
 """Keys and values of running sequences, in slots of one fixed size.
 
-The cache is handed to an unmodified Hugging Face model, whose layers store through it; the layouts
-beside it tell the model's attention what to read. A forward pass is one row of tokens, whatever
-slots they belong to. Dimension names: S slots, M tokens of a slot, N tokens of a pass, B sequences,
-G key heads, H query heads, D and E head sizes.
+The cache is passed to an unmodified Hugging Face model, whose layers store through it; the layouts
+define the attention of a pass. A forward pass is one row of tokens of any slots. Dimension names:
+S slots, M tokens of a slot, N tokens of a pass, B sequences, G key heads, H query heads, D and E
+head sizes.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +20,40 @@ from inference.tp_group import kv_heads_here
 from pipeline.kernels.cache_append.cuda import append_
 from pipeline.kernels.cache_append.cuda import kernel_for as append_kernel_for
 from pipeline.kernels.decode_attention.definition import Scores
-from pipeline.kernels.decode_attention.dispatch import decode_attention, kernel_for, prepare
-from pipeline.models.attention import KEY_BLOCK, round_up
+from pipeline.kernels.decode_attention.dispatch import (
+    decode_attention,
+    kernel_for,
+    prepare,
+    sequence_attention,
+)
+from pipeline.models.attention import KEY_BLOCK, continued_attention, round_up
 from pipeline.models.forward import kv_bytes_per_token, num_key_heads
 from pipeline.system.torch_process import zeros_in_huge_pages
 
-CALL = 256
-"""Keys that cost as much to read as one more attention call."""
+FEW = 24
+"""Tokens of a piece up to which the kernel of decoding is faster than that of sequences."""
+
+
+def slot_width(capacity: int) -> int:
+    """Tokens that a slot has memory for: `capacity` and one for padding, in whole blocks."""
+    return round_up(capacity + 1, KEY_BLOCK)
+
+
+def slot_bytes(model: PreTrainedModel, capacity: int) -> int:
+    """Memory of a slot of this process."""
+    heads = kv_heads_here(model) or num_key_heads(model)
+    return kv_bytes_per_token(model, key_heads=heads) * slot_width(capacity)
 
 
 class SlotCache(Cache):
-    """The keys and values of S sequences; a slot holds its sequence from the first token on."""
+    """The keys and values of S sequences; a slot stores its sequence from the first token on."""
 
     def __init__(self, *, num_slots: int, capacity: int) -> None:
         super().__init__(layers=[])
         self.num_slots = num_slots
-        self.width = round_up(capacity, KEY_BLOCK) + KEY_BLOCK
-        """Tokens of a slot; the last KEY_BLOCK of them take what nobody will read."""
+        self.width = slot_width(capacity)
+        self.spare = self.width - 1
+        """Place for the padding of passes: the last one of slot 0."""
         self.keys: list[Float[Tensor, "S G M D"]] = []
         self.values: list[Float[Tensor, "S G M E"]] = []
         self._places: Int[Tensor, " N"] = torch.empty(0, dtype=torch.long)
@@ -44,9 +61,9 @@ class SlotCache(Cache):
         self._rows: dict[int, Int[Tensor, "N G"]] = {}
 
     def begin(self, places: Int[Tensor, " N"], *, reads_slots: bool) -> None:
-        """Say where the tokens of the next pass go: slot * width + position.
+        """Set the places of the next pass's tokens: slot * width + position.
 
-        With `reads_slots` attention is given all slots, else the keys and values of the pass alone.
+        With `reads_slots` attention is given all slots, else the keys and values of the pass.
         """
         self._places = places
         self._reads_slots = reads_slots
@@ -78,7 +95,7 @@ class SlotCache(Cache):
         cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
         new: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
     ) -> None:
-        """What the kernel does, by PyTorch."""
+        """Do what the kernel does, with PyTorch."""
         num_heads = cache[0].shape[1]
         rows = self._rows.get(num_heads)
         if rows is None:
@@ -93,13 +110,13 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Give slot `target` the first `length` tokens of slot `source`."""
+        """Copy the first `length` tokens of slot `source` to slot `target`."""
         for stored in (*self.keys, *self.values):
             stored[target, :, :length] = stored[source, :, :length]
 
     @torch.inference_mode()
     def swap(self, slots: tuple[int, int], lengths: tuple[int, int]) -> None:
-        """Have two slots change places, of which that many first tokens count."""
+        """Swap two slots with that many stored tokens."""
         if 0 in lengths:
             source, target = slots[::-1] if lengths[0] == 0 else slots
             self.copy(source, target, max(lengths))
@@ -111,60 +128,28 @@ class SlotCache(Cache):
             stored[other, :, :length] = before
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """No common length: models are given the positions of their tokens."""
+        """There is no common length: models are given the positions of their tokens."""
         return 0
 
     def _empty(self, states: Float[Tensor, "1 G N D"]) -> Float[Tensor, "S G M D"]:
-        # Zeros, because a masked key still takes part in a product with 0.
+        # Zeros, because a masked key is still multiplied by 0.
         return zeros_in_huge_pages(
             states, self.num_slots, states.shape[1], self.width, states.shape[3]
         )
 
 
-@dataclass(frozen=True)
-class Span:
-    """Neighbouring slots that share an attention call."""
-
-    first: int
-    last: int
-    """One past the last slot."""
-
-
-def spans(lengths: Sequence[int]) -> list[Span]:
-    """Cut slots into neighbours of similar length, so that padding costs less than a call."""
-    parts: list[Span] = []
-    first, longest, total = 0, 0, 0
-    for slot, length in enumerate(lengths):
-        longest, total = max(longest, length), total + length
-        if longest * (slot + 1 - first) - total > CALL * max(1, slot - first):
-            parts.append(Span(first, slot))
-            first, longest, total = slot, length, length
-    return [*parts, Span(first, len(lengths))] if lengths else parts
-
-
 class NextToken:
-    """One token of each of the first B slots, which sees what its slot holds up to itself.
+    """Attention of one token of each of the first B slots to the tokens up to itself.
 
-    More tokens than slots are padding; their result is 0.
+    More rows than slots are padding; their result is 0.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = lengths
         """Tokens of each slot, the new one included."""
         self.device = device
-        self._parts: Sequence[Span] = ()
-        self._reads: dict[int | None, list[tuple[int, int, Tensor | None]]] = {}
+        self._masks: dict[int | None, Float[Tensor, "B 1 1 K"]] = {}
         self._ends: Int[Tensor, " B"] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that are no padding."""
-        return len(self.lengths)
-
-    @property
-    def num_read(self) -> int:
-        """How many of the first rows have logits that are read."""
-        return len(self.lengths)
 
     def attend(
         self,
@@ -177,82 +162,47 @@ class NextToken:
         dropout: float,
         out: Float[Tensor, "1 N H E"] | None = None,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention of each token to the live keys of its own slot, into `out` if given.
-
-        By one kernel where there is one; else by a call of PyTorch for each span.
-        """
+        """Attention by a kernel if there is one, else by PyTorch; into `out` if given."""
         del dropout  # generation has none
         rows = query[0].transpose(0, 1)  # (N, H, D)
         if kernel_for(rows, key, value) is not None:
-            into = None if out is None else out[0]
-            return self._by_kernel(rows, key, value, scaling, sliding_window, into)[None]
-        if not self._parts:
-            self._parts = spans(self.lengths)
-        if sliding_window not in self._reads:
-            self._reads[sliding_window] = [
-                self._read(part, sliding_window, query.dtype) for part in self._parts
-            ]
-        heads = rows.unflatten(1, (key.shape[1], -1))  # (N, G, H / G, D)
-        attended = [
-            F.scaled_dot_product_attention(
-                heads[part.first : part.last],
-                key[part.first : part.last, :, start:stop],
-                value[part.first : part.last, :, start:stop],
-                attn_mask=bias,
-                scale=scaling,
-            ).flatten(1, 2)
-            for part, (start, stop, bias) in zip(
-                self._parts, self._reads[sliding_window], strict=True
-            )
-        ]
-        result = torch.cat(attended) if len(attended) > 1 else attended[0]
-        padding = len(rows) - len(result)
-        result = (F.pad(result, (0, 0, 0, 0, 0, padding)) if padding else result)[None]
+            return attend_by_kernel(
+                rows,
+                key,
+                value,
+                self.ends(min(len(rows), len(key))),
+                scaling=scaling,
+                sliding_window=sliding_window,
+                longest=max(self.lengths),
+                out=None if out is None else out[0],
+            )[None]
+        count, longest = len(self.lengths), round_up(max(self.lengths), KEY_BLOCK)
+        if sliding_window not in self._masks:
+            self._masks[sliding_window] = self._mask(sliding_window, query.dtype)
+        attended = F.scaled_dot_product_attention(
+            rows[:count].unflatten(1, (key.shape[1], -1)),  # (B, G, H / G, D)
+            key[:count, :, :longest],
+            value[:count, :, :longest],
+            attn_mask=self._masks[sliding_window],
+            scale=scaling,
+        ).flatten(1, 2)
+        result = F.pad(attended, (0, 0, 0, 0, 0, len(rows) - count))[None]
         return result if out is None else out.copy_(result)
 
     def ends(self, count: int) -> Int[Tensor, " B"]:
-        """One past the last key of each of that many slots; of those that nobody reads 0."""
+        """One past the last key of each of `count` slots; 0 for padding."""
         if self._ends is None or len(self._ends) != count:
             ends = [*self.lengths, *[0] * (count - len(self.lengths))]
             self._ends = torch.tensor(ends, dtype=torch.int32).to(self.device, non_blocking=True)
         return self._ends
 
-    def _by_kernel(
-        self,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "S G M D"],
-        value: Float[Tensor, "S G M D"],
-        scaling: float | None,
-        sliding_window: int | None,
-        out: Float[Tensor, "N H D"] | None,
-    ) -> Float[Tensor, "N H D"]:
-        return attend_by_kernel(
-            query,
-            key,
-            value,
-            self.ends(min(len(query), len(key))),
-            scaling=scaling,
-            sliding_window=sliding_window,
-            longest=max(self.lengths),
-            out=out,
-        )
-
-    def _read(
-        self, part: Span, sliding_window: int | None, dtype: torch.dtype
-    ) -> tuple[int, int, Tensor | None]:
-        """First key, one past the last, and what keeps each slot to its own keys among them."""
-        lengths = self.lengths[part.first : part.last]
-        reach = sliding_window or max(lengths)
-        block = KEY_BLOCK if dtype.itemsize < torch.float32.itemsize else 1
-        start = max(0, min(lengths) - reach) // block * block
-        stop = round_up(max(lengths), block)
-        if min(lengths) == stop <= start + reach:
-            return start, stop, None
-        ends = torch.tensor(lengths, device=self.device)[:, None]
-        keys = torch.arange(start, stop, device=self.device)
-        hidden = (keys >= ends) | (keys < ends - reach)
-        bias = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
-        return start, stop, bias.masked_fill_(hidden, -math.inf)[:, None, None, :]
+    def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 1 K"]:
+        """Minus infinity at the keys that a token doesn't see."""
+        ends = torch.tensor(self.lengths, device=self.device)[:, None]
+        keys = torch.arange(round_up(max(self.lengths), KEY_BLOCK), device=self.device)
+        hidden = (keys >= ends) | (keys < ends - (sliding_window or len(keys)))
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+        return mask.masked_fill_(hidden, -math.inf)[:, None, None, :]
 
 
 def attend_by_kernel(
@@ -266,9 +216,9 @@ def attend_by_kernel(
     longest: int,
     out: Float[Tensor, "N H D"] | None = None,
 ) -> Float[Tensor, "N H D"]:
-    """Attention of each row to the keys of the slot of its number, before the end of its own.
+    """Attention of each row to the keys of the slot with its index, before that slot's end.
 
-    There may be more rows than slots: padding, which sees nothing, and is 0 if `out` is not given.
+    Rows beyond the slots are padding; their result is 0 if `out` is not given.
     """
     count = min(len(query), len(key))
     if out is None:
@@ -299,9 +249,9 @@ def prepare_attention(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Callable[[NextToken], None] | None:
-    """What `NextToken.attend` does, ready to be repeated on this memory by the CPU's kernel.
+    """`NextToken.attend` by the CPU's kernel, prepared for repeated calls on this memory.
 
-    None where there is no such kernel for these.
+    None if there is no such kernel.
     """
     rows = query[0].transpose(0, 1)
     count = min(len(rows), len(key))
@@ -316,6 +266,55 @@ def prepare_attention(
     return None if call is None else lambda layout: call(layout.ends(count))
 
 
-def bytes_per_token(model: PreTrainedModel) -> int:
-    """Memory of one token's keys and values in all layers, as far as this process has them."""
-    return kv_bytes_per_token(model, key_heads=kv_heads_here(model) or num_key_heads(model))
+class Piece(NamedTuple):
+    """Consecutive tokens of a prompt whose beginning is stored in a slot."""
+
+    slot: int
+    first: int
+    """Position of the first of the tokens."""
+    length: int
+
+
+class Pieces:
+    """Causal attention of pieces of several prompts, laid end to end, each to its slot."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "S G M D"],
+        value: Float[Tensor, "S G M E"],
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "1 N H E"]:
+        """Attention of each token to its own prompt up to itself."""
+        del dropout  # generation has none
+        attended = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        begin = 0
+        for piece in self._pieces:
+            rows = slice(begin, begin + piece.length)
+            slot = slice(piece.slot, piece.slot + 1)
+            begin = rows.stop
+            if piece.length <= FEW and sequence_attention(
+                query[0, :, rows].transpose(0, 1),
+                key[slot],
+                value[slot],
+                first=piece.first,
+                scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
+                sliding_window=sliding_window,
+                out=attended[0, rows],
+            ):
+                continue
+            attended[:, rows] = continued_attention(
+                query[:, :, rows],
+                key[slot],
+                value[slot],
+                first=piece.first,
+                scaling=scaling,
+                sliding_window=sliding_window,
+            )
+        return attended

@@ -1,7 +1,7 @@
 """Decoding passes on a GPU from CUDA graphs: one launch instead of a model's hundreds.
 
 A graph reads tokens, their places and the lengths of the sequences from memory of the GPU, which
-one copy fills before each replay. Like a trace it is verified before it is trusted.
+one copy fills before each replay.
 """
 
 import gc
@@ -13,31 +13,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.engine.cache import attend_by_kernel
-from inference.engine.pieces import StepLayout
-from inference.engine.replay import (
-    Column,
-    Pass,
-    ReplayedRows,
-    ReplayError,
-    is_rounding,
-    relative_difference,
-)
+from inference.engine.cache import NextToken, attend_by_kernel
+from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
 from inference.engine.trace import TraceRecorder
 from pipeline.kernels.decode_attention.dispatch import kernel_for
 
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
-"""Given a computation and the memory of its inputs: what computes it again and returns the result,
-which always lies in the same memory."""
+"""Given a computation and the memory of its inputs, returns a function that repeats it and returns
+the result, always in the same memory."""
 
 Agree = Callable[[bool], bool]
-"""Whether this process and all that compute the layers with it say yes; they call it in step."""
+"""Whether all processes that compute the layers together pass True; they call it in step."""
 
 
 class LiveKeys:
-    """One token of each sequence, which sees what its slot holds up to itself.
+    """Attention of one token of each sequence to the tokens of its slot up to itself.
 
-    Lengths are read on the GPU, so that a graph may be replayed with others, up to `longest`.
+    Lengths are read on the GPU, so that a graph can be replayed with others, up to `longest`.
     """
 
     def __init__(self, num_rows: int, longest: int, device: torch.device) -> None:
@@ -54,7 +46,7 @@ class LiveKeys:
         sliding_window: int | None,
         dropout: float,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention of each token to the live keys of its own slot.
+        """Attention by the kernel.
 
         Raises:
             ReplayError: there is no kernel for it on this GPU.
@@ -62,7 +54,7 @@ class LiveKeys:
         del dropout  # generation has none
         rows = query[0].transpose(0, 1)
         if query.is_cuda and kernel_for(rows, key, value) is None:
-            raise ReplayError("no kernel of attention takes it")
+            raise ReplayError("there is no attention kernel for the model")
         return attend_by_kernel(
             rows,
             key,
@@ -77,8 +69,8 @@ class LiveKeys:
 class GraphedRows(ReplayedRows):
     """Passes of one number of rows, of sequences up to `longest`, from a graph.
 
-    Those of a model that is divided among processes have its collectives in them. All go by graphs
-    or none does, because a process that verifies a pass computes it twice.
+    The graphs of a tensor-parallel model contain its collectives. All processes replay graphs or
+    none does, because a process that verifies a pass computes it twice.
     """
 
     def __init__(
@@ -93,7 +85,7 @@ class GraphedRows(ReplayedRows):
     ) -> None:
         super().__init__(num_rows)
         self._modules = modules
-        # Of each row token, position, place in the cache, adapter and length of the sequence.
+        # Token, position, place in the cache, adapter, and length of the sequence of each row.
         self._staged: Int[Tensor, "5 N"] = torch.zeros(
             5, num_rows, dtype=torch.long, pin_memory=device.type == "cuda"
         )
@@ -102,13 +94,10 @@ class GraphedRows(ReplayedRows):
         self._capture = capture
         self._agree = agree
         self._graph: Callable[[], Tensor] | None = None
-        self._num_live = num_rows
-        """Rows of the pass at hand that are no padding."""
 
-    def _take(self, columns: Sequence[Column], layout: StepLayout) -> None:
-        self._num_live = layout.num_read
+    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
         padding = [0] * (len(columns) - len(layout.lengths))
-        # Whoever asked for the pass before has its tokens: the copy from this memory is over.
+        # The tokens of the last pass were read, so its copy from this memory has ended.
         self._staged[:4] = torch.tensor(columns).T
         self._staged[4] = torch.tensor([*layout.lengths, *padding])
         self._numbers.copy_(self._staged, non_blocking=True)
@@ -118,40 +107,25 @@ class GraphedRows(ReplayedRows):
         return self._modules(self._numbers[:4], self._layout)
 
     def _record(self) -> Float[Tensor, "N V"]:
-        try:
+        logits = self._by_modules()  # a graph's are not trusted before they are verified
+        with self._together():
             self._graph = self._capture(self._by_modules, self._numbers)
+        return logits
+
+    def _verify(self, num_live: int) -> Float[Tensor, "N V"]:
+        with self._together():
+            return super()._verify(num_live)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Raise ReplayError unless the block succeeds on all processes."""
+        try:
+            yield
         except Exception:
             self._agree(False)
             raise
-        self._require_all()
-        return self._graph()
-
-    def _verify(self) -> Float[Tensor, "N V"]:
-        """The pass both ways, which must agree up to rounding.
-
-        cuBLAS may choose another kernel on the stream of the capture, for it has other memory
-        there: the sums of a product are then added in another order, as between batch sizes.
-        """
-        expected = self._by_modules()
-        live = slice(self._num_live)
-        self.difference = relative_difference(self._replay()[live], expected[live])
-        if not is_rounding(self.difference, expected.dtype):
-            self._agree(False)
-            raise ReplayError(
-                "a graph does not repeat its modules: logits differ by"
-                f" {self.difference:.1g} of the largest"
-            )
-        self._require_all()
-        return expected
-
-    def _require_all(self) -> None:
-        """Go on if the others do.
-
-        Raises:
-            ReplayError: one can't.
-        """
         if not self._agree(True):
-            raise ReplayError("a process that computes the layers with this one has no graph")
+            raise ReplayError("another process of the tensor-parallel group has no graph")
 
     def _replay(self) -> Float[Tensor, "N V"]:
         assert self._graph is not None
@@ -161,7 +135,7 @@ class GraphedRows(ReplayedRows):
 class CudaCapture:
     """Captures passes of one model into CUDA graphs that share their memory.
 
-    Only one of them runs at a time, and nobody reads a result after the next replay.
+    Only one of them runs at a time, and no result is read after the next replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -173,26 +147,26 @@ class CudaCapture:
         compute: Callable[[], Tensor],
         inputs: Tensor,  # noqa: ARG002
     ) -> Callable[[], Tensor]:
-        """Record the computation, as `Capture` has it.
+        """Record the computation, as defined by `Capture`.
 
         Raises:
-            ReplayError: the modules do what a graph can't hold, such as waiting for a number.
+            ReplayError: the modules do what a graph can't contain, such as waiting for a number.
         """
         graph = torch.cuda.CUDAGraph()
-        current, beside = torch.cuda.current_stream(self._device), capture_stream(self._device)
-        beside.wait_stream(current)
-        with torch.cuda.stream(beside):
-            # Once without capturing, for a capture that fails leaves the allocator in disorder. It
-            # also leaves cuBLAS a workspace of this stream that is not of the graph's memory.
+        current, side = torch.cuda.current_stream(self._device), capture_stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            # Once without capturing: a failed capture leaves the allocator in disorder. This also
+            # gives cuBLAS a workspace on this stream outside the graph's memory.
             require_capturable(compute)
-            # Other threads, of checkpoints for one, may go on talking to the GPU.
+            # Other threads, such as a checkpoint's, may use the GPU meanwhile.
             with no_garbage_collection():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = compute()
                 finally:
                     graph.capture_end()
-        current.wait_stream(beside)
+        current.wait_stream(side)
 
         def replay() -> Tensor:
             graph.replay()
@@ -203,18 +177,18 @@ class CudaCapture:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of a GPU on which all is captured: each would keep memory of its own."""
+    """The one stream of a GPU for captures: each stream would keep its own memory."""
     return torch.cuda.Stream(device)
 
 
 def require_capturable(compute: Callable[[], Tensor]) -> None:
-    """Compute once, and refuse what a graph can't hold.
+    """Compute once, and refuse what a graph can't contain.
 
-    PyTorch's own `torch.cuda.set_sync_debug_mode` holds for all threads: that which writes a
-    checkpoint meanwhile has to wait for the GPU.
+    `torch.cuda.set_sync_debug_mode` is no alternative: it holds for all threads, also for one that
+    writes a checkpoint and has to wait for the GPU.
 
     Raises:
-        ReplayError: an operator has the host wait for the GPU, or draws random numbers.
+        ReplayError: an operator makes the host wait for the GPU, or draws random numbers.
     """
     with TraceRecorder():
         compute()
@@ -222,10 +196,7 @@ def require_capturable(compute: Callable[[], Tensor]) -> None:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Inside it, Python frees no cycles of objects.
-
-    Those of a graph or a stream of the GPU would be freed by calls that end a capture.
-    """
+    """Keep Python from freeing graphs and streams inside the block, which would end a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

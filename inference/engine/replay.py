@@ -1,4 +1,4 @@
-"""Decoding passes that are repeated without the Python of the modules they came from."""
+"""Decoding passes repeated without the Python code of the modules."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -9,47 +9,47 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.engine.pieces import StepLayout
+from inference.engine.cache import NextToken
 from pipeline.models.attention import Layout
 
 Pass = Callable[[Int[Tensor, "4 N"], Layout], Float[Tensor, "N V"]]
-"""A forward pass of the modules over tokens, their positions, their places in the cache and their
-adapters."""
+"""A forward pass of the modules over tokens, positions, places in the cache, and adapters."""
 
 Column = tuple[int, int, int, int]
 """A token, its position, its place in the cache, and the number of its adapter, 0 for none."""
 
 
 class ReplayError(Exception):
-    """A pass can't be repeated without its modules; the message is a clause that says why."""
+    """A pass can't be repeated without its modules; the message is a clause with the reason."""
 
 
 @dataclass
 class PassCounts:
-    """How the decoding passes of a batch were computed."""
+    """Number of passes of a batch, by how they were computed."""
+
+    prefill: int = 0
+    """Passes over prompts."""
 
     by_modules: int = 0
-    replayed: int = 0
-    exact: int = 0
-    """Recordings that repeated the modules' pass to the bit."""
+    """Decoding passes by the model's modules."""
 
-    rounded: int = 0
-    """Recordings that repeated it up to rounding."""
+    replayed: int = 0
+    """Decoding passes from a trace or a graph."""
 
     refused: int = 0
-    """Recordings that could not be made, or that gave other logits than the modules."""
+    """Recordings that failed, or did not repeat the modules' logits."""
 
     @property
     def share_replayed(self) -> float:
-        """The share of replayed passes in all passes; 0 where there was none."""
+        """Share of replayed passes in all decoding passes; 0 without any."""
         return self.replayed / max(1, self.replayed + self.by_modules)
 
 
 class Stage(Enum):
-    """What the next pass of its size does."""
+    """What the next pass of a size does."""
 
     MODULES = auto()
-    """Whoever decodes a token or two has no use for more."""
+    """Run the modules: a batch of one or two tokens has no use for more."""
 
     RECORD = auto()
     VERIFY = auto()
@@ -57,74 +57,77 @@ class Stage(Enum):
 
 
 class ReplayedRows(ABC):
-    """Passes of one number of rows: what the modules do is recorded, verified, and replayed."""
+    """Passes of one number of rows: recorded in the second, verified in the third, then replayed.
+
+    The first three return the logits of the modules.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.stage = Stage.MODULES
-        self.difference = 0.0
-        """From the modules' pass that verified it, as `relative_difference` has it."""
 
-    def run(self, columns: Sequence[Column], layout: StepLayout) -> Float[Tensor, "N V"]:
-        """The logits of the rows, in memory that the next pass may use again.
+    def run(self, columns: Sequence[Column], layout: NextToken) -> Float[Tensor, "N V"]:
+        """Return the logits of the rows, in memory that the next pass may use again.
 
         Args:
             columns: of each row; those beyond the rows of `layout` are padding.
-            layout: what each row sees.
+            layout: attention of the rows.
 
         Raises:
-            ReplayError: the modules do what can't be repeated.
+            ReplayError: the modules' pass can't be repeated.
         """
         self._take(columns, layout)
+        if self.stage is Stage.REPLAY:
+            return self._replay()
         if self.stage is Stage.MODULES:
             self.stage = Stage.RECORD
             return self._by_modules()
-        if self.stage is Stage.REPLAY:
-            return self._replay()
         try:
             if self.stage is Stage.RECORD:
                 self.stage = Stage.VERIFY
                 return self._record()
             self.stage = Stage.REPLAY
-            return self._verify()
+            return self._verify(len(layout.lengths))
         except ReplayError:
             raise
-        except Exception as error:  # whatever it is, the modules may still do
+        except Exception as error:
             sentence = str(error).strip().partition("\n")[0]
             raise ReplayError(f"{type(error).__name__}: {sentence}") from error
 
+    def _verify(self, num_live: int) -> Float[Tensor, "N V"]:
+        """Compute the pass both ways, which must agree up to rounding.
+
+        A recording may add in another order than the modules: cuBLAS chooses other kernels on the
+        stream of a capture, and a kernel may replace a product.
+        """
+        expected = self._by_modules()
+        difference = relative_difference(self._replay()[:num_live], expected[:num_live])
+        # Half of a dtype's digits: 3.5e-4 in fp32, 0.09 in bf16. False for NaN.
+        if not difference <= torch.finfo(expected.dtype).eps ** 0.5:
+            raise ReplayError(
+                "the recording does not repeat its modules: logits differ by"
+                f" {difference:.1g} of the largest"
+            )
+        return expected
+
     @abstractmethod
-    def _take(self, columns: Sequence[Column], layout: StepLayout) -> None:
-        """Copy what the next pass reads into the tensors that a repetition reads from."""
+    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+        """Copy the inputs of the next pass into the tensors that a repetition reads."""
 
     @abstractmethod
     def _by_modules(self) -> Float[Tensor, "N V"]:
-        """The pass by the modules."""
+        """Run the modules."""
 
     @abstractmethod
     def _record(self) -> Float[Tensor, "N V"]:
-        """The pass, and how to repeat it."""
-
-    @abstractmethod
-    def _verify(self) -> Float[Tensor, "N V"]:
-        """The pass both ways, which must agree."""
+        """Run the modules, and record how to repeat the pass."""
 
     @abstractmethod
     def _replay(self) -> Float[Tensor, "N V"]:
-        """The pass without the modules."""
+        """Repeat the pass without the modules."""
 
 
 def relative_difference(ours: Float[Tensor, "N V"], expected: Float[Tensor, "N V"]) -> float:
-    """The largest difference, as a share of the largest number; 0 where all bits agree."""
-    if torch.equal(ours, expected):
-        return 0.0
-    difference = (ours.double() - expected.double()).abs().max()
-    return float(difference / expected.abs().max())
-
-
-def is_rounding(difference: float, dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype that differ by so much may differ by rounding alone.
-
-    That is less than half of a dtype's digits: 3.5e-4 in fp32, 0.09 in bf16. False for NaN.
-    """
-    return difference <= torch.finfo(dtype).eps ** 0.5
+    """Return the largest difference as a share of the largest number."""
+    difference = (ours.float() - expected.float()).abs().max()
+    return float(difference / expected.float().abs().max().clamp(min=1e-30))

@@ -1,16 +1,14 @@
-"""What is asked of generation, what waits for a slot, and what comes back."""
+"""Requests to the generation engine, their responses, and the events on the way."""
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from inference.engine.sampling import Sampler, without_seed
+from inference.engine.sampling import Reported, Sampler, without_seed
 
 OnToken = Callable[[int, int], None]
 """Called with a prompt's index and each token of its response."""
@@ -19,7 +17,7 @@ StopWhen = Callable[[int, list[int]], bool]
 """Whether a response ends here: called with its prompt's index and its tokens so far."""
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-"""Why a response ended: at a stop token, at its longest, or as its caller or an error had it."""
+"""Why a response ended: a stop token, its longest length, a cancellation, or an error."""
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Response:
     greedy decoding), before anything is truncated, penalized or forbidden; in nats."""
 
     stopped: bool = False
-    """True where the model ended its turn itself; False where the length or the caller did."""
+    """Whether a stop token ended it, rather than its length or the caller."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Finished:
     """A response that has ended."""
 
     index: int
-    """Which of the given prompts it answers, counted from 0."""
+    """Index of its prompt."""
 
     prompt: tuple[int, ...]
     response: Response
@@ -50,12 +48,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is asked for."""
+    """A request for one response."""
 
     prompt: tuple[int, ...]
 
     sampler: Sampler
-    """Settings of its own; its stop tokens end the response."""
+    """Its settings; its stop tokens end the response."""
 
     key: int
     """Chooses the sample, with the sampler's seed."""
@@ -64,59 +62,56 @@ class Request:
     """Longest response, its stop token included."""
 
     drawn: int = 0
-    """Tokens that were sampled by this key before, in an earlier turn of the same dialogue: this
-    turn draws the random numbers after theirs."""
+    """Tokens sampled by this key in earlier turns of the dialogue: this turn draws the random
+    numbers after theirs."""
 
     num_top: int | None = None
-    """Has each token come with `Reported`, and in it that many of the likeliest tokens."""
+    """Adds `Reported` to each token, with this many of the likeliest tokens."""
 
     scope: Hashable = None
-    """Keys and values are shared by requests of the same scope and adapter alone."""
+    """Only requests of the same scope and adapter share keys and values."""
 
     adapter: int = 0
-    """Number of the adapter that it runs through, 0 for none."""
+    """Number of its adapter, 0 for none."""
 
     @property
     def sharers(self) -> Hashable:
-        """What those have in common who may share keys and values."""
+        """Equal for requests that may share keys and values."""
         return self.scope, self.adapter
 
 
 def as_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
-    """The tokens as an array, in which sequences are compared fast."""
+    """The tokens as an array, for fast comparisons."""
     return np.array(tokens, dtype=np.int32)
 
 
 def sample_key(row: int, sample: int) -> int:
-    """What chooses a sample beside the seed; the first sample is the same however many follow."""
+    """The key of a sample; the first sample is independent of the number of samples."""
     return sample << 40 | row
 
 
 class Ticket:
-    """A request that was submitted, with its response so far.
-
-    The response grows in `OpenBatch.step`, so other threads follow it by the events.
-    """
+    """A submitted request, with its response so far, which grows in `OpenBatch.step`."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.response = Response()
         self.ended = False
-        self.newest = 0
-        """The token that is read next."""
+        self.newest = request.prompt[-1]
+        """The token of the next decoding pass."""
         self.sampler, self.key = without_seed(request.sampler, request.key)
-        """The same choices by a sampler that requests of other seeds share."""
+        """The same choices by a sampler that requests with other seeds share."""
         self.num_reused = 0
-        """Tokens of the prompt whose keys and values were there when it got a slot."""
+        """Prompt tokens whose keys and values were stored when it got a slot."""
 
     @cached_property
     def prompt(self) -> Int[np.ndarray, " P"]:
         """The tokens of its prompt."""
         return as_array(self.request.prompt)
 
-    @property
+    @cached_property
     def identity(self) -> Hashable:
-        """What it has in common with tickets whose prompts are read once."""
+        """Equal for tickets whose prompts are read once."""
         return self.request.sharers, self.request.prompt
 
     @property
@@ -125,16 +120,8 @@ class Ticket:
         return [*self.request.prompt, *self.response.ids]
 
 
-class Reported(NamedTuple):
-    """What the policy says of a token, at temperature 1, before anything is altered; in nats."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """The likeliest tokens with their log-probabilities, the likeliest first."""
-
-
 Choice = tuple[int, float] | Exception
-"""A token and its log-probability, or why there is none."""
+"""A token and its log-probability, or the reason why there is none."""
 
 
 class Token(NamedTuple):
@@ -144,7 +131,7 @@ class Token(NamedTuple):
     id: int
     logprob: float
     reported: Reported | None = None
-    """Where the request has `num_top`."""
+    """Set if the request has `num_top`."""
 
 
 class Ended(NamedTuple):
@@ -156,38 +143,3 @@ class Ended(NamedTuple):
 
 
 Event = Token | Ended
-
-
-class Waiting:
-    """Tickets in the order in which they came; any of them can leave."""
-
-    def __init__(self) -> None:
-        self._tickets: OrderedDict[Ticket, None] = OrderedDict()
-        self._prompts: Counter[Hashable] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._tickets)
-
-    def __contains__(self, ticket: Ticket) -> bool:
-        return ticket in self._tickets
-
-    def add(self, ticket: Ticket) -> None:
-        """Put a ticket at the end of the line."""
-        self._tickets[ticket] = None
-        self._prompts[ticket.identity] += 1
-
-    def remove(self, ticket: Ticket) -> None:
-        """Take a ticket out of the line, wherever it stands."""
-        del self._tickets[ticket]
-        prompt = ticket.identity
-        self._prompts[prompt] -= 1
-        if not self._prompts[prompt]:
-            del self._prompts[prompt]
-
-    def oldest(self, count: int) -> list[Ticket]:
-        """The first that many, or all there are."""
-        return list(islice(self._tickets, count))
-
-    def has_prompt(self, prompt: Hashable) -> bool:
-        """Whether a response to the prompt of this identity is still to come."""
-        return prompt in self._prompts

@@ -5,6 +5,7 @@ Dimension names: B rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
-from inference.engine.penalties import biased, counted, penalized
 from inference.settings import Sampling
 from pipeline.kernels.sampling import dispatch as sampling
 from pipeline.kernels.sampling.definition import Draw
@@ -294,3 +294,67 @@ def in_blocks(values: Float[Tensor, "B V"], *, padding: float) -> Float[Tensor, 
     missing = -values.shape[-1] % BLOCK
     padded = F.pad(values, (0, missing), value=padding) if missing else values
     return padded.unflatten(-1, (-1, BLOCK))
+
+
+def penalized(
+    logits: Float[Tensor, "B V"], histories: Sequence[Sequence[int]], penalty: float
+) -> Float[Tensor, "B V"]:
+    """Lower the logits of tokens that a sequence has already (Keskar et al. 2019, 4.1).
+
+    Those above 0 are divided by `penalty`, those below are multiplied.
+    """
+    rows = [row for row, history in enumerate(histories) for _ in history]
+    tokens = [token for history in histories for token in history]
+    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    seen[rows, tokens] = True
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def counted(
+    logits: Float[Tensor, "B V"],
+    responses: Sequence[Sequence[int]],
+    *,
+    presence: float,
+    frequency: float,
+) -> Float[Tensor, "B V"]:
+    """Lower the logits of tokens that a response has, as OpenAI's API defines its two penalties.
+
+    Of a token that it has c times, `presence + c * frequency` is taken off; prompts don't count.
+    """
+    rows = [row for row, response in enumerate(responses) for _ in response]
+    tokens = [token for response in responses for token in response]
+    counts = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+    places = torch.tensor([rows, tokens], dtype=torch.long, device=logits.device)
+    ones = torch.ones(len(rows), dtype=logits.dtype, device=logits.device)
+    counts.index_put_((places[0], places[1]), ones, accumulate=True)
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def biased(logits: Float[Tensor, "B V"], bias: Sequence[tuple[int, float]]) -> Float[Tensor, "B V"]:
+    """Add to the logits of some tokens."""
+    tokens = torch.tensor([token for token, _ in bias], device=logits.device)
+    values = torch.tensor([value for _, value in bias], dtype=logits.dtype, device=logits.device)
+    return logits.index_add(1, tokens, values.expand(len(logits), -1))
+
+
+class Reported(NamedTuple):
+    """The policy's log-probability of a token at temperature 1, before any penalty; in nats."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens with their log-probabilities, the likeliest first."""
+
+
+def reported(
+    logits: Float[Tensor, "B V"], tokens: Sequence[int], num_top: Sequence[int]
+) -> list[Reported]:
+    """Log-probabilities of one token of each row, and of the `num_top` likeliest ones."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = [row[token] for row, token in zip(logprobs, tokens, strict=True)]
+    values, ids = logprobs.topk(min(max(num_top, default=0), logits.shape[-1]), dim=-1)
+    return [
+        Reported(logprob.item(), tuple(zip(row_ids[:count], best[:count], strict=True)))
+        for logprob, row_ids, best, count in zip(
+            chosen, ids.tolist(), values.tolist(), num_top, strict=True
+        )
+    ]

@@ -1,8 +1,8 @@
-"""A computation recorded once as calls into fixed memory, and repeated without what made it.
+"""Decoding passes on the CPU from operator traces: what CUDA graphs are to a GPU.
 
-What a CUDA graph is to a GPU: the Python of a model's modules, most of a small model's step, runs
-once; then its operators run alone, each into the memory that it had the first time. Views are made
-once, what depends on no input is computed once, and what nobody reads is left out.
+The Python code of a model's modules, most of a small model's step, runs once. Then its operators
+run alone, each into the memory of the first time. Views are made once, constant expressions are
+computed once, and dead operations are eliminated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,24 +11,30 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.engine.replay import ReplayError
+from inference.engine.cache import NextToken, prepare_attention
+from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
+from pipeline.kernels.choice import kernel_mode
+from pipeline.kernels.linear.dispatch import Linear, prepare
 
 Replay = Callable[[], object]
-"""Does a call again, on what its memory holds now."""
+"""Repeats a call on what its memory contains now."""
 
 TRANSFERS = {"_to_copy", "copy_", "to"}
 """Operators that may copy between the host and a device, and wait for it."""
 
 COPIES = {"_to_copy", "clone", "contiguous", "to"}
-"""Operators whose new tensor is the old one, perhaps in another format."""
+"""Operators whose result is their argument, perhaps in another format."""
+
+WITH_OUT = {"mm", "bmm", "addmm", "baddbmm", "mean", "sum", "cat", "index_select", "embedding"}
+"""Operators besides the elementwise ones that can write into `out`."""
 
 TO_PYTHON = {"tolist", "numpy", "__array__"}
-"""Methods of tensors that hand numbers to Python beside the dispatcher, which sees `item`."""
+"""Methods that hand numbers to Python without the dispatcher, which sees `item`."""
 
 UNREPLAYABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
 
@@ -38,7 +44,7 @@ class Call:
     """One operator, with the tensors that it read and made."""
 
     operator: Any
-    """PyTorch's operator; None for what was computed outside of it."""
+    """PyTorch's operator; None for attention, which is computed outside of the trace."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -46,7 +52,7 @@ class Call:
     """Its results, in the memory that they keep."""
 
     repeat: Replay | None = None
-    """How to do it again, of what was computed outside."""
+    """Repeats a call outside of the trace."""
 
     @property
     def name(self) -> str:
@@ -57,26 +63,26 @@ class Call:
         """The tensors among the arguments."""
         return tensors_in((*self.args, *self.kwargs.values()))
 
-    def changed(self) -> Iterator[Tensor]:
+    def changed(self) -> list[Tensor]:
         """The arguments that are written to."""
         if self.operator is None or not self.operator._schema.is_mutable:  # noqa: SLF001
-            return
-        schema = self.operator._schema.arguments  # noqa: SLF001
-        for place, argument in enumerate(schema):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = (
-                    self.args[place]
-                    if place < len(self.args)
-                    else self.kwargs.get(str(argument.name))
-                )
-                yield from tensors_in((value,))
+            return []
+        values = [
+            self.args[place] if place < len(self.args) else self.kwargs.get(str(argument.name))
+            for place, argument in enumerate(self.operator._schema.arguments)  # noqa: SLF001
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        return list(tensors_in(values))
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the results are views of the arguments."""
+        if self.operator is None or self.changed():
+            return False
+        return {memory(each) for each in self.made} <= {memory(each) for each in self.read()}
 
 
-Substitute = Callable[[Call], Replay | None]
-"""Gives another way to compute a recorded call, or None where there is none."""
-
-
-class NoNumbers(TorchFunctionMode):
+class _NoNumbers(TorchFunctionMode):
     """Inside it, no number of a tensor is handed to Python."""
 
     def __torch_function__(
@@ -86,23 +92,23 @@ class NoNumbers(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Called by PyTorch for each function and method of tensors."""
         if func.__name__ in TO_PYTHON:
             raise ReplayError(f"{func.__name__} hands numbers to Python")
         return func(*args, **(kwargs or {}))
 
 
 class TraceRecorder(TorchDispatchMode):
-    """Inside it, operators are computed as always, and recorded.
+    """Inside it, operators are computed and recorded; all their results are kept.
 
-    Everything they make is kept, so that no two results share memory.
+    Raises:
+        ReplayError: an operator can't be repeated.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self._outside = False
-        self._no_numbers = NoNumbers()
+        self._no_numbers = _NoNumbers()
 
     def __enter__(self) -> "TraceRecorder":
         super().__enter__()
@@ -123,23 +129,21 @@ class TraceRecorder(TorchDispatchMode):
         """Called by PyTorch for each operator."""
         result = func(*args, **(kwargs or {}))
         if not self._outside:
-            made = tuple(tensors_in((result,)))
-            call = Call(func, args, kwargs or {}, made)
+            call = Call(func, args, kwargs or {}, tuple(tensors_in((result,))))
             require_replayable(call, result)
             self.calls.append(call)
         return result
 
     def outside(self, compute: Callable[[Tensor | None], Tensor], read: Sequence[Tensor]) -> Tensor:
-        """What `compute` returns, recorded as one call.
+        """Return what `compute` returns, recorded as one call.
 
         Args:
             compute: is given the memory for the result when it is repeated, None the first time.
-            read: the tensors that it reads, besides what is its own business.
+            read: the tensors that it reads.
         """
         self._outside = True
         try:
-            # Of its own memory: a result may be a view of what another call will change.
-            result = compute(None).clone()
+            result = compute(None).clone()  # a result may be a view of what another call changes
         finally:
             self._outside = False
         self.calls.append(Call(None, read, {}, (result,), partial(compute, result)))
@@ -147,7 +151,7 @@ class TraceRecorder(TorchDispatchMode):
 
 
 def require_replayable(call: Call, result: object) -> None:
-    """Refuse a call whose repetition would not do what the modules' Python does.
+    """Refuse a call whose repetition would not do what the modules' Python code does.
 
     Raises:
         ReplayError: it draws random numbers, Python or a shape depends on the numbers it read, or
@@ -155,94 +159,84 @@ def require_replayable(call: Call, result: object) -> None:
     """
     if isinstance(result, (bool, int, float)) and any(True for _ in call.read()):
         raise ReplayError(f"{call.name} hands a number to Python")
-    if any(tag in call.operator.tags for tag in UNREPLAYABLE) and not is_view(call):
-        raise ReplayError(
-            f"{call.name} gives what can't be repeated"
-        )  # but dropout that drops nothing
+    # Dropout without a probability is a view.
+    if any(tag in call.operator.tags for tag in UNREPLAYABLE) and not call.is_view:
+        raise ReplayError(f"{call.name} can't be repeated")
     if torch.Tag.dynamic_output_shape in call.operator.tags and (
         call.name != "index" or any(index.dtype == torch.bool for index in call.read())
     ):
-        raise ReplayError(f"the size of what {call.name} gives depends on numbers")
+        raise ReplayError(f"the size of the result of {call.name} depends on numbers")
     if call.name in TRANSFERS and len({each.device for each in (*call.read(), *call.made)}) > 1:
         raise ReplayError(f"{call.name} copies between the host and a device")
 
 
 class OperatorTrace:
-    """What a `TraceRecorder` wrote down, ready to be repeated.
+    """The calls of a `TraceRecorder`, ready to be repeated.
 
     Args:
         calls: the computation.
-        inputs: tensors whose numbers will be others; all others that the calls read but neither
-            make nor change are constants.
-        result: what the computation is for.
+        inputs: tensors whose numbers change; all others that the calls read but neither make nor
+            change are constants.
+        result: the result of the computation.
+        substitute: returns a faster way to repeat a call, or None.
     """
 
-    def __init__(self, calls: Sequence[Call], inputs: Sequence[Tensor], result: Tensor) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        inputs: Sequence[Tensor],
+        result: Tensor,
+        substitute: Callable[[Call], Replay | None] = lambda _: None,
+    ) -> None:
         self.result: Shaped[Tensor, "..."] = result
-        # Each call leads to memory that it holds.
-        self._kept = needed(varying(calls, inputs), result)
-        self._replays = [replay_of(call) for call in self._kept]
+        self._kept = needed(varying(calls, inputs), result)  # keeps the memory of each call
+        self._replays = [substitute(call) or replay_of(call) for call in self._kept]
 
     def __len__(self) -> int:
-        """Calls that a repetition makes."""
+        """Calls of a repetition."""
         return len(self._replays)
 
-    def substitute(self, other: Substitute) -> None:
-        """Have calls done in other ways, where there are."""
-        self._replays = [
-            other(call) or repeat for call, repeat in zip(self._kept, self._replays, strict=True)
-        ]
-
     def replay(self) -> Tensor:
-        """Compute again, from what the inputs hold; the result lies where it always does."""
+        """Compute again from what the inputs contain; the result has the same memory each time."""
         for repeat in self._replays:
             repeat()
         return self.result
 
 
 def varying(calls: Sequence[Call], inputs: Sequence[Tensor]) -> list[Call]:
-    """The calls whose outcome may differ the next time, views left out."""
+    """The calls whose results depend on the inputs, without views."""
     alive = {memory(tensor) for tensor in inputs}
     alive |= {memory(tensor) for call in calls for tensor in call.changed()}
     kept: list[Call] = []
     for call in calls:
-        if is_view(call):
-            continue  # it is there for good
+        if call.is_view:
+            continue
         sources = {memory(tensor) for tensor in call.read()}
         targets = {memory(tensor) for tensor in call.made}
-        changes = any(True for _ in call.changed())
-        if call.operator is None or changes or sources & alive or targets & alive:
+        if call.operator is None or call.changed() or (sources | targets) & alive:
             kept.append(call)
             alive |= targets
     return kept
 
 
-def is_view(call: Call) -> bool:
-    """Whether a call made nothing but other ways to look at what was there."""
-    if call.operator is None or any(True for _ in call.changed()):
-        return False
-    return {memory(tensor) for tensor in call.made} <= {memory(tensor) for tensor in call.read()}
-
-
 def needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
-    """The calls that the result comes from, and those that change what was there before."""
+    """The calls that the result depends on, and those that change their arguments."""
     wanted = {memory(result)}
     kept: list[Call] = []
     for call in reversed(calls):
-        changes = any(True for _ in call.changed())
-        if changes or wanted & {memory(tensor) for tensor in call.made}:
+        if call.changed() or wanted & {memory(tensor) for tensor in call.made}:
             kept.append(call)
             wanted |= {memory(tensor) for tensor in call.read()}
     return kept[::-1]
 
 
 def replay_of(call: Call) -> Replay:
-    """A way to do a call again that gives the same bits, the leanest there is."""
+    """Return the leanest way to repeat a call."""
     if call.repeat is not None:
         return call.repeat
-    # Bindings of PyTorch's own are leaner than the dispatcher's.
+    # PyTorch's own bindings are leaner than the dispatcher's.
     is_plain = call.operator.namespace == "aten" and "out" not in call.kwargs
-    if any(True for _ in call.changed()):
+    if call.changed():
         method = getattr(Tensor, call.name, None) if is_plain else None
         return partial(method or call.operator, *call.args, **call.kwargs)
     if len(call.made) == 1 and is_plain:
@@ -256,16 +250,12 @@ def replay_of(call: Call) -> Replay:
         repeat = partial(function, *call.args, **call.kwargs, out=made)
         if torch.Tag.pointwise in call.operator.tags or call.name in WITH_OUT:
             try:
-                repeat()  # by the way: the memory's numbers are of no use any more
+                repeat()
             except (TypeError, RuntimeError, NotImplementedError):
                 pass
             else:
                 return repeat
     return partial(_again, call)
-
-
-WITH_OUT = {"mm", "bmm", "addmm", "baddbmm", "mean", "sum", "cat", "index_select", "embedding"}
-"""Operators besides the elementwise ones that write into an argument, in the same way."""
 
 
 def _again(call: Call) -> None:
@@ -284,5 +274,114 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def memory(tensor: Tensor) -> int:
-    """Which memory a tensor lies in, views as what they are of."""
+    """Identifies a tensor's memory; views have that of their base."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
+
+
+class CurrentLayout:
+    """The layout that modules are given: that of the current pass, on and off a trace."""
+
+    def __init__(self) -> None:
+        self.layout: NextToken | None = None
+        self.recorder: TraceRecorder | None = None
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "S G M D"],
+        value: Float[Tensor, "S G M E"],
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "1 N H E"]:
+        """Attention of the current pass."""
+        again: Callable[[NextToken], object] | None = None
+
+        def attend(layout: NextToken, out: Tensor | None = None) -> Tensor:
+            return layout.attend(
+                query,
+                key,
+                value,
+                scaling=scaling,
+                sliding_window=sliding_window,
+                dropout=dropout,
+                out=out,
+            )
+
+        def compute(out: Tensor | None) -> Tensor:
+            nonlocal again
+            assert self.layout is not None
+            if out is None:
+                return attend(self.layout)
+            if again is None:
+                again = prepare_attention(
+                    query, key, value, out, scaling=scaling, sliding_window=sliding_window
+                ) or partial(attend, out=out)
+            again(self.layout)
+            return out
+
+        if self.recorder is None:
+            return compute(None)
+        return self.recorder.outside(compute, [query, key, value])
+
+
+class TracedRows(ReplayedRows):
+    """Passes of one number of rows from a trace, with products by the kernel for few rows."""
+
+    def __init__(self, modules: Pass, num_rows: int) -> None:
+        super().__init__(num_rows)
+        self._modules = modules
+        self._inputs: Int[Tensor, "4 N"] = torch.zeros(4, num_rows, dtype=torch.long)
+        self._layout = CurrentLayout()
+        self._calls: list[Call] = []
+        self._result: Float[Tensor, "N V"] | None = None
+        self._products: list[Linear] = []
+        self._trace: OperatorTrace | None = None
+
+    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+        self._inputs.copy_(torch.tensor(columns).T)
+        self._layout.layout = layout
+
+    def _by_modules(self) -> Float[Tensor, "N V"]:
+        return self._modules(self._inputs, self._layout)
+
+    def _record(self) -> Float[Tensor, "N V"]:
+        recorder = self._layout.recorder = TraceRecorder()
+        try:
+            with recorder:
+                self._result = self._by_modules()
+        finally:
+            self._layout.recorder = None
+        self._calls = recorder.calls
+        return self._result.clone()
+
+    def _verify(self, num_live: int) -> Float[Tensor, "N V"]:
+        assert self._result is not None
+        self._trace = OperatorTrace(self._calls, [self._inputs], self._result, self._product)
+        self._calls = []
+        return super()._verify(num_live)
+
+    def _replay(self) -> Float[Tensor, "N V"]:
+        assert self._trace is not None
+        assert self._layout.layout is not None
+        for product in self._products:
+            product.take(len(self._layout.layout.lengths))
+        return self._trace.replay()
+
+    def _product(self, call: Call) -> Replay | None:
+        """A product of few rows by the kernel, which skips padding; None if it doesn't take it."""
+        if kernel_mode() == "off" or len(call.made) != 1 or call.kwargs:
+            return None
+        if call.made[0].shape[:-1].numel() != self._inputs.shape[1]:
+            return None  # not one row per token
+        linear = None
+        if call.name == "linear":
+            x, weight, *bias = call.args
+            linear = prepare(x, weight, bias[0] if bias else None, call.made[0])
+        elif call.name == "addmm":  # transformers' Conv1D, of GPT-2
+            bias, x, weight = call.args
+            linear = prepare(x, weight.mT, bias, call.made[0])
+        if linear is not None:
+            self._products.append(linear)
+        return linear

@@ -1,47 +1,57 @@
-"""The routes of the server, behind its door."""
+"""The routes of the server, and the files of the page."""
+
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from inference.serve import routes_other, routes_page
-from inference.serve.errors import KINDS, LEFT, ApiError
-from inference.serve.page_files import page_routes
-from inference.serve.routes_chat import chat_completions
-from inference.serve.routes_completions import completions
+from inference.serve import routes
+from inference.serve.completions import chat_completions, completions
+from inference.serve.http import KINDS, LEFT, ApiError, ClientGone
 from inference.serve.security import Doorkeeper
 from inference.serve.state import State
-from inference.serve.stream import ClientGone
+
+HERE = Path(__file__).parent / "page"
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+
+
+VIEWS = ("chat", "compare", "rate", "watch")
 
 
 def build_app(state: State) -> ASGIApp:
     """What answers the requests of a server."""
     get, post = ["GET"], ["POST"]
-    routes = [
+    listed = [
         Route("/v1/chat/completions", chat_completions, methods=post),
         Route("/v1/completions", completions, methods=post),
-        Route("/v1/models", routes_other.models, methods=get),
-        Route("/v1/models/{name:path}", routes_other.model, methods=get),
-        Route("/v1/score", routes_other.score, methods=post),
-        Route("/tokenize", routes_other.tokenize, methods=post),
-        Route("/detokenize", routes_other.detokenize, methods=post),
-        Route("/health", routes_other.health, methods=get),
-        Route("/ready", routes_other.ready, methods=get),
-        Route("/version", routes_other.version, methods=get),
-        Route("/api/server", routes_page.server, methods=get),
-        Route("/api/ratings", routes_page.add_rating, methods=post),
-        Route("/api/ratings/undo", routes_page.undo_rating, methods=post),
-        Route("/api/ratings/summary", routes_page.summary, methods=get),
-        Route("/api/watch", routes_page.watch, methods=get),
+        Route("/v1/models", routes.models, methods=get),
+        Route("/v1/models/{name:path}", routes.model, methods=get),
+        Route("/v1/score", routes.score, methods=post),
+        Route("/tokenize", routes.tokenize, methods=post),
+        Route("/detokenize", routes.detokenize, methods=post),
+        Route("/health", routes.health, methods=get),
+        Route("/ready", routes.ready, methods=get),
+        Route("/version", routes.version, methods=get),
+        Route("/api/server", routes.server, methods=get),
+        Route("/api/ratings", routes.add_rating, methods=post),
+        Route("/api/ratings/undo", routes.undo_rating, methods=post),
+        Route("/api/ratings/summary", routes.summary, methods=get),
+        Route("/api/watch", routes.watch, methods=get),
     ]
     if state.config.metrics:
-        routes.append(Route("/metrics", routes_other.metrics, methods=get))
+        listed.append(Route("/metrics", routes.metrics, methods=get))
     pages = page_routes() if state.config.page else []
     app = Starlette(
-        routes=[*routes, *pages],
+        routes=[*listed, *pages],
         exception_handlers={
             ApiError: _refuse,
             HTTPException: _refuse_route,
@@ -82,3 +92,30 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     status = error.status_code if error.status_code in KINDS else 400
     what = {404: "there is no such path", 405: f"this path takes no {request.method}"}
     return ApiError(status, what.get(status, "the request can't be read")).response
+
+
+def page_routes() -> list[Route]:
+    """A route for each file; the page itself is at /, and its views can be typed by name."""
+    files = [file for file in sorted(HERE.iterdir()) if file.suffix in TYPES]
+    return [*(_route(file) for file in files), *(_to_view(name) for name in VIEWS)]
+
+
+def _to_view(name: str) -> Route:
+    async def redirect(request: Request) -> Response:
+        del request
+        return RedirectResponse(f"/#{name}")
+
+    return Route(f"/{name}", redirect, methods=["GET"])
+
+
+def _route(file: Path) -> Route:
+    content = file.read_bytes()
+
+    async def serve(request: Request) -> Response:
+        del request
+        return Response(
+            content, media_type=TYPES[file.suffix], headers={"Cache-Control": "no-cache"}
+        )
+
+    path = "/" if file.name == "index.html" else f"/page/{file.name}"
+    return Route(path, serve, methods=["GET"])

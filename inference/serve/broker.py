@@ -1,4 +1,4 @@
-"""The event loop's side of generation: who is let in, and how what comes is read."""
+"""The event loop's side of generation: admission of requests, and delivery of responses."""
 
 import asyncio
 import math
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from inference.serve.config import ServeConfig
-from inference.serve.errors import ApiError
-from inference.serve.generation import Job, Piece, Wanted
+from inference.serve.http import ApiError
+from inference.serve.jobs import Job, Piece, Wanted
 from inference.serve.worker import Worker
 
 T = TypeVar("T")

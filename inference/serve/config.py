@@ -67,12 +67,8 @@ class ServeConfig:
     (those of the same key or address), all, off."""
 
     prefill_chunk: int | None = None
-    """Tokens of prompts that are read between two tokens of those who are answered, at most; null
-    takes 256 on a CPU, 512 on a GPU."""
-
-    prefill_gap: float | None = 3.0
-    """How many times as long as else a token may take while a prompt is read beside it; as many
-    tokens of prompts are read between two tokens as fit. null reads prefill_chunk each time."""
+    """Most prompt tokens that are read between two tokens of running responses; null takes 64 on a
+    CPU, 512 on a GPU."""
 
     queue: int = 256
     """Requests that wait for a slot; further ones are refused with 429."""
@@ -141,10 +137,6 @@ class ServeConfig:
         for name in ("slots", "context", "cache_gib", "prefill_chunk"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
-        require(
-            self.prefill_gap is None or self.prefill_gap > 1,
-            f"prefill_gap must be above 1, got {self.prefill_gap}; at 1 no prompt would be read",
-        )
         for name in (
             *("queue", "queue_seconds", "request_seconds", "idle_seconds", "max_body_mib"),
             *("max_tokens_default", "max_n"),

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Reason, Ticket
-from inference.serve.row import Row
+from inference.serve.jobs import Row
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 

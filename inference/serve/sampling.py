@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from inference.engine.requests import sample_key
 from inference.engine.sampling import Sampler
 from inference.serve.config import ServeConfig
-from inference.serve.errors import ApiError
-from inference.serve.generation import Wanted
+from inference.serve.http import ApiError
+from inference.serve.jobs import Wanted
 from inference.serve.schema import SamplingFields
 from inference.serve.served import ServedModel
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from inference.serve.errors import ApiError
+from inference.serve.http import ApiError
 from pipeline.data.chat.resolve_format import Argument
 from pipeline.data.examples import Message, Role
 

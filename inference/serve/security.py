@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.serve.config import LOOPBACK, ServeConfig
-from inference.serve.errors import LEFT, ApiError
+from inference.serve.http import LEFT, ApiError
 from inference.serve.metrics import Metrics
 
 logger = logging.getLogger(__name__)

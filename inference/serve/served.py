@@ -1,45 +1,77 @@
-"""A model that is served: its weights, its tokenizer, its batch."""
+"""Models that are served: weights, tokenizer, batch; and the reward model."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.serve.adapter_files import tokenizer_directory
-from inference.serve.adapters import with_adapter
-from inference.serve.config import ServeConfig
-from inference.serve.errors import ApiError
-from inference.serve.lanes import Lane, Seat
-from inference.serve.models import ModelPath
-from inference.serve.token_bytes import TokenBytes
-from inference.weights.hash import weights_hash
-from pipeline.config import FrozenModelConfig
+from inference.engine.batch import OpenBatch
+from inference.engine.sampling import Reported, reported
+from inference.serve.http import ApiError
+from inference.serve.text import TokenBytes
+from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import Argument, never_read, resolve_format
-from pipeline.data.examples import Message
-from pipeline.errors import ModelError, UserError
-from pipeline.models.load import lacks_tokens, load_causal_lm, load_tokenizer
+from pipeline.data.examples import Encoded, Message
+from pipeline.errors import UserError
+from pipeline.models.forward import Policy, Scorer, base_model, context_length
+from pipeline.models.reward_model import load_scorer
 from pipeline.parallel.device import local_device
 
-logger = logging.getLogger(__name__)
+MOST_LOGITS = 2**26
+"""Logits of one pass over a prompt: 256 MiB of fp32, and as much again for log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A batch, which a model and its adapters share."""
+
+    name: str
+    """Name of the model."""
+
+    batch: OpenBatch
+    num_slots: int
+
+    context: int
+    """Most tokens of prompt and response."""
+
+    names: tuple[str, ...]
+    """Names of the model and of its adapters, by their numbers in the batch."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """All that belongs to one name."""
+    """A model or adapter with a name."""
 
     name: str
-    path: str
+
     base: str | None
-    """Of an adapter, the name of the model that it changes."""
+    """Of an adapter, the name of its model."""
+
     model: PreTrainedModel
-    """What it says of given tokens; it generates in its lane."""
+    """Scores given tokens; generates in its lane."""
+
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    seat: Seat
+    lane: Lane
     weights_hash: str
     bytes_of: TokenBytes
+
+    @property
+    def adapter(self) -> int:
+        """Its number in its lane, 0 for the model itself."""
+        return self.lane.names.index(self.name)
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and response."""
+        return self.lane.context
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model knows."""
+        return vocabulary_of(self.model)
 
     def encode_chat(
         self,
@@ -49,12 +81,12 @@ class ServedModel:
         opens: bool = True,
         arguments: Mapping[str, Argument] | None = None,
     ) -> list[int]:
-        """Token ids of a dialogue that the model goes on from.
+        """Token ids of a dialogue as a prompt.
 
         Args:
             messages: the dialogue.
             continues: whether its last turn, the assistant's, is unfinished.
-            opens: whether, else, the generation prompt follows a user's turn.
+            opens: whether, otherwise, the generation prompt follows a user's turn.
             arguments: of the chat template.
 
         Raises:
@@ -69,7 +101,7 @@ class ServedModel:
                 " continue_final_message true",
                 param="messages",
             )
-        chat = self.chat_with(arguments) if arguments else self.chat
+        chat = self._chat_with(arguments) if arguments else self.chat
         try:
             if not answered:
                 return chat.encode_prompt(messages, generation_prompt=opens)
@@ -78,7 +110,7 @@ class ServedModel:
             raise ApiError(400, str(error), param="messages") from None
         return ids[:-1] if continues and ids[-1] in self.chat.stop_ids else ids
 
-    def chat_with(self, arguments: Mapping[str, Argument]) -> ChatFormat:
+    def _chat_with(self, arguments: Mapping[str, Argument]) -> ChatFormat:
         """The chat format with arguments of its template."""
         unknown = never_read(self.chat.template, arguments)
         if unknown:
@@ -96,94 +128,79 @@ class ServedModel:
             raise ApiError(400, reason, param="chat_template_kwargs") from None
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text as it is, after what the tokenizer begins a text with."""
-        begins = self.tokenizer.bos_token
-        special = special and not (begins and text.startswith(str(begins)))
+        """Token ids of a text, after the tokenizer's first special tokens."""
+        begin = self.tokenizer.bos_token
+        special = special and not (begin and text.startswith(str(begin)))
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    @property
-    def lane(self) -> Lane:
-        """The batch that it generates in."""
-        return self.seat.lane
+    @torch.inference_mode()
+    def prompt_logprobs(self, prompt: Sequence[int], num_top: int) -> list[Reported | None]:
+        """Log-probabilities of each token after those before it; None for the first.
 
-    @property
-    def context(self) -> int:
-        """Most tokens of prompt and response."""
-        return self.lane.context
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens that the model knows."""
-        return vocabulary_of(self.model)
+        A long prompt is read once for every `MOST_LOGITS` of its logits.
+        """
+        device = next(self.model.parameters()).device
+        ids = torch.tensor(list(prompt), device=device)
+        policy = Policy(self.model)
+        part = max(1, MOST_LOGITS // self.vocabulary)
+        found: list[Reported | None] = [None]
+        for first in range(1, len(prompt), part):
+            last = min(first + part, len(prompt))
+            batch = TokenBatch(ids[:last], (last,), torch.arange(first, last, device=device))
+            logits = policy.logits(batch)
+            found += reported(logits, list(prompt[first:last]), [num_top] * (last - first))
+        return found
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Tokens that a model knows."""
+    """Number of tokens that a model knows."""
     return model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportReturnType, reportOptionalMemberAccess, reportAttributeAccessIssue, reportIndexIssue]
 
 
-def load_model(
-    place: ModelPath, config: ServeConfig, base: PreTrainedModel | None
-) -> tuple[PreTrainedModel, int]:
-    """A model and the hash of its weights; an adapter over `base`.
+@dataclass(frozen=True)
+class ServedReward:
+    """A reward model with the chat format that was saved with it."""
+
+    name: str
+    scorer: Scorer
+    chat: ChatFormat
+
+    def encode(self, messages: Sequence[Message]) -> Encoded:
+        """Token ids of a dialogue that ends in a response.
+
+        Raises:
+            ApiError: it doesn't, or is too long, or the template can't render it.
+        """
+        if messages[-1].role != "assistant" or len(messages) < 2:
+            raise ApiError(400, "messages must end in the assistant's turn", param="messages")
+        try:
+            encoded = self.chat.encode(messages[:-1], messages[-1:])
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        limit = context_length(base_model(self.scorer.model))
+        if len(encoded) > limit:
+            raise ApiError(
+                400,
+                f"the dialogue has {len(encoded)} tokens, and {self.name} reads {limit};"
+                " shorten it",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return encoded
+
+    @torch.inference_mode()
+    def score(self, dialogue: Encoded) -> float:
+        """The score of a dialogue's last response."""
+        batch = collate([dialogue]).to(local_device())
+        return self.scorer.final_scores(batch).item()
+
+
+def load_reward(path: str) -> ServedReward:
+    """Load the reward model at `path`.
 
     Raises:
-        ModelError: there is none, or a part of it is missing or damaged.
+        ModelError: there is none, or it has no trained score head.
     """
-    device = local_device()
-    if place.adapter is not None and base is not None:
-        model = with_adapter(base, place.adapter)
-        return model, weights_hash(model)
-    settings = FrozenModelConfig(path=place.path, precision=config.precision)
-    model = load_causal_lm(settings, device=device, seed=place.seed)
-    return model.requires_grad_(requires_grad=False), weights_hash(model)
-
-
-def serve_model(
-    place: ModelPath, model: PreTrainedModel, seat: Seat, *, weights: int
-) -> ServedModel:
-    """All that belongs to a model that is loaded, whose weights have this hash.
-
-    Raises:
-        ModelError: its tokenizer is missing or damaged, or has tokens that the model lacks.
-    """
-    tokenizer = _tokenizer(place, FrozenModelConfig(path=place.path))
-    if place.adapter is not None:
-        _require_rows(place, tokenizer, model)
-    return ServedModel(
-        name=place.name,
-        path=place.path,
-        base=place.base,
-        model=model,
-        tokenizer=tokenizer,
-        chat=resolve_format(tokenizer, "auto"),
-        seat=seat,
-        weights_hash=f"{weights:013x}",
-        bytes_of=TokenBytes(tokenizer),
-    )
-
-
-def _require_rows(
-    place: ModelPath, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
-) -> None:
-    if lacks_tokens(model, tokenizer):
-        raise ModelError(
-            f"the adapter {place.name} has a tokenizer of {len(tokenizer)} tokens beside it, and"
-            f" {place.base} has {vocabulary_of(model)}; give the model that it was trained on as"
-            " --path"
-        )
-
-
-def _tokenizer(place: ModelPath, config: FrozenModelConfig) -> PreTrainedTokenizerBase:
-    """The model's own; of a base model the one that a step gave a chat template, if it is the same.
-
-    So base and trained models are given the same text. An adapter has the one that it was trained
-    with, if that lies beside it.
-    """
-    if place.adapter is not None and (directory := tokenizer_directory(place.adapter)):
-        return load_tokenizer(FrozenModelConfig(path=directory))
-    own = load_tokenizer(config)
-    if place.format_of is None or own.chat_template:
-        return own
-    trained = load_tokenizer(FrozenModelConfig(path=place.format_of))
-    return trained if trained.get_vocab() == own.get_vocab() else own
+    scorer, chat = load_scorer(path)
+    scorer.requires_grad_(requires_grad=False)
+    return ServedReward("reward", scorer, chat)

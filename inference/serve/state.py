@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
 from inference.ratings.file import RatingsFile
 from inference.serve.broker import Broker
 from inference.serve.config import ServeConfig
-from inference.serve.errors import ApiError
+from inference.serve.http import ApiError, read_json
 from inference.serve.metrics import Metrics
-from inference.serve.served import ServedModel
+from inference.serve.served import ServedModel, ServedReward
 from inference.serve.watch import WatchedRun
 from pipeline.data.chat.resolve_format import Argument
 from pipeline.data.examples import Message
@@ -22,9 +22,6 @@ T = TypeVar("T")
 
 LONG = 20_000
 """Characters that take a few milliseconds to be made into tokens."""
-
-if TYPE_CHECKING:
-    from inference.serve.reward import ServedReward
 
 
 @dataclass
@@ -37,7 +34,7 @@ class State:
     metrics: Metrics
     broker: Broker
     models: dict[str, ServedModel] = field(default_factory=dict)
-    reward: "ServedReward | None" = None
+    reward: ServedReward | None = None
     ratings: RatingsFile | None = None
     watched: WatchedRun | None = None
     created: int = 0
@@ -89,3 +86,13 @@ def client_of(request: Request) -> str:
     """Who asks, for turns in the queue and the log: the name of a key, or an address."""
     name = request.scope.get("key_name")
     return str(name or (request.client.host if request.client else "?"))
+
+
+async def read_body(request: Request) -> dict[str, Any]:
+    """The JSON object that a request contains.
+
+    Raises:
+        ApiError: it contains something else, or too much.
+    """
+    config = state_of(request).config
+    return await read_json(request, limit=config.max_body, seconds=config.idle_seconds)

@@ -1,15 +1,87 @@
-"""The text of a response as its tokens come, cut before its first stop string.
-
-What may be the beginning of a stop string is held back until it is decided. The pieces join to the
-same text whether somebody reads them one by one or not, and that text is the bytes of the tokens;
-of bytes that are no character, and of a character that does not end, it has U+FFFD.
-"""
+"""The text of a response from its tokens, and the bytes that each token stands for."""
 
 import codecs
+import json
+import re
 from collections.abc import Sequence
 
-from inference.serve.token_bytes import TokenBytes
-from inference.streaming import TextStream
+from transformers import PreTrainedTokenizerBase
+
+from inference.streaming import TextStream, plain_text
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+class TokenBytes:
+    """Reads tokens of one tokenizer by its decoder: byte level, with bytes as pieces, or others."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = {*tokenizer.all_special_ids, *(i for i, each in added if each.special)}
+        """Tokens without a text."""
+        kinds = set(_decoders(tokenizer))
+        self._is_byte_level = "ByteLevel" in kinds
+        self._has_byte_pieces = "ByteFallback" in kinds
+        self.is_exact = self._is_byte_level or self._has_byte_pieces
+        """Whether the bytes of tokens join to those of their text."""
+        self._known: dict[int, bytes] = {}
+        self._bytes = _byte_of_character() if self._is_byte_level else {}
+
+    def of(self, token: int) -> bytes:
+        """What a token adds to a text; nothing where it is special."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._read(token)
+        return found
+
+    def _read(self, token: int) -> bytes:
+        if token in self.special or token >= len(self.tokenizer):
+            return b""
+        piece = self.tokenizer.convert_ids_to_tokens(token)
+        if self._is_byte_level and isinstance(piece, str):
+            if set(piece) <= self._bytes.keys():
+                return bytes(self._bytes[character] for character in piece)
+            return piece.encode()  # an added token, which is text as it stands
+        if self._has_byte_pieces and isinstance(piece, str):
+            found = _BYTE.fullmatch(piece)
+            return bytes([int(found[1], 16)]) if found else piece.replace(METASPACE, " ").encode()
+        return plain_text(self.tokenizer, [token]).encode()
+
+    def name(self, token: int) -> str:
+        """A token in words: its text, and of a special one its name."""
+        if token in self.special:
+            return str(self.tokenizer.convert_ids_to_tokens(token))
+        return self.of(token).decode(errors="replace")
+
+    def of_all(self, tokens: Sequence[int], *, begins: bool) -> list[bytes]:
+        """Of the tokens of a text; where it `begins` one, without the space that decoding drops."""
+        parts = [self.of(token) for token in tokens]
+        first = next((at for at, token in enumerate(tokens) if token not in self.special), None)
+        if begins and first is not None and parts[first][:1] == b" ":
+            text = plain_text(self.tokenizer, [tokens[first]])
+            if not text.startswith(" "):
+                parts[first] = parts[first][1:]
+        return parts
+
+
+def _decoders(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
+    """Kinds of the decoders that a fast tokenizer applies."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return ()
+    state = json.loads(backend.decoder.__getstate__())
+    parts = state.get("decoders", [state])
+    return [str(part.get("type")) for part in parts]
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, others for characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 class ResponseText:

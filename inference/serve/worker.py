@@ -1,31 +1,71 @@
-"""The generation thread: it owns the models and their batches, and does nothing but generate.
+"""The generation thread, which owns the models and their batches.
 
-Others reach it by `submit`, `cancel` and `call`, from any thread; what comes of it goes to the
-event loop, once for each step.
+Other threads use `submit`, `cancel` and `call`; results go to the event loop, once for each step.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from inference.engine.requests import Ended, Request, Ticket, Token
-from inference.serve.fair_queue import FairQueue
-from inference.serve.generation import Job, Piece, Wanted
-from inference.serve.lanes import Lane
+from inference.serve.jobs import Job, Piece, Row, Wanted
 from inference.serve.metrics import Metrics
-from inference.serve.row import Row
-from inference.serve.served import ServedModel
+from inference.serve.served import Lane, ServedModel
 from pipeline.errors import DataError
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Items of clients; of each client oldest first, and of the clients one after the other."""
+
+    def __init__(self) -> None:
+        self._items: OrderedDict[Hashable, deque[T]] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[T]:
+        for items in self._items.values():
+            yield from items
+
+    def add(self, client: Hashable, item: T) -> None:
+        """Come last of this client's."""
+        self._items.setdefault(client, deque()).append(item)
+        self._count += 1
+
+    def take(self) -> T:
+        """The oldest item of the client whose turn it is, who then comes last."""
+        client, items = next(iter(self._items.items()))
+        item = items.popleft()
+        self._count -= 1
+        if items:
+            self._items.move_to_end(client)
+        else:
+            del self._items[client]
+        return item
+
+    def remove(self, client: Hashable, item: T) -> bool:
+        """Take an item out, wherever it is; False where it isn't there."""
+        items = self._items.get(client, deque())
+        if item not in items:
+            return False
+        items.remove(item)
+        self._count -= 1
+        if not items:
+            del self._items[client]
+        return True
+
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 Prompt = tuple[Job, int]
 """A job and the number of one of its prompts."""
@@ -188,7 +228,7 @@ class Worker:
             first = sum(len(each.keys) for each in job.wanted[:number])
             for row, key in enumerate(wanted.keys, start=first):
                 try:
-                    ticket = lane.batch.submit(_request(wanted, key, served.seat.adapter))
+                    ticket = lane.batch.submit(_request(wanted, key, served.adapter))
                 except DataError as error:
                     pieces.append((job, Piece(row, error=str(error))))
                     continue

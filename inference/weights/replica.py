@@ -117,8 +117,6 @@ class Replica:
         sharding.apply()
         if stages.size > 1:
             mark_sharing(self.model, stages.apart)
-        self._same_parts = len(set(stages.gather_objects(tp_group.rank))) == 1
-        """Whether all stages have the same part of each weight."""
         self._by_source: dict[nn.Parameter, list[Slot]] = {}
         for slot in self.slots:
             if slot.origin.source is not None:
@@ -173,40 +171,34 @@ class Replica:
         self._share_buffers()
 
     def _take(self, weights: HasTurns) -> None:
-        """What this process trains, and has for those that train other stages."""
-        together, hands_on = self._trained_by, self._stages.size > 1
+        """Copy the weights that this process trains, and send them to the other stages."""
+        sends = self._stages.size > 1
         for params in weights.iter_gathered_units():
             slots = [slot for param in params for slot in self._by_source.get(param, ())]
-            if hands_on and slots:
+            if sends and slots:
                 self._announce([slot.number for slot in slots])
             for slot in slots:
-                if slot.place is None and not hands_on:
+                if slot.place is None and not sends:
                     continue
-                if self._same_parts and slot.origin.is_part(slot.spec):
-                    own = sent = slot.origin.value()
-                else:
-                    whole = slot.origin.whole_value(together)
-                    own = slot.of(whole)
-                    sent = own if self._same_parts else whole
+                if slot.origin.is_part(slot.spec) and not sends:
+                    self._memory(slot).copy_(slot.origin.value())
+                    continue
+                full = slot.origin.whole_value(self._trained_by).to(slot.origin.dtype)
                 if slot.place is not None:
-                    self._memory(slot).copy_(own)
-                if hands_on:
-                    sent = sent.to(slot.origin.dtype).contiguous()
-                    self._stages.broadcast(sent, source=self._stages.rank)
-        if hands_on:
+                    self._memory(slot).copy_(slot.of(full))
+                if sends:
+                    self._stages.broadcast(full.contiguous(), source=self._stages.rank)
+        if sends:
             self._announce([])
 
     def _receive(self, stage: int) -> None:
         """Receive the weights that another stage trains, in the order in which it sends them."""
         while numbers := self._announced(stage):
             for slot in (self.slots[number] for number in numbers):
-                memory, origin = self._memory(slot), slot.origin
-                if self._same_parts:
-                    self._stages.broadcast(memory, source=stage)
-                else:
-                    whole = torch.empty(origin.whole, dtype=origin.dtype, device=self.device)
-                    self._stages.broadcast(whole, source=stage)
-                    memory.copy_(slot.of(whole))
+                origin = slot.origin
+                full = torch.empty(origin.whole, dtype=origin.dtype, device=self.device)
+                self._stages.broadcast(full, source=stage)
+                self._memory(slot).copy_(slot.of(full))
 
     def _announce(self, numbers: Sequence[int]) -> None:
         """Say which weights come next; none at the end."""

@@ -7,10 +7,8 @@ import re
 import select
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,15 +16,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 120
 PROMPT = "You: "
-CTRL_C, CTRL_D = "\x03", "\x04"
+CTRL_C = "\x03"
 
 
 class Chat:
     """chat.py in a terminal of its own."""
 
-    def __init__(self, home: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, home: Path) -> None:
         self.ours, theirs = pty.openpty()
-        self.at_first = termios.tcgetattr(theirs)
         self.shown = ""
         self._read_up_to = 0
         # The one who opens it first in a session of its own has the terminal, and its Ctrl-C.
@@ -42,7 +39,7 @@ class Chat:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            env={**os.environ, "TERM": "xterm", "HOME": str(home), **(environment or {})},
+            env={**os.environ, "TERM": "xterm", "HOME": str(home)},
         )
         os.close(theirs)
 
@@ -73,13 +70,6 @@ class Chat:
         self.until(PROMPT)
         return [(turn["role"], turn["content"]) for turn in json.loads(file.read_text())]
 
-    def leave(self, keys: str) -> int:
-        """Send the keys and wait for the end; the exit code."""
-        self.type(keys)
-        while self._read():
-            pass
-        return self.process.wait(SECONDS)
-
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -97,16 +87,6 @@ class Chat:
         return bool(part)
 
 
-@dataclass(frozen=True)
-class FirstAnswer:
-    """What a chat without a compiler showed around its first answer."""
-
-    chat: Chat
-    before: str
-    answer: str
-    after: str
-
-
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
     """A chat that waits at its prompt."""
@@ -114,62 +94,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
     started.until(PROMPT)
     yield started
     started.close()
-
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FirstAnswer]:
-    """One whose terminal has no bracketed paste, and whose kernels can't be built."""
-    home = tmp_path_factory.mktemp("home")
-    inputrc = home / ".inputrc"
-    inputrc.write_text("set enable-bracketed-paste off\n")
-    environment = {"PATH": "/nowhere", "CXX": "/nowhere/c++", "XDG_CACHE_HOME": str(home)}
-    started = Chat(home, environment={**environment, "INPUTRC": str(inputrc)})
-    before = started.until(PROMPT)
-    started.type("Hi\n")
-    started.until("Model: ")
-    answer = started.until("\n")
-    yield FirstAnswer(started, before, answer, started.until(PROMPT))
-    started.close()
-
-
-@pytest.mark.jobs
-def test_log_lines_wait_for_the_end_of_the_answer(first: FirstAnswer) -> None:
-    said = "PyTorch does the work of the kernel"
-
-    assert said not in first.before + first.answer
-    assert said in first.after
-
-
-def test_lines_pasted_where_readline_knows_no_bracketed_paste_are_one_message(
-    first: FirstAnswer, tmp_path: Path
-) -> None:
-    chat = first.chat
-    chat.begin_anew(length=3)
-    chat.type("first line\nsecond line\n/third line")
-    chat.until("third line")  # has no end yet: it waits for Enter
-    chat.type(" goes on\n")
-    chat.until("Model: ")
-    chat.until(PROMPT)
-
-    said = chat.messages(tmp_path / "saved.json")
-
-    assert [role for role, _ in said] == ["user", "assistant"]
-    assert said[0][1] == "first line\nsecond line\n/third line goes on"
-
-
-@pytest.mark.jobs
-def test_pasted_lines_are_one_message(chat: Chat, tmp_path: Path) -> None:
-    chat.begin_anew(length=3)
-    chat.type("\x1b[200~first line\nsecond line\n/third line\x1b[201~")
-    chat.until("third line")
-    chat.type("\n")
-    chat.until("Model: ")
-    chat.until(PROMPT)
-
-    said = chat.messages(tmp_path / "saved.json")
-
-    assert [role for role, _ in said] == ["user", "assistant"]
-    assert said[0][1] == "first line\nsecond line\n/third line"
 
 
 def test_ctrl_c_at_the_prompt_keeps_the_dialogue_and_says_how_to_leave(
@@ -187,45 +111,14 @@ def test_ctrl_c_at_the_prompt_keeps_the_dialogue_and_says_how_to_leave(
     assert [role for role, _ in chat.messages(tmp_path / "saved.json")] == ["user", "assistant"]
 
 
-def test_what_is_typed_during_an_answer_is_not_shown_in_it_and_is_the_next_message(
-    chat: Chat, tmp_path: Path
-) -> None:
-    chat.begin_anew(length=120)
-    chat.type("Hi\n")
-    chat.until("Model: ")
-    chat.type("meanwhile")
-    answer = chat.until(PROMPT)
-    chat.until("meanwhile")  # at the prompt, where it can still be changed
-    chat.type(" typed\n")
-    chat.until("Model: ")
-    chat.until(PROMPT)
-
-    said = chat.messages(tmp_path / "saved.json")
-
-    assert "meanwhile" not in answer
-    assert said[2] == ("user", "meanwhile typed")
-
-
-def test_ctrl_c_stops_the_answer_and_keeps_the_dialogue_and_what_was_typed(
-    chat: Chat, tmp_path: Path
-) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_the_dialogue(chat: Chat, tmp_path: Path) -> None:
     chat.begin_anew(length=110)  # the model's context holds two such answers
     chat.type("Hi\n")
     chat.until("Model: ")
-    chat.type("and then")
     chat.type(CTRL_C)
     answer = chat.until(PROMPT)
-    chat.until("and then")
-    chat.type("\n")
-    chat.until("Model: ")
-    chat.until(PROMPT)
 
     said = chat.messages(tmp_path / "saved.json")
 
     assert "[stopped]" in answer
-    assert [text for role, text in said if role == "user"] == ["Hi", "and then"]
-
-
-def test_the_chat_leaves_the_terminal_as_it_was(chat: Chat) -> None:
-    assert chat.leave(CTRL_D) == 0
-    assert termios.tcgetattr(chat.ours) == chat.at_first
+    assert [text for role, text in said if role == "user"] == ["Hi"]

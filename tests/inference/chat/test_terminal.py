@@ -45,29 +45,6 @@ def test_quit_ends_the_chat(enter: Type, quit_line: str, conversation: Conversat
     assert conversation.messages == []
 
 
-def test_the_end_of_input_ends_the_chat(enter: Type, conversation: Conversation) -> None:
-    enter("Hi")
-
-    assert [message.role for message in conversation.messages] == ["user", "assistant"]
-
-
-@pytest.mark.parametrize("line", ["/reset", "clear"])
-def test_reset_forgets_the_dialogue_and_keeps_the_system_message(
-    enter: Type, conversation: Conversation, line: str
-) -> None:
-    enter("/system Be kind.", "Hi", line)
-
-    assert [(m.role, m.content) for m in conversation.messages] == [("system", "Be kind.")]
-
-
-def test_system_without_text_takes_the_system_message_away(
-    enter: Type, conversation: Conversation
-) -> None:
-    enter("/system Be kind.", "/system")
-
-    assert conversation.messages == []
-
-
 def test_temperature_and_length_change_the_sampling(
     enter: Type, conversation: Conversation
 ) -> None:
@@ -121,12 +98,6 @@ def test_save_writes_the_messages_again_and_again_but_over_no_other_file(
     assert printed[-1].endswith("mine.txt exists; choose another name)")
 
 
-def test_help_names_every_command(enter: Type, conversation: Conversation) -> None:
-    text = "\n".join(enter("/help"))
-
-    assert all(command in text for command in Terminal(conversation)._commands)
-
-
 @pytest.mark.jobs
 def test_piped_lines_are_answered_and_the_command_succeeds() -> None:
     done = subprocess.run(
@@ -141,30 +112,6 @@ def test_piped_lines_are_answered_and_the_command_succeeds() -> None:
     assert done.returncode == 0
     assert done.stdout.strip()
     assert "You:" not in done.stdout
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--path", "/no/such/dir"], "/no/such/dir"),
-        (["--path", "embedded", "--temperature", "-1"], "temperature must be 0 or above"),
-    ],
-)
-def test_wrong_input_is_one_sentence_and_code_2(arguments: list[str], sentence: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "chat.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def test_a_message_stays_where_ctrl_c_comes_before_its_answer_begins(

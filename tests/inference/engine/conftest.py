@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference.engine import batch, decoder, repeatable
+from inference.engine import batch, decoder
 
 
 @pytest.fixture(autouse=True)
@@ -10,5 +10,3 @@ def nothing_was_logged() -> None:
     """Messages that a process logs once are logged by each test, whichever ran before it."""
     batch._log_padded.cache_clear()
     decoder._log_once.cache_clear()
-    decoder._log_kept.cache_clear()
-    repeatable._log_divided.cache_clear()

@@ -19,17 +19,9 @@ from pipeline.config import FrozenModelConfig
 from pipeline.errors import DataError
 from pipeline.models.load import load_causal_lm
 from tests.families import random_rows, saved, tiny_causal_lm
-from tests.inference.closeness import assert_close
 
 PROMPTS = [tuple(row.input_ids) for row in random_rows((7, 3, 12, 5, 1, 6, 9, 4))]
 WARM = Sampler(temperature=1.0, seed=3, stop_ids=(2, 3, 4, 5))
-WHOLE_VECTORS = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-}
 SAMPLERS = (
     Sampler(temperature=0.0, seed=0),
     WARM,
@@ -101,19 +93,6 @@ def come_one_by_one(batch: OpenBatch, requests: Sequence[Request], seed: int) ->
     return [tickets[place] for place in range(len(requests))]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_requests_that_come_while_others_run_are_answered_as_alone(
-    tmp_path: Path, seed: int
-) -> None:
-    model = loaded("llama", tmp_path, **WHOLE_VECTORS)
-    requests = [asked(number, SAMPLERS[number % 6], 10 + number) for number in range(14)]
-
-    tickets = come_one_by_one(opened(model), requests, seed)
-
-    assert_close([each.response for each in tickets], [alone(model, each) for each in requests])
-    assert len({len(each.response.ids) for each in tickets}) > 3
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "falcon", "bloom"])
 def test_requests_of_every_kind_of_model_may_come_while_others_run(
     family: str, tmp_path: Path
@@ -158,18 +137,6 @@ def test_rows_that_differ_in_their_seed_alone_share_a_call(
     finish(batch)
 
     assert counts == [3] * 12
-
-
-def test_an_open_batch_answers_what_a_closed_one_does(llama: PreTrainedModel) -> None:
-    keys = range(len(PROMPTS))
-    closed = generate_each(llama, PROMPTS, WARM, max_new_tokens=9, keys=keys, batch_size=3)
-    expected = {each.index: each.response.ids for each in closed}
-    batch = opened(llama)
-    tickets = [batch.submit(Request(PROMPTS[key], WARM, key, 9)) for key in keys]
-
-    finish(batch)
-
-    assert {key: tickets[key].response.ids for key in keys} == expected
 
 
 def test_what_is_cancelled_ends_once_whenever_it_is(llama: PreTrainedModel) -> None:
@@ -222,52 +189,6 @@ def test_a_prompt_is_cancelled_while_it_is_read(llama: PreTrainedModel) -> None:
     assert again.response.ids == alone(llama, long).ids
 
 
-def test_others_go_on_while_a_long_prompt_is_read(llama: PreTrainedModel) -> None:
-    requests = [asked(number, replace(WARM, stop_ids=())) for number in range(8)]
-    expected = [alone(llama, request).ids for request in requests]
-    batch = opened(llama, slots=6, chunk=6)
-    first = batch.submit(requests[4])
-    batch.step()
-    tickets = [batch.submit(requests[number]) for number in (2, 0, 1, 3)]  # 12, 7, 3 and 5 tokens
-
-    lengths = []
-    while batch.busy:
-        batch.step()
-        lengths.append([len(each.response.ids) for each in (first, *tickets)])
-
-    # 6 tokens of prompts with a token of each that runs. The prompt that came first has at least
-    # half of them, and the shortest that fit in whole have the rest.
-    assert lengths[:6] == [
-        [2, 0, 0, 1, 0],  # 3 of 12 tokens, and the prompt of 3
-        [3, 0, 0, 2, 0],  # 6 of 12: neither 7 nor 5 fit
-        [4, 1, 0, 3, 0],  # the last 3
-        [5, 2, 0, 4, 0],  # 6 of 7
-        [6, 3, 1, 5, 1],  # the last one, and the prompt of 5
-        [7, 4, 2, 6, 2],
-    ]
-    assert [each.response.ids for each in (first, *tickets)] == [
-        expected[number] for number in (4, 2, 0, 1, 3)
-    ]
-
-
-def test_slots_change_hands_while_a_long_prompt_is_read(llama: PreTrainedModel) -> None:
-    endless = replace(WARM, stop_ids=())
-    requests = [asked(number, endless, length) for number, length in enumerate((2, 12, 9, 4, 12))]
-    expected = [alone(llama, request).ids for request in requests]
-    long = asked(2, endless)
-    after = alone(llama, long).ids
-    batch = opened(llama, slots=6, chunk=2)
-    tickets = [batch.submit(request) for request in requests]
-    while not all(ticket.response.ids for ticket in tickets):
-        batch.step()
-
-    last = batch.submit(long)
-    finish(batch)
-
-    assert [ticket.response.ids for ticket in tickets] == expected
-    assert last.response.ids == after
-
-
 @pytest.mark.jobs
 def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
     requests = [asked(number) for number in range(24)]
@@ -314,20 +235,6 @@ def test_a_request_that_can_not_be_answered_is_refused_in_one_sentence(
     assert not batch.busy
 
 
-def test_a_prompt_may_be_any_sequence_of_whole_numbers(llama: PreTrainedModel) -> None:
-    requests = [asked(0), asked(0), asked(0)]
-    expected = alone(llama, requests[0]).ids
-    # As a caller may have it whose types nothing checks.
-    object.__setattr__(requests[1], "prompt", list(PROMPTS[0]))
-    object.__setattr__(requests[2], "prompt", torch.tensor(PROMPTS[0]))
-    batch = opened(llama)
-    tickets = [batch.submit(request) for request in requests]
-
-    finish(batch)
-
-    assert [ticket.response.ids for ticket in tickets] == [expected] * 3
-
-
 def test_a_slot_is_no_longer_than_the_context_and_a_closed_batch_takes_nothing_more(
     llama: PreTrainedModel,
 ) -> None:
@@ -355,30 +262,6 @@ def test_a_row_whose_token_can_not_be_chosen_ends_alone(llama: PreTrainedModel) 
     assert isinstance(errors.pop(beyond), IndexError)
     assert not errors
     assert [first.response.ids, third.response.ids] == expected
-
-
-def test_a_pass_that_fails_ends_all_that_run_and_the_batch_goes_on(llama: PreTrainedModel) -> None:
-    expected = alone(llama, asked(3)).ids
-    fails: list[bool] = []
-
-    def fail(*_: object) -> None:
-        if fails:
-            fails.clear()
-            raise MemoryError("no room")
-
-    llama.register_forward_pre_hook(fail)
-    batch = opened(llama)
-    tickets = [batch.submit(asked(number)) for number in range(4)]
-    events = batch.step()
-    fails.append(True)
-    events += batch.step()
-
-    assert reasons(events) == {ticket: ["error"] for ticket in tickets[:3]}
-    errors = [event.error for event in events if isinstance(event, Ended)]
-    assert all(isinstance(error, MemoryError) for error in errors)
-    events = finish(batch)
-    assert list(reasons(events)) == tickets[3:]
-    assert tickets[3].response.ids == expected
 
 
 def test_a_closed_batch_hands_on_what_went_wrong(llama: PreTrainedModel) -> None:

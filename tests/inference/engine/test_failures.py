@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from inference.engine.batch import OpenBatch
-from inference.engine.requests import Ended, Event
-from inference.engine.sampling import Sampler
+from inference.engine.requests import Ended
 from pipeline.models.forward import cache_name
-from tests.distributed import rank, run_ranks
 from tests.inference.engine.test_batch import asked, finish, loaded, opened, reasons
-from tests.inference.weights.test_sharding import divided, prepared
 
 FAMILIES = ("llama", "bloom")
 """With slots, and in padded batches."""
@@ -94,43 +90,3 @@ def test_who_keeps_an_error_keeps_neither_cache_nor_batch(
     kept = weakref.ref(batch)
     del batch
     assert kept() is None
-
-
-def fail_on(failing: tuple[int, ...], where: str, family: str) -> tuple[str, list[Event]]:
-    """The error that `step` raises in this process, and what it heard after the failure."""
-    model = divided(prepared(family, {}), 2)
-    batch = OpenBatch(model, num_slots=2, capacity=40)
-    once = FailsOnce(model)
-
-    def fail(*_: object) -> None:
-        raise MemoryError("no room")
-
-    batch.submit(asked(rank()))
-    if where != "prompt":
-        batch.step()
-    if rank() in failing and where == "sampler":
-        Sampler.__call__ = fail  # pyright: ignore[reportAttributeAccessIssue]  # of this process
-    elif rank() in failing:
-        once.soon = True
-    heard: list[Event] = []
-    try:
-        if rank() not in failing:
-            batch.step()  # as far as it gets without the other
-        while batch.busy:
-            heard += batch.step()
-    except Exception as error:  # noqa: BLE001  # which one is the question
-        return type(error).__name__, heard
-    return "", heard
-
-
-@pytest.mark.parametrize(
-    ("where", "lost"),
-    [("prompt", "DesyncError"), ("decoding", "DesyncError"), ("sampler", "RuntimeError")],
-)
-def test_an_error_of_one_process_is_raised_there(where: str, lost: str) -> None:
-    # The other one loses its peer: it waits in a collective, and blames nothing else.
-    assert run_ranks(fail_on, (1,), where, "llama") == [(lost, []), ("MemoryError", [])]
-
-
-def test_an_error_of_all_processes_is_raised_on_each() -> None:
-    assert run_ranks(fail_on, (0, 1), "prompt", "bloom") == [("MemoryError", [])] * 2

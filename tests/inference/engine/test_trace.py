@@ -113,8 +113,12 @@ def test_a_call_may_be_done_another_way() -> None:
     with torch.inference_mode(), TraceRecorder() as recorder:
         result = (x * 2) + 1
     made = recorder.calls[0].made[0]
-    trace = OperatorTrace(recorder.calls, [x], result)
-    trace.substitute(lambda call: (lambda: made.fill_(10)) if call.name == "mul" else None)
+    trace = OperatorTrace(
+        recorder.calls,
+        [x],
+        result,
+        lambda call: (lambda: made.fill_(10)) if call.name == "mul" else None,
+    )
 
     assert repeated(trace).tolist() == [11]
 
@@ -136,10 +140,10 @@ def test_results_are_written_where_the_modules_have_them_written() -> None:
         (lambda x: x + 1 if x.sum() > 0 else x, "hands a number to Python"),
         (lambda x: x * x.tolist()[0], "tolist hands numbers to Python"),
         (lambda x: x * float(x.numpy()[0]), "numpy hands numbers to Python"),
-        (lambda x: x + torch.rand_like(x), "rand_like gives what can't be repeated"),
-        (lambda x: F.dropout(x, training=True), "gives what can't be repeated"),
-        (lambda x: x[x > 0], "the size of what index gives depends on numbers"),
-        (lambda x: x.nonzero(), "the size of what nonzero gives depends on numbers"),
+        (lambda x: x + torch.rand_like(x), "rand_like can't be repeated"),
+        (lambda x: F.dropout(x, training=True), "can't be repeated"),
+        (lambda x: x[x > 0], "the size of the result of index depends on numbers"),
+        (lambda x: x.nonzero(), "the size of the result of nonzero depends on numbers"),
         (lambda x: x.to("meta"), "to copies between the host and a device"),
     ],
 )

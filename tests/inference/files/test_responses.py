@@ -11,7 +11,7 @@ from inference.files.responses import Responder, TextResponse, write_responses
 from inference.generate import main
 from inference.generation import Response
 from inference.settings import Sampling
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 
 PROMPTS = ["What is 3 plus 4?", "Hi", "Name a colour.", "Spell cat.", "Is 5 even?"]
 
@@ -64,27 +64,6 @@ def test_the_command_answers_in_the_order_of_the_input(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
 
 
-def test_of_a_run_the_model_is_that_of_the_chat(
-    embedded: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, method in (("step3_grpo", "grpo"), ("step3_ppo", "ppo")):
-        step = tmp_path / "run" / name
-        for part in embedded:
-            part.save_pretrained(step / "actor")
-        (step / "config.yaml").write_text(f"method: {method}\n")
-        (step / "metrics.jsonl").write_text("")
-        (step / "result.json").write_text('{"eval": {"win_rate": 0.5}}')
-    prompts = write(tmp_path / "in.jsonl", [{"prompt": "Hi"}])
-    command = ["--prompts", str(prompts), "--max-new-tokens", "3", "--out"]
-    run = ["--path", str(tmp_path / "run"), "--method", "grpo"]
-
-    main([*command, str(tmp_path / "of_run.jsonl"), *run])
-    main([*command, str(tmp_path / "of_model.jsonl"), "--path", "embedded"])
-
-    assert f"the model is {tmp_path}/run/step3_grpo/actor\n" in capsys.readouterr().err
-    assert read(tmp_path / "of_run.jsonl") == read(tmp_path / "of_model.jsonl")
-
-
 def test_answers_do_not_depend_on_the_batch_size(
     tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
@@ -119,22 +98,6 @@ def test_a_killed_run_goes_on_from_its_last_whole_line(
         assert ours.pop("logprobs")[0] == pytest.approx(other.pop("logprobs")[0], abs=1e-5)
         assert ours == other
     assert not partial.exists()
-
-
-def test_other_settings_do_not_go_on_from_the_lines_of_these(
-    responder: Callable[..., Responder], prompts: list[Prompt]
-) -> None:
-    settings = [
-        {},
-        {"temperature": 1.0},
-        {"raw": True},
-        {"num_samples": 2},
-        {"stop_strings": ["x"]},
-    ]
-    marks = {responder(**each).fingerprint(prompts, "embedded") for each in settings}
-
-    assert len(marks) == len(settings)
-    assert responder().fingerprint(prompts[:-1], "embedded") not in marks
 
 
 def test_raw_prompts_are_tokenized_as_they_are_and_go_on_with_their_space(
@@ -191,36 +154,6 @@ def test_generation_ends_at_a_stop_string(
     assert len(cut.token_ids) < len(uncut.token_ids)
 
 
-def test_the_first_sample_is_the_same_however_many_there_are(
-    responder: Callable[..., Responder], prompts: list[Prompt]
-) -> None:
-    one, three = responder(temperature=1.0), responder(temperature=1.0, num_samples=3)
-    encoded = [one.encode(prompt) for prompt in prompts]
-
-    alone = [row[0].token_ids for row in one.responses(encoded, first_row=0, batch_size=4)]
-    first = [row[0].token_ids for row in three.responses(encoded, first_row=0, batch_size=4)]
-
-    assert alone == first
-
-
-def test_lines_are_written_as_their_answers_are_ready(
-    tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
-) -> None:
-    sampler = responder(temperature=1.0)
-    out = tmp_path / "out.jsonl"
-    partial = tmp_path / f"out.jsonl.{sampler.fingerprint(prompts, 'embedded')}.partial"
-    seen: list[int] = []
-    hook = sampler.model.register_forward_pre_hook(
-        lambda *_: seen.append(partial.read_bytes().count(b"\n"))
-    )
-
-    write_responses(sampler, prompts, out, model_path="embedded", batch_size=1)
-
-    hook.remove()
-
-    assert sorted(set(seen)) == [0, 1, 2, 3, 4]
-
-
 def test_the_command_takes_every_setting_of_sampling(tmp_path: Path) -> None:
     prompts = write(tmp_path / "in.jsonl", [{"prompt": "Hi"}, {"prompt": "Bye"}])
     out = tmp_path / "out.jsonl"
@@ -261,23 +194,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
-def test_blank_lines_are_passed_over_and_still_counted(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
-
-    assert [prompt.origin for prompt in read_prompts(path)] == [f"{path} line 2", f"{path} line 4"]
-
-
-@pytest.mark.parametrize("content", [None, "", "\n"])
-def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "in.jsonl"
-    if content is not None:
-        path.write_text(content)
-
-    with pytest.raises(DataError, match=r"no such file|has no prompts"):
-        read_prompts(path)
-
-
 def test_a_prompt_longer_than_the_context_is_named_before_anything_is_generated(
     tmp_path: Path, responder: Callable[..., Responder]
 ) -> None:
@@ -290,20 +206,3 @@ def test_a_prompt_longer_than_the_context_is_named_before_anything_is_generated(
         )
 
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
-def test_messages_cannot_be_raw(tmp_path: Path, responder: Callable[..., Responder]) -> None:
-    (prompt,) = read_prompts(
-        write(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
-    )
-
-    with pytest.raises(DataError, match=r'line 1 has "messages": --raw continues'):
-        responder(raw=True).encode(prompt)
-
-
-@pytest.mark.parametrize("wrong", [["--samples", "0"], ["--batch-size", "0"], ["--stop", ""]])
-def test_wrong_numbers_are_refused_before_the_model_is_loaded(
-    tmp_path: Path, wrong: list[str]
-) -> None:
-    with pytest.raises(ConfigError):
-        main(["--path", "no/such", "--prompts", "no", "--out", str(tmp_path / "o"), *wrong])

@@ -13,11 +13,11 @@ import pytest
 
 from inference.ratings.__main__ import main
 from inference.ratings.agreement import agreement
-from inference.ratings.export import export, merge
+from inference.ratings.export import export
 from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
 from pipeline.data.examples import Message
 from pipeline.data.rows.reading import RowReader, Wanted
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 
 ROOT = Path(__file__).parent.parent.parent.parent
 QUESTION = {"role": "user", "content": "Q"}
@@ -186,12 +186,6 @@ def test_the_majority_of_raters_is_exported() -> None:
     )
 
 
-def test_merging_keeps_each_rating_once() -> None:
-    one = [{"id": "2", "kind": "pair"}, {"id": "1", "kind": "pair"}]
-
-    assert [each["id"] for each in merge([one, one, [{"id": "3"}]])] == ["1", "2", "3"]
-
-
 def test_the_commands_write_what_steps_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,44 +206,3 @@ def test_the_commands_write_what_steps_read(
     assert sorted(chosen) == ["a longer one", "short"]
     (read,) = RowReader().read([str(out)], Wanted({}), step=2, notes=[])
     assert len(read.train) == 2
-
-
-def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"prompt": "x"}\n')
-    with pytest.raises(DataError, match="line 1 is not a rating: it has no id, kind and schema"):
-        read_ratings(path)
-    with pytest.raises(ConfigError, match="can't be written"):
-        RatingsFile(tmp_path)
-
-
-def test_files_without_a_preference_are_named(tmp_path: Path) -> None:
-    path, out = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
-    written(path, pair(None))
-
-    with pytest.raises(DataError, match=re.escape(f"no rating prefers a response: {path}")):
-        main(["export", str(path), "--out", str(out)])
-
-    assert not out.exists()
-
-
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk."""
-    path = tmp_path / "ratings.jsonl"
-    (first,) = written(path, pair(0))
-    size = path.stat().st_size
-    program = f"""
-import resource, signal
-from pathlib import Path
-from inference.ratings.file import RatingsFile
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 20}, {size + 20}))
-RatingsFile(Path({str(path)!r})).add({pair(1)!r})
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-    assert "DataError: " in ended.stderr
-    assert "can't be written: File too large" in ended.stderr
-    assert [each["id"] for each in read_ratings(path)] == [first]

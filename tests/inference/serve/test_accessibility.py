@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inference.serve.page_files import HERE
+from inference.serve.app import HERE
 from tests.inference.serve.serving import Running, in_browser, serving_page
 
 PAIRS = (

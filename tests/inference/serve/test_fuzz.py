@@ -125,15 +125,6 @@ def test_no_request_is_an_error_of_the_server(short: Running) -> None:
     assert until(short.is_idle)
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:24]))
-def test_a_body_that_is_none_is_refused(short: Running, body: bytes) -> None:
-    for path in (CHAT, COMPLETIONS, "/tokenize"):
-        answer = post(short, path, body)
-
-        assert answer.status in (200, 400, 413), answer
-    assert until(short.is_idle)
-
-
 @pytest.mark.serve
 @pytest.mark.timeout(900)
 def test_20000_requests_are_no_error_of_the_server_and_leave_no_memory(short: Running) -> None:

@@ -4,12 +4,9 @@ import random
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from inference.serve.models import ModelPath
-from tests.families import saved, tiny_causal_lm
 from tests.inference.serve.serving import (
     CHAT,
     COMPLETIONS,
@@ -22,7 +19,6 @@ from tests.inference.serve.serving import (
     serving,
     until,
 )
-from tests.pipeline.data.tokenizers import byte_level
 
 CANARY = chat("Hello", seed=5, max_tokens=6, logprobs=True)
 
@@ -77,13 +73,6 @@ def check_nothing_is_left(server: Running, count: int) -> None:
 
 def test_of_100_clients_that_leave_at_random_instants_nothing_is_left(server: Running) -> None:
     check_nothing_is_left(server, 100)
-
-
-@pytest.mark.serve
-@pytest.mark.timeout(600)
-def test_of_500_clients_that_leave_at_random_instants_nothing_is_left(server: Running) -> None:
-    for _ in range(3):
-        check_nothing_is_left(server, 500)
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -197,29 +186,3 @@ def test_a_server_that_ends_lets_running_requests_end_and_takes_no_new_ones() ->
     assert refused.status == 503
     assert "about to end" in refused.error["message"]
     assert events(whole)[-1]["choices"][0]["finish_reason"] == "length"
-
-
-def test_a_tokenizer_that_is_not_the_models_is_an_error_of_the_request(tmp_path: Path) -> None:
-    """It has tokens that the model lacks; what the model knows is answered."""
-    path = saved(tiny_causal_lm("opt", vocab_size=100, max_position_embeddings=256), tmp_path)
-    byte_level().save_pretrained(path)
-    with serving((ModelPath("tiny", path),)) as server:
-        refused = post(server, CHAT, chat("zzz ÿÿÿ"))
-        answered = post(
-            server, COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 3, "min_tokens": 3}
-        )
-        scored = {"prompt": [5, 100], "echo": True, "logprobs": 1, "max_tokens": 0}
-        unknown = post(server, COMPLETIONS, scored)
-
-    assert refused.status == unknown.status == 400
-    assert "those of tiny are 0 to 99; use its own tokenizer" in refused.error["message"]
-    assert answered.json["usage"]["completion_tokens"] == 3
-
-
-def test_a_long_text_is_read_beside_the_streams_of_others(server: Running) -> None:
-    long = post(server, CHAT, chat("a word " * 20_000))
-    tokens = post(server, "/tokenize", {"prompt": "a word " * 20_000})
-
-    assert long.status == 400
-    assert long.error["code"] == "context_length_exceeded"
-    assert tokens.json["count"] > 20_000

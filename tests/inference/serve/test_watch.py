@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from inference.serve.watch import MetricsTail, WatchedRun, thinned
+from inference.serve.watch import MetricsTail, WatchedRun
 
 
 def lines(*steps: int, name: str = "loss") -> str:
@@ -44,24 +44,6 @@ def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path: Path) -> None:
     path.unlink()
     tail.read()
     assert tail.series == {}
-
-
-def test_of_a_million_lines_the_curve_and_every_evaluation_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with path.open("w") as file:
-        file.writelines(f'{{"step": {step}, "loss": 1}}\n' for step in range(1_000_000))
-        file.write('{"step": 1000000, "eval_loss": 2}\n')
-    tail = MetricsTail(path)
-
-    tail.read()
-
-    assert tail.count == 1_000_001
-    assert 15_000 < len(tail.series["loss"]) <= 20_000
-    assert tail.series["eval_loss"] == [(1_000_000, 2)]
-    points = thinned(tail.series["loss"])
-    assert len(points) == 400
-    assert points[0] == tail.series["loss"][0]
-    assert points[-1] == tail.series["loss"][-1]
 
 
 def test_a_view_says_what_is_new_and_how_each_step_stands(tmp_path: Path) -> None:
@@ -127,18 +109,3 @@ def test_a_run_that_writes_nothing_for_long_is_called_so(tmp_path: Path) -> None
     assert notice.startswith("step1_sft has written nothing for 100 seconds, a line took 10.0")
     (step / "result.json").write_text("{}")
     assert WatchedRun(tmp_path).view("", "")["notice"] == ""
-
-
-def test_samples_that_are_being_written_are_left_out(tmp_path: Path) -> None:
-    step = tmp_path / "step3_ppo"
-    step.mkdir()
-    (step / "metrics.jsonl").write_text(lines(1, 2))
-    row = {"prompt": [{"role": "user", "content": "Q"}], "answers": {"base": {"text": "A"}}}
-    watched = WatchedRun(tmp_path)
-    for content in ("{", "[]", '{"rows": 3}'):
-        (step / "samples.json").write_text(content)
-        assert watched.view("", "")["samples"] == []
-
-    (step / "samples.json").write_text(json.dumps({"rows": [row] * 20}))
-
-    assert watched.view("", "")["samples"] == [{"prompt": "Q", "answers": {"base": "A"}}] * 8

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from inference.engine.exchange import GroupDisagreesError
 from inference.engine.sampling import Sampler
@@ -173,15 +173,6 @@ def test_what_cannot_be_divided_is_one_sentence(
         Replica(model, shares=True, tp_group=Group(0, tuple(range(size))))
 
 
-def test_a_family_without_a_plan_is_named() -> None:
-    config = AutoConfig.for_model("ctrl", n_embd=32, n_layer=1, n_head=4, dff=48, vocab_size=101)
-    model = AutoModelForCausalLM.from_config(config)
-
-    with pytest.raises(ConfigError, match="no plan to divide ctrl; set it to 1"):
-        Sharding(model, Group(0, (0, 1)))
-    assert Sharding(model, Group()).styles == {}
-
-
 def listen() -> dict[str, Any]:
     """What callbacks hear on each process, and what its answers are."""
     model = divided(prepared("llama", {}), 2)
@@ -220,11 +211,6 @@ def ask_too_much() -> str:
     except DataError as error:
         return str(error)
     return ""
-
-
-def test_a_prompt_that_is_too_long_on_one_process_ends_all() -> None:
-    for said in run_ranks(ask_too_much):
-        assert "a prompt has 64 tokens and the model reads 64" in said
 
 
 def answer_with_another_seed() -> str:

@@ -1,24 +1,29 @@
-"""Models, health, metrics, tokens and scores."""
+"""Routes besides completions: models, health, metrics, tokens, scores, and those of the page."""
 
+import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inference.serve.body import read_json
-from inference.serve.errors import ApiError, json_response
-from inference.serve.openai_objects import new_id
+from inference.ratings.agreement import agreement
+from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
+from inference.serve.http import ApiError, json_response, until_gone
+from inference.serve.objects import new_id
 from inference.serve.schema import (
     DetokenizeRequest,
+    RatingRequest,
     ScoreRequest,
     TokenizeRequest,
+    UndoRequest,
     read_request,
 )
 from inference.serve.served import ServedModel
-from inference.serve.state import State, off_loop, size_of, state_of
-from inference.serve.stream import until_gone
+from inference.serve.state import State, client_of, off_loop, read_body, size_of, state_of
 from inference.streaming import plain_text
 from pipeline import __version__
+from pipeline.errors import DataError
 
 
 async def models(request: Request) -> Response:
@@ -77,7 +82,7 @@ async def version(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """`POST /tokenize`: the token ids of a text, or of a dialogue as it is prompted with."""
     state = state_of(request)
-    fields, _ = read_request(TokenizeRequest, await _body(request, state))
+    fields, _ = read_request(TokenizeRequest, await read_body(request))
     served = state.model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
@@ -100,7 +105,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """`POST /detokenize`: the text of token ids, without special ones."""
     state = state_of(request)
-    fields, _ = read_request(DetokenizeRequest, await _body(request, state))
+    fields, _ = read_request(DetokenizeRequest, await read_body(request))
     served = state.model(fields.model)
     known = len(served.tokenizer)
     if any(token >= known for token in fields.tokens):
@@ -111,7 +116,7 @@ async def detokenize(request: Request) -> Response:
 async def score(request: Request) -> Response:
     """`POST /v1/score`: the reward model's score of a dialogue's last response."""
     state = state_of(request)
-    fields, _ = read_request(ScoreRequest, await _body(request, state))
+    fields, _ = read_request(ScoreRequest, await read_body(request))
     reward = state.reward
     if reward is None:
         raise ApiError(
@@ -130,6 +135,74 @@ async def score(request: Request) -> Response:
     )
 
 
-async def _body(request: Request, state: State) -> dict[str, Any]:
-    config = state.config
-    return await read_json(request, limit=config.max_body, seconds=config.idle_seconds)
+async def server(request: Request) -> Response:
+    """`GET /api/server`: what there is to show."""
+    state = state_of(request)
+    return json_response(
+        {
+            "models": [{"id": name} for name in state.models],
+            "reward": state.reward is not None,
+            "ratings": state.ratings is not None,
+            "watch": state.watched is not None,
+        }
+    )
+
+
+async def add_rating(request: Request) -> Response:
+    """`POST /api/ratings`: append a rating; it is on the disk once its id comes back."""
+    state = state_of(request)
+    body = await read_body(request)
+    rating, _ = read_request(RatingRequest, body)
+    line = rating.model_dump(mode="json")
+    line["rater"] = line["rater"] or _key_name(request)
+    try:
+        name = await asyncio.to_thread(_file(state).add, line)
+    except DataError as error:
+        raise ApiError(503, str(error)) from None
+    return json_response({"id": name})
+
+
+async def undo_rating(request: Request) -> Response:
+    """`POST /api/ratings/undo`: take one back, by a line of its own."""
+    state = state_of(request)
+    undo, _ = read_request(UndoRequest, await read_body(request))
+    try:
+        await asyncio.to_thread(_file(state).undo, undo.id, undo.rater or _key_name(request))
+    except KeyError:
+        raise ApiError(404, "there is no rating of this id", param="id") from None
+    except DataError as error:
+        raise ApiError(503, str(error)) from None
+    return json_response({"id": undo.id})
+
+
+async def summary(request: Request) -> Response:
+    """`GET /api/ratings/summary`: how many there are, and how far raters agree."""
+    file = _file(state_of(request))
+    try:
+        found = await asyncio.to_thread(
+            lambda: agreement(standing_ratings(read_ratings(file.path)))
+        )
+    except (DataError, KeyError, TypeError, IndexError) as error:
+        raise ApiError(503, f"{file.path.name} can't be read: {error}") from None
+    return json_response({"path": file.path.name, **asdict(found)})
+
+
+def _file(state: State) -> RatingsFile:
+    if state.ratings is None:
+        raise ApiError(404, "no ratings are taken; start the server with --ratings FILE")
+    return state.ratings
+
+
+def _key_name(request: Request) -> str:
+    """The name of the request's key, or nothing: addresses are not kept."""
+    return client_of(request) if request.scope.get("key_name") else ""
+
+
+async def watch(request: Request) -> Response:
+    """`GET /api/watch`: curves, alarms and samples of a run, as far as it is now."""
+    watched = state_of(request).watched
+    if watched is None:
+        raise ApiError(404, "no run is watched; start the server with --watch OUT")
+    query = request.query_params
+    step, version = query.get("step", ""), query.get("version", "")
+    return json_response(await asyncio.to_thread(watched.view, step, version))

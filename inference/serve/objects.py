@@ -1,38 +1,21 @@
 """OpenAI's objects made of pieces of responses."""
 
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inference.engine.requests import Reported
-from inference.serve.generation import Piece
+from inference.engine.sampling import Reported
+from inference.serve.jobs import Piece
 from inference.serve.served import ServedModel
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON has no number for."""
 
 
-def fingerprint(served: ServedModel) -> str:
-    """What determines responses beside the request: the weights."""
-    return f"fp_{served.weights_hash}"
-
-
 def new_id(kind: str) -> str:
     """A name for a response."""
     return f"{kind}-{secrets.token_hex(12)}"
-
-
-def head(served: ServedModel, kind: str, name: str) -> dict[str, Any]:
-    """What every object of a response begins with."""
-    return {
-        "id": name,
-        "object": kind,
-        "created": int(time.time()),
-        "model": served.name,
-        "system_fingerprint": fingerprint(served),
-    }
 
 
 @dataclass

@@ -1,12 +1,15 @@
-"""What the web asks of the generation thread, and the pieces of responses that come back."""
+"""Requests on the generation thread, and the pieces of their responses."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from inference.engine.requests import Reported
-from inference.engine.sampling import Sampler
+from inference.engine.requests import Ended, Token
+from inference.engine.sampling import Reported, Sampler
+from inference.serve.served import ServedModel
+from inference.serve.text import ResponseText
 
 Finish = Literal["stop", "length"]
 
@@ -99,3 +102,59 @@ class Job:
         self._ready.clear()
         pieces, self._pieces = self._pieces, {}
         return [pieces[row] for row in sorted(pieces)]
+
+
+class Row:
+    """One response of a job, with its text so far."""
+
+    def __init__(self, job: Job, number: int, wanted: Wanted, served: ServedModel) -> None:
+        self.job = job
+        self.wanted = wanted
+        self._text = ResponseText(served.bytes_of, wanted.stops, begins=not wanted.continues)
+        self._piece = Piece(number)
+        self.began, self.newest = time.perf_counter(), 0.0
+        """When it was submitted and its newest token came, for the metrics."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string came."""
+        return self._text.stopped
+
+    def token(self, event: Token) -> Piece | None:
+        """The piece that a token completes, if somebody reads it now."""
+        if self.stopped:
+            return None
+        self._piece.ids.append(event.id)
+        if not self.newest:
+            self._piece.num_reused = event.ticket.num_reused
+        if event.id in event.ticket.sampler.stop_ids:
+            return None
+        self._piece.text += self._text.add(event.id)
+        if event.reported is not None:
+            self._piece.reported.append(event.reported)
+        if not self.job.streams or not self._piece.text:
+            return None
+        return self._take()
+
+    def ended(self, event: Ended) -> Piece | None:
+        """The last piece; none of a response that its client left."""
+        if event.reason == "cancelled" and not self.stopped:
+            return None
+        self._piece.text += self._text.finish()
+        if event.error is not None:
+            return self.failed()
+        self._piece.finish = _finish(event, stopped=self.stopped)
+        return self._take()
+
+    def failed(self) -> Piece:
+        """The last piece of a response that can't go on."""
+        self._piece.error = "the response could not be generated; the server's log says why"
+        return self._take()
+
+    def _take(self) -> Piece:
+        piece, self._piece = self._piece, Piece(self._piece.row)
+        return piece
+
+
+def _finish(event: Ended, *, stopped: bool) -> Finish:
+    return "stop" if stopped or event.reason == "stop" else "length"
