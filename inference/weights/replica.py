@@ -12,20 +12,78 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Int64, Shaped, UInt8
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.tp_group import mark_sharing, sum_
-from inference.weights.arena import Arena, Place
 from inference.weights.hash import bits_sum, hash_of_sums
 from inference.weights.origins import Origin, Origins
 from inference.weights.sharding import Sharding
+from pipeline.models.attention import round_up
 from pipeline.models.deferred import meta_model, places
 from pipeline.models.export import HasTurns
 from pipeline.models.forward import base_model
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec
+
+ALIGNMENT = 64
+"""Bytes: each tensor begins at a cache line."""
+
+BLOCK_BYTES = 128 * 2**20
+"""Bytes of a block at most, unless one tensor alone has more."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies."""
+
+    block: int
+    start: int
+    num_bytes: int
+
+
+class Arena:
+    """Memory for many tensors that is allocated and released as a whole.
+
+    It consists of the same blocks each time, so that the allocator can reuse fragmented memory.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._blocks: list[UInt8[Tensor, " n"]] | None = None
+
+    def reserve(self, num_bytes: int) -> Place:
+        """The place of one more tensor."""
+        start = round_up(self._sizes[-1], ALIGNMENT) if self._sizes else 0
+        if not self._sizes or start + num_bytes > BLOCK_BYTES:
+            self._sizes.append(0)
+            start = 0
+        self._sizes[-1] = start + num_bytes
+        return Place(len(self._sizes) - 1, start, num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks, whether there is memory for them or not."""
+        return sum(self._sizes)
+
+    @property
+    def there(self) -> bool:
+        """Whether there is memory."""
+        return self._blocks is not None
+
+    def allocate(self, device: torch.device) -> None:
+        """Have memory, of undefined content."""
+        self._blocks = [torch.empty(n, dtype=torch.uint8, device=device) for n in self._sizes]
+
+    def release(self) -> None:
+        """Give the memory back, once no tensor refers to it."""
+        self._blocks = None
+
+    def at(self, place: Place) -> UInt8[Tensor, " n"]:
+        """The bytes of a place."""
+        assert self._blocks is not None
+        return self._blocks[place.block][place.start : place.start + place.num_bytes]
 
 
 @dataclass

@@ -190,30 +190,6 @@ def test_a_prompt_that_can_not_be_answered_is_refused(
         generate(model, [[5], prompt], max_new_tokens=2, temperature=0.0, stop_ids=[], seed=0)
 
 
-def test_tokens_are_told_as_they_come_each_response_in_order(tmp_path: Path) -> None:
-    model = loaded("llama", tmp_path)
-    told: dict[int, list[int]] = {row: [] for row in range(len(PROMPTS))}
-    rows: list[int] = []
-
-    def on_token(row: int, token: int) -> None:
-        told[row].append(token)
-        rows.append(row)
-
-    responses = generate(
-        model,
-        PROMPTS,
-        max_new_tokens=3,
-        temperature=0.0,
-        stop_ids=[],
-        seed=0,
-        on_token=on_token,
-    )
-
-    assert told == {row: response.ids for row, response in enumerate(responses)}
-    # All rows of the batch get a token before any gets its next.
-    assert [sorted(rows[at : at + 6]) for at in (0, 6, 12)] == [[0, 1, 2, 3, 4, 5]] * 3
-
-
 def sampled_share(rank: int, world_size: int, directory: Path) -> dict[int, list[int]]:
     """What a process answers that has every `world_size`-th prompt; by prompt."""
     path = FrozenModelConfig(path=str(directory))

@@ -124,18 +124,6 @@ def test_tokens_are_as_frequent_as_the_processors_of_transformers_make_them(
     assert logprobs == pytest.approx(logits[0].log_softmax(-1)[tokens].tolist())
 
 
-def test_greedy_choices_are_penalized_and_not_early_ends() -> None:
-    logits = torch.tensor([[3.0, 2.0, 1.0, -1.0]]).expand(2, -1)
-    sampler = Sampler(
-        temperature=0.0, seed=0, repetition_penalty=2.0, min_new_tokens=1, stop_ids=[1]
-    )
-
-    # Token 0 was there: 3 / 2. Token 1 may end the second response, but is too early in the first.
-    tokens, _ = sampler(logits, [0, 1], [0, 1], [[2], [0, 0]])
-
-    assert tokens == [0, 1]
-
-
 def test_tokens_of_the_response_alone_are_penalized_as_often_as_they_are_there() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, -1.0]]).expand(2, -1)
     sampler = Sampler(temperature=0.0, seed=0, presence_penalty=0.5, frequency_penalty=0.4)

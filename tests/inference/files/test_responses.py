@@ -192,17 +192,3 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
 
     assert str(path) in str(caught.value)
     assert sentence in str(caught.value)
-
-
-def test_a_prompt_longer_than_the_context_is_named_before_anything_is_generated(
-    tmp_path: Path, responder: Callable[..., Responder]
-) -> None:
-    rows = [{"prompt": "Hi"}, {"prompt": "word " * 400}]
-    prompts = read_prompts(write(tmp_path / "in.jsonl", rows))
-
-    with pytest.raises(DataError, match=r"in.jsonl line 2: the prompt has \d+ tokens"):
-        write_responses(
-            responder(), prompts, tmp_path / "out.jsonl", model_path="embedded", batch_size=2
-        )
-
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

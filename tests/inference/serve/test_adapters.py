@@ -82,17 +82,6 @@ def test_an_adapter_answers_as_peft_does(server: Running, steps: dict[str, Path]
         assert found == pytest.approx(expected[: len(found)], abs=1e-4)
 
 
-def test_a_steps_adapter_says_what_its_merged_model_says_up_to_rounding(server: Running) -> None:
-    ours, merged, base = (
-        answer(server, name, "What is 5 plus 6?", temperature=0)
-        for name in ("polite", "merged", "tiny")
-    )
-
-    assert ours["token_ids"] == merged["token_ids"] != base["token_ids"]
-    for one, other in zip(ours["logprobs"]["content"], merged["logprobs"]["content"], strict=True):
-        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
-
-
 def test_requests_for_all_adapters_at_once_have_the_responses_that_each_has_alone(
     server: Running,
 ) -> None:

@@ -98,15 +98,6 @@ def test_what_a_client_that_left_asked_for_ends_before_the_next_step(
     assert [len(ticket.response.ids) for ticket in rows] == lengths
 
 
-def test_a_client_that_waits_too_long_for_a_slot_is_sent_away() -> None:
-    with serving(queue_seconds=0.3) as server, server.paused():
-        answer = post(server, CHAT, chat())
-
-    assert answer.status == 503
-    assert int(answer.headers["retry-after"]) >= 1
-    assert "no slot was free" in answer.error["message"]
-
-
 def test_a_request_that_takes_too_long_ends_in_a_timeout_or_an_event_of_one() -> None:
     with serving(request_seconds=1.0) as server:
         answers = []

@@ -73,28 +73,6 @@ def test_a_view_says_what_is_new_and_how_each_step_stands(tmp_path: Path) -> Non
     assert watched.view("../../etc", "")["step"] == "step2_reward"
 
 
-def test_what_guards_said_is_shown_and_what_they_undid_is_not(tmp_path: Path) -> None:
-    step = tmp_path / "step3_ppo"
-    step.mkdir()
-    path = step / "metrics.jsonl"
-    warned = {"action": "warn", "step": 3, "unit": "iteration", "sentence": "length tripled"}
-    back = {"action": "rollback", "step": 4, "unit": "iteration", "sentence": "KL 9", "to": 2}
-    path.write_text(lines(1, 2, 3) + json.dumps({"step": 3, "guard": warned}) + "\n" + lines(4))
-    watched = WatchedRun(tmp_path)
-    (chart,) = watched.view("", "")["charts"]
-    assert [at for at, _ in chart["curves"][0]["points"]] == [1, 2, 3, 4]
-
-    with path.open("a") as file:
-        file.write(json.dumps({"step": 4, "guard": back}) + "\n" + lines(3))
-    seen = watched.view("", "")
-
-    assert seen["alarms"] == [
-        "iteration 3, warned: length tripled",
-        "iteration 4, back to iteration 2: KL 9",
-    ]
-    assert [at for at, _ in seen["charts"][0]["curves"][0]["points"]] == [1, 2, 3]
-
-
 def test_a_run_that_writes_nothing_for_long_is_called_so(tmp_path: Path) -> None:
     step = tmp_path / "step1_sft"
     step.mkdir()

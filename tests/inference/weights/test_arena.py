@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.weights import arena
-from inference.weights.arena import Arena, Place
-from inference.weights.replica import InPlace, Replica
+from inference.weights import replica as arena
+from inference.weights.replica import Arena, InPlace, Place, Replica
 from tests.families import tiny_causal_lm
 
 

@@ -107,12 +107,6 @@ def of_rank(of: int, size: int, family: str, **changes: Any) -> Sharding:
     return Sharding(tiny_causal_lm(family, **changes), Group(of, tuple(range(size))))
 
 
-def test_packed_queries_keys_and_values_are_cut_in_each_of_their_parts() -> None:
-    spec = of_rank(1, 2, "gpt2").spec("transformer.h.0.attn.c_attn", "weight", torch.Size([32, 96]))
-
-    assert spec == ShardSpec(1, (Shard(16, 32), Shard(48, 64), Shard(80, 96)))
-
-
 def test_a_key_head_for_two_processes_counts_once() -> None:
     shape = torch.Size([16, 32])  # 2 heads of 8
     specs = [
