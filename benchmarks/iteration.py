@@ -7,9 +7,10 @@ import torch
 
 from pipeline.parallel.mesh import current_mesh
 from pipeline.progress import Clock
+from step3_ppo.experience import compute_advantages, score_responses
 from step3_ppo.models import Models
-from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
-from step3_ppo.scoring import reward_of
+from step3_ppo.rewards import reward_of
+from step3_ppo.rollout import generate_responses
 from step3_ppo.update import update_policy
 
 

@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> None:
     # All rows are read before the model, which takes longer.
     questions = {task.name: task.read(config.reading(task)) for task in tasks}
 
+    from evaluation.figures import as_table, document
     from evaluation.responding import Chat
-    from evaluation.results import as_table, document
     from inference.weights.hash import weights_hash
     from pipeline.data.chat.resolve_format import resolve_format
     from pipeline.logs import configure_logging

@@ -1,10 +1,12 @@
-"""What a task is: questions, and a program that grades responses to them."""
+"""Tasks: questions, programs that grade responses to them, and the rows they are read from."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.data.examples import Message
+from pipeline.data.sources import Row, read_source
+from pipeline.errors import DataError
 
 Grades = Mapping[str, Sequence[bool]]
 """By metric, what a response got right: one thing for most, of IFEval one for each instruction."""
@@ -58,3 +60,43 @@ class Task:
 
     takes_shots: bool = False
     """Whether its rows have solutions that can be shown as demonstrations."""
+
+
+def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row], list[Row]]:
+    """Rows to ask, and rows to show as demonstrations.
+
+    Asked are the rows of the test split, where the data path has one, and demonstrations are then
+    the first training rows. Else the first `shots` rows are shown and the others asked.
+
+    Raises:
+        DataError: nothing is there, or no row is left to ask.
+    """
+    source = read_source(path)
+    if source.eval:
+        shown, queried = source.train[:shots], source.eval
+    else:
+        shown, queried = source.train[:shots], source.train[shots:]
+    if not queried or len(shown) < shots:
+        raise DataError(
+            f"data path {path}: {len(source.train)} rows are too few for {shots} demonstrations"
+            " and a question; lower --shots"
+        )
+    return queried[:limit], shown
+
+
+def column(row: Row, name: str, kind: type | tuple[type, ...] = str) -> object:
+    """What a row has in a column.
+
+    Raises:
+        DataError: there is no such column, or it holds something else.
+    """
+    value = row.columns.get(name)
+    if value is None:
+        raise DataError(
+            f"{row.origin} lacks the column {name}; it has {', '.join(sorted(row.columns))}"
+        )
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        wanted = " or ".join(each.__name__ for each in kinds)
+        raise DataError(f"{row.origin}: {name} must be {wanted}, got {type(value).__name__}")
+    return value

@@ -1,13 +1,19 @@
-"""A model on a task: its responses, graded, as figures."""
+"""Evaluation of a model on tasks: by command, and during training."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 
+from torch import nn
 from transformers import PreTrainedModel
 
+from evaluation.config import TaskSettings, questions_of
 from evaluation.contract import Question, Task
 from evaluation.figures import Figure, figures_of
 from evaluation.responding import Chat, responses_to
 from inference.settings import Sampling
+from inference.weights.replica import Replica
+from pipeline.engine.engine import Engine
 
 
 def evaluate(
@@ -50,3 +56,99 @@ def evaluate(
         for question, of_question in zip(questions, responses, strict=True)
     ]
     return figures_of(task.name, grades, ks)
+
+
+Generating = Callable[[], AbstractContextManager[PreTrainedModel]]
+"""Gives the trained model as it is now, to generate with; all processes enter in step."""
+
+
+class TaskEvaluations:
+    """Asks the tasks of the settings, greedily; often there are none.
+
+    The rows are read here, so that what is wrong with them is reported before training.
+
+    Raises:
+        DataError: rows of a task are missing or wrong.
+    """
+
+    def __init__(self, settings: TaskSettings, chat: Chat, generating: Generating) -> None:
+        self._settings = settings
+        self._chat = chat
+        self._generating = generating
+        self._questions = questions_of(settings)
+        self._last: dict[str, float] | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """The figures of the model as it is now, by name: `gsm8k_strict`. All processes call it.
+
+        Raises:
+            DataError: a question is too long for the model.
+        """
+        if not self._questions:
+            return {}
+        self._last = {}
+        with self._generating() as model:
+            for task, questions in self._questions:
+                max_new_tokens = self._settings.eval_task_tokens or task.max_new_tokens
+                sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
+                figures = evaluate(task, questions, model, self._chat, sampling)
+                self._last |= {figure.name: figure.value for figure in figures}
+        return dict(self._last)
+
+    def summary(
+        self, before: Mapping[str, float], *, changed: bool
+    ) -> dict[str, dict[str, dict[str, float]]]:
+        """What `eval` of the result says of the tasks; empty without tasks. All processes call it.
+
+        Args:
+            before: the figures of the model that the step began with.
+            changed: whether the model is another one than that of the last evaluation.
+
+        Returns:
+            `tasks`: of each figure its value `before` and `after`, and the number of `questions`.
+        """
+        if not self._questions:
+            return {}
+        after = self.metrics() if changed or self._last is None else self._last
+        count = {task.name: len(questions) for task, questions in self._questions}
+        return {
+            "tasks": {
+                name: {
+                    "before": before[name],
+                    "after": value,
+                    "questions": count[name.partition("_")[0]],
+                }
+                for name, value in after.items()
+            }
+        }
+
+
+def generating_from(model: nn.Module, engine: Engine) -> Generating:
+    """What gives a model that `engine` trains, at any ZeRO stage, gathered on every process.
+
+    Weights that lie so in memory are used where they are; of others there is a copy meanwhile.
+    Processes that train parts of each layer generate together; those that train the stages of a
+    pipeline answer each some of the prompts that they all have.
+    """
+
+    @cache
+    def made() -> Replica:
+        together = engine.tensor
+        return Replica(
+            model,
+            shares=not engine.sharded,
+            tp_group=together.apart,
+            trained_by=together,
+            stages=engine.stages,
+        )
+
+    @contextmanager
+    def generating() -> Iterator[PreTrainedModel]:
+        replica = made()
+        replica.load(engine)
+        try:
+            yield replica.model
+        finally:
+            replica.release()
+
+    return generating

@@ -1,12 +1,20 @@
-"""Figures of a task: shares of right answers, pass@k, and how far they can be trusted."""
+"""Figures of a task: shares of correct responses, pass@k, intervals, and the table of them."""
 
 import math
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
+import torch
+import transformers
+
+from evaluation.config import EvaluationConfig
 from evaluation.contract import Grades
+from pipeline import __version__
 from pipeline.report.intervals import Interval, share_interval
+from pipeline.settings.plain import plain
 
 
 @dataclass(frozen=True)
@@ -77,3 +85,61 @@ def figures_of(task: str, grades: Sequence[Sequence[Grades]], ks: Sequence[int])
 
 def _by_thing(of_question: Sequence[Grades], metric: str) -> list[tuple[bool, ...]]:
     return list(zip(*(grades[metric] for grades in of_question), strict=True))
+
+
+def as_table(figures: Sequence[Figure]) -> list[str]:
+    """A line for each figure, with its 95 % interval."""
+    heads = ("task", "metric", "value", "95 % interval", "questions")
+    rows = [
+        (
+            each.task,
+            each.metric if each.k == 1 else f"{each.metric} pass@{each.k}",
+            f"{each.value:.1%}",
+            "{:.1%} to {:.1%}".format(*each.interval),
+            f"{each.questions:,}",
+        )
+        for each in figures
+    ]
+    widths = [max(map(len, of_column)) for of_column in zip(heads, *rows, strict=True)]
+    return [_line(row, widths) for row in (heads, *rows)]
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    words, numbers = row[:2], row[2:]
+    cells = [word.ljust(width) for word, width in zip(words, widths[:2], strict=True)]
+    cells += [number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True)]
+    return "  ".join(cells)
+
+
+def document(
+    figures: Sequence[Figure], config: EvaluationConfig, *, weights_hash: int
+) -> dict[str, Any]:
+    """The figures, and what they were measured with: weights, settings and versions."""
+    return {
+        "path": config.path,
+        "weights_hash": weights_hash,
+        "figures": [
+            {
+                "task": each.task,
+                "metric": each.metric,
+                "k": each.k,
+                "value": each.value,
+                "count": each.count,
+                "questions": each.questions,
+                "low": each.interval[0],
+                "high": each.interval[1],
+            }
+            for each in figures
+        ],
+        "settings": {
+            **plain(config),
+            "samples": config.num_samples,
+            "temperature": config.sampling_temperature,
+        },
+        "versions": {
+            "rlhf-pipeline": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }

@@ -6,8 +6,7 @@ training run does: `strict` takes the number that is marked as the answer, by ##
 `flexible` the last number of the text. Numbers are compared exactly, as fractions.
 """
 
-from evaluation.contract import Grades, Question, Reading, Task
-from evaluation.rows import column, rows_of
+from evaluation.contract import Grades, Question, Reading, Task, column, rows_of
 from pipeline.data.examples import Message
 from pipeline.data.rows.sources import Row
 from pipeline.errors import DataError

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from evaluation.in_training import Generating
+from evaluation.evaluate import Generating
 from evaluation.responding import Chat
 from evaluation.scored import ScoredResponse
 from inference.generation import Response, generate

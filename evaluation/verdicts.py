@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from evaluation.comparison import Match
-from evaluation.winrate_config import WinrateConfig
+from evaluation.winrate import WinrateConfig
 from inference.files.prompts import Prompt
 from inference.files.responses import Responder
 from inference.settings import Sampling
@@ -17,7 +17,7 @@ from pipeline.models.reward_model import score_responses
 from rewards.contract import Episode, RewardError
 from rewards.mixture import Rewards
 from rewards.pairwise import pairwise_judge
-from rewards.sampled import episode_of
+from rewards.prompts import episode_of
 from rewards.sources import read_sources, row_columns
 
 

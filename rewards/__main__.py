@@ -14,10 +14,9 @@ from pipeline.data.rows.reading import Wanted
 from pipeline.data.rows.sources import read_source
 from pipeline.errors import EXIT_FAILED, require
 from pipeline.installation import MODULE
-from rewards.config import RewardConfig, check_limits
+from rewards.config import RewardConfig, check_limits, read_spec
 from rewards.mixture import Rewards
 from rewards.sources import read_sources, row_columns
-from rewards.spec import read_spec
 from rewards.verify import Rows, Summary, read_rows, verify
 
 

@@ -16,9 +16,8 @@ from rewards.combine import weighted_sum, without_failures
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards
-from rewards.sampled import episode_of
-from rewards.select_config import SelectConfig
-from rewards.selection import Candidate
+from rewards.prompts import episode_of
+from rewards.select import Candidate, SelectConfig
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from pipeline.errors import ConfigError
 from rewards.config import RewardConfig
-from rewards.contract import Episode
+from rewards.contract import Episode, Scorer, one_by_one
 from rewards.sandbox import Ended, Limits, SandboxError, run_python
-from rewards.scorer import Scorer, one_by_one
 
 _FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 

@@ -1,22 +1,63 @@
-"""POST of JSON with retries, by the standard library.
+"""HTTP endpoints: POST of JSON with retries, cached replies, and remote reward services."""
 
-What fails for a while (no connection, a timeout, 408, 425, 429, 5xx) is tried again, after as long
-as the server's Retry-After says, else after pauses that double. Keys are read from environment
-variables that the settings name, and never leave the machine in clear unless the settings allow it.
-"""
-
+import hashlib
 import http.client
 import ipaddress
 import json
 import os
 import random
+import tempfile
 import time
 import urllib.parse
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, require
 from rewards.config import RewardConfig
+from rewards.contract import Episode, Outcome, Scorer, everywhere, member, outcomes_of
+from rewards.functions import prompt_text
+
+
+class Answers:
+    """Files by the hash of what was asked, in a directory that several processes share.
+
+    Args:
+        directory: where; None keeps nothing.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+
+    def get(self, request: object) -> Any | None:  # noqa: ANN401
+        """The answer to an equal request; None where there is none, or its file is damaged."""
+        path = self._path(request)
+        if path is None:
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def put(self, request: object, answer: object) -> None:
+        """Keep an answer; a process that is killed meanwhile leaves no part of it."""
+        path = self._path(request)
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(answer, file)
+        Path(name).replace(path)
+
+    def _path(self, request: object) -> Path | None:
+        if self._directory is None:
+            return None
+        text = json.dumps(request, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()
+        return self._directory / name[:2] / f"{name}.json"
+
 
 FIRST_PAUSE = 0.5
 """Seconds before the second attempt."""
@@ -187,3 +228,43 @@ def _is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def remote_scorer(config: RewardConfig, endpoint: Endpoint, kept: Answers) -> Scorer:
+    """Scores the episodes of a call by one request, but for those whose reward is known.
+
+    `query` has prompts with their responses, `prompts` the prompts, `labels` the column of the
+    rows. The answer is {"rewards": [...]}, in which null says that there is no reward.
+    """
+    column = config.reads_column or ""
+
+    def query(episode: Episode) -> dict[str, Any]:
+        prompt = prompt_text(episode.prompt)
+        label = episode.extra.get(column)
+        return {"query": prompt + episode.response, "prompts": prompt, "labels": label}
+
+    def score(episodes: Sequence[Episode]) -> list[Outcome]:
+        requests = [query(each) for each in episodes]
+        known = [kept.get({"url": endpoint.url, **each}) for each in requests]
+        missing = [each for each, answer in zip(requests, known, strict=True) if answer is None]
+        scored = iter(_posted(endpoint, missing))
+        outcomes: list[Outcome] = []
+        for each, answer in zip(requests, known, strict=True):
+            outcome = next(scored) if answer is None else Outcome(answer["reward"])
+            if answer is None and outcome.failure is None:
+                kept.put({"url": endpoint.url, **each}, {"reward": outcome.value})
+            outcomes.append(outcome)
+        return outcomes
+
+    return Scorer(score, batched=True)
+
+
+def _posted(endpoint: Endpoint, requests: Sequence[dict[str, Any]]) -> list[Outcome]:
+    if not requests:
+        return []
+    body = {name: [each[name] for each in requests] for name in ("query", "prompts", "labels")}
+    try:
+        answer = endpoint.post(body)
+    except EndpointError as error:
+        return everywhere(str(error), len(requests))
+    return outcomes_of(member(answer, ("rewards",)), len(requests))

@@ -13,9 +13,8 @@ from pipeline.data.rows.sources import HUB_NAME
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.models.directory import check_model_directory
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Outcome
-from rewards.judgement import NoScoreError, question, score_in
-from rewards.scorer import Scorer
+from rewards.contract import Episode, Outcome, Scorer
+from rewards.judge import NoScoreError, question, score_in
 
 if TYPE_CHECKING:
     from inference.files.responses import Responder

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
+from rewards.contract import everywhere
 from rewards.messages import Answer, Call, Ready
 from rewards.processes import exit_code, kill_tree, reap_orphans, start_worker
-from rewards.results import everywhere
 from rewards.sources import Source
 
 LOAD_SECONDS = 120.0

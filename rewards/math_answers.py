@@ -10,8 +10,7 @@ import re
 from fractions import Fraction
 
 from rewards.config import RewardConfig
-from rewards.contract import Episode
-from rewards.scorer import Scorer, one_by_one
+from rewards.contract import Episode, Scorer, one_by_one
 
 LONGEST = 300
 """Characters of a number, and its largest power of ten: longer ones are not read."""

@@ -15,10 +15,8 @@ from pipeline.errors import require
 from rewards.config import SCALE, RewardConfig
 from rewards.contract import Episode, Outcome
 from rewards.endpoint import EndpointError
-from rewards.forms import prompt_text
-from rewards.functions import read_text
-from rewards.judge import answered, request
-from rewards.judgement import NoScoreError, columns_in, objects_in, shortened
+from rewards.functions import prompt_text, read_text
+from rewards.judge import NoScoreError, answered, columns_in, objects_in, request, shortened
 from rewards.sources import Source
 
 TEMPLATE = """\

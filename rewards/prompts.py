@@ -1,13 +1,15 @@
-"""Prompts of a data path, for commands that answer them and score the answers."""
+"""Prompts of a data path for commands that answer them, and sampled responses as episodes."""
 
 import logging
 from collections.abc import Mapping
 
+from inference.files.responses import TextResponse
 from pipeline.config import EMBEDDED, DataConfig, RowColumns
 from pipeline.data.examples import Example
 from pipeline.data.rows.reading import RowReader, Wanted
 from pipeline.data.sharing.steps import load_examples
 from pipeline.errors import DataError
+from rewards.contract import Episode
 
 logger = logging.getLogger(__name__)
 
@@ -48,3 +50,15 @@ def read_prompts(
     if not examples:
         raise DataError(f"--prompts {path}: no row has a prompt")
     return examples[:limit]
+
+
+def episode_of(example: Example, answer: TextResponse, slot: int) -> Episode:
+    """An answer to the prompt of a row, whose columns the sources read."""
+    return Episode(
+        prompt=example.prompt,
+        response=answer.text,
+        extra=example.extra,
+        stopped=answer.stop != "length",
+        num_tokens=len(answer.token_ids),
+        slot=slot,
+    )

@@ -8,22 +8,22 @@ from pathlib import Path
 
 from pipeline.config import RowColumns
 from pipeline.errors import require
-from rewards.answers import Answers
 from rewards.code_tests import check_sandbox, code_scorer
 from rewards.config import RewardConfig
-from rewards.endpoint import Endpoint, endpoint_of
+from rewards.contract import Scorer
+from rewards.endpoint import Answers, Endpoint, endpoint_of, remote_scorer
 from rewards.functions import ALL_COLUMNS, FORMS, FunctionFile, read_function, read_text
 from rewards.generative import check_generative, generative_scorer
-from rewards.json_schema import json_schema_scorer
-from rewards.judge import judge_scorer
-from rewards.judgement import TEMPLATE, columns_in
-from rewards.length import length_scorer
-from rewards.matching import exact_scorer, regex_scorer
+from rewards.judge import TEMPLATE, columns_in, judge_scorer
 from rewards.math_answers import math_scorer
-from rewards.remote import remote_scorer
-from rewards.repetition import repetition_scorer
-from rewards.scorer import Scorer
-from rewards.verifier import verifier_scorer
+from rewards.verifiers import (
+    exact_scorer,
+    json_schema_scorer,
+    length_scorer,
+    regex_scorer,
+    repetition_scorer,
+    verifier_scorer,
+)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def scorer_of(source: Source) -> Scorer:
         Exception: whatever the file of a user's function raises.
     """
     if source.function is not None:
-        from rewards.forms import function_scorer
+        from rewards.functions import function_scorer
 
         return function_scorer(source.function, source.config.column)
     return _SCORERS[source.config.kind](source)

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
-from rewards.contract import Outcome
+from rewards.contract import Outcome, everywhere
 from rewards.environments.messages import Stage
 from rewards.environments.players import Players
 from rewards.lane import Lane, Take
 from rewards.messages import Answer, Call, Collect, Collected, Opened, Setup, Submission
 from rewards.processes import adopt_orphans, end_with_parent, kill_children, leave_signals_to
-from rewards.results import everywhere
 
 
 @dataclass

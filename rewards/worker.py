@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from pipeline.errors import UserError
-from rewards.contract import Outcome
+from rewards.contract import Outcome, Scorer, everywhere, of_error
 from rewards.messages import Answer, Call, Ready
 from rewards.processes import end_with_parent, leave_signals_to
-from rewards.results import everywhere, of_error
-from rewards.scorer import Scorer
 from rewards.sources import Source, scorer_of
 
 

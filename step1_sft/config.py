@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from evaluation.settings import TaskSettings, check_tasks
+from evaluation.config import TaskSettings, check_tasks
 from pipeline.config import (
     EMBEDDED,
     ModelUse,

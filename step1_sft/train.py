@@ -13,7 +13,7 @@ if __name__ == "__main__":
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from evaluation.in_training import TaskEvaluations, generating_from
+from evaluation.evaluate import TaskEvaluations, generating_from
 from evaluation.responding import Chat
 from pipeline.cli import run_main
 from pipeline.data.examples import Encoded

@@ -6,6 +6,8 @@ from typing import Literal
 from pipeline.errors import require
 
 LabelKind = Literal["pairs", "ties", "classes", "ordinal", "scalar", "rankings", "steps"]
+
+
 Loss = Literal[
     "bradley_terry",
     "focal",
@@ -16,6 +18,7 @@ Loss = Literal[
     "bce",
     "plackett_luce",
 ]
+
 
 LOSSES: dict[str, tuple[Loss, ...]] = {
     "pairs": ("bradley_terry", "focal"),

@@ -13,11 +13,17 @@ from step2_reward.label_config import LOSSES, LabelKind, LabelSettings, Loss
 
 logger = logging.getLogger(__name__)
 
+
 MOST_CLASSES = 20
 """Whole numbers of which there are no more are taken for classes, by `labels: auto`."""
 
+
 OF_LABELS = ("classes", "ordinal", "scalar")
+
+
 OF_CLASSES = ("classes", "ordinal")
+
+
 NEEDS = {
     "pairs": "a chosen and a rejected response",
     "ties": "a chosen and a rejected response, and `tie` where neither is better",

@@ -22,7 +22,7 @@ from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
-from step2_reward.lab.steps import PredictedSteps, step_figures
+from step2_reward.lab.figures import PredictedSteps, step_figures
 from step2_reward.label_rows import Labels
 from step2_reward.losses import binary_cross_entropy
 from step2_reward.objective import Objective

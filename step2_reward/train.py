@@ -32,9 +32,9 @@ from pipeline.run import Run
 from pipeline.run_step import run_step
 from pipeline.system.torch_process import seed_generators
 from step2_reward.finish import finish
-from step2_reward.label_objectives import objective_of
 from step2_reward.label_rows import resolve
 from step2_reward.objective import Batch, Objective
+from step2_reward.objectives import objective_of
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Pure functions of tensors. Dimension names: B responses, T response tokens (padded; masks are True
 on real tokens), P prompts, G responses to each. A new estimator is a function, an entry in
-`ESTIMATORS`, a name in `step3_ppo.settings`, and its needs in `step3_ppo.needs`.
+`ESTIMATORS`, a name in `step3_ppo.settings`, and its needs in `step3_ppo.methods`.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,37 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from step3_ppo.groups import are_equal, counts, group_mean, group_std
+
+def group_mean(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
+    """Mean of the counted numbers of each group; 0 where there are none."""
+    return _sum(grouped, counted) / counts(counted).clamp(min=1)
+
+
+def group_std(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
+    """Sample standard deviation of the counted numbers of each group; 0 where there is only one."""
+    squares = (grouped - group_mean(grouped, counted)).square()
+    return (_sum(squares, counted) / (counts(counted) - 1).clamp(min=1)).sqrt()
+
+
+def are_equal(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
+    """Whether all counted numbers of a group are the same; true of groups of one, and of none.
+
+    Compares the largest with the smallest: after rounding, neither a difference from the mean nor a
+    deviation is exactly 0.
+    """
+    largest = grouped.masked_fill(~counted, -torch.inf).amax(dim=1, keepdim=True)
+    return largest <= grouped.masked_fill(~counted, torch.inf).amin(dim=1, keepdim=True)
+
+
+def counts(counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
+    """The number of counted entries of each group."""
+    return counted.double().sum(dim=1, keepdim=True)
+
+
+def _sum(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
+    ordered = grouped.masked_fill(~counted, 0.0).sort(dim=1).values
+    return ordered.sum(dim=1, keepdim=True)
+
 
 STD_FLOOR = 1e-4
 """Added to the standard deviation of a group's returns."""

@@ -4,17 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from evaluation.settings import check_tasks
+from evaluation.config import check_tasks
 from pipeline.config import DEFAULT_OPTIM, TrainedModelConfig, Workload
 from pipeline.errors import require
 from pipeline.guards.settings import check_guards, completed
 from step3_ppo.guard_settings import WARNING, unmeasured
-from step3_ppo.method_checks import check_method, check_parallel
-from step3_ppo.methods import METHODS
-from step3_ppo.needs import ESTIMATOR_NEEDS
-from step3_ppo.reward_checks import check_environment, check_rewards
+from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS
 from step3_ppo.reward_settings import MODEL, with_environment
 from step3_ppo.settings import LEARNING_RATES, PPOSettings, adam
+from step3_ppo.validation import check_environment, check_method, check_parallel, check_rewards
 from step3_ppo.workload import workload_of
 
 

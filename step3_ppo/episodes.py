@@ -1,9 +1,4 @@
-"""Episodes of several turns: the actor's answers, and what an environment says between them.
-
-Tokens are append-only. What the actor sampled is never encoded again; an observation's tokens come
-after it, as the chat format cuts a dialogue. A turn is a request of its own to the open batch, with
-all tokens before it as its prompt, so turns of one episode run beside those of others.
-"""
+"""Episodes: responses of several turns, with an environment's observations between the turns."""
 
 import hashlib
 from collections import deque
@@ -13,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from evaluation.held_out import Prompt
 from inference.engine.batch import OpenBatch
 from inference.engine.requests import Ended, Request, Ticket
 from inference.engine.sampling import Sampler
@@ -22,12 +18,12 @@ from pipeline.data.examples import Encoded, Message
 from pipeline.errors import DataError
 from pipeline.models.chat import decode_response
 from pipeline.models.forward import base_model
+from pipeline.parallel.mesh import current_mesh
 from rewards.contract import Outcome
 from rewards.environments.contract import Verdict
 from rewards.environments.messages import Played
 from rewards.environments.pool import Environments
 from step3_ppo.config import PPOConfig
-from step3_ppo.prompts import Prompt
 
 OnResponse = Callable[[int, Response], None]
 """Called with the number of a prompt and its response."""
@@ -385,3 +381,49 @@ def transcript(turns: Sequence[Message]) -> str:
         each.content if each.role == "assistant" else f"[{each.role}] {each.content}"
         for each in turns
     )
+
+
+def play_shared(
+    model: nn.Module,
+    chat: ChatFormat,
+    environments: Environments,
+    prompts: Sequence[Prompt],
+    config: PPOConfig,
+    *,
+    keys: Sequence[int],
+    group_size: int = 1,
+    on_response: OnResponse | None = None,
+    **settings: Any,  # noqa: ANN401
+) -> list[EpisodeResponse]:
+    """`play`, on one process or on those with the same prompts; these all call it.
+
+    With several processes `on_response` is called once all episodes have ended.
+    """
+    same_rows = current_mesh().parts.apart
+    if same_rows.size == 1:
+        return play(
+            *(model, chat, environments, prompts, config),
+            keys=keys,
+            group_size=group_size,
+            on_response=on_response,
+            **settings,
+        )
+    groups = [
+        range(first, min(first + group_size, len(prompts)))
+        for first in range(0, len(prompts), group_size)
+    ]
+    own = [place for group in same_rows.share(groups) for place in group]
+    played = play(
+        *(model, chat, environments, [prompts[place] for place in own], config),
+        keys=[keys[place] for place in own],
+        group_size=group_size,
+        **settings,
+    )
+    done: dict[int, EpisodeResponse] = {}
+    for theirs in same_rows.gather_objects(dict(zip(own, played, strict=True))):
+        done |= theirs
+    episodes = [done[place] for place in range(len(prompts))]
+    for place, episode in enumerate(episodes):
+        if on_response is not None:
+            on_response(place, episode)
+    return episodes

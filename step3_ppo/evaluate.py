@@ -1,29 +1,52 @@
-"""How models answer held-out prompts: texts, scores, win rate, KL, the judge's rate."""
+"""Evaluation on held-out prompts: during a run, of the best actor, and of the exported one."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import nn
 
-from evaluation.held_out import HeldOutPrompts
+from evaluation.base_model import responses_of_base
+from evaluation.evaluate import TaskEvaluations
+from evaluation.held_out import HeldOutPrompts, Prompt
 from evaluation.responding import Chat
-from evaluation.scored import HeldOutResponses, ScoredResponse, mean
+from evaluation.scored import (
+    HeldOutResponses,
+    ScoredResponse,
+    mean,
+    mean_length,
+    mean_score,
+    source_means,
+    stop_rate,
+    summarize,
+    win_rate,
+)
+from evaluation.verification import conclude
 from inference.generation import Response
+from pipeline.checkpoints import Checkpoints
+from pipeline.divergence import check_finite, check_start
+from pipeline.engine.best import BestWeights
+from pipeline.errors import require
+from pipeline.guards.guards import Guards
+from pipeline.models.card import Card
 from pipeline.models.chat import decode_response
+from pipeline.models.load import model_path
+from pipeline.offline import evaluation_interval
+from pipeline.origin import training_at
 from pipeline.parallel.device import local_device
+from pipeline.run import Run
 from step3_ppo.config import PPOConfig
-from step3_ppo.episodes import EpisodeResponse, transcript
+from step3_ppo.episodes import EpisodeResponse, play_shared, transcript
+from step3_ppo.experience import score_responses
+from step3_ppo.metrics import parts_of
 from step3_ppo.models import Models
-from step3_ppo.prompts import Prompt
-from step3_ppo.response_rewards import ResponseRewards, rewards_of
 from step3_ppo.reward_sources import GOLD
-from step3_ppo.rollout import score_responses
-from step3_ppo.scoring import raw_scores, reward_of
-from step3_ppo.shared_play import play_shared
-from step3_ppo.statistics import parts_of
+from step3_ppo.rewards import ResponseRewards, raw_scores, reward_of, rewards_of
 
 logger = logging.getLogger(__name__)
+
 
 SHOWN = 2
 """Prompts whose responses are printed during training."""
@@ -205,3 +228,197 @@ class HeldOut(HeldOutPrompts):
         stopped = torch.tensor([response.stopped for response in responses])
         reward = reward_of(score, stopped, self.models, self.config)
         return reward.double().mean().item() - self.config.kl_weight * kl
+
+
+TITLES = {
+    "ppo": "PPO (Ouyang et al. 2022)",
+    "grpo": "GRPO (Shao et al. 2024)",
+    "dr_grpo": "Dr. GRPO (Liu et al. 2025)",
+    "dapo": "DAPO (Yu et al. 2025)",
+    "gspo": "GSPO (Zheng et al. 2025)",
+    "cispo": "CISPO (MiniMax 2025)",
+    "rloo": "RLOO (Ahmadian et al. 2024)",
+    "reinforce_pp": "REINFORCE++ (Hu 2025)",
+    "raft": "RAFT (Dong et al. 2023)",
+}
+"""By the name of the method, as the model card has it; messages have what is before the paper."""
+
+
+class Course:
+    """Evaluates the actor at the start, now and then, and at the end.
+
+    In between, sampled responses to the first held-out prompts, as many as a rollout has, will do:
+    the best actor is that of the highest objective, mean reward less kl_coef times the KL. Where a
+    guard acts on divergence, it is one whose gold is no lower than at the start.
+    """
+
+    def __init__(
+        self, models: Models, prompts: Sequence[Prompt], config: PPOConfig, *, total_steps: int
+    ) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self.held_out = HeldOut(models, prompts, config)
+        self.watched = HeldOut(models, prompts[: config.rollout_size], config)
+        self.every = evaluation_interval(
+            config.eval_every,
+            total_steps=total_steps,
+            cost=evaluation_cost(len(self.watched.prompts), config),
+        )
+        self.best = BestWeights(models.actor, keep=config.keep_best)
+        self.tasks = TaskEvaluations(
+            config, Chat(models.tokenizer, models.chat), models.hybrid_engine.generating
+        )
+        self.start = 0.0
+        """The objective of step 1's model."""
+        self.least_gold = -math.inf
+        """What gold must be for an actor to be the best, whatever its objective."""
+
+    def begin(self, checkpoints: Checkpoints, run: Run) -> None:
+        """Let step 1's model answer all held-out prompts; it is the first candidate.
+
+        Raises:
+            ModelError: its figures are not finite.
+            RewardError: a source of rewards fails on too many responses.
+            ConfigError: no source applies to any; or the run goes on, and the model that it began
+                from is no longer there.
+        """
+        path = model_path(self.config.actor)
+        training = training_at(path)
+        require(
+            checkpoints.once("training", lambda: training) == training,
+            f"the model in {path} is not the one that this run began from: it was trained again;"
+            " restore that one, or pass --overwrite to start again",
+        )
+        plain = checkpoints.once("before", lambda: asdict(self.held_out.answer_all(strict=True)))
+        self.before = HeldOutResponses.read(plain)
+        responses = self.before.sampled[: len(self.watched.prompts)]
+        require(
+            any(response.score is not None for response in responses),
+            "no response to a held-out prompt has a reward: no source of ppo.rewards applies to"
+            " one; look at the columns that they read, such as an answer that is not a number",
+        )
+        figures = self._figures(responses, kl=self.before.kl)
+        check_start(self.config.actor.path, figures)
+        self.start = figures["objective"]
+        if any(guard.signal == "divergence" for guard in self.config.acting_guards):
+            self.least_gold = figures.get(GOLD, -math.inf)
+        self.first = checkpoints.once("tasks", self.tasks.metrics)
+        if checkpoints.is_new:
+            greedy = self.before.greedy
+            self.best.update(-self.start, step=0)
+            greedy_score = {self._score_name: mean_score(greedy)}
+            greedy_score |= {"stop_rate": stop_rate(greedy)}
+            details = {
+                "eval_by_prompt": self.watched.by_prompt(responses),
+                "began_from": training or path,
+            }
+            run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
+
+    def evaluate(self, step: int, run: Run) -> None:
+        """After iteration `step` print samples and evaluate the actor, where that is due.
+
+        Raises:
+            DivergedError: its figures are not finite.
+        """
+        if step % self.config.samples_every == 0:
+            self.held_out.print_samples(step)
+        if step % self.every and step != self.total_steps:
+            return
+        with self.watched.models.hybrid_engine.generating() as actor:
+            responses = self.watched.respond(actor, temperature=self.config.temperature)
+        scored = self.watched.scored(responses)
+        figures = self._figures(scored, kl=self.watched.kl(responses))
+        is_sound = figures.get(GOLD, math.inf) >= self.least_gold
+        self.best.update(-figures["objective"], step=step, may_be_best=is_sound)
+        details = {"eval_by_prompt": self.watched.by_prompt(scored)}
+        run.evaluated(step, {**figures, **self.tasks.metrics()}, details=details)
+        check_finite(f"of held-out prompts after iteration {step}", figures)
+
+    def end(self, run: Run, guards: Guards) -> None:
+        """Let the exported actor and the base answer all prompts; write samples and the result."""
+        say_where_it_ended(self.best, self.start, self.config)
+        after = self.held_out.answer_all()
+        evaluation = {
+            **summarize(self.before, after, name=self._score_name),
+            "best_step": self.best.step if self.config.keep_best else run.step,
+        }
+        exported = {"exported": self.held_out.by_prompt(after.sampled)}
+        run.evaluated(run.step, evaluation, details={"eval_by_prompt": exported})
+        changed = self.best.step != self.best.last_step or guards.stopped
+        tasks = self.tasks.summary(self.first, changed=changed)
+        sampled = {"step1_sft": self.before.sampled, self.config.step_name: after.sampled}
+        base = responses_of_base(self.held_out, self.config.base)
+        if base is not None:
+            sampled = {"base": base, **sampled}
+        verification = conclude(self.held_out, sampled, run.path("samples.json"))
+        name = self.config.method_name
+        against = "a reward model" if self.config.uses_reward_model else "programs"
+        penalty = "" if self.config.kl_in == "none" else ", with a KL penalty to the base"
+        method = f"Trained by {TITLES[name]} against {against}{penalty}."
+        card = Card("Chat model", method, self.config.actor.path or "", (name,))
+        run.finish(
+            eval={**evaluation, **verification, **tasks},
+            models={"actor": card},
+            samples=run.step * self.config.rollout_size,
+            **({"guards": guards.acted} if guards.acted else {}),
+        )
+
+    def _figures(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
+        """Figures of sampled responses to the watched prompts; the win rate is against step 1's."""
+        return {
+            "objective": self.watched.objective(responses, kl=kl),
+            f"sampled_{self._score_name}": mean_score(responses),
+            "kl": kl,
+            "sampled_length": mean_length(responses),
+            "sampled_stop_rate": stop_rate(responses),
+            "sampled_win_rate": win_rate(responses, self.before.sampled[: len(responses)]),
+            **source_means(responses),
+        }
+
+    @property
+    def _score_name(self) -> str:
+        """What figures call the scores of responses."""
+        return "reward" if self.config.rewards else "score"
+
+
+def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
+    """Work of an evaluation during training in iterations, by passes over a token.
+
+    Generation counts four, scoring one for each model, and learning three for each that learns in
+    each epoch.
+    """
+    trained = 2 if config.has_critic else 1
+    frozen = 2 if config.uses_reward_model else 1
+    scored = 4 + frozen + trained
+    learned = 3 * trained * config.ppo_epochs
+    return num_prompts / config.rollout_size * scored / (scored + learned)
+
+
+def say_where_it_ended(best: BestWeights, start: float, config: PPOConfig) -> None:
+    """Warn where the actor did not get better than step 1's model, or got worse again.
+
+    Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
+    """
+    now = -best.last
+    method, _, _ = TITLES[config.method_name].partition(" (")
+    if best.step == 0:
+        logger.warning(
+            "%s made the actor no better than step 1's model on held-out prompts (%.3g, at first"
+            " %.3g)%s: lower ppo.actor.optim.lr, or look at the %s",
+            method,
+            now,
+            start,
+            ", and step 1's weights are exported" if best.keep else "",
+            "reward model" if config.uses_reward_model else "rewards",
+        )
+    elif now < start:
+        logger.warning(
+            "%s made the actor worse than step 1's model in the end (%.3g on held-out prompts, at"
+            " first %.3g)%s: lower ppo.actor.optim.lr",
+            method,
+            now,
+            start,
+            f"; the weights after iteration {best.step} ({-best.value:.3g}) are exported"
+            if best.keep
+            else "",
+        )

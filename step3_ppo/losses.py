@@ -1,11 +1,16 @@
 """The mathematics of RL on token sequences: pure functions of tensors, no models, no settings.
 
-Advantages are in `step3_ppo.advantages`, policy losses in `step3_ppo.policy_losses`.
+Advantages are in `step3_ppo.advantages`. Losses are sums; the caller divides by the token count of
+the whole optimizer step over all processes. Conventions follow Ziegler et al. 2019 and Ouyang et
+al. 2022.
 
 Dimension names: B responses, T response tokens (padded; masks are True on real tokens), K response
-tokens without padding. Conventions follow Ziegler et al. 2019 and Ouyang et al. 2022. Losses are
-sums; the caller divides by the token count of the whole optimizer step over all processes.
+tokens without padding.
 """
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -110,3 +115,287 @@ def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def explained_variance(*, residual_variance: float, return_variance: float) -> float:
     """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
     return 1 - residual_variance / return_variance if return_variance > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class TrustRegion:
+    """How far the ratio of new to old policy may go."""
+
+    clip: float
+    """Lower side: 1 - clip."""
+
+    clip_high: float
+    """Upper side: 1 + clip_high."""
+
+    dual_clip: float | None = None
+    """Bound on the loss of negative advantages, in units of the advantage."""
+
+
+def clipped(
+    ratio: Float[Tensor, " K"],
+    logprobs: Float[Tensor, " K"],
+    advantages: Float[Tensor, " K"],
+    region: TrustRegion,
+) -> Float[Tensor, " K"]:
+    """Clipped surrogate objective (Schulman et al. 2017, eq. 7), negated.
+
+    The ratio is clipped to [1 - clip, 1 + clip_high] (two sides: Yu et al. 2025, section 3.1).
+    `dual_clip` c bounds the loss of a negative advantage by -c * A (Ye et al. 2020, eq. 5).
+    """
+    del logprobs
+    clipped_ratio = ratio.clamp(1 - region.clip, 1 + region.clip_high)
+    losses = torch.max(-advantages * ratio, -advantages * clipped_ratio)
+    if region.dual_clip is not None:
+        bounded = torch.min(losses, -advantages * region.dual_clip)
+        losses = torch.where(advantages < 0, bounded, losses)
+    return losses
+
+
+def cispo(
+    ratio: Float[Tensor, " K"],
+    logprobs: Float[Tensor, " K"],
+    advantages: Float[Tensor, " K"],
+    region: TrustRegion,
+) -> Float[Tensor, " K"]:
+    """-min(ratio, 1 + clip_high) * A * log pi, the ratio a constant (MiniMax 2025, eq. 4 and 5).
+
+    Every token keeps its gradient; only its weight is bounded.
+    """
+    return -ratio.detach().clamp(max=1 + region.clip_high) * advantages * logprobs
+
+
+def reinforce(
+    ratio: Float[Tensor, " K"],
+    logprobs: Float[Tensor, " K"],
+    advantages: Float[Tensor, " K"],
+    region: TrustRegion,
+) -> Float[Tensor, " K"]:
+    """-A * log pi (Williams 1992): unbiased for on-policy samples; no ratio, no clipping."""
+    del ratio, region
+    return -advantages * logprobs
+
+
+def token_ratio(
+    logprobs: Float[Tensor, " K"], old_logprobs: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, " K"]:
+    """pi(token) / pi_old(token)."""
+    del mask
+    return policy_ratio(logprobs, old_logprobs)
+
+
+def sequence_ratio(
+    logprobs: Float[Tensor, " K"], old_logprobs: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, " K"]:
+    """The geometric mean of a response's ratios at each of its tokens (Zheng et al. 2025, eq. 7).
+
+    In the token-level form of eq. 14: its value is the sequence's ratio, and so is its derivative
+    with respect to each token's own log pi. `mask` assigns the K tokens, in order, to responses.
+    """
+    mean = response_means((logprobs - old_logprobs).detach(), mask)
+    value = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return value * (logprobs - logprobs.detach()).exp()
+
+
+def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " K"]:
+    """For each token the mean over its response, summed in float64."""
+    padded = torch.zeros(mask.shape, dtype=torch.float64, device=values.device)
+    padded = padded.masked_scatter(mask, values.double())
+    counts = mask.sum(dim=1)
+    means = padded.sum(dim=1) / counts.clamp(min=1)
+    # The host knows the output's size; selecting by the mask would wait for the device.
+    return means.repeat_interleave(counts, output_size=len(values)).to(values.dtype)
+
+
+def without_gradient(
+    ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
+) -> Bool[Tensor, " K"]:
+    """Tokens without a gradient in `clipped`: the ratio is past the bound on their side."""
+    beyond = (advantages > 0) & (ratio > 1 + region.clip_high)
+    beyond |= (advantages < 0) & (ratio < 1 - region.clip)
+    if region.dual_clip is not None:
+        beyond |= (advantages < 0) & (ratio > region.dual_clip)
+    return beyond
+
+
+def with_bounded_weight(
+    ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
+) -> Bool[Tensor, " K"]:
+    """Tokens whose weight `cispo` bounds, whatever their advantage."""
+    del advantages
+    return ratio > 1 + region.clip_high
+
+
+def unbounded(
+    ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
+) -> Bool[Tensor, " K"]:
+    """No token is clipped: the loss has no bounds."""
+    del advantages, region
+    return torch.zeros_like(ratio, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A ratio of new to old policy, and what it costs."""
+
+    losses: Callable[..., Float[Tensor, " K"]]
+    """The loss of each token, of (ratio, logprobs, advantages, region)."""
+
+    is_clipped: Callable[..., Bool[Tensor, " K"]]
+    """The tokens that the metric `clip_fraction` counts; of (ratio, advantages, region)."""
+
+    ratio: Callable[..., Float[Tensor, " K"]] = token_ratio
+    """The probability ratio of each token, of (logprobs, old logprobs, mask)."""
+
+
+LOSSES: Mapping[str, PolicyLoss] = {
+    "clip": PolicyLoss(clipped, without_gradient),
+    "gspo": PolicyLoss(clipped, without_gradient, sequence_ratio),
+    "cispo": PolicyLoss(cispo, with_bounded_weight),
+    "none": PolicyLoss(reinforce, unbounded),
+}
+"""By the setting `loss`."""
+
+
+Aggregate = Literal["token", "sequence", "constant"]
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """The weight of each token in the loss, by the counts of a whole minibatch on all processes.
+
+    The loss is sum_t w_t * l_t / N over the N tokens of the minibatch. Weights are known before the
+    first micro-batch, so that the loss does not depend on how it is cut into micro-batches.
+    """
+
+    aggregate: Aggregate
+    num_tokens: int
+    num_responses: int
+    max_new_tokens: int
+    num_positive: int = 1
+    """Tokens of responses with a reward above 0."""
+
+    def of(self, lengths: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
+        """Weights relative to 1 / `num_tokens`, for tokens of responses of these `lengths`.
+
+        token: every token weighs the same (Yu et al. 2025, eq. 8), bit for bit as without weights.
+        sequence: every response weighs the same, 1 / (B n_i) (Shao et al. 2024, eq. 3).
+        constant: every token weighs 1 / (B L), of responses of at most L tokens (Liu et al. 2025).
+        """
+        if self.aggregate == "token":
+            return torch.ones_like(lengths)
+        if self.aggregate == "sequence":
+            return self.num_tokens / (self.num_responses * lengths)
+        constant = self.num_tokens / (self.num_responses * self.max_new_tokens)
+        return torch.full_like(lengths, constant)
+
+
+MAX_ERROR = 0.2
+"""The proportional error is clipped to ± this (Ziegler et al. 2019, section 2.2)."""
+
+
+@dataclass
+class KLController:
+    """kl_coef, fixed or steered to a target KL in nats per response (Ziegler et al. 2019, 2.2).
+
+    e       = clip(KL / target - 1, -0.2, 0.2)
+    kl_coef = kl_coef * (1 + e * responses / horizon)
+    """
+
+    base: float
+    """The coefficient before `factor`."""
+
+    target: float | None
+    horizon: int
+
+    factor: float = 1.0
+    """Raised by rollbacks of guards, on top of the adaptive coefficient."""
+
+    @property
+    def coef(self) -> float:
+        """The current weight of the penalty."""
+        return self.base * self.factor
+
+    def state_dict(self) -> dict[str, float]:
+        """The current coefficient, before `factor`."""
+        return {"coef": self.base}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the coefficient."""
+        self.base = state["coef"]
+
+    def update(self, kl: float, *, responses: int) -> None:
+        """Adapt to the mean KL of a rollout of this many responses."""
+        if self.target is None:
+            return
+        error = min(MAX_ERROR, max(-MAX_ERROR, kl / self.target - 1))
+        self.base *= 1 + error * responses / self.horizon
+
+
+def squared(log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
+    """k2: half the square of `log_ratio`, log pi - log pi_ref."""
+    del ratio
+    return k2(log_ratio)
+
+
+def unbiased_value(
+    log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]
+) -> Float[Tensor, " K"]:
+    """k3 (Shao et al. 2024, eq. 4): never negative, and 0 where the policies agree."""
+    del ratio
+    return k3(log_ratio)
+
+
+def importance_weighted(
+    log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]
+) -> Float[Tensor, " K"]:
+    """k3 times pi / pi_old, both with their gradients (DeepSeek-AI 2025, V3.2, section 3.1)."""
+    return ratio * k3(log_ratio)
+
+
+KL_LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {
+    "k2": squared,
+    "k3": unbiased_value,
+    "k3_is": importance_weighted,
+}
+"""By the setting `kl_estimator`; of (log pi - log pi_ref, pi / pi_old)."""
+
+
+Correction = Literal["truncate", "mask"]
+Level = Literal["token", "sequence"]
+
+
+def correction_weights(
+    old_logprobs: Float[Tensor, "B T"],
+    sampled_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    correction: Correction,
+    level: Level,
+    cap: float,
+) -> Float[Tensor, "B T"]:
+    """The weight of each token; 1 on padding.
+
+    truncate: min(pi_old / pi_gen, cap) (truncated importance sampling, Yao et al. 2025).
+    mask: the same ratio, and 0 where it lies outside [1 / cap, cap] (IcePop, Ling team 2025).
+    With the level `sequence` the ratio is the geometric mean over the response.
+    """
+    log_ratio = (old_logprobs - sampled_logprobs)[mask]
+    if level == "sequence":
+        log_ratio = response_means(log_ratio, mask)
+    ratio = policy_ratio(log_ratio, torch.zeros_like(log_ratio))
+    if correction == "truncate":
+        ratio = ratio.clamp(max=cap)
+    else:
+        ratio = ratio.masked_fill((ratio < 1 / cap) | (ratio > cap), 0.0)
+    return torch.ones_like(old_logprobs).masked_scatter(mask, ratio)
+
+
+def effective_share(total: float, squares: float, count: float) -> float:
+    """The effective sample size of weighted tokens, as a share of their number (Kish 1965).
+
+    Args:
+        total: sum of the weights.
+        squares: sum of their squares.
+        count: number of tokens.
+    """
+    return total**2 / (count * squares) if squares > 0 else 0.0

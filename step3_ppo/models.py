@@ -19,6 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.config import FrozenModelConfig, Kernels, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.batches import TokenBatch, local_micro_batches
+from pipeline.data.chat_format import ChatFormat
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError, ModelError
@@ -37,11 +39,12 @@ from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.reward_model import (
     PooledRewardModel,
     RewardModel,
+    RewardText,
     has_moments,
     stored_normalization,
+    text_format,
 )
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.reward_text import RewardText, text_format
 
 logger = logging.getLogger(__name__)
 
@@ -378,3 +381,17 @@ def load_reference(
         name="reference",
     )
     return Reference(engine, passes)
+
+
+def own_micro_batches(config: PPOConfig, lengths: Sequence[int]) -> list[list[int]]:
+    """The rows of this process's micro-batches, as many as on every process; some may be empty.
+
+    Args:
+        config: settings of the step.
+        lengths: tokens of each row.
+    """
+    return local_micro_batches(
+        lengths,
+        max_tokens=config.micro_batch_size * config.max_length,
+        at_least=config.least_micro_batches,
+    )

@@ -1,8 +1,15 @@
-"""Does training see the policy that was rolled out? Where it doesn't, the step ends."""
+"""Differences between the policy that generates and the one that training evaluates."""
+
+import logging
+from functools import cache
+from typing import Literal
 
 import torch
 
+from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
+
+logger = logging.getLogger(__name__)
 
 GAP_LIMITS = {True: (1e-3, 0.05), False: (0.05, 2.0)}
 """By whether all weights are fp32: mean and largest gap, in nats, that rounding explains."""
@@ -61,3 +68,28 @@ def check_first_update(ratio_error: float, models: Models) -> None:
 def _is_fp32(models: Models) -> bool:
     # Of all weights, not of the trained ones alone: fp32 adapters may sit on a bf16 base.
     return all(param.dtype == torch.float32 for param in models.policy.parameters())
+
+
+def choose_correction(config: PPOConfig, *, gap: float) -> Literal["truncate", "mask"] | None:
+    """Return the importance correction of a rollout.
+
+    Args:
+        config: settings of the step.
+        gap: the `rollout_gap` of the rollout, in nats per token.
+    """
+    if config.correction != "auto":
+        return None if config.correction == "none" else config.correction
+    if gap <= config.correction_threshold:
+        return None
+    _announce_correction(config.correction_threshold, config.correction_cap)
+    return "truncate"
+
+
+@cache
+def _announce_correction(threshold: float, cap: float) -> None:
+    logger.info(
+        "rollout_gap exceeds ppo.correction_threshold %g: importance weights of at most %g correct"
+        " such rollouts (ppo.correction none disables this)",
+        threshold,
+        cap,
+    )

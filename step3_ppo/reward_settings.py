@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipeline.config import RowColumns
 from pipeline.errors import require
 from pipeline.settings.plain import Option, plain
-from rewards.config import RewardConfig
-from rewards.spec import read_spec
+from rewards.config import RewardConfig, read_spec
 
 if TYPE_CHECKING:
     from rewards.environments.file import EnvironmentFile

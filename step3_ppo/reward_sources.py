@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from evaluation.held_out import Prompt
 from inference.generation import Response
 from pipeline.errors import ConfigError
 from pipeline.models.chat import decode_response
@@ -17,20 +18,23 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.progress import Clock
 from rewards.contract import Episode, Outcome, Scored
 from rewards.environments.pool import Environments
-from rewards.mixture import Rewards, check_failures
+from rewards.mixture import Rewards
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
-from step3_ppo.prompts import Prompt
 
 logger = logging.getLogger(__name__)
 
+
 T = TypeVar("T")
+
 
 CHUNK = 8
 """Responses that are handed out together, at least."""
 
+
 GOLD = "gold"
 """What is measured and never trained on is called so."""
+
 
 ENVIRONMENT_FILE = "ppo.environment"
 """By what name its file is known; no source can have it."""
@@ -110,17 +114,6 @@ class RewardSources:
     def _of_first(self, own: T) -> T:
         """What the first of the processes with the same responses has."""
         return self._same_rows.gather_objects(own)[0]
-
-    def check_failures(
-        self, failed: Mapping[str, int], *, num_rows: int, first: Mapping[str, str | None]
-    ) -> None:
-        """Stop where a source failed on more of all responses than the settings allow.
-
-        Raises:
-            RewardError: on all processes alike.
-        """
-        limit = self.config.max_reward_failures
-        check_failures(failed, num_rows=num_rows, first=first, max_failures=limit)
 
     def state_dict(self) -> dict[str, Any]:
         """What binds a run to its sources: the hashes of their files."""

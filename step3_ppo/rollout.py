@@ -1,34 +1,167 @@
-"""Responses to a batch of prompts, scored by the models, before any update.
+"""Prompts of an iteration and responses to them; groups without a gradient are replaced.
 
-Dimension names: B responses of this process, T response tokens (padded), K without padding. Of an
-episode of several turns the response tokens are the actor's, turn after turn; what an environment
-said between them is in `Experience.sequences` alone, so that no sum includes it.
+Dimension name: B responses of this process.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from evaluation.held_out import Prompt
+from inference.engine.requests import Response
 from inference.engine.sampling import Sampler
-from inference.generation import Response, generate_each
-from pipeline.data.batches import TokenBatch, collate, pad
-from pipeline.models.forward import TokenLogprobs
-from pipeline.models.trained import evaluating
+from inference.generation import generate_each
+from pipeline.data.batches import RowStream
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Example
+from pipeline.data.sharing.prompts import PromptRecord, fingerprint
+from pipeline.data.sharing.steps import load_step_rows
+from pipeline.errors import ConfigError, DataError
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from step3_ppo.advantages import ESTIMATORS, Estimate, Rewarded
+from rewards.contract import Scored
+from step3_ppo.advantages import are_equal
 from step3_ppo.config import PPOConfig
-from step3_ppo.correction import correction_weights
-from step3_ppo.episodes import whole_sequence
-from step3_ppo.experience import Experience, Forward, Rollout, own_micro_batches
-from step3_ppo.losses import overlong_penalty, token_rewards, whiten
+from step3_ppo.episodes import OnResponse, play_shared
+from step3_ppo.experience import with_overlong
+from step3_ppo.metrics import episode_statistics
 from step3_ppo.models import Models
-from step3_ppo.needs import ESTIMATOR_NEEDS
-from step3_ppo.scoring import raw_scores
+from step3_ppo.rewards import raw_scores, rewards_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """This process's prompts of a rollout, or of some of its groups."""
+
+    groups: list[int]
+    """Their groups in the rollout; group g belongs to process g % W."""
+
+    prompts: list[Prompt]
+    """Those of a group are the same, and adjacent."""
+
+    keys: list[int]
+    """Of the random numbers that sample each response; unique within the run."""
+
+    @property
+    def inputs(self) -> list[list[int]]:
+        """Token ids of each."""
+        return [prompt.input_ids for prompt in self.prompts]
+
+
+ATTEMPT_KEYS = 2**40
+"""Keys of one attempt, more than any run needs."""
+
+
+@dataclass
+class Prompts:
+    """Prompts to learn from and prompts held out."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    stream: RowStream
+    """Row numbers of `train`, one iteration's at a time."""
+
+    fingerprint: str
+    """Of the rows that the training prompts come from."""
+
+    group_size: int
+    """Responses to each prompt."""
+
+    record: PromptRecord
+    """Of what this step and the earlier ones train on and hold out."""
+
+    attempt: int = 0
+    """Number of rollbacks; part of the keys, so that other responses are sampled after one."""
+
+    def next_batch(self, groups: Sequence[int] | None = None) -> PromptBatch:
+        """The stream's next prompts, one for each of these groups of a rollout; by default for all.
+
+        A prompt's process follows from its group; the random numbers, from the number of prompts
+        that the run has taken before and the number of rollbacks.
+        """
+        places = range(self.stream.batch_size) if groups is None else groups
+        first = self.stream.position
+        return self._batch(self.stream.take(len(places)), places, first, attempt=self.attempt)
+
+    def first_batch(self) -> PromptBatch:
+        """The prompts of the first iteration; does not advance the stream."""
+        stream = self.stream
+        rows = RowStream(num_rows=stream.num_rows, batch_size=stream.batch_size, seed=stream.seed)
+        return self._batch(next(rows), range(stream.batch_size), 0, attempt=0)
+
+    def _batch(
+        self, rows: Sequence[int], groups: Sequence[int], first: int, *, attempt: int
+    ) -> PromptBatch:
+        size, data = self.group_size, current_mesh().data
+        keys_before = attempt * ATTEMPT_KEYS + first * size
+        own = [number for number, group in enumerate(groups) if group % data.size == data.rank]
+        return PromptBatch(
+            groups=[groups[number] for number in own],
+            prompts=[self.train[rows[number]] for number in own for _ in range(size)],
+            keys=[keys_before + number * size + sample for number in own for sample in range(size)],
+        )
+
+
+def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
+    """Read and encode the prompts; those over `max_prompt_length` are left out, and counted.
+
+    Raises:
+        DataError: no prompt is short enough.
+        ConfigError: an iteration has fewer prompts than there are processes.
+    """
+    processes = current_mesh().data.size
+    if config.prompts_per_rollout < processes:
+        of_groups = f" in groups of {config.group_size}" if config.group_size > 1 else ""
+        raise ConfigError(
+            f"ppo.rollout_size {config.rollout_size}{of_groups} leaves some of {processes}"
+            " processes without a prompt; raise it"
+        )
+    data = load_step_rows(config, step=3)
+    train = _encode(data.train, chat)
+    short = _short(train, config.max_prompt_length)
+    encoded = _encode(data.eval, chat)
+    held_out = _short(encoded, config.max_prompt_length)
+    for name, kept, all_of_them in (("training", short, train), ("held-out", held_out, encoded)):
+        if not kept:
+            shortest = min(len(prompt.input_ids) for prompt in all_of_them)
+            raise DataError(
+                f"every {name} prompt is longer than ppo.max_prompt_length"
+                f" {config.max_prompt_length} (the shortest has {shortest} tokens); raise it"
+            )
+        logger.info(
+            "%d of %d %s prompts are longer than max_prompt_length %d and left out",
+            len(all_of_them) - len(kept),
+            len(all_of_them),
+            name,
+            config.max_prompt_length,
+        )
+    return Prompts(
+        train=short,
+        held_out=held_out,
+        stream=RowStream(
+            num_rows=len(short), batch_size=config.prompts_per_rollout, seed=config.seed
+        ),
+        group_size=config.group_size,
+        fingerprint=fingerprint(data.train),
+        record=data.prompts,
+    )
+
+
+def _encode(examples: Sequence[Example], chat: ChatFormat) -> list[Prompt]:
+    return [
+        Prompt(example.prompt, chat.encode_prompt(example.prompt), example.extra)
+        for example in examples
+    ]
+
+
+def _short(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    return [prompt for prompt in prompts if len(prompt.input_ids) <= limit]
 
 
 def generate_responses(
@@ -65,226 +198,146 @@ def generate_responses(
     return [responses[index] for index in range(len(prompts))]
 
 
-def score_responses(
+@dataclass(frozen=True)
+class Sampled:
+    """This process's part of a rollout; the responses to a prompt are adjacent."""
+
+    inputs: list[list[int]]
+    """Prompts in token ids."""
+
+    responses: list[Response]
+
+    metrics: dict[str, float]
+    """`refills`, the number of replacements, with dynamic sampling; of an environment's episodes
+    the metrics of `step3_ppo.metrics.episode_statistics`."""
+
+    given: dict[str, Scored] | None = None
+    """Rewards of the sources, if dynamic sampling needed them."""
+
+    score: Float[Tensor, " B"] | None = None
+    """Raw scores of the reward model, if dynamic sampling needed them."""
+
+
+def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampled:
+    """Sample responses to the next prompts, and to further ones where all rewards are equal.
+
+    A group with equal rewards has no gradient: its prompt is replaced by the next one of the
+    stream, in at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). Groups that are still
+    equal after that are kept. All processes know which groups are replaced, and prompts are
+    assigned in the order of the groups, so that any number of processes samples the same.
+    """
+    batch = prompts.next_batch()
+    inputs = list(batch.inputs)
+    responses = respond(models, batch, config)
+    if config.dynamic_sampling == 0:
+        return Sampled(inputs, responses, episode_statistics(responses, config))
+    given = models.sources.results()
+    scores = _scores(models, inputs, responses, config)
+    refills = 0
+    for _ in range(config.dynamic_sampling):
+        dead = _dead_groups(models, scores, given, responses, config)
+        if not dead:
+            break
+        refills += len(dead)
+        batch = prompts.next_batch(dead)
+        rows = _rows(batch.groups, config.group_size)
+        fresh = respond(models, batch, config)
+        for row, prompt, response in zip(rows, batch.inputs, fresh, strict=True):
+            inputs[row], responses[row] = prompt, response
+        for name, scored in models.sources.results().items():
+            for place, row in enumerate(rows):
+                given[name].values[row] = scored.values[place]
+                given[name].failed[row] = scored.failed[place]
+        if scores is not None:
+            # Scoring is collective: a process without new responses scores an old one again.
+            seen = rows or [0]
+            own = ([inputs[row] for row in seen], [responses[row] for row in seen])
+            scores[seen] = raw_scores(models, *own, config)
+    dead = _dead_groups(models, scores, given, responses, config)
+    if dead:
+        logger.info(
+            "after %d refills the responses to %d of %d prompts still have equal rewards",
+            refills,
+            len(dead),
+            config.prompts_per_rollout,
+        )
+    metrics = {"refills": float(refills)} | episode_statistics(responses, config)
+    return Sampled(inputs, responses, metrics, given, scores)
+
+
+def respond(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
+    """The actor's responses to a batch; each is submitted to the reward programs as it ends."""
+    submit = models.sources.submitting(batch.prompts, models.tokenizer)
+    return sampled_responses(models, batch, config, on_response=submit)
+
+
+def sampled_responses(
     models: Models,
-    prompts: Sequence[Sequence[int]],
+    batch: PromptBatch,
+    config: PPOConfig,
+    *,
+    on_response: OnResponse | None = None,
+) -> list[Response]:
+    """The actor's responses to a batch, or its episodes in an environment, drawn by its keys."""
+    environments = models.sources.environments
+    if environments is None:
+        return generate_responses(
+            models, batch.inputs, config, keys=batch.keys, on_response=on_response
+        )
+    with models.hybrid_engine.generating() as actor:
+        episodes = play_shared(
+            actor,
+            models.chat,
+            environments,
+            batch.prompts,
+            config,
+            temperature=config.temperature,
+            seed=config.seed,
+            keys=batch.keys,
+            group_size=config.group_size,
+            on_response=on_response,
+        )
+    return [*episodes]
+
+
+def dead_groups(
+    rewards: Float[Tensor, " B"], counted: Bool[Tensor, " B"], *, group_size: int
+) -> list[int]:
+    """The groups of the whole rollout whose counted rewards are all equal, in ascending order."""
+    data = current_mesh().data
+    grouped = rewards.double().view(-1, group_size)
+    is_dead = are_equal(grouped, counted.view_as(grouped))[:, 0].tolist()
+    own = [place * data.size + data.rank for place, dead in enumerate(is_dead) if dead]
+    return sorted(group for theirs in data.gather_objects(own) for group in theirs)
+
+
+def _rows(groups: Sequence[int], group_size: int) -> list[int]:
+    """The rows of these groups' responses on this process."""
+    size = current_mesh().data.size
+    return [group // size * group_size + sample for group in groups for sample in range(group_size)]
+
+
+def _scores(
+    models: Models,
+    inputs: Sequence[Sequence[int]],
     responses: Sequence[Response],
     config: PPOConfig,
-    *,
-    train_actor: bool = True,
-    learns: bool = True,
-) -> Experience:
-    """Run actor, reference, critic and reward model over the responses, without dropout.
+) -> Float[Tensor, " B"] | None:
+    """The reward model's scores, where there is one."""
+    return None if models.reward is None else raw_scores(models, inputs, responses, config)
 
-    Args:
-        models: all of the step.
-        prompts: token ids.
-        responses: to them.
-        config: settings of the step.
-        train_actor: whether the first update will train the actor beside the critic.
-        learns: whether an update follows at all, which may backpropagate through this pass; without
-            one no graph is made.
-    """
+
+def _dead_groups(
+    models: Models,
+    scores: Float[Tensor, " B"] | None,
+    given: Mapping[str, Scored],
+    responses: Sequence[Response],
+    config: PPOConfig,
+) -> list[int]:
+    """The groups of the whole rollout without a gradient, with overlong penalties applied."""
     device = local_device()
-    sequences = list(map(whole_sequence, prompts, responses))
-    parts = [part or [0] for part in own_micro_batches(config, [len(row) for row in sequences])]
-    batches = [collate([sequences[row] for row in rows]).to(device) for rows in parts]
-    found = _of_frozen(models, batches, config)  # before there are graphs in memory
-    kept: Forward | None = None
-    if learns and config.reuses_forward(processes=current_mesh().data.size):
-        (batch,) = batches
-        kept = _forward(models, batch, config, train_actor=train_actor)
-        found |= {name: [output] for name, output in kept.outputs().items()}
-    else:
-        with _without_graphs(models):
-            found |= _of_trained(models, batches, config)
-    outputs: dict[str, list[Tensor]] = defaultdict(lambda: [torch.empty(0)] * len(sequences))
-    for name, each in found.items():
-        for rows, output in zip(parts, each, strict=True):
-            lengths = [len(responses[row].ids) for row in rows]
-            pieces = output.split(lengths) if name != "score" else output.unbind()
-            for row, piece in zip(rows, pieces, strict=True):
-                outputs[name][row] = piece
-    if models.reward is not None and models.reward.text is not None:
-        outputs["score"] = list(raw_scores(models, prompts, responses, config))
-    sampled, mask = pad([torch.tensor(response.logprobs, device=device) for response in responses])
-    return Experience(
-        sequences=sequences,
-        stopped=torch.tensor([response.stopped for response in responses], device=device),
-        mask=mask,
-        sampled_logprobs=sampled,
-        logprobs=pad(outputs["logprobs"])[0],
-        ref_logprobs=pad(outputs["ref_logprobs"])[0],
-        entropy=pad(outputs["entropy"])[0],
-        values=pad(outputs["values"])[0] if "values" in outputs else None,
-        score=torch.stack(outputs["score"]) if "score" in outputs else None,
-        forward=kept,
-    )
-
-
-def _of_frozen(
-    models: Models, batches: Sequence[TokenBatch], config: PPOConfig
-) -> dict[str, list[Tensor]]:
-    found = {"ref_logprobs": models.reference.logprobs(batches, temperature=config.temperature)}
-    if models.reward is None or models.reward.text is not None:
-        return found
-    return found | {"score": models.reward.scores(batches)}
-
-
-def _of_trained(
-    models: Models, batches: Sequence[TokenBatch], config: PPOConfig
-) -> dict[str, list[Tensor]]:
-    """What actor and critic say, without graphs."""
-
-    def policy(batch: TokenBatch) -> Tensor:
-        outputs = _policy(models, batch, config)
-        assert outputs.entropy is not None
-        return torch.stack([outputs.logprobs, outputs.entropy])
-
-    both = models.policy_passes.forward_everywhere(
-        batches, policy, lambda batch: (2, batch.num_targets)
-    )
-    found = {"logprobs": [each[0] for each in both], "entropy": [each[1] for each in both]}
-    if models.value_passes is None or models.critic is None:
-        return found
-    values = models.value_passes.forward_everywhere(
-        batches, models.critic, lambda batch: (batch.num_targets,)
-    )
-    return found | {"values": values}
-
-
-def _policy(models: Models, batch: TokenBatch, config: PPOConfig) -> TokenLogprobs:
-    return models.actor(
-        batch,
-        temperature=config.temperature,
-        entropy=True,
-        entropy_learns=config.entropy_coef > 0,
-    )
-
-
-def _forward(models: Models, batch: TokenBatch, config: PPOConfig, *, train_actor: bool) -> Forward:
-    with torch.set_grad_enabled(torch.is_grad_enabled() and train_actor):
-        policy = _policy(models, batch, config)
-    return Forward(policy, None if models.critic is None else models.critic(batch))
-
-
-@contextmanager
-def _without_graphs(models: Models) -> Iterator[None]:
-    with ExitStack() as stack:
-        for engine in models.trained.values():
-            stack.enter_context(evaluating(engine.model))
-        yield
-
-
-def compute_advantages(
-    experience: Experience,
-    reward_score: Float[Tensor, " B"],
-    config: PPOConfig,
-    *,
-    kl_coef: float,
-    counted: Bool[Tensor, " B"] | None = None,
-) -> Rollout:
-    """Turn the responses' rewards and their KL into token rewards and advantages.
-
-    Args:
-        experience: the responses as the models saw them.
-        reward_score: the reward of each, from `step3_ppo.response_rewards.rewards_of`.
-        config: settings of the step.
-        kl_coef: weight of the KL penalty.
-        counted: False for responses that have no reward; all have one if not given.
-    """
-    mask = experience.mask
-    if counted is None:
-        counted = torch.ones_like(experience.stopped)
-    reward_score, ends = with_overlong(reward_score, mask.sum(dim=1), experience.stopped, config)
-    counted = counted & ends
-    rewards = token_rewards(
-        reward_score,
-        experience.logprobs,
-        experience.ref_logprobs,
-        mask,
-        kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
-    )
-    counted_mask = mask & counted[:, None]
-    if config.whiten_rewards:
-        mean, variance = global_moments(rewards, counted_mask)
-        rewards = whiten(rewards, mask, mean=mean, variance=variance, shift_mean=False)
-    estimate = _estimate(experience, reward_score, rewards, counted, config)
-    advantages = estimate.advantages
-    if config.whiten_advantages and ESTIMATOR_NEEDS[config.advantage].whitening:
-        mean, variance = global_moments(advantages, counted_mask)
-        advantages = whiten(advantages, mask, mean=mean, variance=variance, shift_mean=True)
-    silent = ~counted if estimate.silent is None else estimate.silent | ~counted
-    return Rollout(
-        experience,
-        reward_score,
-        rewards,
-        advantages.masked_fill(silent[:, None], 0.0),
-        estimate.returns,
-        counted,
-        correction=_correction(experience, config),
-        group_size=config.group_size,
-        kl_coef=kl_coef if config.kl_in == "loss" else 0.0,
-    )
-
-
-def with_overlong(
-    reward_score: Float[Tensor, " B"],
-    lengths: Int[Tensor, " B"],
-    stopped: Bool[Tensor, " B"],
-    config: PPOConfig,
-) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
-    """Rewards less what long responses lose, and which responses count (Yu et al. 2025, 3.4)."""
-    if config.overlong_buffer > 0:
-        penalty = overlong_penalty(
-            lengths.to(reward_score.dtype),
-            limit=config.max_new_tokens,
-            buffer=config.overlong_tokens,
-        )
-        reward_score = reward_score + penalty
-    return reward_score, stopped if config.overlong == "mask" else torch.ones_like(stopped)
-
-
-def _correction(experience: Experience, config: PPOConfig) -> Float[Tensor, "B T"] | None:
-    if config.correction == "none":
-        return None
-    return correction_weights(
-        experience.logprobs,
-        experience.sampled_logprobs,
-        experience.mask,
-        correction=config.correction,
-        level=config.correction_level,
-        cap=config.correction_cap,
-    )
-
-
-def _estimate(
-    experience: Experience,
-    reward_score: Float[Tensor, " B"],
-    rewards: Float[Tensor, "B T"],
-    counted: Bool[Tensor, " B"],
-    config: PPOConfig,
-) -> Estimate:
-    rewarded = Rewarded(
-        rewards=rewards,
-        mask=experience.mask,
-        scores=reward_score,
-        values=experience.values,
-        group_size=config.group_size,
-        gamma=config.gamma,
-        lam=config.lam,
-        counted=counted,
-        lam_value=config.lam_value,
-        lam_length_alpha=config.lam_length_alpha,
-        group_baseline=config.baseline == "group",
-    )
-    return ESTIMATORS[config.advantage](rewarded)
-
-
-def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, float]:
-    """Mean and biased variance over the real tokens of all processes."""
-    real = values[mask].double()
-    total, count = current_mesh().data.sums([real.sum().item(), real.numel()])
-    mean = total / max(1.0, count)
-    (squares,) = current_mesh().data.sums([(real - mean).square().sum().item()])
-    return mean, squares / max(1.0, count)
+    stopped = torch.tensor([response.stopped for response in responses], device=device)
+    lengths = torch.tensor([len(response.ids) for response in responses], device=device)
+    rewards = rewards_of(models, scores, stopped, config, given=given)
+    reward, counted = with_overlong(rewards.reward, lengths, stopped, config)
+    return dead_groups(reward, counted & rewards.known, group_size=config.group_size)

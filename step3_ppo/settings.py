@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from evaluation.settings import TaskSettings
+from evaluation.config import TaskSettings
 from pipeline.config import (
     EMBEDDED,
     DataConfig,
@@ -17,7 +17,7 @@ from pipeline.config import (
 )
 from pipeline.settings.plain import Option
 from step3_ppo.guard_settings import GuardSettings
-from step3_ppo.needs import ESTIMATOR_NEEDS
+from step3_ppo.methods import ESTIMATOR_NEEDS
 from step3_ppo.reward_settings import RewardSettings, read_reward_options, without_reward_options
 
 LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
@@ -118,9 +118,13 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     overlong: Literal["score", "mask"] = "score"
     """Unfinished responses: score keeps them; mask leaves them out of baseline and loss."""
 
-    correction: Literal["none", "truncate", "mask"] = "none"
+    correction: Literal["auto", "none", "truncate", "mask"] = "auto"
     """Importance weights where generation's policy differs from training's: truncate bounds them by
-    correction_cap, mask zeroes those beyond it (TIS, IcePop)."""
+    correction_cap, mask zeroes those beyond it (TIS, IcePop); auto truncates in rollouts whose
+    rollout_gap exceeds correction_threshold."""
+
+    correction_threshold: float = 1e-3
+    """Mean absolute difference of log-probabilities, in nats, above which auto corrects."""
 
     correction_level: Literal["token", "sequence"] = "token"
     """Whose ratio: a token's, or the geometric mean of a response's."""

@@ -14,18 +14,17 @@ from pipeline.models.export import export
 from pipeline.models.trained import within_context
 from pipeline.run import Run
 from step3_ppo.config import PPOConfig
-from step3_ppo.course import Course
 from step3_ppo.ema import Ema
-from step3_ppo.guard_signals import RLSignals
-from step3_ppo.kl import KLController
+from step3_ppo.evaluate import Course
+from step3_ppo.guards import RLSignals
+from step3_ppo.losses import KLController
+from step3_ppo.metrics import UpdateUtilization, update_utilization
 from step3_ppo.models import Models, load_models
-from step3_ppo.prompts import Prompts
 from step3_ppo.ptx import PtxStream, open_ptx
 from step3_ppo.reward_model import check_reward_model
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.sampling import sampled_responses
-from step3_ppo.scoring import measured_moments
-from step3_ppo.utilization import UpdateUtilization, update_utilization
+from step3_ppo.rewards import measured_moments
+from step3_ppo.rollout import Prompts, sampled_responses
 
 logger = logging.getLogger(__name__)
 

@@ -25,15 +25,14 @@ from pipeline.run import Run
 from pipeline.run_step import run_step
 from pipeline.system.torch_process import seed_generators
 from step3_ppo.ema import Ema
+from step3_ppo.experience import compute_advantages, score_responses
+from step3_ppo.metrics import rollout_statistics
 from step3_ppo.models import Models
 from step3_ppo.off_policy import check_rollout_gap
-from step3_ppo.prompts import load_prompts
-from step3_ppo.response_rewards import rewards_of
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rollout import compute_advantages, score_responses
-from step3_ppo.sampling import sample_rollout
+from step3_ppo.rewards import rewards_of
+from step3_ppo.rollout import load_prompts, sample_rollout
 from step3_ppo.setup import Setup, set_up
-from step3_ppo.statistics import rollout_statistics
 from step3_ppo.update import update_policy
 
 
@@ -69,7 +68,12 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     clock.end("generation")
 
     experience = score_responses(
-        models, sampled.inputs, sampled.responses, config, train_actor=config.trains_actor(step)
+        models,
+        sampled.inputs,
+        sampled.responses,
+        config,
+        score=sampled.score,
+        train_actor=config.trains_actor(step),
     )
     rewards = rewards_of(models, experience.score, experience.stopped, config, given=sampled.given)
     rollout = compute_advantages(

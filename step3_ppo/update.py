@@ -13,12 +13,10 @@ from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
-from step3_ppo.experience import Forward, Minibatch, Rollout, own_micro_batches
-from step3_ppo.kl import KL_LOSSES
-from step3_ppo.losses import policy_ratio, value_loss
-from step3_ppo.models import Models
+from step3_ppo.experience import Forward, Minibatch, Rollout
+from step3_ppo.losses import KL_LOSSES, LOSSES, TrustRegion, Weighting, policy_ratio, value_loss
+from step3_ppo.models import Models, own_micro_batches
 from step3_ppo.off_policy import check_first_update
-from step3_ppo.policy_losses import LOSSES, TrustRegion, Weighting
 from step3_ppo.ptx import PtxStream
 
 

@@ -1,11 +1,12 @@
-"""Settings of step 3 where it learns from preferences."""
+"""Settings of preference optimization, and its methods as rows of settings."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from evaluation.settings import TaskSettings, check_tasks
+from evaluation.config import TaskSettings, check_tasks
 from pipeline.config import (
     FrozenModelConfig,
     Generation,
@@ -17,9 +18,122 @@ from pipeline.config import (
     Workload,
 )
 from pipeline.errors import require
-from pipeline.guards.settings import check_guards, completed
-from step3_preference.guard_settings import KNOWN, OF_ANSWERS, WARNING, GuardSettings
-from step3_preference.methods import METHODS
+from pipeline.guards.settings import Action, Guard, acting, check_guards, completed, words
+
+
+def _row(**settings: Any) -> Mapping[str, Any]:  # noqa: ANN401
+    return MappingProxyType(settings)
+
+
+METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # Rafailov et al. 2023, eq. 7.
+        "dpo": _row(),
+        # Mitchell 2023, eq. 3.
+        "cdpo": _row(label_smoothing=0.1),
+        # Chowdhury et al. 2024, eq. 12.
+        "rdpo": _row(label_smoothing=0.1, robust=True),
+        # Lambert et al. 2024 (Tulu 3), section 5.2.
+        "ldpo": _row(logp="mean", beta=5.0),
+        # Azar et al. 2023, eq. 17, with log-probabilities per token: half a nat of each to gain.
+        "ipo": _row(loss="ipo", beta=1.0),
+        # Zhao et al. 2023 (SLiC), with the reference of Liu et al. 2024 (RSO, eq. 11).
+        "hinge": _row(loss="hinge"),
+        # Meng et al. 2024, eq. 6.
+        "simpo": _row(reference_free=True, logp="mean", beta=2.5, gamma=1.375),
+        # Xu et al. 2024, eq. 3 and section 3.
+        "cpo": _row(reference_free=True, nll_coef=1.0),
+        # Hong et al. 2024, eq. 6 and 7.
+        "orpo": _row(loss="orpo", reference_free=True, nll_coef=1.0),
+        # Ethayarajh et al. 2024, eq. 7 and 8.
+        "kto": _row(loss="kto"),
+    }
+)
+"""By the setting `method`; docs/preference.md says when to use which."""
+
+TITLES = {
+    "dpo": "DPO (Rafailov et al. 2023)",
+    "cdpo": "conservative DPO (Mitchell 2023)",
+    "rdpo": "robust DPO (Chowdhury et al. 2024)",
+    "ldpo": "length-normalized DPO (Lambert et al. 2024)",
+    "ipo": "IPO (Azar et al. 2023)",
+    "hinge": "the hinge loss of SLiC (Zhao et al. 2023)",
+    "simpo": "SimPO (Meng et al. 2024)",
+    "cpo": "CPO (Xu et al. 2024)",
+    "orpo": "ORPO (Hong et al. 2024)",
+    "kto": "KTO (Ethayarajh et al. 2024)",
+}
+"""By the name of the method, as the model card has it; messages have what is before the paper."""
+
+
+Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_rate", "repetition"]
+
+OF_ANSWERS: tuple[str, ...] = ("kl", "kl_per_token", "response_length", "stop_rate", "repetition")
+"""Signals of what the actor writes; the other one is of held-out rows."""
+
+USUAL: tuple[tuple[Signal, float, int], ...] = (
+    ("kl_per_token", 0.5, 1),
+    ("chosen_nll", 0.5, 1),
+    ("response_length", 0.5, 2),
+    ("response_length", 3.0, 2),
+    ("stop_rate", 0.05, 1),
+    ("repetition", 0.3, 2),
+)
+"""Signal, limit and window of the guards that every run has; those it can't measure do nothing."""
+
+STRICT = [(signal, limit, max(2, window)) for signal, limit, window in USUAL]
+"""The same where they act: one evaluation is no reason to go back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig(Guard):
+    """One signal, and what becomes of the run where it is beyond its limit."""
+
+    RELATIVE = ("response_length",)
+    WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {
+        **words(USUAL),
+        "strict": words(STRICT)["strict"],
+    }
+    """What a word in place of a list of guards stands for."""
+
+    signal: Signal
+
+    limit: float
+    """kl: nats per sampled answer; kl_per_token: nats per token; chosen_nll: nats per token by
+    which held-out chosen responses have become less likely since the start; response_length: of
+    that of the start, below 1 a lower bound; stop_rate: loss since the start; repetition: share."""
+
+    window: int = 2
+    """Evaluations in a row that must be beyond the limit."""
+
+    action: Action = "warn"
+    """warn logs a sentence; stop ends the run with the last healthy actor; rollback goes back to
+    the last healthy checkpoint and goes on with half the learning rate, at most twice; none does
+    not look."""
+
+
+WARNING = tuple(GuardConfig(**each) for each in GuardConfig.WORDS["warn"])
+
+KNOWN = (
+    *WARNING,
+    *(replace(GuardConfig(**each), action="warn") for each in GuardConfig.WORDS["strict"]),
+)
+"""The usual guards under either word, as ones that warn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings:
+    """What is watched while a run goes on."""
+
+    guards: tuple[GuardConfig, ...] = WARNING
+    """A list of signal, limit, window and action, laid over the usual guards, which warn; strict
+    rolls back, none is off (docs/guards.md). They look at evaluations. What stops or rolls back
+    needs save_every in steps."""
+
+    @property
+    def acting_guards(self) -> tuple[GuardConfig, ...]:
+        """The guards that may end the run or take it back."""
+        return acting(self.guards)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,11 @@ from pipeline.offline import Rows, Training
 from pipeline.parallel.device import local_device
 from pipeline.run import Run
 from step3_preference.config import PreferenceConfig
-from step3_preference.course import Course
-from step3_preference.guard_signals import PreferenceSignals
+from step3_preference.evaluate import Course
+from step3_preference.guards import PreferenceSignals
 from step3_preference.objective import kto_weights
-from step3_preference.reference import Reference, Start, open_reference
+from step3_preference.reference import Reference, RowStore, Start, open_reference
 from step3_preference.rows import Row
-from step3_preference.store import RowStore
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from pipeline.run import Run
 from pipeline.run_step import run_step
 from pipeline.system.torch_process import seed_generators
 from step3_preference.objective import Figures, Point, objective
+from step3_preference.reference import RowStore
 from step3_preference.rows import ComparedBatch, cut
 from step3_preference.setup import Setup, set_up
-from step3_preference.store import RowStore
 
 
 def train(config: PreferenceConfig) -> Path:

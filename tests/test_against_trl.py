@@ -11,9 +11,8 @@ from pipeline.data.examples import Encoded
 from pipeline.kernels.logprobs.definition import categorical_entropy
 from pipeline.models.forward import Policy, Scorer
 from step2_reward.losses import pairwise_loss
-from step3_preference.config import PreferenceConfig
+from step3_preference.config import METHODS, PreferenceConfig
 from step3_preference.losses import kto_loss, orpo_loss
-from step3_preference.methods import METHODS
 from step3_preference.objective import paired_loss
 from tests.families import random_rows, tiny_causal_lm, tiny_classifier
 

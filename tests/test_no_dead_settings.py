@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
 import evaluation.config
-import evaluation.settings
-import evaluation.winrate_config
+import evaluation.winrate
 import inference.chat.command
 import inference.generate
 import inference.serve.config
@@ -17,14 +16,13 @@ import pipeline.launch.deployment
 import pipeline.plan.request
 import pipeline.plan.tuning_options
 import rewards.config
-import rewards.select_config
+import rewards.select
 import step0_pretrain.config
 import step1_sft.config
 import step1_sft.evaluate
 import step2_reward.config
 import step2_reward.evaluate
 import step2_reward.lab.config
-import step2_reward.label_config
 import step3_ppo.config
 import step3_preference.config
 from tests.sources import PACKAGES, ROOT
@@ -32,8 +30,7 @@ from train import STAGES
 
 CONFIG_MODULES = (
     evaluation.config,
-    evaluation.settings,
-    evaluation.winrate_config,
+    evaluation.winrate,
     inference.chat.command,
     inference.generate,
     inference.serve.config,
@@ -44,14 +41,13 @@ CONFIG_MODULES = (
     pipeline.launch.deployment,
     pipeline.plan.request,
     rewards.config,
-    rewards.select_config,
+    rewards.select,
     step0_pretrain.config,
     step1_sft.config,
     step1_sft.evaluate,
     step2_reward.config,
     step2_reward.evaluate,
     step2_reward.lab.config,
-    step2_reward.label_config,
     step3_ppo.config,
     step3_preference.config,
 )

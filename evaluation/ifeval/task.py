@@ -7,13 +7,8 @@ each instruction. The checks are our own readings of the instructions.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from evaluation.contract import Grades, Question, Reading, Task
-from evaluation.ifeval.forms import FORMS
-from evaluation.ifeval.instruction import Arguments
-from evaluation.ifeval.language import LANGUAGE
-from evaluation.ifeval.lengths import LENGTHS
-from evaluation.ifeval.words import WORDS
-from evaluation.rows import column, rows_of
+from evaluation.contract import Grades, Question, Reading, Task, column, rows_of
+from evaluation.ifeval.instructions import FORMS, LANGUAGE, LENGTHS, WORDS, Arguments
 from pipeline.data.examples import Message
 from pipeline.data.rows.sources import Row
 from pipeline.errors import DataError, suggestion

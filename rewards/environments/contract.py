@@ -1,4 +1,4 @@
-"""What an environment is, and what is given of an episode."""
+"""What an environment is, what it gives of an episode, and the messages between its processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,14 +10,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from pipeline.data.examples import Message, Role
-from rewards.contract import Outcome
+from rewards.contract import Outcome, outcome_of
 from rewards.environments.contract import VERBS, Environment, Verdict
 from rewards.environments.file import EnvironmentFile
 from rewards.environments.messages import Loaded, Play, Played
 from rewards.environments.tools import ToolEnvironment
-from rewards.forms import load_name
+from rewards.functions import load_name
 from rewards.processes import end_with_parent, leave_signals_to
-from rewards.results import outcome_of
 
 
 def main(argv: Sequence[str]) -> None:

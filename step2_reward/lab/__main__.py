@@ -28,10 +28,9 @@ def main(argv: Sequence[str]) -> None:
     )
     from pipeline.logs import configure_logging
     from pipeline.report.lab import write_page
-    from step2_reward.lab.bench_model import measure_bench
-    from step2_reward.lab.model import measure_model
-    from step2_reward.lab.sentences import sentences
-    from step2_reward.lab.write import write_measured
+    from step2_reward.lab.bench import measure_bench
+    from step2_reward.lab.measure import measure_model
+    from step2_reward.lab.sentences import sentences, write_measured
 
     configure_logging(is_main=True)
     measured = measure_model(config) if config.bench is None else measure_bench(config)

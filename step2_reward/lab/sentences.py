@@ -1,7 +1,13 @@
-"""What the laboratory's figures mean, in sentences: how far the model can be trusted."""
+"""The laboratory's findings in sentences, and its files."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from pipeline.files.durable import replace_durably
+from pipeline.report.lab import LAB
+from step2_reward.lab.figures import Measured
 
 POOR_CALIBRATION = 0.1
 BIASED = 0.15
@@ -182,3 +188,18 @@ def _best_of(figures: Mapping[str, Any]) -> list[str]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+PREDICTIONS = "predictions.jsonl"
+
+
+def write_measured(measured: Measured, directory: Path) -> None:
+    """Write lab.json and predictions.jsonl, each whole or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    figures = {"sentences": sentences(measured.figures), **measured.figures}
+    lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in measured.predictions]
+    for name, text in {
+        LAB: json.dumps(figures, indent=2, ensure_ascii=False) + "\n",
+        PREDICTIONS: "".join(lines),
+    }.items():
+        replace_durably(directory / name, text.encode("utf-8"), temporary=directory / f"{name}.tmp")

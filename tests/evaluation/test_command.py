@@ -1,7 +1,6 @@
 """`python -m evaluation`, as a user runs it, on a tiny model made on the spot."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,8 @@ from inference.weights.hash import weights_hash
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.errors import DataError, UserError
+from pipeline.data.resolve_format import resolve_format
+from pipeline.errors import UserError
 from pipeline.models.load import load_for_inference
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
@@ -73,19 +74,6 @@ def test_a_model_is_evaluated_on_several_tasks(
     assert table[2].startswith("gsm8k       strict pass@2")
 
 
-def test_of_a_run_the_model_is_that_of_the_chat(model: Path, tmp_path: Path) -> None:
-    step = tmp_path / "run" / "step1_sft"
-    shutil.copytree(model, step)
-    (step / "metrics.jsonl").write_text("")
-    (step / "result.json").write_text('{"eval": {"perplexity_after": 2.0}}')
-    words = ("--tasks", "arithmetic", "--limit", "1", "--max-new-tokens", "1")
-
-    found = evaluated(tmp_path / "run", tmp_path / "evaluation.json", *words)
-
-    assert found["path"] == found["settings"]["path"] == str(step)
-    assert found["weights_hash"] == weights_hash(load_for_inference(model)[0])
-
-
 def test_the_right_answers_are_found_in_the_answers(model: Path, tmp_path: Path) -> None:
     """A task whose answers are what the model says is solved, and by other answers not at all."""
     chat, network = loaded(model)
@@ -127,14 +115,6 @@ def test_two_processes_draw_the_answers_of_one(model: Path) -> None:
     assert len({tuple(each) for each in alone}) > 1
 
 
-def test_a_question_that_is_too_long_is_said(model: Path) -> None:
-    chat, network = loaded(model)
-    long = [Question((Message("user", "word " * 300),))]
-
-    with pytest.raises(DataError, match=r"task t has \d+ tokens, and the model reads 256"):
-        responses_to(long, network, chat, Sampling(), task="t")
-
-
 WRONG = {
     "--path is missing": ["--tasks", "embedded"],
     "--tasks is missing": ["--path", "embedded"],
@@ -170,18 +150,3 @@ def test_a_wrong_command_ends_with_one_sentence_and_code_2(tmp_path: Path) -> No
     assert done.stderr.startswith(f"error: {tmp_path}")
     assert done.stderr.count("\n") == 1
     assert not done.stdout
-
-
-def test_what_is_wrong_with_a_later_task_is_said_before_an_earlier_one_is_asked(
-    model: Path, tmp_path: Path
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    words = ["--path", str(model), "--output", str(tmp_path / "out.json"), "--tasks", "arithmetic"]
-    words += ["gsm8k", "--data", f"gsm8k={rows}"]
-    rows.write_text('{"question": "1 + 1?", "answer": "none"}\n')
-    with pytest.raises(DataError, match="line 1: its answer has no number"):
-        main(["--path", "/no/such", *words[2:]])
-    rows.write_text(json.dumps({"question": "word " * 300, "answer": "#### 2"}) + "\n")
-    with pytest.raises(DataError, match=r"task gsm8k has \d+ tokens, and the model reads 256"):
-        # Eight thousand answers would take far longer than the test may.
-        main([*words, "--max-new-tokens", "200", "--k", "16"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evaluation.contract import Reading
-from evaluation.ifeval.lengths import num_sentences
+from evaluation.ifeval.instructions import num_sentences
 from evaluation.ifeval.task import INSTRUCTIONS, follows, grade, read, variants
 from pipeline.errors import DataError
 

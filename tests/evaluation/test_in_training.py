@@ -8,20 +8,16 @@ from typing import Any
 import pytest
 
 from evaluation.__main__ import main as evaluate
-from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig, ZeroConfig
+from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
-from pipeline.errors import ConfigError, DataError
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.report.figures import before_after
 from pipeline.report.results import read_results
 from pipeline.report.write import write_report
 from step1_sft.config import SFTConfig
 from step1_sft.train import train
-from step3_ppo.config import PPOConfig
-from step3_ppo.train import train as train_ppo
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
-from tests.step3_ppo.toy import save_models, toy_config
 
 CORRECT = "eval_arithmetic_correct"
 
@@ -89,25 +85,6 @@ def test_a_step_asks_its_tasks_and_reports_what_the_exported_model_gets_right(
     assert "Task arithmetic" in page
 
 
-def _train(config: SFTConfig) -> None:
-    train(config)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("stage", [0, 3])
-def test_two_processes_measure_what_one_does(tmp_path: Path, stage: int) -> None:
-    config = always_seven(tmp_path)
-    zero = ZeroConfig(reduction="deterministic")
-    config = replace(config, model=replace(config.model, zero_stage=stage, zero=zero))
-    both = replace(config, output_dir=tmp_path / "both")
-
-    train(config)
-    run_ranks(_train, both)
-
-    assert logged(both.output_dir) == logged(config.output_dir)
-    assert result(both.output_dir)["tasks"] == result(config.output_dir)["tasks"]
-
-
 def _train_together(config: SFTConfig) -> None:
     division = config.parallel
     with cut_mesh(replicas=1, pp=division.pp, tp=division.tp, timeout_seconds=60.0):
@@ -126,42 +103,3 @@ def test_two_processes_with_parts_of_a_model_answer_together(
     run_ranks(_train_together, both)
 
     assert logged(both.output_dir) == logged(config.output_dir)
-
-
-def _train_ppo(config: PPOConfig) -> None:
-    train_ppo(config)
-
-
-@pytest.mark.grid
-def test_step_3_asks_its_tasks_on_one_process_and_on_two(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "max_steps": 1,
-        "max_prompt_length": 40,
-        "eval_tasks": ("arithmetic", "embedded"),
-        "eval_task_rows": 3,
-        "eval_task_tokens": 4,
-    }
-    save_models(tmp_path)
-    alone = toy_config(tmp_path, output_dir=tmp_path / "alone", **settings)
-    both = replace(alone, output_dir=tmp_path / "both")
-
-    train_ppo(alone)
-    run_ranks(_train_ppo, both)
-
-    tasks = result(alone.output_dir)["tasks"]
-    assert list(tasks) == [
-        "arithmetic_correct", "embedded_both", "embedded_correct", "embedded_polite",
-    ]  # fmt: skip
-    assert result(both.output_dir)["tasks"] == tasks
-    assert [step for step, _ in logged(both.output_dir)] == [0, 1]
-
-
-def test_wrong_tasks_are_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no task arithmetics; did you mean arithmetic"):
-        SFTConfig(eval_tasks=("arithmetics",))
-    with pytest.raises(ConfigError, match="give a file or Hub name as eval_task_data gsm8k=PATH"):
-        PPOConfig(eval_tasks=("gsm8k",))
-    config = always_seven(tmp_path, eval_task_data={"arithmetic": str(tmp_path / "none.jsonl")})
-    with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
-        train(config)
-    assert not (config.output_dir / "result.json").exists()

@@ -64,15 +64,6 @@ def test_what_the_model_would_say_is_its_likeliest_continuation(model: Path) -> 
     assert likeliest
 
 
-def test_an_empty_context_is_the_beginning_of_a_sequence(model: Path) -> None:
-    asked = TextModel(str(model))
-    ids = asked.encode("Hello you", special=False)
-
-    ((logprob, _),) = asked.loglikelihoods([("", "Hello you")])
-
-    assert logprob == pytest.approx(plain(model, [asked.first, *ids], len(ids))[0], abs=1e-4)
-
-
 def test_a_long_text_is_counted_once_in_windows(model: Path) -> None:
     asked = TextModel(str(model))
     text = "so how are you " * 8
@@ -86,17 +77,3 @@ def test_a_long_text_is_counted_once_in_windows(model: Path) -> None:
     first = plain(model, [asked.first, *ids[:LIMIT]], LIMIT)[0]
     second = plain(model, ids, len(ids) - LIMIT)[0]
     assert long == pytest.approx(first + second, abs=1e-3)
-
-
-def test_a_continuation_ends_before_the_first_text_that_ends_it(model: Path) -> None:
-    asked = TextModel(str(model))
-    (whole,) = asked.continuations([("How", {"max_gen_toks": 16})])
-    stop = whole[4:6]
-
-    cut, sampled = asked.continuations(
-        [("How", {"max_gen_toks": 16, "until": [stop]}),
-         ("How", {"max_gen_toks": 16, "do_sample": True, "temperature": 5.0})]
-    )  # fmt: skip
-
-    assert cut == whole[: whole.index(stop)]
-    assert sampled != whole

@@ -9,8 +9,8 @@ import pytest
 
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardConfig
+from step3_preference.config import GuardConfig as PreferenceGuard
 from step3_preference.config import PreferenceConfig
-from step3_preference.guard_settings import GuardConfig as PreferenceGuard
 from tests.faults.jobs import Forked, run_forked, small
 from tests.step3_preference.toy import save_toy, toy_config
 from tests.test_resume import exported, metrics

@@ -2,8 +2,7 @@
 
 import pytest
 
-from pipeline.errors import ConfigError
-from rewards.code_tests import cases_of, program_in
+from rewards.code_tests import program_in
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome
 from rewards.sources import read_source, scorer_of
@@ -60,23 +59,7 @@ def test_a_program_that_hangs_is_wrong_and_tests_that_can_not_be_read_are_a_fail
     assert "neither code nor inputs and outputs" in str(unread.failure)
 
 
-def test_without_isolation_tests_run_where_the_settings_say_so() -> None:
-    assert outcome(ADD, ASSERTS, sandbox="process") == Outcome(1.0)
-
-
-def test_a_sandbox_that_can_not_run_python_is_refused_at_the_start() -> None:
-    config = RewardConfig(name="runs", kind="code", sandbox="process", memory_mb=1)
-
-    with pytest.raises(ConfigError, match=r"^rewards\.runs\.sandbox: .*give it more memory_mb"):
-        read_source(config)
-
-
 def test_the_program_is_the_last_fenced_block_else_all() -> None:
     assert program_in("```python\na\n```\nno:\n```\nb\n```") == "b\n"
     assert program_in("```py\nnever closed") == "never closed"
     assert program_in("a = 1") == "a = 1"
-
-
-def test_inputs_of_several_lines_may_be_lists() -> None:
-    assert cases_of({"inputs": [["1", "2"]], "outputs": [[3]]}) == [("1\n2", "3")]
-    assert cases_of("[x for x in ()]") is None

@@ -1,17 +1,14 @@
 """`python -m rewards`, as a user runs it."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError, UserError
-from rewards.__main__ import main
-from rewards.config import RewardConfig
-from rewards.spec import read_spec
+from pipeline.errors import ConfigError
+from rewards.config import RewardConfig, read_spec
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -72,31 +69,6 @@ def test_of_preferences_it_says_how_often_the_better_response_wins(rows: Path) -
     assert "of 3 preferences has the higher reward in 50.0% (ties as a half)" in done.stdout
 
 
-WRONG = {
-    "--data-path is missing": ["--reward", "math"],
-    "--reward is missing": ["--data-path", "rows.jsonl"],
-    "did you mean math?": ["--reward", "mth", "--data-path", "rows.jsonl"],
-    "there is no file no.py": ["--reward", "no.py:f", "--data-path", "rows.jsonl"],
-    "no column x": ["--reward", "math", "--data-path", "rows.jsonl", "--response", "x"],
-    "no row has the column nope": [
-        *("--reward", "{kind: math, column: nope}", "--data-path", "rows.jsonl"),
-    ],
-    "--timeout-seconds must be above 0": [
-        *("--reward", "math", "--data-path", "rows.jsonl", "--timeout-seconds", "0"),
-    ],
-    "--workers must be 1 or more": ["--reward", "math", "--data-path", "x", "--workers", "0"],
-    "--limit must be above 0": ["--reward", "math", "--data-path", "rows.jsonl", "--limit", "0"],
-}
-
-
-def test_what_is_wrong_is_said_in_one_sentence(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(rows)
-
-    for sentence, words in WRONG.items():
-        with pytest.raises(UserError, match=re.escape(sentence)):
-            main(words)
-
-
 def test_a_word_describes_a_source() -> None:
     assert read_spec("math") == RewardConfig(name="math", kind="math")
     assert read_spec("math", ["math"]).name == "math_2"
@@ -124,13 +96,3 @@ def test_a_word_describes_a_source() -> None:
 def test_a_word_that_describes_none_is_refused(word: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_spec(word)
-
-
-@pytest.mark.parametrize("kind", ["model", "environment"])
-def test_what_only_step_3_knows_is_refused_in_a_sentence(rows: Path, kind: str) -> None:
-    done = run(rows, "--data-path", "rows.jsonl", "--reward", kind)
-
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        f"error: rewards.{kind}: kind {kind} is known in step 3 alone; leave it out here"
-    ]

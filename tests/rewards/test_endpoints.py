@@ -13,13 +13,10 @@ from typing import Any
 import pytest
 
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome
 from rewards.endpoint import Endpoint, EndpointError
-from rewards.judge import text_of
-from rewards.judgement import NoScoreError, score_in
-from rewards.mixture import Rewards
+from rewards.judge import NoScoreError, score_in, text_of
 from rewards.sources import read_source, scorer_of
 
 
@@ -154,16 +151,6 @@ def test_a_busy_server_is_asked_again_after_the_time_that_it_names() -> None:
     assert 0.4 <= seconds < 1.5
 
 
-def test_what_another_attempt_would_not_change_is_not_tried_again() -> None:
-    with serving(lambda _s, handler, _b: say(handler, {"error": "no"}, 401)) as server:
-        config = RewardConfig(name="far", kind="remote", path=server.url)
-        (outcome,) = scored(config, episodes("4"))
-
-    assert outcome.value is None
-    assert "answered 401 Unauthorized" in str(outcome.failure)
-    assert len(server.asked) == 1
-
-
 def test_a_server_that_is_down_or_slow_fails_after_its_attempts() -> None:
     with serving(lambda *_: None) as gone:
         pass
@@ -186,26 +173,6 @@ def test_a_server_that_is_down_or_slow_fails_after_its_attempts() -> None:
         assert time.monotonic() - began < 1.0
 
 
-def test_a_judge_is_asked_at_once_but_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(server: Server, handler: BaseHTTPRequestHandler, body: Any) -> None:
-        with server.working():
-            time.sleep(0.1)
-        content = body["messages"][0]["content"]
-        say(handler, judged(f'Fine. {{"score": {7.5 if "[good]" in content else 0}}}'))
-
-    monkeypatch.setenv("JUDGE_KEY", "secret")
-    given = [f"[good] {n}" if n % 2 == 0 else f"bad {n}" for n in range(12)]
-    with serving(answer) as server:
-        config = judge(server, concurrency=3, key_variable="JUDGE_KEY")
-        outcomes = scored(config, episodes(*given))
-
-    assert [each.value for each in outcomes] == [0.75, 0.0] * 6
-    assert server.most_at_once == 3
-    assert {each["Authorization"] for each in server.headers} == {"Bearer secret"}
-    assert {(each["model"], each["temperature"]) for each in server.asked} == {("m", 0)}
-    assert "secret" not in json.dumps(server.asked)
-
-
 def test_a_resumed_run_repeats_no_request_and_gets_the_same_rewards(tmp_path: Path) -> None:
     def answer(server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
         say(handler, judged(f'{{"score": {len(server.asked)}}}'))
@@ -220,36 +187,6 @@ def test_a_resumed_run_repeats_no_request_and_gets_the_same_rewards(tmp_path: Pa
     assert [each.value for each in again] == [0.2, 0.3, 0.1]
     assert len(server.asked) == 4  # another scale is another question
     assert other == [Outcome(0.2)]
-
-
-def test_failures_are_not_kept_and_a_damaged_file_is_asked_for_again(tmp_path: Path) -> None:
-    texts = ["I like it", '{"score": 10}', '{"score": 5}']
-
-    def answer(server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
-        say(handler, judged(texts[len(server.asked) - 1]))
-
-    with serving(answer) as server:
-        config = judge(server)
-        outcomes = [scored(config, episodes("a"), cache=tmp_path)[0] for _ in range(3)]
-        (file,) = tmp_path.rglob("*.json")
-        file.write_text("{")
-        outcomes += scored(config, episodes("a"), cache=tmp_path)
-
-    assert [each.value for each in outcomes] == [None, 1.0, 1.0, 0.5]
-    assert "no JSON with a score: I like it" in str(outcomes[0].failure)
-
-
-def test_rewards_of_a_service_are_kept_one_by_one(tmp_path: Path) -> None:
-    def answer(_server: Server, handler: BaseHTTPRequestHandler, body: Any) -> None:
-        say(handler, {"rewards": [float(len(each)) for each in body["query"]]})
-
-    with serving(answer) as server:
-        config = RewardConfig(name="far", kind="remote", path=server.url)
-        scored(config, episodes("a", "bb"), cache=tmp_path)
-        again = scored(config, episodes("bb", "ccc", "a"), cache=tmp_path)
-
-    assert [each.value for each in again] == [8, 9, 7]
-    assert [len(each["query"]) for each in server.asked] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -287,42 +224,3 @@ def test_a_template_names_columns_and_responses_can_not_break_it(tmp_path: Path)
     assert source.columns == {"answer"}
     assert source.fingerprint is not None
     assert server.asked[0]["messages"][0]["content"] == "2 + 2?|{prompt} {x}|4|{}"
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"path": "http://example.com/v1"}, "sends prompts and keys in clear to example.com"),
-        ({"path": "ftp://example.com"}, "must be an address"),
-        ({"path": "https://me:word@example.com"}, "holds a password"),
-        ({"path": "https://example.com", "key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
-        ({"path": "https://example.com", "template": "none.txt"}, "there is no file none.txt"),
-    ],
-)
-def test_an_endpoint_that_can_not_be_meant_is_refused(
-    settings: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        read_source(RewardConfig(name="taste", kind="judge", model="m", **settings))
-
-
-def test_within_a_network_of_ones_own_http_is_allowed() -> None:
-    config = RewardConfig(name="far", kind="remote", path="http://example.com/score", insecure=True)
-
-    assert read_source(config).endpoint.url == "http://example.com/score"
-
-
-def test_what_computes_does_not_wait_for_a_judge() -> None:
-    def answer(_server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
-        time.sleep(0.5)
-        say(handler, judged('{"score": 5}'))
-
-    with serving(answer) as server:
-        exact = RewardConfig(name="right", kind="exact")
-        with Rewards([judge(server), exact], workers=1) as rewards:
-            rewards.submit(episodes("a", "b", answer="a"))
-            verdicts = rewards.results()
-
-    assert verdicts.sources["taste"].values == [0.5, 0.5]
-    assert verdicts.sources["right"].values == [1.0, 0.0]
-    assert verdicts.seconds["right"] < 0.2

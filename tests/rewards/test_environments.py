@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from rewards.environments.calculator import Calculator
-from rewards.environments.file import BUILT_IN, read_environment
+from rewards.environments.file import read_environment
 from rewards.environments.games import GamesConfig, games
 from rewards.environments.guessing import GuessingGame
 from rewards.environments.messages import Played
@@ -124,24 +124,6 @@ def test_an_episode_that_fails_costs_no_other_its_state(
     assert not [each for each in below if alive(each)]
 
 
-def test_much_may_be_said_by_both_sides_at_once(tmp_path: Path) -> None:
-    """Messages larger than what a pipe holds, many of them before any is received."""
-    name = "n" * 300_000
-    with workers(tmp_path, count=2) as environments:
-        numbers = [environments.begin({"name": name}, seed=0) for _ in range(20)]
-        openings = replies(environments, 20)
-
-    assert all(shown(openings[number]) == f"{name} 0" for number in numbers)
-
-
-def test_a_wrong_opening_is_said(tmp_path: Path) -> None:
-    with workers(tmp_path) as environments:
-        number = environments.begin({"name": "a", "how": "bad opening"}, seed=0)
-        failure = replies(environments, 1)[number].failure
-
-    assert failure == "reset returned str 'hello', not a list of messages"
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -241,33 +223,6 @@ def test_a_call_is_answered_with_its_result_or_with_what_is_wrong_with_it(
     assert re.match(re.escape(result) if not result.startswith("error") else result, found[1])
 
 
-def test_calls_of_one_answer_are_made_in_order_and_an_answer_without_any_ends_the_episode(
-    shop: ToolEnvironment,
-) -> None:
-    observation = shop.step(f"First {call('buy', name='a')} then {call('pay', price=1)}")
-
-    assert observation is not None
-    assert observation[0].content.count("<tool_response>") == 2
-    assert observation[0].content.index("bought") < observation[0].content.index("EUR")
-    assert shop.step("Done.") is None
-    assert shop.reward() == 0.5
-    with pytest.raises(KeyError):
-        shop.step(call("fail"))
-
-
-def test_a_model_is_told_of_the_tools_where_the_class_says_nothing_else() -> None:
-    class Plain(Shop):
-        INSTRUCTIONS = None
-
-    row = {"currency": "EUR", "dialogue": [{"role": "user", "content": "Shop."}]}
-    system = ToolEnvironment(Plain()).reset(row, seed=0)[0]
-
-    assert system.role == "system"
-    assert "buy(name: str, count: int = 1" in system.content
-    assert "Buy things." in system.content
-    assert "_hidden" not in system.content
-
-
 def test_the_calculator_is_called_as_its_demonstrations_call_it() -> None:
     environment = ToolEnvironment(Calculator())
     opening = environment.reset({"dialogue": [{"role": "user", "content": "1+2="}]}, seed=0)
@@ -320,39 +275,3 @@ def test_demonstrations_are_games_that_agree_with_the_environment() -> None:
                 follows["content"]
             ]
         assert game.step(last["content"]) is None
-
-
-def test_our_examples_are_environments() -> None:
-    forms = {name: read_environment(name).form for name in BUILT_IN}
-
-    assert forms == {"guessing": "turns", "calculator": "tools"}
-    assert read_environment("guessing").gives_reward
-    assert not read_environment("calculator").gives_reward
-
-
-def test_a_call_may_hold_anything_and_its_environment_still_says_what_is_wrong() -> None:
-    tools = ToolEnvironment(Calculator())
-    row = {"dialogue": [{"role": "user", "content": "1+2="}]}
-    tools.reset(row, seed=0)
-
-    for call in ('{"name": "\\ud83d"}', "[" * 2000, '{"name": "add", "arguments": ' + "1" * 5000):
-        (reply,) = tools.step(f"<tool_call>{call}</tool_call>") or ()
-        assert "<tool_response>error: " in reply.content
-        assert reply.content.encode()
-
-
-def test_instructions_join_the_rows_own_system_message() -> None:
-    class Shop:
-        def reset(self) -> None: ...
-
-        def price(self, name: str) -> float:
-            """What a thing costs."""
-            return len(name)
-
-    dialogue = [{"role": role, "content": role} for role in ("system", "user")]
-
-    system, user = ToolEnvironment(Shop()).reset({"dialogue": dialogue}, seed=0)
-
-    assert (system.role, user.role) == ("system", "user")
-    assert system.content.startswith("system\n\nYou can use tools.")
-    assert "price(name: str) -> float: What a thing costs." in system.content

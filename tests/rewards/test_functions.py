@@ -65,14 +65,6 @@ def test_the_form_and_the_columns_follow_from_the_parameters(
     assert (function.form, set(function.columns)) == (form, columns)
 
 
-def test_settings_name_the_form_and_the_column_of_the_answer(tmp_path: Path) -> None:
-    text = "def score(completions): return [read(c) for c in completions]"
-    assert read(tmp_path, text, form="trl_conversational").form == "trl_conversational"
-
-    labels = read(tmp_path, "def score(queries, prompts, labels): return []", column="gold")
-    assert labels.columns == {"gold"}
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -100,9 +92,3 @@ def test_reading_a_function_runs_nothing_of_its_file(tmp_path: Path) -> None:
     read(tmp_path, text)
 
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("path", ["nowhere.py:score", "mine.py", "mine.py:", "mine.py:a b"])
-def test_a_path_that_names_no_function_of_a_file_is_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"^rewards\.mine\.path"):
-        read_function(RewardConfig(name="mine", kind="function", path=path))

@@ -8,10 +8,10 @@ import torch
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.errors import ConfigError
+from pipeline.data.resolve_format import resolve_format
 from rewards.config import RewardConfig
 from rewards.contract import Episode
 from rewards.mixture import Rewards
-from rewards.sources import read_source
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
@@ -80,13 +80,3 @@ def test_a_question_that_does_not_fit_the_model_fails_its_response_alone(judge: 
     assert scored.values == [0.85, None]
     assert scored.failed[1] is not None
     assert "rewards.taste: the question: the prompt has" in scored.failed[1]
-
-
-def test_a_directory_without_a_model_is_refused_before_a_process_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.taste\.path .* has no config\.json"):
-        read_source(RewardConfig(name="taste", kind="generative", path=str(tmp_path)))
-
-
-def test_it_reads_no_setting_of_an_endpoint() -> None:
-    with pytest.raises(ConfigError, match="generative does not read it"):
-        RewardConfig(name="taste", kind="generative", path="DIR", attempts=2)

@@ -87,21 +87,6 @@ def test_what_is_no_number_is_a_failure_of_its_response_alone() -> None:
     assert scored.values == [*[None] * len(wrong), None, 1.0, 2.0]
 
 
-def test_a_wrong_number_of_results_fails_all_of_a_call() -> None:
-    wrong = {
-        "[1.0]": "it returned 1 results for 2 responses",
-        "0.5": "it returned float 0.5, not a list of numbers",
-        "'12'": "it returned str '12', not a list of numbers",
-        "{0: 1, 1: 2}": "it returned dict {0: 1, 1: 2}, not a list of numbers",
-    }
-
-    with Rewards([function("batch")], workers=1) as rewards:
-        for returned, sentence in wrong.items():
-            rewards.submit(episodes(returned, ""))
-            scored = rewards.results().sources["batch"]
-            assert scored == Scored([None, None], [sentence, sentence])
-
-
 def test_results_are_ordered_by_slot_however_they_were_submitted() -> None:
     whole = episodes("a", "bb", "ccc", "dddd")
 
@@ -163,16 +148,6 @@ def check_memory(count: int, seconds: float) -> None:
     assert not descendants()
 
 
-@pytest.mark.jobs
-def test_hangs_in_a_row_leave_no_process_and_no_memory() -> None:
-    check_memory(10, 0.05)
-
-
-@pytest.mark.faults
-def test_a_hundred_hangs_in_a_row_leave_no_process_and_no_memory() -> None:
-    check_memory(100, 0.2)
-
-
 def test_what_a_killed_call_had_started_ends_with_it() -> None:
     mark = f"mark-{os.getpid()}"
 
@@ -231,36 +206,6 @@ def test_nothing_outlives_a_killed_training_process_or_supervisor(victim: str) -
     assert gone
 
 
-def test_signals_to_a_job_leave_the_rewards_of_its_last_step_alone() -> None:
-    with Rewards([function("length")]) as rewards:
-        for process in descendants():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-                process.send_signal(number)
-        rewards.submit(episodes("a", "bb"))
-
-        assert rewards.results().sources["length"].values == [1, 2]
-
-
-def test_a_lost_supervisor_is_said_in_a_sentence() -> None:
-    with Rewards([function("length")]) as rewards:
-        supervisor = descendants()[0]
-        supervisor.kill()
-
-        with pytest.raises(RewardError, match="the process that keeps the reward workers"):
-            rewards.results()
-    assert until(lambda: not descendants())
-
-
-def test_a_file_that_can_not_be_imported_is_an_error_at_the_start(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("import no_such_module\ndef score(episodes): return []")
-    config = RewardConfig(name="mine", kind="function", path=f"{file}:score")
-
-    with pytest.raises(ConfigError, match=r"rewards\.mine can't be loaded: ModuleNotFoundError"):
-        Rewards([config])
-    assert until(lambda: not descendants())
-
-
 def test_an_edit_during_the_run_changes_nothing_and_another_file_another_fingerprint(
     tmp_path: Path,
 ) -> None:
@@ -282,18 +227,6 @@ def test_an_edit_during_the_run_changes_nothing_and_another_file_another_fingerp
     assert values == [1.0]
     assert before.keys() == after.keys() == {"mine"}
     assert before != after
-
-
-def test_gold_is_measured_beside_the_sources() -> None:
-    with Rewards([function("returns")], gold=function("batch")) as rewards:
-        rewards.submit(episodes("None", "1/0", "3"))
-        verdicts = rewards.results()
-
-    assert verdicts.sources["returns"].values == [None, None, 3.0]
-    assert verdicts.sources["returns"].num_failed == 1
-    assert verdicts.gold is not None
-    assert verdicts.gold.num_failed == 3
-    assert set(verdicts.seconds) == {"returns", "batch"}
 
 
 def test_failures_past_the_share_stop_the_run_in_one_sentence() -> None:

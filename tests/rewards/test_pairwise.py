@@ -4,9 +4,6 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from pipeline.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.contract import Outcome
 from rewards.pairwise import PairwiseJudge, pairwise_judge
@@ -55,35 +52,3 @@ def test_no_verdict_is_a_failure_and_is_not_kept(tmp_path: Path) -> None:
     assert failed.failure == 'the judge\'s answer has no JSON with a verdict: {"better": "both"}'
     assert [won] == again == [Outcome(1.0)]
     assert len(server.asked) == 3  # what has been answered is not asked again
-
-
-def test_a_template_must_name_both_responses(tmp_path: Path) -> None:
-    template = tmp_path / "template.txt"
-    template.write_text("{prompt} {first} {column}: {{}}")
-    config = RewardConfig(
-        name="judge", kind="judge", path="https://x/v1", model="m", template=str(template)
-    )
-    with pytest.raises(ConfigError, match=r"must name \{first\} and \{second\}"):
-        pairwise_judge(config, cache_dir=None, timeout_seconds=1.0)
-    template.write_text("{first} {second} {column}")
-    judge = pairwise_judge(config, cache_dir=None, timeout_seconds=1.0)
-    assert judge.columns == {"column"}
-
-
-def test_a_setting_of_judges_that_score_one_by_one_is_refused() -> None:
-    config = RewardConfig(
-        name="judge", kind="judge", path="https://x/v1", model="m", scale=(1.0, 5.0)
-    )
-    with pytest.raises(ConfigError, match=r"rewards\.judge\.scale is for a judge that scores"):
-        pairwise_judge(config, cache_dir=None, timeout_seconds=1.0)
-
-
-@pytest.mark.parametrize("text", ["{first} {second} {", "{first} {second} {}", "{first:d}"])
-def test_a_template_that_can_not_be_filled_is_refused(tmp_path: Path, text: str) -> None:
-    template = tmp_path / "template.txt"
-    template.write_text(text)
-    config = RewardConfig(
-        name="judge", kind="judge", path="https://x/v1", model="m", template=str(template)
-    )
-    with pytest.raises(ConfigError, match=r"rewards\.judge\.template: .*; write \{\{ and \}\}"):
-        pairwise_judge(config, cache_dir=None, timeout_seconds=1.0)

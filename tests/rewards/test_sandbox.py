@@ -109,13 +109,6 @@ def test_what_takes_too_much_ends_alone(what: str) -> None:
     check_hungry(what)
 
 
-@pytest.mark.faults
-@isolated
-@pytest.mark.parametrize("what", sorted(HUNGRY.keys() - {"memory", "processes"}))
-def test_what_takes_too_much_of_anything_ends_alone(what: str) -> None:
-    check_hungry(what)
-
-
 def check_hungry(what: str) -> None:
     before = children()
 
@@ -164,39 +157,11 @@ for seconds in (0.3, 1000):
 """
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    "kind", [pytest.param("namespaces", marks=isolated), pytest.param("process")]
-)
-def test_a_process_that_left_its_parent_and_session_ends_with_the_program(kind: str) -> None:
-    mark = f"mark-{os.getpid()}-{kind}"
-
-    subprocess.run([sys.executable, "-c", WITH_ORPHAN, kind, mark], check=True)
-
-    assert not [each for each in psutil.process_iter() if mark in _words(each)]
-
-
 def _words(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-@pytest.mark.faults
-@isolated
-def test_a_sandbox_ends_with_a_killed_worker() -> None:
-    program = "from tests.rewards.test_sandbox import *\nrun('import time; time.sleep(1000)')"
-    worker = subprocess.Popen([sys.executable, "-c", program])
-    process = psutil.Process(worker.pid)
-    # Outside, member, first, program.
-    assert until(lambda: len(process.children(recursive=True)) == 4)
-    inside = process.children(recursive=True)
-
-    worker.kill()
-    worker.wait()
-
-    assert until(lambda: not any(each.is_running() for each in inside))
 
 
 def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:

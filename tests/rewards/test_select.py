@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,13 +12,11 @@ import pytest
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.reading import RowReader, Wanted
 from pipeline.errors import ConfigError, DataError, ModelError, UserError
+from pipeline.data.reading import RowReader, Wanted
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
-from rewards.contract import RewardError
-from rewards.select import main, select
-from rewards.select_config import SelectConfig
-from rewards.selection import Candidate, best, best_and_worst, best_of_n_kl
+from rewards.select import Candidate, SelectConfig, best, best_and_worst, best_of_n_kl, main, select
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
@@ -136,15 +133,6 @@ def test_what_is_written_is_never_farther_than_the_bound(name: str, filtered: st
             assert -1e-12 <= kl <= best_of_n_kl(n, kept) + 1e-12
 
 
-def test_a_filter_goes_beyond_the_bound_without_it() -> None:
-    """So that the figure for all draws would be no bound of what is written."""
-    kept, kl = rows_of_all_draws(UNLIKE, 4, min_reward=3.0)
-
-    assert kept == pytest.approx(1 - 0.95**4)
-    assert kl == pytest.approx(-math.log(0.05))
-    assert best_of_n_kl(4) < 1 < kl <= best_of_n_kl(4, kept)
-
-
 def test_the_bound_is_reached_where_no_two_answers_are_alike() -> None:
     """With 20,000 answers of one probability, of which the best of 4 is kept where it is high."""
     n, count = 4, 20_000
@@ -153,16 +141,6 @@ def test_the_bound_is_reached_where_no_two_answers_are_alike() -> None:
         kept = math.fsum(shares)
         kl = math.fsum(each / kept * math.log(each / kept * count) for each in shares)
         assert kl == pytest.approx(best_of_n_kl(n, kept), abs=1e-3)
-
-
-def test_over_prompts_the_mean_distance_of_rows_is_within_the_bound_of_the_mean_share() -> None:
-    """Prompts of which few draws give a row have few rows, and these are far."""
-    found = [rows_of_all_draws(world, 3, min_reward=1.0) for world in WORLDS.values()]
-    rows = math.fsum(kept for kept, _ in found)
-
-    mean = math.fsum(kept * kl for kept, kl in found) / rows
-
-    assert mean <= best_of_n_kl(3, rows / len(found))
 
 
 @pytest.fixture
@@ -245,88 +223,3 @@ def test_a_reward_model_scores_what_it_would_alone(prompts: Path, tmp_path: Path
         prompt = [Message(turn["role"], turn["content"]) for turn in row["messages"][:-1]]
         (score,) = score_responses(str(reward), [(prompt, row["messages"][-1]["content"])])
         assert row["reward"] == pytest.approx(2 * score, abs=1e-5)
-
-
-def test_sources_that_fail_or_choose_nothing_are_said(prompts: Path, tmp_path: Path) -> None:
-    (tmp_path / "score.py").write_text("def broken(episodes): raise KeyError('answer')\n")
-    with pytest.raises(RewardError, match=r"broken failed on 48 of 48 .* --max-failures 0\.1"):
-        selected(prompts, "--reward-function", f"{tmp_path / 'score.py'}:broken")
-    with pytest.raises(DataError, match="no prompt gave a row"):
-        selected(prompts, "--reward", SHORT, "--min-reward", "1")
-    assert not prompts.with_name("selected.jsonl").exists()
-
-
-WRONG = {
-    "--path is missing": {"path": ""},
-    "--prompts is missing": {"prompts": ""},
-    "--reward is missing": {"reward": ()},
-    "say which one": {"reward": ("model",)},
-    "step 3 alone pools": {"reward": ("{kind: model, path: a, members: [b]}",)},
-    "--best-of must be 2 or more": {"best_of": 1},
-    "--temperature must be above 0": {"temperature": 0.0},
-}
-
-
-@pytest.mark.parametrize("sentence", WRONG)
-def test_wrong_settings_are_named(sentence: str) -> None:
-    settings = {"path": "embedded", "prompts": "x.jsonl", "reward": ("math",), **WRONG[sentence]}
-    with pytest.raises(ConfigError, match=sentence):
-        _ = SelectConfig(**settings).sources
-
-
-def test_prompts_that_are_not_there_are_named() -> None:
-    with pytest.raises(UserError, match="there is no such file"):
-        main(["--path", "embedded", "--prompts", "none.jsonl", "--reward", "repetition"])
-
-
-def damaged(prompts: Path, name: str, template: str) -> Path:
-    """A copy of the model whose chat template is another."""
-    copy = prompts.with_name(name)
-    shutil.copytree(prompts.with_name("model"), copy)
-    (copy / "chat_template.jinja").write_text(template)
-    return copy
-
-
-def untouched(prompts: Path, *words: str) -> list[str]:
-    """A command line whose model has weights that are no numbers, which loading it would say."""
-    weights = prompts.with_name("model") / "model.safetensors"
-    kept = weights.read_bytes()
-    weights.write_bytes(kept[: len(kept) // 2] + b"\xff" * (len(kept) - len(kept) // 2))
-    return ["--path", str(weights.parent), "--prompts", str(prompts), *words]
-
-
-RAISES = "{{ 1 // 0 }}"
-
-
-def test_a_template_that_raises_is_named_with_its_model(prompts: Path) -> None:
-    broken = damaged(prompts, "broken", RAISES)
-    words = ["--prompts", str(prompts), "--reward", "repetition", "--path", str(broken)]
-
-    with pytest.raises(DataError) as error:
-        main(words)
-
-    assert str(error.value).startswith(
-        f"the chat template of {broken} can't render a dialogue of user turns: ZeroDivisionError("
-    )
-
-
-def test_a_reward_model_is_looked_at_before_the_model_that_answers_is_loaded(prompts: Path) -> None:
-    broken = damaged(prompts, "broken", RAISES)
-    for path, sentence in {
-        str(prompts.parent / "none"): "no such model",
-        str(prompts.with_name("model")): "is not a reward model",
-    }.items():
-        taste = json.dumps({"kind": "model", "path": path})
-        with pytest.raises(ModelError, match=sentence):
-            main(untouched(prompts, "--reward", taste))
-    export(*load_reward_for_inference(broken), prompts.with_name("reward"))
-    (prompts.with_name("reward") / "chat_template.jinja").write_text(RAISES)
-    taste = json.dumps({"kind": "model", "path": str(prompts.with_name("reward"))})
-    with pytest.raises(DataError, match=f"the chat template of {prompts.with_name('reward')} "):
-        main(untouched(prompts, "--reward", taste))
-
-
-def test_an_output_that_can_not_be_written_is_said_before_any_work(prompts: Path) -> None:
-    words = untouched(prompts, "--reward", "repetition", "--out", str(prompts.parent))
-    with pytest.raises(ConfigError, match=f"--output {prompts.parent} is a directory"):
-        main(words)

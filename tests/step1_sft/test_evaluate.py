@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from inference.generate import main as generate
-from pipeline.errors import ConfigError
-from step1_sft.evaluate import DEFAULT_PROMPTS, main
+from step1_sft.evaluate import main
 
 
 def test_the_comparison_has_the_answers_that_generation_gives(
@@ -31,17 +30,6 @@ def test_the_comparison_has_the_answers_that_generation_gives(
     assert capsys.readouterr().out.startswith(f"Prompt:   Hi\nBaseline: {answers[0]}\n")
 
 
-def test_without_a_file_the_default_prompts_are_compared_on_a_page(tmp_path: Path) -> None:
-    page = tmp_path / "comparison.html"
-
-    main(["--baseline", "embedded", "--model", "embedded", "--max-new-tokens", "2",
-          "--out", str(page)])  # fmt: skip
-
-    text = page.read_text(encoding="utf-8")
-    assert all(prompt in text for prompt in DEFAULT_PROMPTS)
-    assert text.count('class="answer ') == 2 * len(DEFAULT_PROMPTS)
-
-
 def test_the_names_of_deepspeed_chat_work_too(tmp_path: Path) -> None:
     out = tmp_path / "comparison.json"
 
@@ -49,8 +37,3 @@ def test_the_names_of_deepspeed_chat_work_too(tmp_path: Path) -> None:
           "--max_new_tokens", "1", "--out", str(out)])  # fmt: skip
 
     assert json.loads(out.read_text())["paths"] == {"baseline": "embedded", "model": "embedded"}
-
-
-def test_an_output_of_another_kind_is_refused_before_a_model_is_loaded() -> None:
-    with pytest.raises(ConfigError, match=r"must end in \.html or \.json"):
-        main(["--baseline", "no/such", "--model", "no/such", "--out", "comparison.txt"])

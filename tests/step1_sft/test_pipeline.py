@@ -172,19 +172,6 @@ def test_stages_of_several_chunks_end_as_one_process(case: str, tmp_path: Path) 
     assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
 
 
-@pytest.mark.grid
-def test_pipelines_of_stages_of_several_chunks_end_as_data_parallelism(tmp_path: Path) -> None:
-    start = make(tmp_path, "llama", blocks=4, tie_word_embeddings=True)
-    plain, model = ParallelConfig(micro_batches=3), {"zero_stage": 1, "precision": "bf16"}
-    alone = settings(start, tmp_path / "alone", model=model, parallel=plain)
-    run_ranks(run, alone)
-
-    staged = replace(plain, pp=2, replicas=2, schedule="interleaved", chunks=2)
-    run_ranks(run, settings(start, tmp_path / "staged", model=model, parallel=staged), world_size=4)
-
-    assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
-
-
 @pytest.mark.jobs
 def test_a_run_of_any_stages_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> None:
     start = make(tmp_path, "gpt2", blocks=4)
@@ -246,34 +233,6 @@ def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_all(tmp_pa
     assert run_ranks(overflows, config, [0]) == [[True, False]] * 2
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "more stages than blocks": (
-        {"parallel": ParallelConfig(pp=4)},
-        "parallel.pp 4 is more than the 3 blocks of the model; take 3 at most",
-    ),
-    "a partition that doesn't add up": (
-        {"parallel": ParallelConfig(pp=2, partition=(1, 1))},
-        "parallel.partition 1 1 doesn't cut the model's 3 blocks into 2 stages; give 2 numbers",
-    ),
-    "more chunks than blocks": (
-        {"parallel": ParallelConfig(pp=2, schedule="interleaved", chunks=2)},
-        "2 stages of 2 chunks (parallel.chunks) are more than the 3 blocks of the model; take"
-        " schedule 1f1b, with chunks 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_the_model_can_not_be_cut_into_is_refused_by_the_plan(
-    name: str, tmp_path: Path
-) -> None:
-    changes, sentence = REFUSED[name]
-    config = settings(make(tmp_path, "llama"), tmp_path / "out", pp=2, **changes)
-
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        step_memory(config, machine=Machine(4, 4, None, 2**34, "it"))
-
-
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block anew"),
     "nvme": (
@@ -290,25 +249,6 @@ def test_settings_that_contradict_stages_are_refused(name: str, tmp_path: Path) 
 
     with pytest.raises(ConfigError, match=sentence):
         settings(tmp_path, tmp_path, pp=2, model=model, **changes)
-
-
-def test_divisions_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(ConfigError, match="says which stage has which blocks"):
-        ParallelConfig(partition=(1, 1))
-    with pytest.raises(ConfigError, match=r"chunks 2 needs parallel\.schedule interleaved"):
-        ParallelConfig(pp=2, chunks=2)
-    with pytest.raises(ConfigError, match=r"interleaved needs parallel\.chunks above 1; set it 2"):
-        ParallelConfig(pp=2, schedule="interleaved")
-    with pytest.raises(ConfigError, match=r"needs parallel\.pp above 1"):
-        ParallelConfig(schedule="interleaved", chunks=2)
-    with pytest.raises(ConfigError, match=r"2 numbers for the 4 chunks \(parallel\.chunks\) of"):
-        ParallelConfig(pp=2, schedule="interleaved", chunks=2, partition=(1, 1))
-    with pytest.raises(ConfigError, match="pp 3 doesn't divide the 4 processes; take 2"):
-        ParallelConfig(pp=3).check(4)
-    with pytest.raises(
-        ConfigError, match="replicas 2 doesn't divide the 1 processes of each stage"
-    ):
-        ParallelConfig(pp=2, replicas=2).check(2)
 
 
 def hangs(config: SFTConfig, rank: int) -> None:

@@ -17,25 +17,17 @@ from pipeline.budget.machine import Machine
 from pipeline.budget.memory import step_memory
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.zero import ZeroConfig
-from pipeline.demo.model import build_tokenizer
 from pipeline.engine.checkpoint.__main__ import consolidate
-from pipeline.engine.stored import StoredParameter
-from pipeline.errors import ConfigError
 from pipeline.models.divided_vocabulary import LARGE
-from pipeline.models.quantized import QuantizedLinear, parts_bytes
-from pipeline.models.tensor_cut import cut_layers
-from pipeline.models.trained import trained_causal_lm
 from pipeline.next_token import next_token_nll
 from pipeline.offline import load_rows
-from pipeline.parallel.mesh import current_mesh, cut_mesh
+from pipeline.parallel.mesh import cut_mesh
 from pipeline.run import Run
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
 from step1_sft.train import load_model
 from tests.distributed import run_ranks
 from tests.step1_sft.small_runs import cut_off, ended, make, run, saved, settings
-
-ONE = Machine(1, 1, None, 2**34, "it")
 
 NF4 = {"quantize": "nf4"}
 
@@ -176,16 +168,6 @@ def test_mixtures_end_in_the_bits_of_two_processes(name: str, tmp_path: Path) ->
     assert ended(tmp_path / "mixed") == ended(tmp_path / "plain")
 
 
-@pytest.mark.grid
-def test_adapters_learn_the_same_bits_from_tokens_of_its_own(tmp_path: Path) -> None:
-    start, lora = make(tmp_path, "llama"), {"lora": LoraConfig(rank=2)}
-    for name, sequence in (("own", True), ("all", False)):
-        parallel = ParallelConfig(tp=2, micro_batches=3, sequence=sequence)
-        run_ranks(run, settings(start, tmp_path / name, parallel=parallel, model=lora))
-
-    assert ended(tmp_path / "own") == ended(tmp_path / "all")
-
-
 def take_up(config: SFTConfig, step: int) -> None:
     """Load the newest state of a run, and save it again under another step."""
     parallel = config.parallel
@@ -286,27 +268,8 @@ def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_all(
     assert (skipped, norms[1]) == (other[0], other[1][1])
 
 
-def quantized_weights(config: SFTConfig) -> tuple[float, set[str]]:
-    """Of frozen bytes the share of those of one process, and frozen weights that are in memory."""
-    with cut_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
-        model = trained_causal_lm(
-            config.model, build_tokenizer(), device=torch.device("cpu"), seed=0, defer=True
-        )
-        frozen = {n: each for n, each in model.named_parameters() if not each.requires_grad}
-        here = {n for n, each in frozen.items() if not isinstance(each, StoredParameter)}
-        cut_layers(model, current_mesh().tensor, sequence=True)
-        layers = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
-        own = sum(parts_bytes(each) for each in layers)
-        whole = sum(4.5 / 8 * each.whole_shape.numel() for each in layers)
-    return own / whole, here
 
 
-@pytest.mark.jobs
-def test_a_process_reads_and_quantizes_its_own_half_alone(tmp_path: Path) -> None:
-    start = make(tmp_path, "llama", hidden_size=256, intermediate_size=512)
-    config = settings(start, tmp_path / "out", tp=2, model={"lora": LoraConfig(rank=2), **NF4})
-
-    assert run_ranks(quantized_weights, config) == [(0.5, set())] * 2
 
 
 def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Path) -> None:

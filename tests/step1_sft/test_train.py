@@ -97,17 +97,6 @@ def test_a_dialogue_that_is_too_long_loses_its_end(tmp_path: Path) -> None:
     assert short.trained == whole.trained[:7]
 
 
-def test_micro_batches_hold_at_most_the_tokens_of_full_sequences(tmp_path: Path) -> None:
-    config = small_task(tmp_path, micro_batch_size=2)
-    rows = random_rows((48, 48, 20, 20, 20, 5, 5))
-
-    batches = cut(rows, config)
-
-    assert sum(batch.num_tokens for batch in batches) == sum(map(len, rows))
-    assert all(batch.num_tokens <= 2 * 48 for batch in batches)
-    assert len(batches) == 2
-
-
 def test_the_micro_batch_size_changes_no_loss(tmp_path: Path) -> None:
     losses = []
 
@@ -134,30 +123,6 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     first, second = run_ranks(losses_of, config)
 
     assert first == second == pytest.approx(alone, rel=1e-4)
-
-
-def test_the_exported_weights_are_the_best_ones_and_patience_stops(tmp_path: Path) -> None:
-    # A rate so high that the second step undoes what the first one gained.
-    optim = OptimConfig(lr=0.3, schedule="constant", warmup_ratio=0.0)
-    config = small_task(tmp_path, max_steps=9, eval_every=1, patience=1)
-    config = replace(config, model=replace(config.model, optim=optim))
-
-    train(config)
-
-    measured = logged(config, "eval_perplexity")[1:]  # the first is from before training
-    best = min(measured)
-    report = result(config)
-    assert report["perplexity_after"] == best
-    assert report["best_step"] == measured.index(best) + 1
-    assert len(measured) == report["best_step"] + 1 < 9
-    last = (config.output_dir / "checkpoints" / "latest").read_text()
-    assert last == f"step_{len(measured):08d}\n"  # saved before the export, as after a last step
-    _, chat = load_chat(config.model, DataConfig())
-    held_out = load_examples(config.data, step=1, seed=config.seed).eval
-    model = load_causal_lm(FrozenModelConfig(path=str(config.output_dir)), device=CPU)
-    passes = Passes(Engine(Policy(model), config.model, total_steps=1))
-    again = perplexity(passes, cut(encode(held_out, chat, config), config))
-    assert again == pytest.approx(best, rel=1e-5)
 
 
 @pytest.mark.jobs

@@ -22,6 +22,7 @@ from pipeline.config import FrozenModelConfig, LoraConfig
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.models.load import load_tokenizer
+from pipeline.data.resolve_format import resolve_format
 from pipeline.models.reward_model import load_scorer, score_responses
 from step2_reward.train import train
 from tests.step2_reward.labelled import rows_of, save_base, task, write_csv, write_jsonl
@@ -102,9 +103,3 @@ def test_an_encoder_learns_pairs_and_its_score_has_the_unit_of_an_actor_with_oth
     scorer, chat = load_scorer(str(config.output_dir))
     assert chat.begins_with_cls
     assert scorer.model.config.score_std > 0
-
-
-def test_a_tokenizer_of_an_encoder_ends_texts_with_its_separator(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(FrozenModelConfig(path=str(save_bert(tmp_path))))
-
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("[CLS]", "[SEP]")

@@ -10,11 +10,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.errors import DataError, ModelError, UserError
+from pipeline.data.resolve_format import resolve_format
+from pipeline.errors import ModelError
 from pipeline.models.export import export
 from pipeline.models.load import load_for_inference, load_reward_for_inference
 from pipeline.models.reward_model import load_scorer
 from step2_reward.config import RewardConfig
-from step2_reward.evaluate import DEFAULT_EXAMPLES, main, read_pairs, score_answers
+from step2_reward.evaluate import main, score_answers
 
 
 @pytest.fixture(scope="module")
@@ -80,45 +82,6 @@ def test_pairs_get_the_accuracy_and_the_means_of_their_scores(
     assert figures["mean rejected"] == pytest.approx(sum(rejected) / 2, abs=1e-4)
 
 
-def test_without_a_question_the_default_examples_are_scored(
-    reward_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["--model_name_or_path", str(reward_dir)])
-
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 * len(DEFAULT_EXAMPLES)
-    assert lines[0] == f"Prompt: {DEFAULT_EXAMPLES[0][0]}"
-
-
-def test_the_embedded_task_has_held_out_pairs() -> None:
-    pairs = read_pairs("embedded", seed=1234)
-
-    assert len(pairs) > 100
-    assert all(pair.chosen and pair.rejected for pair in pairs)
-
-
 def test_a_language_model_is_not_taken_for_a_reward_model(actor_dir: Path) -> None:
     with pytest.raises(ModelError, match="is not a reward model"):
         load_scorer(str(actor_dir))
-
-
-def test_data_without_pairs_is_refused(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"prompt": "a", "response": "b"}\n')
-
-    with pytest.raises(DataError, match="none of its 1 rows has a chosen and a rejected"):
-        read_pairs(str(data), seed=0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--prompt", "a"],
-        ["--answer", "a"],
-        ["--prompt", "a", "--answer", "b", "--data-path", "c"],
-        ["--pairs", "0"],
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(options: list[str]) -> None:
-    with pytest.raises(UserError, match="--p"):
-        main(["--path", "no/such", *options])

@@ -1,18 +1,15 @@
 """The laboratory's command and what step 2 leaves of it: files, report, sentences, wrong input."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.errors import DataError, ModelError, UserError
+from pipeline.errors import DataError, UserError
 from pipeline.report.write import write_report
 from step2_reward.lab.__main__ import main
-from step2_reward.lab.sentences import sentences
 from step2_reward.train import train
-from tests.distributed import run_ranks
 from tests.step2_reward.labelled import rows_of, save_base, task, write_jsonl
 
 
@@ -76,24 +73,6 @@ def test_the_command_measures_an_exported_model_as_the_step_did(
         assert again[row["origin"]] == pytest.approx(row["probabilities"], abs=1e-6)
 
 
-def measured_by_two(config: Any) -> None:
-    train(config)
-
-
-def test_two_processes_measure_what_one_does(trained: Path, tmp_path: Path) -> None:
-    data = trained / "pairs.jsonl"
-    config = task(tmp_path, data, trained / "base", max_steps=2)
-    train(config)
-    together = replace(config, output_dir=tmp_path / "together")
-
-    run_ranks(measured_by_two, together)
-
-    one, two = lab(config.output_dir), lab(together.output_dir)
-    assert two["accuracy"] == one["accuracy"]
-    assert two["calibration"]["ece"] == pytest.approx(one["calibration"]["ece"], abs=1e-3)
-    assert two["length"]["spearman"] == pytest.approx(one["length"]["spearman"])
-
-
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
@@ -116,26 +95,3 @@ def test_wrong_input_of_the_command_is_named(
 
     with pytest.raises(error, match=sentence):
         main(["--path", str(trained / "classes" / "step2_reward"), *options])
-
-
-def test_a_language_model_is_no_reward_model(trained: Path) -> None:
-    with pytest.raises(ModelError, match="is not a reward model"):
-        main(["--path", str(trained / "base"), "--data-path", str(trained / "pairs.jsonl")])
-
-
-def test_a_model_near_chance_or_beyond_its_truth_is_not_to_be_optimized() -> None:
-    accuracy = {"value": 0.55, "low": 0.45, "high": 0.64, "count": 100}
-    figures = {"labels": "pairs", "rows": 100, "accuracy": accuracy}
-
-    lines = sentences(figures)
-
-    assert "near chance: nothing should be optimized against this model" in lines[1]
-    curve = [
-        {"n": n, "kl": kl, "proxy": float(n), "gold": gold}
-        for n, kl, gold in ((1, 0.0, 0.3), (4, 0.64, 0.8), (16, 1.84, 0.7))
-    ]
-    last = sentences({**figures, "best_of": curve})[-1]
-    assert last.startswith("The best of 4 answers by its score is right 80.0 % of the time")
-    assert last.endswith("beyond a KL of 0.64 nats the score rises and the truth does not")
-    good = sentences({**figures, "accuracy": {**accuracy, "low": 0.51}})
-    assert len(good) == 1

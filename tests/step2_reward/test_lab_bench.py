@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ConfigError, DataError
 from step2_reward.lab.__main__ import main
-from step2_reward.lab.bench import PromptScores, ties_score
-from step2_reward.lab.bench_model import bench_figures
-from step2_reward.lab.bench_rows import BenchRow, read_bench
-from step2_reward.lab.config import LabConfig
+from step2_reward.lab.bench import BenchRow, PromptScores, bench_figures, read_bench, ties_score
 from step2_reward.train import train
 from tests.step2_reward.labelled import POLITE, RUDE, rows_of, save_base, task, write_jsonl
 
@@ -77,17 +73,6 @@ def test_the_score_of_ties_is_that_of_the_paper() -> None:
     assert found.score == pytest.approx(0.3 + 0.2 + 0.1 + 0.1 + 0.01 * found.margin)
 
 
-@pytest.mark.parametrize(
-    ("correct", "wrong", "score"), [(1.0, 0.0, 1.01), (0.0, 0.0, 0.0), (0.0, 1.0, -0.01)]
-)
-def test_without_a_spread_the_score_of_ties_is_at_its_limits(
-    correct: float, wrong: float, score: float
-) -> None:
-    ref, tied = PromptScores([correct], [wrong]), PromptScores([correct, correct], [wrong])
-
-    assert ties_score({4: ref}, {4: tied}).score == pytest.approx(score)
-
-
 def test_the_whole_is_the_mean_of_the_subsets_however_many_rows_they_have() -> None:
     rows = [
         *(BenchRow("", "Math", (), ("", "", "", ""), 1) for _ in range(3)),
@@ -131,37 +116,6 @@ def test_rows_are_read_as_they_stand(tmp_path: Path) -> None:
     assert [turn.content for turn in asked] == ["Hello.\n\nAdd 1 and 1."]
     assert (ref.kind, ref.number, ref.num_correct) == ("ref", 3, 1)
     assert (tied.kind, tied.number, tied.num_correct) == ("tied", 3, 2)
-
-
-@pytest.mark.parametrize(
-    ("bad", "sentence"),
-    [
-        (row(chosen="2"), "rows.jsonl line 2: chosen must be a list of one or more texts, got str"),
-        (row(rejected=[]), "rows.jsonl line 2: rejected must be a list of one or more texts"),
-        (row(rejected=["3", None]), "rows.jsonl line 2: rejected must be a list of one or more"),
-        (row(prompt=None), "rows.jsonl line 2: prompt must be text, or turns"),
-        (row(prompt=[{"role": "assistant", "content": "Hi."}]), "line 2: prompt must be text, or"),
-        (
-            {**row(), "subset": None},
-            "rows.jsonl line 2: subset must name the part of the benchmark",
-        ),
-        (tie("4", ["2"], ["3"]), "rows.jsonl line 2: id of a row of Ties must be ref:N or tied:N"),
-        (tie("tied:0", ["2"], ["3"]), "line 2: a tied row needs two chosen responses or more"),
-        (tie("ref:0", ["2"], ["3"]), "line 2: id ref:0 is also that of .*rows.jsonl line 1"),
-        (tie("tied:1", ["2", "3"], ["4"]), "line 1: Ties needs a ref:N and a tied:N of one N"),
-    ],
-)
-def test_rows_of_another_form_are_named(tmp_path: Path, bad: dict[str, Any], sentence: str) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", [tie("ref:0", ["2"], ["3"]), bad])
-
-    with pytest.raises(DataError, match=sentence):
-        read_bench(str(data))
-
-
-def test_what_the_benchmark_does_not_read_is_refused() -> None:
-    for more in ({"data_path": "a.jsonl"}, {"fields": {"prompt": "question"}}, {"actor": "b"}):
-        with pytest.raises(ConfigError, match=r"leave (these|bench) out, or run twice"):
-            LabConfig(path="a", bench="rows.jsonl", **more)  # type: ignore[arg-type]
 
 
 def test_the_command_scores_a_trained_model_by_subset(

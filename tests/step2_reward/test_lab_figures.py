@@ -6,12 +6,17 @@ from itertools import combinations
 import pytest
 import torch
 
-from step2_reward.lab.best_of import best_of, curve, kl_bound
-from step2_reward.lab.calibration import bins_of, calibrate, expected_error, fit_temperature
-from step2_reward.lab.classes import class_report
-from step2_reward.lab.length import Scored, length_bias
-from step2_reward.lab.probes import probe
-from step2_reward.lab.ranks import area_under_curve, concordance, spearman
+from step2_reward.lab.figures import (
+    area_under_curve,
+    best_of,
+    bins_of,
+    calibrate,
+    class_report,
+    concordance,
+    expected_error,
+    spearman,
+)
+from step2_reward.lab.measure import probe
 
 
 def simulated_pairs(count: int, *, sharpness: float = 1.0) -> torch.Tensor:
@@ -55,47 +60,6 @@ def test_a_model_that_is_too_sure_is_found_and_scaled_back() -> None:
     assert len({each.rows for each in found.bins}) <= 2
     probabilities = torch.sigmoid(logits[:, 0].double() / 3)
     assert found.brier == pytest.approx((1 - probabilities).square().mean().item(), rel=1e-3)
-
-
-def test_the_temperature_of_rows_that_are_all_right_stays_within_bounds() -> None:
-    logits = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
-
-    assert 0.01 <= fit_temperature(logits, firsts(logits)) < 0.1
-
-
-def test_equal_scores_are_half_right() -> None:
-    logits = torch.zeros(4, 2)
-
-    assert [each.accuracy for each in bins_of(logits, firsts(logits), count=1)] == [0.5]
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize("planted", [0.0, 0.5, -0.5])
-def test_a_planted_length_bias_is_found(planted: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    prompts = []
-    for draw in torch.rand(4000, 2, generator=generator).tolist():
-        longer_wins = draw[0] < 0.5 + planted / 2
-        better = int(draw[1] < 0.5)  # by the data length means nothing
-        scores = (1.0, 0.0) if longer_wins else (0.0, 1.0)
-        prompts.append(Scored(scores, (20, 10), (float(better), float(1 - better))))
-
-    found = length_bias(prompts)
-
-    assert found.spearman == pytest.approx(planted, abs=0.05)
-    assert found.of_data == pytest.approx(0.0, abs=0.05)
-    assert found.better_longer.value == pytest.approx(0.5 + planted / 2, abs=0.05)
-    assert found.better_shorter.value == pytest.approx(0.5 - planted / 2, abs=0.05)
-    assert found.always_longer == pytest.approx(0.5, abs=0.05)
-
-
-def test_what_always_taking_the_longer_one_gets() -> None:
-    rows = [Scored((1.0, 0.0), lengths, (1.0, 0.0)) for lengths in ((3, 2), (2, 3), (5, 5), (9, 1))]
-
-    found = length_bias(rows)
-
-    assert (found.always_longer, found.always_shorter) == (2.5 / 4, 1.5 / 4)
-    assert (found.better_longer.pairs, found.better_shorter.pairs) == (2, 1)
 
 
 def test_confusion_precision_recall_and_f1_by_hand() -> None:
@@ -143,16 +107,6 @@ def test_the_best_of_n_is_the_mean_over_all_subsets() -> None:
             best.append((most, sum(ties) / len(ties)))
         expected = [sum(each) / len(best) for each in zip(*best, strict=True)]
         assert best_of(proxy, gold, n) == pytest.approx(expected)
-
-
-def test_the_curve_begins_at_the_mean_and_the_bound_at_0() -> None:
-    found = curve([[0.0, 1.0, 2.0]] * 2, [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-
-    assert [each.n for each in found] == [1, 2, 3]
-    assert found[0].gold == pytest.approx(1 / 3)
-    assert found[0].kl == kl_bound(1) == 0.0
-    assert found[2].kl == pytest.approx(math.log(3) - 2 / 3)
-    assert (found[2].proxy, found[2].gold) == (2.0, 0.0)
 
 
 def test_a_probe_is_in_standard_deviations() -> None:

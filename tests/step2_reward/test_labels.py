@@ -13,12 +13,13 @@ from pipeline.data.batches import collate
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
 from pipeline.errors import ConfigError, DataError
+from pipeline.data.resolve_format import resolve_format
 from pipeline.models.reward_model import load_scorer
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.step2_reward.labelled import rows_of, save_base, task, write_csv, write_jsonl
+from tests.step2_reward.labelled import rows_of, save_base, task, write_jsonl
 
 KINDS = ("ties", "classes", "ordinal", "scalar", "rankings", "steps")
 
@@ -87,21 +88,6 @@ def test_the_score_of_classes_is_their_expected_value_by_plain_transformers(
     assert score.item() > 3
 
 
-def test_rows_come_from_csv_with_a_map_of_columns_and_may_be_prompts_alone(
-    tmp_path: Path, base: Path
-) -> None:
-    rows = [{"question": row["response"], "category": row["label"]} for row in rows_of("classes")]
-    data = write_csv(tmp_path / "rows.csv", rows)
-    config = task(tmp_path, data, base)
-    fields = {"prompt": "question", "label": "category"}
-    config = replace(config, data=replace(config.data, fields=fields))
-
-    train(config)
-
-    assert figures(config)["accuracy_after"] == 1.0
-    assert "score_mean" not in figures(config)  # named classes without values give no score
-
-
 def labels_alike(config: RewardConfig) -> list[float]:
     train(config)
     current_mesh().world.barrier()  # the first process writes what both read
@@ -144,48 +130,3 @@ def test_an_interrupted_run_goes_on_with_its_cutpoints_to_the_bit(
     train(replace(config, resume=True))
 
     assert json.loads((config.output_dir / "config.json").read_text())["cutpoints"] == whole
-
-
-def test_patience_ends_a_run_that_no_longer_improves_and_loss_may_choose_the_best(
-    tmp_path: Path, base: Path
-) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", rows_of("pairs"))
-    config = task(tmp_path, data, base, max_steps=60, eval_every=2, patience=2, best_by="loss")
-    optim = replace(config.model.optim, lr=0.1)  # too high: the loss soon jumps about
-    config = replace(config, model=replace(config.model, optim=optim))
-
-    train(config)
-
-    losses = logged(config, "eval_loss")[1:]
-    best = losses.index(min(losses))
-    assert len(losses) == best + 3 < 30
-    assert figures(config)["best_step"] == 2 * (best + 1)
-
-
-@pytest.mark.parametrize(
-    ("rows", "changes", "sentence"),
-    [
-        ("classes", {"class_list": ("rude", "polite")}, "label curt is none of the classes"),
-        ("pairs", {"labels": "classes"}, "has a label"),
-        ("pairs", {"labels": "ties"}, "no training row is a tie"),
-        ("classes", {"labels": "scalar"}, "label must be a number for scalar, got"),
-        ("scalar", {"loss": "bce"}, "learns numbers from 0 to 1; choose mse"),
-        ("ordinal", {"class_values": (0.0, 1.0)}, "class_values has 2 numbers, and there are 3"),
-        ("pairs", {"loss": "mse"}, "reward.loss mse does not learn from pairs"),
-    ],
-)
-def test_labels_that_can_not_be_learned_are_refused_in_a_sentence(
-    tmp_path: Path, base: Path, rows: str, changes: dict[str, Any], sentence: str
-) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", rows_of(rows))
-
-    with pytest.raises((DataError, ConfigError), match=sentence):
-        train(task(tmp_path, data, base, **changes))
-
-
-def test_rows_of_one_class_are_refused(tmp_path: Path, base: Path) -> None:
-    rows = [{"prompt": f"{n}", "response": "yes", "label": True} for n in range(20)]
-    data = write_jsonl(tmp_path / "rows.jsonl", rows)
-
-    with pytest.raises(DataError, match="training rows are of the class true; a classifier needs"):
-        train(task(tmp_path, data, base))

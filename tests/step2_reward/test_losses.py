@@ -20,7 +20,6 @@ from step2_reward.losses import (
     tie_log_probabilities,
     tie_loss,
 )
-from step2_reward.pair_objective import num_in_order
 
 GENERATOR = torch.Generator().manual_seed(0)
 CHOSEN, REJECTED = torch.randn(2, 50, generator=GENERATOR) * 3
@@ -68,25 +67,6 @@ def test_at_its_neutral_setting_each_loss_of_classes_is_cross_entropy_to_the_bit
     assert torch.equal(cross_entropy(LOGITS, CLASSES, weights=torch.ones(4)), plain)
     weights = torch.tensor(balanced_weights([5, 90, 900, 1], beta=0.0))
     assert torch.equal(cross_entropy(LOGITS, CLASSES, weights=weights), plain)
-
-
-def test_a_tie_is_half_in_order() -> None:
-    scores = torch.tensor([1.0, 2.0, 3.0, 0.5])
-
-    assert num_in_order(scores, torch.tensor([0.0, 2.0, 3.5, 0.25])).item() == 2.5
-
-
-def test_focal_losses_of_what_is_certain_have_a_gradient_of_0() -> None:
-    logits = torch.tensor([[90.0, -90.0]], requires_grad=True)
-    score = torch.tensor([200.0], requires_grad=True)
-
-    cross_entropy(logits, torch.tensor([0]), focal_gamma=0.5).backward()
-    pairwise_loss(score, torch.zeros(1), focal_gamma=0.5).backward()
-
-    assert logits.grad is not None
-    assert score.grad is not None
-    assert logits.grad.tolist() == [[0.0, 0.0]]
-    assert score.grad.tolist() == [0.0]
 
 
 def test_focal_loss_by_hand() -> None:
@@ -152,12 +132,6 @@ def test_probabilities_of_ordered_classes_sum_to_1_and_are_differences_of_sigmoi
     )
 
 
-def test_far_beyond_the_cutpoints_the_loss_stays_finite() -> None:
-    loss = ordinal_loss(torch.tensor([300.0]), torch.tensor([1]), torch.tensor([-1.0, 1.0, 2.0]))
-
-    assert 290 < loss.item() < 310
-
-
 def test_losses_of_numbers_by_hand() -> None:
     assert squared_error(torch.tensor([1.0, 3.0]), torch.tensor([0.0, 3.0])).item() == 0.5
     half = binary_cross_entropy(torch.tensor([2.0]), torch.tensor([0.5]))
@@ -183,27 +157,3 @@ def test_the_gradient_of_plackett_luce_is_that_of_the_enumerated_likelihood() ->
         assert loss.item() == pytest.approx(-likelihood.log().item())
         torch.testing.assert_close(found, expected)
     assert total.item() == pytest.approx(1)
-
-
-def test_shorter_lists_and_equal_ranks() -> None:
-    inf = math.inf
-    scores = torch.tensor([[1.0, 0.0, 7.0], [1.0, 0.0, 2.0]], requires_grad=True)
-    ranks = torch.tensor([[1.0, 2.0, inf], [1.0, 1.0, 2.0]])
-
-    loss = plackett_luce_loss(scores, ranks)
-    loss.backward()
-
-    every = math.log(math.e + 1 + math.e**2)
-    assert loss.item() == pytest.approx(softplus(-1) + 2 * every - 1, rel=1e-6)
-    assert scores.grad is not None
-    assert scores.grad[0, 2] == 0
-    assert scores.grad.isfinite().all()
-
-
-def test_no_rows_cost_nothing() -> None:
-    none, no_classes = torch.empty(0), torch.empty(0, dtype=torch.int64)
-
-    assert cross_entropy(torch.empty(0, 3), no_classes).item() == 0
-    assert ordinal_loss(none, no_classes, torch.tensor([0.0, 1.0])).item() == 0
-    assert plackett_luce_loss(torch.empty(0, 3), torch.empty(0, 3)).item() == 0
-    assert tie_loss(none, none, torch.empty(0, dtype=torch.bool), torch.tensor(0.1)).item() == 0

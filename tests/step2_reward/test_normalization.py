@@ -1,6 +1,5 @@
 """The zero and the unit of the score come from answers that ended by themselves."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +15,9 @@ from pipeline.models.chat import load_chat
 from pipeline.models.forward import Scorer
 from pipeline.models.load import load_causal_lm, load_classifier
 from step2_reward.config import RewardConfig
+from step2_reward.finish import mean_and_std, measure_scores, scores_of
 from step2_reward.label_rows import Labels
-from step2_reward.normalization import mean_and_std, measure_scores, scores_of
-from step2_reward.pair_objective import PairObjective
-from step2_reward.train import train
-from step3_ppo.config import PPOConfig
+from step2_reward.objectives import PairObjective
 from tests.families import tiny_causal_lm
 from tests.step2_reward.test_train import small_task
 
@@ -95,15 +92,3 @@ def test_where_no_answer_ends_the_datas_own_are_scored_and_it_says_so(
     assert (moments.mean, moments.std) == (of_data.mean, of_data.std)
     assert (moments.stop_rate, of_data.stop_rate) == (0.0, None)
     assert "only 0 of 15 responses of step 1's model ended within max_new_tokens 4" in caplog.text
-
-
-def test_answers_may_be_as_long_as_in_step_3_and_the_result_says_how_many_ended(
-    tmp_path: Path,
-) -> None:
-    config = task(tmp_path, ends=True)
-
-    train(config)
-
-    result = json.loads((config.output_dir / "result.json").read_text())["eval"]
-    assert 0 < result["score_stop_rate"] < 1
-    assert RewardConfig().max_new_tokens == PPOConfig().max_new_tokens

@@ -1,7 +1,6 @@
 """Process rewards: rows in steps, where steps end, their loss, first errors, the score for RL."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,18 @@ from transformers import AutoModelForSequenceClassification
 from pipeline.config import RowColumns
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.resolve_format import resolve_format
+from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
 from pipeline.demo.model import build_tokenizer
-from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import LabelOutputs
 from pipeline.models.load import load_classifier
 from pipeline.models.reward_model import load_scorer, score_responses
 from pipeline.models.scores import separator_ids, step_ends
 from step2_reward.config import RewardConfig
 from step2_reward.lab.__main__ import main as measure
-from step2_reward.lab.steps import PredictedSteps, first_errors, step_figures
+from step2_reward.lab.figures import PredictedSteps, first_errors, step_figures
 from step2_reward.label_rows import Labels
 from step2_reward.step_objective import (
     StepObjective,
@@ -61,40 +60,6 @@ def test_rows_of_trl_and_rows_with_ratings_are_read_as_steps_and_demonstrate_not
         (("a",), (0.25,)),
     ]
     assert not any(each.chosen or each.rejected for each in found if each)
-
-
-@pytest.mark.parametrize(
-    ("columns", "sentence"),
-    [
-        ({"completions": ["a", "b"], "labels": [True]}, "has 2 steps, and labels 1; give one"),
-        ({"completions": "a", "labels": [True]}, "completions must be a list of steps, got str"),
-        ({"completions": ["a"], "labels": [-100]}, "or null where none is known, got -100"),
-        ({"completions": ["a"], "labels": ["yes"]}, "or null where none is known, got 'yes'"),
-        ({"completions": [3], "labels": [True]}, "a step in completions must be text, got int"),
-        ({"steps": ["a"]}, 'steps must be a list of {"text": ..., "label": ...}, got a'),
-        ({"steps": [{"text": "a", "rating": 2}]}, "rating must be -1, 0 or 1 or null, got 2"),
-    ],
-)
-def test_a_row_whose_steps_cant_be_read_is_named(columns: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(DataError) as error:
-        read({"prompt": "q", **columns})
-
-    assert str(error.value).startswith("rows.jsonl line 1: ")
-    assert sentence in str(error.value)
-
-
-def test_steps_end_at_separators_with_text_before_them_and_where_the_response_does() -> None:
-    tokens = torch.tensor([8, 1, 8, 1, 1, 8, 8, 9, 7, 1, 7, 9, 7, 7, 1])
-    responses = torch.tensor([3, 4, 5, 6, 7, 11, 12, 13])
-    batch = TokenBatch(tokens, (8, 3, 3, 1), responses)
-
-    ends = step_ends(batch, {1})
-
-    # A prompt's separators are none of the response's, nor is one without text before it; what
-    # has no response of its own is one step.
-    assert ends == [[7], [10], [13], [14]]
-    # A single token behind the last separator ends the turn, and no step.
-    assert step_ends(batch, {8}) == [[5], [10], [13], [14]]
 
 
 def test_a_separator_inside_of_a_step_becomes_a_space_so_that_rl_reads_as_many_steps() -> None:
@@ -230,40 +195,3 @@ def test_the_laboratory_measures_steps_and_first_errors(
     assert "100.0 % of 128 steps are predicted as labelled" in printed
     assert "The first error is found in 100.0 % of 32 responses that have one" in printed
     assert "near chance" not in printed
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        (
-            {"rows": [True, True]},
-            "labelled steps of the training rows are right; a reward model",
-        ),
-        (
-            {"step_separator": "ки"},
-            "the tokenizer has no token that ends in 'ки'; choose a",
-        ),
-        ({"loss": "mse"}, "reward.loss mse does not learn from steps, which the rows have; choose"),
-    ],
-)
-def test_steps_that_cant_be_learned_are_refused_in_a_sentence(
-    changes: dict[str, Any], sentence: str, trained: RewardConfig, tmp_path: Path
-) -> None:
-    rows = rows_of("steps")
-    for row in rows if "rows" in changes else ():
-        row["labels"] = [True] * len(row["labels"])
-    data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    settings = {name: value for name, value in changes.items() if name != "rows"}
-
-    with pytest.raises((DataError, ConfigError), match=sentence):
-        train(task(tmp_path, data, Path(str(trained.model.path)), **settings))
-
-
-def test_a_model_of_steps_may_start_one_of_pairs(trained: RewardConfig, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", rows_of("pairs"))
-    config = task(tmp_path, data, trained.output_dir, max_steps=2)
-
-    train(replace(config, output_dir=tmp_path / "out"))
-
-    settings = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert settings["label_kind"] == "pairs"

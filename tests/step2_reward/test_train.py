@@ -21,14 +21,13 @@ from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.chat import load_chat
-from pipeline.models.forward import Scorer, score_head
+from pipeline.models.forward import Scorer
 from pipeline.models.load import load_classifier
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
-from step2_reward.normalization import mean_and_std
-from step2_reward.pair_objective import evaluate
-from step2_reward.pairs import cut, encode
-from step2_reward.train import badness, train
+from step2_reward.objectives import evaluate
+from step2_reward.rows import encode
+from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.families import random_rows, tiny_causal_lm
 
@@ -85,15 +84,6 @@ def test_chosen_sequences_come_first_and_scores_split_again_into_pairs() -> None
     assert batch.margin.tolist() == [1, 2]
 
 
-def test_a_process_without_pairs_scores_a_spare_one_that_does_not_count() -> None:
-    batch = collate_pairs([], spare=pair(3, 5))
-
-    chosen, rejected = batch.split(torch.tensor([1.0, 2.0]))
-
-    assert batch.tokens.lengths == (3, 5)
-    assert len(chosen) == len(rejected) == 0
-
-
 def test_a_dialogue_that_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
     config = small_task(tmp_path)
     _, chat = load_chat(config.model, DataConfig())
@@ -110,16 +100,6 @@ def test_a_dialogue_that_is_too_long_loses_its_beginning(tmp_path: Path) -> None
     assert cut_off.chosen.input_ids == whole.chosen.input_ids[-5:]
     assert cut_off.rejected.input_ids == whole.rejected.input_ids[-5:]
     assert cut_off.margin == 0.5
-
-
-def test_pairs_stay_together_in_micro_batches(tmp_path: Path) -> None:
-    config = small_task(tmp_path, micro_batch_size=1)
-    pairs = [pair(60, 60), pair(10, 20), pair(30, 30), pair(64, 64)]
-
-    batches = cut(pairs, config)
-
-    assert sorted(len(batch.margin) for batch in batches) == [1, 1, 2]
-    assert all(batch.tokens.num_tokens <= 2 * 64 for batch in batches)
 
 
 @torch.no_grad()
@@ -142,23 +122,6 @@ def test_accuracy_is_the_share_of_pairs_in_order(tmp_path: Path) -> None:
     assert said["accuracy"] == 2 / 3
     assert said["mean_chosen"] == pytest.approx((2 * high + low) / 3, rel=1e-5)
     assert said["mean_rejected"] == pytest.approx((2 * low + high) / 3, rel=1e-5)
-
-
-@torch.no_grad()
-def test_accuracy_counts_ties_half(tmp_path: Path) -> None:
-    config = small_task(tmp_path)
-    model = load_classifier(FrozenModelConfig(path=config.model.path), device=CPU)
-    score_head(model).weight.zero_()
-    one, two = random_rows((4, 6))
-
-    said = evaluate(Scorer(model), [EncodedPair(one, two, 0.0), EncodedPair(two, one, 0.0)], config)
-
-    assert said["accuracy"] == 0.5
-
-
-def test_mean_and_standard_deviation_by_hand() -> None:
-    assert mean_and_std([1.0, 3.0, 3.0, 5.0]) == pytest.approx((3.0, 2**0.5))
-    assert mean_and_std([2.0, 2.0]) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, lr=0.02)])
@@ -217,12 +180,3 @@ def test_two_processes_train_and_measure_as_one_does(tmp_path: Path) -> None:
     first, second = run_ranks(figures_of, replace(config, output_dir=tmp_path / "together"))
 
     assert first == second == pytest.approx(alone, rel=1e-3, abs=1e-5)
-
-
-def test_one_more_pair_in_order_is_better_whatever_the_loss() -> None:
-    more = {"accuracy": 0.701, "loss": 50.0}
-    fewer = {"accuracy": 0.7, "loss": 0.5}
-    sure = {"accuracy": 0.7, "loss": 0.4}
-
-    assert badness(more) < badness(sure) < badness(fewer)
-    assert badness(fewer, "loss") < badness(more, "loss")

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from evaluation.held_out import Prompt
 from pipeline.config import TrainedModelConfig
 from pipeline.data.examples import Message
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
-from step3_ppo.prompts import Prompt
 from step3_ppo.reward_sources import RewardSources
 from tests.step3_ppo.toy import END, toy_config, toy_models
 

@@ -3,15 +3,14 @@
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 
 from step3_ppo.advantages import ESTIMATORS, STD_FLOOR, Rewarded
-from step3_ppo.config import PPOConfig
-from step3_ppo.needs import ESTIMATOR_NEEDS
-from step3_ppo.policy_losses import LOSSES, TrustRegion
+from step3_ppo.losses import LOSSES, TrustRegion
+from step3_ppo.methods import ESTIMATOR_NEEDS
 
 GROUPED = [name for name, needs in ESTIMATOR_NEEDS.items() if needs.group]
 
@@ -47,13 +46,6 @@ def advantages_of(name: str, returns: list[float], **settings: Any) -> list[floa
     return ESTIMATORS[name](rows).advantages.flatten().tolist()
 
 
-def test_every_estimator_and_every_loss_is_a_choice_of_the_settings() -> None:
-    kinds = get_type_hints(PPOConfig)
-
-    assert set(get_args(kinds["advantage"])) == set(ESTIMATORS) == set(ESTIMATOR_NEEDS)
-    assert set(get_args(kinds["loss"])) == set(LOSSES)
-
-
 def test_grpo_gives_each_token_its_responses_distance_from_the_groups_mean() -> None:
     estimate = ESTIMATORS["grpo"](
         rewarded([1.0, 3.0, 5.0, 0.0, 0.0, 6.0], [2, 1, 3, 1, 2, 2], group_size=3)
@@ -75,16 +67,6 @@ def test_grpo_gives_each_token_its_responses_distance_from_the_groups_mean() -> 
     assert estimate.returns is None
 
 
-def test_grpo_counts_all_rewards_of_a_response() -> None:
-    spread = rewarded([2.0, 0.0], [3, 2], group_size=2)
-    spread.rewards[0, 0] = -1.0  # as a KL penalty lies on every token
-    at_the_end = rewarded([1.0, 0.0], [3, 2], group_size=2)
-
-    estimates = [ESTIMATORS["grpo"](each).advantages for each in (spread, at_the_end)]
-
-    assert torch.equal(*estimates)
-
-
 @pytest.mark.parametrize("name", GROUPED)
 def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
     def equal(reward: float, size: int) -> Rewarded:
@@ -103,14 +85,6 @@ def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
     assert not wrong
 
 
-def test_where_scores_are_equal_grpo_does_not_blow_up_the_kl_penalty() -> None:
-    equal = rewarded([1.0, 1.0], [3, 2], group_size=2)
-    equal.rewards[0, 0] = -1e-3
-
-    assert not ESTIMATORS["grpo"](equal).advantages.any()
-    assert ESTIMATORS["rloo"](equal).advantages.abs().max() == pytest.approx(1e-3, rel=1e-4)
-
-
 @pytest.mark.parametrize("name", GROUPED)
 def test_an_advantage_depends_on_its_own_group_alone(name: str) -> None:
     def of_first(others: list[float]) -> torch.Tensor:
@@ -118,25 +92,6 @@ def test_an_advantage_depends_on_its_own_group_alone(name: str) -> None:
         return ESTIMATORS[name](rewarded(returns, [2] * 6, group_size=3)).advantages[:3]
 
     assert torch.equal(of_first([0.0, 0.0, 0.0]), of_first([7.0, -3.0, 100.0]))
-
-
-@pytest.mark.parametrize("name", GROUPED)
-def test_the_order_within_a_group_changes_no_bit(name: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    returns = torch.randn(8, generator=generator).tolist()
-    order = torch.randperm(8, generator=generator).tolist()
-
-    forward = advantages_of(name, returns, group_size=8)
-    shuffled = advantages_of(name, [returns[row] for row in order], group_size=8)
-
-    assert [forward[row] for row in order] == shuffled
-
-
-def test_grpo_does_not_see_the_zero_and_the_unit_of_rewards() -> None:
-    plain = ESTIMATORS["grpo"](rewarded([0.0, 1.0, 5.0], [1] * 3, group_size=3)).advantages
-    moved = ESTIMATORS["grpo"](rewarded([3.0, 5.0, 13.0], [1] * 3, group_size=3)).advantages
-
-    torch.testing.assert_close(plain, moved, rtol=1e-4, atol=1e-4)  # but for STD_FLOOR
 
 
 def test_rloo_gives_each_token_its_responses_distance_from_the_mean_of_the_others() -> None:
@@ -150,13 +105,6 @@ def test_rloo_gives_each_token_its_responses_distance_from_the_mean_of_the_other
     )
     torch.testing.assert_close(estimate.advantages, expected, rtol=0, atol=0)
     assert estimate.returns is None
-
-
-def test_rloo_of_two_responses_is_twice_the_centered_return() -> None:
-    estimate = ESTIMATORS["rloo"](rewarded([1.0, 4.0, -2.0, 5.0], [1] * 4, group_size=2))
-
-    centered = torch.tensor([[-1.5], [1.5], [-3.5], [3.5]])
-    torch.testing.assert_close(estimate.advantages, 2 * centered, rtol=0, atol=0)
 
 
 def mean_and_true_gradient(name: str, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,14 +145,6 @@ def test_dr_grpos_mean_gradient_is_a_known_share_of_it(group_size: int) -> None:
 
     share = (group_size - 1) / group_size
     torch.testing.assert_close(found, share * expected, rtol=1e-12, atol=1e-12)
-
-
-def test_grpos_mean_gradient_points_elsewhere() -> None:
-    """Dividing by the group's own deviation weighs prompts and groups by their difficulty."""
-    found, expected = mean_and_true_gradient("grpo", 4)
-
-    cosine = torch.cosine_similarity(found, expected, dim=0).item()
-    assert 0.9 < cosine < 0.999
 
 
 def test_dr_grpo_by_hand_and_rloo_of_two_is_twice_that() -> None:

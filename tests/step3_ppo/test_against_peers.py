@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from step3_ppo.advantages import ESTIMATORS, Rewarded
-from step3_ppo.kl import KL_LOSSES
-from step3_ppo.losses import k2, k3, value_loss, whiten
-from step3_ppo.policy_losses import LOSSES, Aggregate, TrustRegion, Weighting
+from step3_ppo.losses import (
+    KL_LOSSES,
+    LOSSES,
+    Aggregate,
+    TrustRegion,
+    Weighting,
+    k2,
+    k3,
+    value_loss,
+    whiten,
+)
 
 MAX_NEW_TOKENS = 8
 LENGTHS = (3, 8, 1, 5, 2, 4)

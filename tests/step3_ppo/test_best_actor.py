@@ -1,7 +1,6 @@
 """Step 3 exports the actor of the best held-out evaluation, and says where it was not the last."""
 
 import json
-import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.engine.best import BestWeights
 from pipeline.errors import ConfigError
 from pipeline.origin import training_at
-from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
-from step3_ppo.course import say_where_it_ended
 from step3_ppo.train import train
 from tests.step3_ppo.toy import toy_config, toy_models
 
@@ -97,41 +94,6 @@ def test_a_run_that_goes_on_insists_on_the_model_that_it_began_from(
     train(replace(config, resume=True))
 
     assert json.loads(first)["began_from"] == training_at(str(actor))
-
-
-def test_the_end_is_judged_by_the_start_and_by_the_best(
-    toy: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def said(*objectives: float, **changes: Any) -> str:
-        caplog.clear()
-        best = BestWeights(toy_models(toy_config(toy)).actor)
-        for step, objective in enumerate(objectives):
-            best.update(-objective, step=step)
-        say_where_it_ended(best, objectives[0], toy_config(toy, **changes))
-        return " ".join(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
-
-    assert said(0.1, 0.5, 0.9) == said(0.1, 0.9, 0.5) == ""
-    assert "made the actor worse than step 1's model in the end (-0.2 on" in said(0.1, 0.5, -0.2)
-    assert "the weights after iteration 1 (0.5) are exported" in said(0.1, 0.5, -0.2)
-    no_better = said(0.1, 0.05)
-    assert "no better than step 1's model on held-out prompts (0.05, at first 0.1)" in no_better
-    assert no_better.endswith("lower ppo.actor.optim.lr, or look at the reward model")
-
-
-def test_the_sentence_at_the_end_names_the_method_and_what_rewards_it(
-    toy: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    best = BestWeights(toy_models(toy_config(toy)).actor)
-    best.update(-0.1, step=0)
-    by_program = (RewardConfig(name="short", kind="length", max_tokens=3),)
-    for changes in ({}, {"method": "dr_grpo", "advantage": "dr_grpo", "group_size": 2}):
-        say_where_it_ended(best, 0.1, toy_config(toy, **changes))
-    say_where_it_ended(best, 0.1, toy_config(toy, rewards=by_program))
-
-    first, second, third = (record.getMessage() for record in caplog.records)
-    assert first.startswith("PPO made the actor no better than step 1's model")
-    assert second.startswith("Dr. GRPO made the actor no better than step 1's model")
-    assert third.endswith("or look at the rewards")
 
 
 def test_a_value_that_is_not_finite_is_never_the_best(toy: Path) -> None:

@@ -1,19 +1,15 @@
 """The comparison with the base model, which the run does without where it can't be had."""
 
-import logging
 import shutil
 from pathlib import Path
 
-import pytest
-
 from evaluation.base_model import responses_of_base
+from evaluation.held_out import Prompt
 from evaluation.scored import ScoredResponse
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
 from step3_ppo.evaluate import HeldOut
-from step3_ppo.prompts import Prompt
 from tests.distributed import rank, run_ranks
-from tests.families import tiny_config
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
 
@@ -39,29 +35,6 @@ def test_the_base_answers_each_prompt_as_the_actor_does_before_it_has_learned(to
 
     assert responses_of_base(held, FrozenModelConfig(path=str(toy / "actor"))) == expected
     assert responses_of_base(held, FrozenModelConfig()) is None
-
-
-def test_a_base_without_room_is_left_out_before_it_is_loaded(
-    toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    base = copied(toy, tmp_path)
-    (base / "model.safetensors").unlink()
-    tiny_config("llama", intermediate_size=10**12).save_pretrained(base)
-
-    assert answers(toy, base) is None
-    (sentence,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert sentence.startswith(f"{base} is left out of the comparison: its weights take 768,000,")
-
-
-def test_a_base_that_cant_be_read_costs_no_more_than_the_comparison(
-    toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    base = copied(toy, tmp_path)
-    (base / "model.safetensors").unlink()
-
-    assert answers(toy, base) is None
-    assert "is left out of the comparison: " in caplog.text
-    assert "holds no weights" in caplog.text
 
 
 def on_one_of_two(toy: Path, missing: Path) -> bool:

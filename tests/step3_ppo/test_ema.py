@@ -53,23 +53,3 @@ def test_the_models_own_weights_come_back_to_the_bit_also_after_an_error() -> No
 
     assert all(torch.equal(param, own[name]) for name, param in model.named_parameters())
     assert all(map(torch.equal, engine.masters(), masters))
-
-
-def test_updates_too_small_for_bf16_count_in_the_average() -> None:
-    engine = engine_of(nn.Linear(1, 1, bias=False).bfloat16())
-    fill(engine, 1.0)
-    ema = Ema(engine, decay=0.5)
-    fill(engine, 1.0001)  # in bf16 that is 1 again
-
-    ema.update()
-
-    assert ema.weights[0][0].item() == pytest.approx(1.00005, rel=1e-6)
-
-
-def test_frozen_weights_are_not_averaged() -> None:
-    model = nn.Linear(1, 1)
-    model.bias.requires_grad_(False)
-    engine = engine_of(model)
-
-    assert len(Ema(engine, decay=0.9).weights) == 1
-    assert list(engine.groups[0].flat.params) == ["weight"]

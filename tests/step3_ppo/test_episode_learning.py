@@ -16,9 +16,9 @@ from pipeline.data.examples import Encoded, Message
 from pipeline.parallel.mesh import cut_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
+from step3_ppo.experience import compute_advantages, score_responses
+from step3_ppo.metrics import rollout_statistics
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rollout import compute_advantages, score_responses
-from step3_ppo.statistics import rollout_statistics
 from step3_ppo.train import train
 from step3_ppo.update import update_minibatch
 from tests.distributed import run_ranks

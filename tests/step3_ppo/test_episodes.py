@@ -12,17 +12,15 @@ import torch
 
 from pipeline.data.examples import Message
 from pipeline.errors import ConfigError
-from pipeline.parallel.mesh import current_mesh, cut_mesh
-from rewards.contract import RewardError
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
-from step3_ppo.episodes import EpisodeResponse, episode_seed, play
+from step3_ppo.episodes import EpisodeResponse
+from step3_ppo.experience import score_responses
+from step3_ppo.metrics import episode_statistics
 from step3_ppo.models import Models
-from step3_ppo.prompts import PromptBatch
-from step3_ppo.response_rewards import rewards_of
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rollout import generate_responses, score_responses
-from step3_ppo.sampling import sampled_responses
-from step3_ppo.statistics import episode_statistics
+from step3_ppo.rewards import rewards_of
+from step3_ppo.rollout import PromptBatch, generate_responses, sampled_responses
 from tests.distributed import rank, run_ranks, world_size
 from tests.step3_ppo.games import game_config, game_models, rows
 from tests.step3_ppo.toy import END
@@ -129,17 +127,6 @@ def test_random_numbers_go_on_over_the_turns_and_observations_show_what_the_answ
     assert sum(same) < len(same)
 
 
-def test_episodes_of_a_group_have_one_seed_and_other_groups_others(toy: Path) -> None:
-    config = game_config(toy, "Counting")
-    with playing(config) as models:
-        episodes = played(models, config, *[{}] * 8)
-
-    openings = [each.opening for each in episodes]
-    assert len(set(openings[:4])) == len(set(openings[4:])) == 1
-    assert openings[0] != openings[4]
-    assert episode_seed(1, 2) != episode_seed(2, 1)
-
-
 def test_limits_end_an_episode_without_its_environment_s_consent(toy: Path) -> None:
     endless = {"turns": 99}
     config = game_config(toy, "Counting", max_turns=2)
@@ -166,18 +153,6 @@ def test_limits_end_an_episode_without_its_environment_s_consent(toy: Path) -> N
     observed = sum(len(each.sequence) - len(each.ids) for each in by_tokens)
     openings = sum(each.sequence.trained.index(True) for each in by_tokens)
     assert figures["observation_length"] == (observed - openings) / 8
-
-
-def test_a_turn_that_is_cut_off_is_not_handed_to_the_environment(toy: Path) -> None:
-    config = game_config(toy, "Counting", max_new_tokens=1)
-    with playing(config) as models:
-        episodes = played(models, config, *[{"turns": 1}] * 8)
-
-    cut = [each for each in episodes if each.ids[-1] != END]
-    assert cut
-    for each in cut:
-        assert (each.end, each.stopped) == ("tokens", False)
-        assert each.verdict.parts["turns"] == 0
 
 
 FAILURES = {
@@ -220,16 +195,6 @@ def test_what_fails_in_an_environment_is_masked_and_said_and_costs_nobody_else(t
     assert episodes[0].opening[-1].content == "hi"  # the row's own prompt, answered
     figures = rewards.metrics()
     assert figures["reward_failures"] == pytest.approx(known.count(False) / len(known))
-
-
-def test_too_many_failures_end_the_run_in_a_sentence(toy: Path) -> None:
-    config = game_config(toy, "Broken", group_size=2)
-    with playing(config) as models:
-        episodes = played(models, config, *[{"how": "reset"}] * 2, *[{"turns": 1}] * 6)
-        stopped = torch.tensor([each.stopped for each in episodes])
-        sentence = r"rewards.environment failed on 2 of 8 responses.*reset raised ValueError"
-        with pytest.raises(RewardError, match=sentence):
-            rewards_of(models, None, stopped, config)
 
 
 def share(directory: str) -> list[tuple[list[int], float | None]]:
@@ -280,47 +245,3 @@ def test_processes_with_different_files_are_refused(toy: Path) -> None:
         ]
         * 2
     )
-
-
-@pytest.mark.grid
-def test_greedy_episodes_are_the_same_whoever_plays_beside_them(toy: Path) -> None:
-    config = game_config(toy, "Counting")
-    with playing(config) as models:
-        prompts = rows(models, *[{"turns": 2}] * 4)
-        assert models.sources.environments is not None
-        with models.hybrid_engine.generating() as actor:
-            alone, together = (
-                play(
-                    actor,
-                    models.chat,
-                    models.sources.environments,
-                    some,
-                    config,
-                    temperature=0.0,
-                    seed=0,
-                    keys=range(len(some)),
-                )
-                for some in (prompts[:1], prompts)
-            )
-
-    assert alone[0].sequence == together[0].sequence
-
-
-def played_together(toy: Path) -> list[tuple[list[int], list[str], float | None]]:
-    """Tokens, turns and reward of each episode of two groups, on a process with half of a layer."""
-    config = game_config(toy, "Elsewhere")
-    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0), playing(config) as models:
-        episodes = played(models, config, *[{"turns": 2}] * 8)
-        results = models.sources.results()["environment"]
-    texts = [[turn.content for turn in each.turns] for each in episodes]
-    return list(zip([each.ids for each in episodes], texts, results.values, strict=True))
-
-
-@pytest.mark.jobs
-def test_processes_of_one_layer_share_the_episodes_whatever_the_environment_says(toy: Path) -> None:
-    own, other = run_ranks(played_together, toy)
-
-    assert own == other
-    said = [turns[1] for _, turns, _ in own if len(turns) > 1]
-    assert len(set(said)) == 2  # each process played one of the two groups
-    assert all(value is not None for _, _, value in own)

@@ -79,19 +79,6 @@ def same(one: Path, other: Path) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_ends_in_the_same_weights_at_every_stage(
-    method: str, toy: Path, tmp_path: Path
-) -> None:
-    config = config_of(method, toy, tmp_path)
-
-    for stage in range(4):
-        run_ranks(_train, at_stage(config, stage, tmp_path / str(stage)))
-
-    assert all(same(tmp_path / str(stage), tmp_path / "0") for stage in range(4))
-
-
 @pytest.mark.jobs
 @pytest.mark.parametrize("method", CASES)
 def test_a_method_that_was_cut_off_ends_as_the_whole_run(

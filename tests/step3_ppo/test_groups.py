@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from pipeline.errors import ConfigError
 from pipeline.parallel.group import Group
 from step3_ppo.config import PPOConfig
-from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
-from step3_ppo.scoring import reward_of
+from step3_ppo.experience import compute_advantages, score_responses
+from step3_ppo.rewards import reward_of
+from step3_ppo.rollout import generate_responses
 from step3_ppo.train import train
 from step3_ppo.update import own_rows
-from tests.distributed import run_ranks
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
 GROUP = {"advantage": "grpo", "group_size": 4}
@@ -87,62 +85,3 @@ def test_a_minibatch_of_some_slots_has_its_rows_where_the_groups_are() -> None:
     # Slots 2 and 3 are group 1, the first of process 1; slot 9 is of group 4, the third of 0.
     assert rows_of([2, 3, 9], rank=0, processes=2) == [5]
     assert rows_of([2, 3, 9], rank=1, processes=2) == [0, 1]
-
-
-def _train(config: PPOConfig) -> None:
-    train(config)
-
-
-@pytest.mark.parametrize(
-    ("advantage", "aggregate"),
-    [
-        ("grpo", "token"),
-        pytest.param("rloo", "sequence", marks=pytest.mark.grid),
-        pytest.param("grpo", "constant", marks=pytest.mark.grid),
-    ],
-)
-def test_one_and_two_processes_learn_the_same(
-    toy: Path, tmp_path: Path, advantage: str, aggregate: str
-) -> None:
-    alone, together = (
-        grouped(toy, tmp_path / name, advantage=advantage, aggregate=aggregate, batch_size=4)
-        for name in ("alone", "together")
-    )
-    train(alone)
-    run_ranks(_train, together)
-
-    one, two = (
-        load_file(tmp_path / name / "actor" / "model.safetensors") for name in ("alone", "together")
-    )
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(
-        metrics_of(alone.output_dir), metrics_of(together.output_dir), strict=True
-    ):
-        assert mine["policy_loss"] == pytest.approx(theirs["policy_loss"], abs=1e-4)
-
-
-def test_the_plan_counts_the_responses_of_the_process_that_has_most_groups(toy: Path) -> None:
-    config = toy_config(toy, **GROUP, rollout_size=12, batch_size=12, micro_batch_size=12)
-
-    # Three groups of four on two processes: two of them, and one.
-    assert config.workload(2).share == config.workload(2).rows == 8
-    assert config.workload(1).data_rows == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"group_size": 3}, "ppo.group_size 3 doesn't divide ppo.rollout_size 8"),
-        ({"advantage": "grpo"}, "set ppo.group_size to 2 or more"),
-        ({**GROUP, "critic_warmup_steps": 2}, "ppo.critic_warmup_steps trains the critic alone"),
-        ({"group_size": 0}, "ppo.group_size must be above 0"),
-        ({**GROUP, "gamma": 0.9}, "ppo.gamma 0.9 discounts"),
-        ({"loss": "none", "ppo_epochs": 2}, "ppo.loss none is right for the policy that"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(
-    toy: Path, changes: dict[str, object], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        toy_config(toy, **changes)

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pipeline.config import LoraConfig
-from pipeline.config.zero import ZeroConfig
 from pipeline.models.forward import base_model
 from step3_ppo.hybrid_engine import HybridEngine
 from tests.distributed import rank, run_ranks
@@ -66,22 +64,6 @@ def test_adapters_are_merged_as_the_export_merges_them(llama: str) -> None:
                 rank_2 = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
                 expected = layer.base_layer.weight + 4.0 * rank_2  # alpha / rank
                 assert torch.equal(merged[f"{name}.weight"], expected)
-
-
-@torch.no_grad()
-def test_an_adapter_on_bf16_weights_is_rounded_once(tmp_path: Path) -> None:
-    path = saved(tiny_causal_lm("llama"), tmp_path)
-    actor = Actor(path, lora=LORA, precision="bf16")
-    with torch.enable_grad():
-        actor.relearn()
-    layer = base_model(actor.model).model.layers[0].mlp.up_proj
-    update = 4.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-
-    with actor.hybrid.generating() as replica:
-        merged = replica.model.layers[0].mlp.up_proj.weight
-
-    assert update.dtype == torch.float32
-    assert torch.equal(merged, (layer.base_layer.weight.float() + update).bfloat16())
 
 
 def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
@@ -217,29 +199,6 @@ def test_processes_answer_prompts_of_their_own_in_their_own_time(llama: str) -> 
                 assert ids == expected[name][of], f"tp {tp_size}, stage {stage}, {name}"
 
 
-def test_generation_inside_of_generation_leaves_the_outer_one_its_weights(llama: str) -> None:
-    actor = Actor(llama, zero_stage=3)
-    actor.relearn()
-    expected = actor.logits()
-
-    with actor.hybrid.generating() as replica, torch.no_grad():
-        assert torch.equal(actor.replica_logits(), expected)
-        assert torch.equal(replica(input_ids=IDS).logits, expected)
-
-    assert not actor.hybrid.replica.loaded
-
-
-def test_weights_that_stay_in_place_are_shared_and_not_copied(llama: str) -> None:
-    actor = Actor(llama, zero_stage=2)
-
-    with actor.hybrid.generating() as replica:
-        theirs = dict(actor.model.named_parameters())
-        for name, param in replica.named_parameters():
-            assert param.data_ptr() == theirs[name].data_ptr()
-            assert not param.requires_grad
-    assert actor.hybrid.replica.num_bytes == 0
-
-
 def test_a_released_replica_reads_as_nan_and_a_resident_one_keeps_its_memory(llama: str) -> None:
     released = Actor(llama, zero_stage=3)
     resident = Actor(llama, zero_stage=3, resident=True)
@@ -280,41 +239,3 @@ def test_what_training_keeps_is_off_the_device_while_answers_are_generated(
     assert all(
         torch.equal(offloading.weights()[name], each) for name, each in plain.weights().items()
     )
-
-
-def test_averaged_weights_generate_as_soon_as_they_are_set(llama: str) -> None:
-    for stage in (0, 3):
-        actor = Actor(llama, zero_stage=stage, resident=True)
-        actor.learn()
-        old, masters = actor.replica_logits(), [each.clone() for each in actor.engine.masters()]
-        actor.relearn()
-        assert not torch.equal(actor.replica_logits(), old)
-        actor.engine.load_masters(masters)
-
-        assert torch.equal(actor.replica_logits(), old)
-
-
-def test_a_weight_sync_that_is_broken_off_leaves_the_engine_sharded_and_usable(llama: str) -> None:
-    actor = Actor(llama, zero_stage=3)
-    turns = actor.engine.iter_gathered_units()
-    next(turns)
-    turns.close()
-
-    assert actor.engine.zero.gathered_bytes == 0
-    actor.learn()
-
-
-def units_gathered(path: str) -> tuple[int, int]:
-    """Most bytes gathered at a time during a weight sync, and those of the two largest units."""
-    actor = Actor(path, zero_stage=3, zero=ZeroConfig(shared_memory=False, prefetch_units=1))
-    zero = actor.engine.zero
-    sizes = sorted(sum(flat.full.numel() * 4 for flat in unit.flats) for unit in zero.units)
-    most = 0
-    for _ in actor.engine.iter_gathered_units():
-        most = max(most, zero.gathered_bytes)
-    return most, sum(sizes[-2:])
-
-
-def test_at_most_two_units_are_gathered_at_a_time(llama: str) -> None:
-    for most, two_units in run_ranks(units_gathered, llama):
-        assert 0 < most <= two_units

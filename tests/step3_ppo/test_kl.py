@@ -2,7 +2,7 @@
 
 import pytest
 
-from step3_ppo.kl import KLController
+from step3_ppo.losses import KLController
 
 
 def test_the_coefficient_follows_the_proportional_error_clipped_to_a_fifth() -> None:

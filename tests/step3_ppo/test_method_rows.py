@@ -7,10 +7,9 @@ import pytest
 
 from pipeline.cli import parse_step
 from pipeline.errors import ConfigError
-from pipeline.settings.plain import as_options, plain
-from rewards.config import RewardConfig
+from pipeline.settings.plain import plain
 from step3_ppo.config import PPOConfig
-from step3_ppo.course import TITLES
+from step3_ppo.evaluate import TITLES
 from step3_ppo.methods import METHODS
 from tests.step3_ppo.toy import toy_config
 
@@ -27,26 +26,6 @@ def test_a_row_is_what_its_name_stands_for_and_gives_way_to_what_is_said(method:
     assert moved.clip_high == 0.5
     assert config.method_name == method
     assert method in TITLES
-
-
-def test_a_method_may_stand_in_a_file_and_the_file_wins_over_its_row(tmp_path: Path) -> None:
-    file = tmp_path / "my.yaml"
-    file.write_text("group_size: 2\nmethod: grpo\n")
-
-    config = parse_step(PPOConfig, ["--config", str(file)])
-    other = parse_step(PPOConfig, ["--config", str(file), "--method", "rloo"])
-
-    assert (config.advantage, config.group_size, config.kl_in) == ("grpo", 2, "loss")
-    assert (other.advantage, other.group_size, other.kl_in) == ("rloo", 2, "reward")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_recorded_method_and_its_options_give_the_same_settings(method: str) -> None:
-    config = parse_step(PPOConfig, ["--method", method, "--group_size", "16", "--kl_coef", "0.05"])
-    options = [word for name, words in as_options(config) for word in (f"--{name}", *words)]
-
-    assert parse_step(PPOConfig, options) == config
-    assert len(options) <= 2 * 4  # the method, and what differs from it
 
 
 def test_a_method_that_there_is_not_is_refused_with_those_there_are() -> None:
@@ -83,11 +62,3 @@ def test_contradictions_are_refused_in_a_sentence(
     group: dict[str, Any] = {"advantage": "rloo", "group_size": 4, "kl_in": "none"}
     with pytest.raises(ConfigError, match=named):
         toy_config(toy, **{"missing_eos_score": None, **group, **changes})
-
-
-def test_without_a_reward_model_long_responses_may_cost_without_another_word(toy: Path) -> None:
-    right = RewardConfig(name="right", kind="math")
-
-    config = toy_config(toy, method="dapo", rewards=(right,), overlong_buffer=4.0)
-
-    assert config.missing_eos_score is not None  # which nothing reads without a reward model

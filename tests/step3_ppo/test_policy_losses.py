@@ -1,15 +1,13 @@
 """Losses of the policy beyond PPO's, by hand, and where they agree."""
 
 import math
-from itertools import product
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from step3_ppo.correction import correction_weights, effective_share
-from step3_ppo.policy_losses import LOSSES, TrustRegion
+from step3_ppo.losses import LOSSES, TrustRegion, correction_weights, effective_share
 
 F64 = torch.float64
 MASK = torch.tensor([[True, True, False], [True, True, True]])
@@ -77,23 +75,6 @@ def test_cispo_bounds_what_a_token_weighs_and_keeps_its_gradient() -> None:
     assert losses[3] == pytest.approx(2 * -2.0)
 
 
-def test_what_counts_as_clipped_is_what_the_loss_clips() -> None:
-    ratio = torch.tensor([1.2, 1.4, 0.7, 1.4, 0.7, 0.7, 4.0])
-    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 0.0, -1.0])
-    dual = TrustRegion(clip=0.2, clip_high=0.3, dual_clip=3.0)
-
-    counted = {name: LOSSES[name].is_clipped(ratio, advantages, dual).int() for name in LOSSES}
-
-    assert counted["clip"].tolist() == counted["gspo"].tolist() == [0, 1, 0, 0, 1, 0, 1]
-    assert counted["cispo"].tolist() == [0, 1, 0, 1, 0, 0, 1]  # whatever the advantage
-    assert counted["none"].tolist() == [0] * 7
-    leaf = ratio.clone().requires_grad_()
-    LOSSES["clip"].losses(leaf, leaf.log(), advantages, dual).sum().backward()
-    assert leaf.grad is not None
-    still = (leaf.grad == 0) & (advantages != 0)
-    assert torch.equal(still.int(), counted["clip"])
-
-
 def test_correction_weights_by_hand() -> None:
     mask = torch.tensor([[True, True, True], [True, False, False]])
     ratios = torch.tensor([[4.0, 1.0, 0.4], [0.5, 9.0, 9.0]])
@@ -110,23 +91,6 @@ def test_correction_weights_by_hand() -> None:
     torch.testing.assert_close(
         of("truncate", "sequence"), torch.tensor([[mean, mean, mean], [0.5, 1, 1]])
     )
-
-
-def test_a_correction_of_nothing_weighs_exactly_1() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logprobs = -torch.rand(4, 5, generator=generator)
-    mask = torch.rand(4, 5, generator=generator) > 0.3
-
-    for correction, level in product(("truncate", "mask"), ("token", "sequence")):
-        weights = correction_weights(
-            logprobs,
-            logprobs,
-            mask,
-            correction=correction,  # pyright: ignore[reportArgumentType]
-            level=level,  # pyright: ignore[reportArgumentType]
-            cap=1.0,
-        )
-        assert (weights == 1).all()
 
 
 def test_weights_that_differ_teach_as_fewer_tokens_do() -> None:

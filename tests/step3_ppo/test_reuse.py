@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,12 @@ import torch
 from torch import Tensor
 
 from pipeline.config import LoraConfig
-from pipeline.data.examples import Message
 from step3_ppo.config import PPOConfig
-from step3_ppo.evaluate import HeldOut
-from step3_ppo.prompts import Prompt
-from step3_ppo.rollout import (
-    compute_advantages,
-    generate_responses,
-    score_responses,
-)
-from step3_ppo.scoring import reward_of
+from step3_ppo.experience import compute_advantages, score_responses
+from step3_ppo.rewards import reward_of
+from step3_ppo.rollout import generate_responses
 from step3_ppo.update import update_policy
-from tests.distributed import rank, run_ranks, world_size
+from tests.distributed import rank, world_size
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
 STEPS = 2
@@ -100,21 +93,6 @@ def test_no_bit_of_weights_and_metrics_changes(toy: Path, case: str) -> None:
     assert again["passes"] == reused["passes"] == expected
 
 
-@pytest.mark.jobs
-@pytest.mark.parametrize(("processes", "stage"), [(2, 0), (2, 3), (3, 3)])
-def test_nor_on_several_processes(toy: Path, processes: int, stage: int) -> None:
-    changes = {"zero_stage": stage, "micro_batch_size": 4}
-
-    again, reused = (
-        run_ranks(partial(two_iterations, reuse=reuse), str(toy), changes, world_size=processes)
-        for reuse in (False, True)
-    )
-
-    for before, after in zip(again, reused, strict=True):
-        assert same(before["masters"], after["masters"])
-        assert before["metrics"] == after["metrics"]
-
-
 def test_each_model_is_run_once_for_scores_and_first_update(toy: Path) -> None:
     def passes(*, reuse: bool) -> int:
         config = toy_config(toy, reuse_forward=reuse)
@@ -149,33 +127,3 @@ def test_only_a_rollout_of_one_micro_batch_is_kept(
     settings: dict[str, Any], processes: int, reuses: bool
 ) -> None:
     assert PPOConfig(**settings).reuses_forward(processes=processes) is reuses
-
-
-def test_an_evaluation_makes_no_graph_and_keeps_none(toy: Path) -> None:
-    """Held-out answers that are one micro-batch, as a rollout that is reused."""
-    config = toy_config(toy)
-    models = toy_models(config)
-    prompts = [Prompt((Message("user", "two and two"),), ids) for ids in PROMPTS]
-    held_out = HeldOut(models, prompts, config)
-    responses = generate_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
-    with_graph: list[bool] = []
-    for engine in (models.actor, models.critic):
-        engine.model.register_forward_hook(lambda *_: with_graph.append(torch.is_grad_enabled()))
-
-    held_out.kl(responses)
-
-    assert with_graph == [False, False]
-    assert config.reuses_forward(processes=1)
-
-
-def test_nothing_is_kept_of_a_rollout_in_pieces(toy: Path) -> None:
-    config = toy_config(toy, micro_batch_size=4)
-    models = toy_models(config)
-    responses = generate_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
-
-    experience = score_responses(models, PROMPTS, responses, config)
-
-    assert experience.forward is None
-    assert not any(
-        each.requires_grad for each in (experience.logprobs, experience.values, experience.entropy)
-    )

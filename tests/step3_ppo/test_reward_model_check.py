@@ -30,14 +30,3 @@ def test_a_reward_model_near_chance_is_named_with_its_figure(
     assert "54.0 % of 5000" in said(0.54, 5000)
     assert "60.0 % of 64" in said(0.6, 64)  # guessing gives as much in one of twenty
     assert said(0.6, 1000) == said(0.96, 768) == ""
-
-
-def test_a_reward_model_without_a_known_accuracy_is_taken_as_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert warned(tmp_path, {"eval": {}}, caplog) == warned(tmp_path, [], caplog) == ""
-    (tmp_path / "result.json").write_text("{")
-    check_reward_model(str(tmp_path))
-    check_reward_model(str(tmp_path / "missing"))
-    check_reward_model(None)
-    assert not caplog.records

@@ -11,16 +11,13 @@ import torch
 
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.errors import ConfigError, UserError
-from pipeline.plan.checks import check_settings
-from pipeline.plan.make import make_plan
+from pipeline.errors import ConfigError
 from rewards.config import Pool, RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.reward_model import pooled
 from tests.families import tiny_classifier
 from tests.step3_ppo.resumed import run_whole_and_resumed
 from tests.step3_ppo.toy import PROMPTS, save_models, toy_config, toy_models
-from train import STAGES
 
 THREE = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 3.0]])
 """Scores of two responses; the variances of the models are 2/3 and 2."""
@@ -87,41 +84,6 @@ def test_a_pool_scores_as_its_members_do_each_in_its_own_unit(directory: Path, p
     assert each[0].tolist() != pytest.approx(each[1].tolist(), abs=0.01)
 
 
-def test_the_plan_counts_every_member(directory: Path) -> None:
-    config = pool_config(directory)
-
-    uses = {use.role: str(use.settings.path) for use in config.workload(1).models if use.scores}
-    assert uses == {
-        "critic": str(directory / "reward"),
-        "reward": str(directory / "reward"),
-        "reward_2": str(directory / "reward_2"),
-        "reward_3": str(directory / "reward_3"),
-    }
-    assert str(config.used_models()["rewards.taste.members.2"].path) == str(directory / "reward_3")
-
-
-def test_the_plan_names_a_member_that_is_not_there_or_is_damaged(
-    directory: Path, tmp_path: Path
-) -> None:
-    damaged = shutil.copytree(directory / "reward_2", tmp_path / "damaged")
-    (damaged / "config.json").write_text("{")
-
-    def checked(member: Path) -> None:
-        described = f"{{kind: model, path: {directory / 'reward'}, members: [{member}]}}"
-        models = [
-            *("--ppo.actor.path", str(directory / "actor"), "--reward", described),
-            *("--ppo.critic.path", str(directory / "reward"), "--step", "3"),
-        ]
-        plan = make_plan(["--output-dir", str(tmp_path / "out"), *models], STAGES)
-        check_settings(plan)
-
-    checked(directory / "reward_2")
-    with pytest.raises(UserError, match=r"ppo\.rewards\.model\.members\.1\.path .*no such model"):
-        checked(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="damaged"):
-        checked(damaged)
-
-
 @pytest.mark.jobs
 def test_a_run_is_rewarded_by_the_pool_also_after_a_resume(directory: Path, tmp_path: Path) -> None:
     config = pool_config(
@@ -152,23 +114,3 @@ def test_settings_of_a_pool_that_can_not_be_are_refused(directory: Path) -> None
         pool_config(directory, of={"members": (str(directory / "reward"),)})
     with pytest.raises(ConfigError, match=r"leave ppo\.normalize_score on"):
         pool_config(directory, normalize_score=False)
-
-
-def test_a_member_without_moments_is_refused(directory: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(directory / "reward_2", tmp_path / "reward_2")
-    settings = json.loads((other / "config.json").read_text())
-    del settings["score_std"]
-    (other / "config.json").write_text(json.dumps(settings))
-
-    with pytest.raises(ConfigError, match=r"reward_2 has no score_mean and score_std"):
-        toy_models(pool_config(directory, of={"members": (str(other),)}))
-
-
-def test_a_member_that_reads_text_is_refused(directory: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(directory / "reward_2", tmp_path / "reward_2")
-    (other / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message.content }} .{% endfor %}"
-    )
-
-    with pytest.raises(ConfigError, match="that are pooled read the actor's tokens"):
-        toy_models(pool_config(directory, of={"members": (str(other),)}))

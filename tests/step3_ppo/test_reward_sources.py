@@ -1,7 +1,6 @@
 """Step 3 with programs that reward responses, in place of a reward model and beside it."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,20 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from evaluation.held_out import Prompt
 from inference.generation import Response
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError, UserError
 from rewards.config import RewardConfig
 from rewards.contract import RewardError
 from step3_ppo.config import PPOConfig
-from step3_ppo.models import Models, load_models
-from step3_ppo.prompts import Prompt
-from step3_ppo.response_rewards import ResponseRewards, rewards_of
+from step3_ppo.models import Models
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
-from step3_ppo.scoring import reward_of
+from step3_ppo.rewards import ResponseRewards, reward_of, rewards_of
 from step3_ppo.train import train
-from tests.distributed import rank, run_ranks, world_size
 from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models
 
 FUNCTIONS = """
@@ -202,46 +197,6 @@ def test_sources_normalized_by_themselves_weigh_alike_and_figures_keep_their_uni
     assert high == pytest.approx((3 / 4) ** 0.5, rel=1e-3)  # n - 1 in the deviation
 
 
-def test_a_response_without_a_reward_changes_no_weight(toy: Path, file: Path) -> None:
-    config = grouped(toy, function(file, "length"))
-    models = toy_models(config)
-    inputs = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4
-    responses = generate_responses(models, inputs, config, keys=range(8))
-    experience = score_responses(models, inputs, responses, config)
-    known = torch.tensor([True] * 5 + [False] + [True] * 2)
-    reward = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
-
-    rollout = compute_advantages(experience, reward, config, kl_coef=0.0, counted=known)
-
-    moved = rollout.advantages.abs().sum(dim=1) > 0
-    assert moved.tolist() == known.tolist()
-
-
-WRONG: Sequence[tuple[str, str]] = (
-    ("raises", "raises failed on 4 of 4.*ValueError: no such answer"),
-    ("hangs", "hangs failed on 4 of 4.*took longer than 1 s"),
-    ("one_less", "one_less failed on 4 of 4.*3 results for 4 responses"),
-    ("not_a_number", "not_a_number failed on 4 of 4.*nan, which is not finite"),
-    ("word", "word failed on 4 of 4.*str 'good' where a number or None belongs"),
-    ("nothing", "no response to a held-out prompt has a reward: no source"),
-    ("missing", "has no `def missing` at its top level"),
-)
-"""What a function does, and the sentence that ends the run before any training."""
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize(("name", "sentence"), WRONG)
-def test_a_function_that_gives_no_rewards_ends_the_run_in_a_sentence(
-    toy: Path, file: Path, tmp_path: Path, name: str, sentence: str
-) -> None:
-    config = grouped(toy, function(file, name), reward_timeout=1.0, output_dir=tmp_path / "out")
-
-    with pytest.raises(UserError, match=sentence):
-        train(config)
-
-    assert not (tmp_path / "out" / "result.json").exists()
-
-
 @pytest.mark.jobs
 def test_a_reward_that_breaks_on_the_way_loses_nothing(
     toy: Path, file: Path, tmp_path: Path
@@ -259,56 +214,3 @@ def test_a_reward_that_breaks_on_the_way_loses_nothing(
 
     assert 0 < len(steps) < 3
     assert [line["step"] for line in metrics(out)] == [1, 2, 3]
-
-
-@pytest.mark.jobs
-def test_another_file_of_the_function_is_refused_on_resume(
-    toy: Path, file: Path, tmp_path: Path
-) -> None:
-    config = grouped(
-        toy, function(file, "length"), output_dir=tmp_path / "out", max_steps=1, save_every=1
-    )
-    train(config)
-    file.write_text(FUNCTIONS + "\n# mended\n")
-
-    with pytest.raises(ConfigError, match="file of the reward length is not the one that the run"):
-        train(replace(config, max_steps=1, resume=True))
-
-
-def share(directory: str, path: str) -> tuple[list[float], dict[str, float]]:
-    """Two groups of four on one process, or one on each of two."""
-    config = grouped(
-        Path(directory),
-        function(Path(path), "wanted"),
-        function(Path(path), "length"),
-        reward_combine="normalize_then_sum",
-    )
-    wanted = [0.0, 1.0, 0.0, 1.0, 5.0, 5.0, 7.0, 9.0]
-    size = 8 // world_size()
-    found = rewarded(config, *wanted[rank() * size : (rank() + 1) * size])
-    means = found.metrics()
-    means.pop("seconds_rewards")
-    return found.reward.tolist(), means
-
-
-@pytest.mark.jobs
-def test_two_processes_normalize_and_measure_as_one(toy: Path, file: Path) -> None:
-    reward, figures = share(str(toy), str(file))
-
-    first, second = run_ranks(share, str(toy), str(file))
-
-    assert [*first[0], *second[0]] == reward
-    assert first[1] == second[1] == figures
-
-
-def test_a_step_without_a_reward_model_has_one_model_less(toy: Path, file: Path) -> None:
-    config = grouped(toy, function(file, "length"))
-
-    with RewardSources(config) as sources:
-        tokenizer, chat = toy_models(config).tokenizer, toy_models(config).chat
-        models = load_models(config, tokenizer, chat, iterations=1, sources=sources)
-
-    assert models.reward is None
-    assert config.used_models().keys() == {"actor"}
-    roles = {use.role for use in config.workload(1).models}
-    assert roles == {"actor", "reference", "base"}

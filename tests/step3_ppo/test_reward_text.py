@@ -1,6 +1,5 @@
 """A reward model of another family: its own tokenizer, its own chat template."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,17 +7,16 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from evaluation.held_out import Prompt
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
 from pipeline.errors import ModelError
 from pipeline.models.chat import decode_response, load_chat
 from step3_ppo.config import PPOConfig
+from step3_ppo.experience import score_responses
 from step3_ppo.models import Models
-from step3_ppo.prompts import Prompt
-from step3_ppo.rollout import score_responses
-from step3_ppo.scoring import raw_scores
-from step3_ppo.train import train
+from step3_ppo.rewards import raw_scores
 from tests.families import tiny_classifier
 from tests.pipeline.data.tokenizers import metaspace
 from tests.step3_ppo.toy import END, toy_config, toy_models
@@ -79,24 +77,6 @@ def test_it_scores_the_text_in_its_own_tokens_as_plain_transformers_does(
             expected.append(model.score(hidden).item())
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
     assert experience.score.tolist() == scores.tolist()
-
-
-def test_step_3_learns_from_it(toy: Path, foreign: Path, tmp_path: Path) -> None:
-    rows = [
-        {"prompt": f"{word} there, how are you?"}
-        for word in ["Hi", "Hello", "Hey", "You", "He", "She"]
-    ]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = {"max_steps": 1, "rollout_size": 2, "batch_size": 2}
-    config = config_with(toy, foreign, output_dir=tmp_path / "out", **sizes)
-    data = replace(config.data, path=(str(path),), split=(0.0, 0.0, 1.0), eval_fraction=0.3)
-
-    train(replace(config, data=data))
-
-    summary = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert summary["steps"] == 1
-    assert (tmp_path / "out" / "actor" / "config.json").is_file()
 
 
 def test_without_a_chat_template_it_is_refused(toy: Path, foreign: Path, tmp_path: Path) -> None:

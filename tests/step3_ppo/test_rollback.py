@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from pipeline.config import OptimConfig
-from pipeline.errors import DivergedError
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardConfig
-from step3_ppo.statistics import standard_error
+from step3_ppo.rewards import standard_error
 from step3_ppo.train import train
-from tests.distributed import run_ranks
 from tests.step3_ppo.toy import toy_config
 from tests.test_resume import metrics
 
@@ -87,39 +85,6 @@ def test_a_reward_for_length_is_caught_and_gold_is_no_lower_in_the_end(
     assert [logged[again][name] for name in ("lr", "kl_coef")] == [0.015, 2e-3]
 
 
-def _train(config: PPOConfig) -> None:
-    train(config)
-
-
-@pytest.mark.jobs
-def test_two_processes_go_back_alike(toy: Path, tmp_path: Path) -> None:
-    always = GuardConfig(signal="repetition", limit=-1.0, window=2, action="rollback")
-    config = exploiting(toy, tmp_path, guards=(always,), rollout_size=16, batch_size=16)
-
-    run_ranks(_train, config)
-
-    acted = events(config, "repetition")
-    assert [(each["step"], each["action"], each["to"]) for each in acted] == [
-        (2, "rollback", 0),
-        (2, "rollback", 0),
-        (2, "stop", 0),
-    ]
-
-
-@pytest.mark.jobs
-def test_where_no_healthy_state_can_be_read_the_run_ends_as_one_that_diverged(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    always = GuardConfig(signal="repetition", limit=-1.0, window=1, action="stop")
-    config = exploiting(toy, tmp_path, guards=(always,), rollout_size=16, batch_size=16)
-    monkeypatch.setattr("pipeline.checkpoints.healthy_up_to", lambda _root, _step: [])
-
-    with pytest.raises(DivergedError, match="holds no healthy checkpoint up to step 0"):
-        train(config)
-
-    assert (config.output_dir / "actor" / "model.safetensors").is_file()
-
-
 def test_the_error_of_a_mean_counts_prompts_and_what_is_known() -> None:
     nan = float("nan")
     # Alone: variance (1 + 1 + 4) / 2 = 3 over 3. In pairs: sums less their means are -2, 1, 1.
@@ -128,17 +93,3 @@ def test_the_error_of_a_mean_counts_prompts_and_what_is_known() -> None:
         torch.tensor([0.0, 0.0, 1.0, 2.0, 3.0, 0.0]), group_size=2
     ) == pytest.approx((6 * 3 / 2) ** 0.5 / 6)
     assert standard_error(torch.tensor([1.0, nan, nan, nan]), group_size=2) == 0.0
-
-
-def test_two_processes_know_the_error_of_one() -> None:
-    values = torch.tensor([0.5, 0.1, 2.0, -1.0, 0.3, 0.7])
-
-    alone = standard_error(values, group_size=1)
-
-    assert run_ranks(_error_of_half, values) == pytest.approx([alone, alone])
-
-
-def _error_of_half(values: torch.Tensor) -> float:
-    from tests.distributed import rank
-
-    return standard_error(values[rank() :: 2], group_size=1)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
+from evaluation.held_out import Prompt
 from pipeline.data.batches import RowStream
 from pipeline.data.sharing.prompts import PromptRecord
-from step3_ppo.prompts import Prompt, PromptBatch, Prompts
-from step3_ppo.sampling import Sampled, dead_groups, sample_rollout
-from step3_ppo.scoring import raw_scores
+from step3_ppo.rewards import raw_scores
+from step3_ppo.rollout import PromptBatch, Prompts, Sampled, dead_groups, sample_rollout
 from tests.distributed import rank, run_ranks
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
@@ -42,22 +42,6 @@ def test_further_prompts_are_the_next_ones_with_keys_of_their_own() -> None:
     assert [row for (row,) in first.inputs[::2] + refill.inputs[::2] + second.inputs[::2]] == order
     assert list(by_key(first, refill, second)) == list(range(20))
     assert prompts.stream.state_dict() == {"position": 10}
-
-
-def test_a_stream_that_is_resumed_after_refills_goes_on_with_the_same_prompts() -> None:
-    whole, again = prompts_of(), prompts_of()
-    whole.next_batch()
-    whole.next_batch([2])
-    again.stream.load_state_dict(whole.stream.state_dict())
-
-    assert again.next_batch() == whole.next_batch()
-
-
-def test_without_refills_keys_are_those_of_the_iterations_places() -> None:
-    prompts = prompts_of()
-
-    assert prompts.first_batch() == prompts.next_batch()
-    assert prompts.next_batch().keys == list(range(8, 16))
 
 
 def own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:

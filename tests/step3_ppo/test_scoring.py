@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from evaluation.held_out import Prompt
 from evaluation.scored import HeldOutResponses, ScoredResponse, summarize
 from inference.generation import Response
 from pipeline.data.examples import Message
@@ -16,10 +17,7 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import HeldOut
 from step3_ppo.models import Models
-from step3_ppo.prompts import Prompt
-from step3_ppo.reward_model import has_moments
-from step3_ppo.scoring import counted_scores, measured_moments, raw_scores, reward_of
-from tests.distributed import rank, run_ranks, world_size
+from step3_ppo.rewards import counted_scores, measured_moments, raw_scores, reward_of
 from tests.step3_ppo.resumed import run_whole_and_resumed
 from tests.step3_ppo.toy import END, PROMPTS, save_models, toy_config, toy_models
 
@@ -47,16 +45,6 @@ def test_a_response_without_an_end_never_gains_by_it(models: Models, toy: Path) 
     assert counted(missing_eos_score=None) == [2.5, 4.5, -40.5]
     assert rewards() == [1.0, -1.0, -5.0]
     assert rewards(normalize_score=False, score_clip=None) == [2.5, -1.0, -40.5]
-
-
-def test_where_every_score_is_low_ending_still_pays(models: Models, toy: Path) -> None:
-    """Scores of -9 throughout, of a model without moments: not to end was worth four nats more."""
-    models.reward.mean, models.reward.std = 0.0, 1.0
-    score = torch.full((2,), -9.0)
-
-    ended, cut_off = reward_of(score, torch.tensor([True, False]), models, toy_config(toy)).tolist()
-
-    assert ended == cut_off == -5.0  # both at the clip; replaced, the second had -1
 
 
 def test_held_out_figures_count_unfinished_answers_as_the_reward_does(
@@ -100,36 +88,6 @@ def test_moments_are_those_of_the_responses_that_ended(models: Models, toy: Path
     assert std == pytest.approx(scores.std(correction=0).item())
 
 
-def test_where_none_ended_all_count_and_it_says_so(
-    models: Models, toy: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = toy_config(toy)
-    responses = [Response([30 + row, 31], [-1.0, -1.0], stopped=False) for row in range(8)]
-
-    mean, _ = measured_moments(models, PROMPTS, responses, config)
-
-    scores = raw_scores(models, PROMPTS, responses, config)
-    assert mean == pytest.approx(scores.double().mean().item())
-    assert "0 of 8 responses of the first rollout ended" in caplog.text
-
-
-def share(directory: str) -> list[float]:
-    config = toy_config(Path(directory))
-    models = toy_models(config)
-    rows = list(range(8))[rank() :: world_size()]
-    responses = [Response([30 + row, END], [-1.0, -1.0], stopped=row > 2) for row in rows]
-    return measured_moments(models, [PROMPTS[row] for row in rows], responses, config)
-
-
-def test_all_processes_measure_the_same_moments(toy: Path) -> None:
-    alone = share(str(toy))
-
-    first, second = run_ranks(share, str(toy))
-
-    assert first == second
-    assert first == pytest.approx(alone, rel=1e-5)
-
-
 def without_moments(directory: Path, **changes: Any) -> PPOConfig:
     """A short run whose reward model and critic say nothing of their scores."""
     save_models(directory)
@@ -157,13 +115,3 @@ def test_a_reward_model_without_moments_gets_those_of_the_first_rollout_also_aft
     assert math.isfinite(mean)
     critic = json.loads((whole / "critic" / "config.json").read_text())
     assert (critic["score_mean"], critic["score_std"]) == (mean, std)
-
-
-def test_moments_that_are_stored_are_kept(toy: Path) -> None:
-    models = toy_models(toy_config(toy))
-
-    assert models.reward.has_moments
-    assert has_moments(models.value_model)
-    models.set_moments(7.0, 8.0)
-    assert (models.reward.mean, models.reward.std) == (7.0, 8.0)
-    assert (models.critic.model.mean, models.critic.model.std) == (0.5, 2.0)

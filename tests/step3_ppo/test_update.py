@@ -1,6 +1,5 @@
 """PPO's updates: ratio 1 at first, gradients as the formulas say, nothing changed that must not."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,22 +8,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
-from step3_ppo.ema import Ema
-from step3_ppo.off_policy import OffPolicyError, check_first_update
+from pipeline.config import OptimConfig, TrainedModelConfig
+from step3_ppo.experience import compute_advantages, score_responses
+from step3_ppo.metrics import rollout_statistics
+from step3_ppo.off_policy import OffPolicyError
 from step3_ppo.ptx import PtxStream
-from step3_ppo.rollout import (
-    compute_advantages,
-    generate_responses,
-    score_responses,
-)
-from step3_ppo.scoring import reward_of
-from step3_ppo.statistics import rollout_statistics
-from step3_ppo.train import train
+from step3_ppo.rewards import reward_of
+from step3_ppo.rollout import generate_responses
 from step3_ppo.update import (
-    Update,
-    Updates,
-    update_minibatch,
     update_policy,
 )
 from tests.distributed import rank, run_ranks, world_size
@@ -53,22 +44,6 @@ def test_the_first_minibatch_has_a_ratio_of_exactly_1_where_the_shapes_are_the_s
     assert metrics["ratio_max"] == metrics["ratio_mean"] == 1.0
     assert metrics["approx_kl"] == metrics["clip_fraction"] == 0.0
     assert metrics["value_clip_fraction"] == 0.0
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_first_minibatch_has_a_ratio_of_1_however_it_is_cut(
-    toy: Path, temperature: float
-) -> None:
-    config = toy_config(toy, batch_size=4, micro_batch_size=2, temperature=temperature)
-    models = toy_models(config)
-    rollout = toy_rollout(models, config)
-
-    metrics = update_minibatch(
-        models, rollout, [6, 1, 4, 3], config, train_actor=True, ptx=None
-    ).metrics
-
-    assert abs(metrics["ratio_max"] - 1) < 1e-5
-    assert abs(metrics["ratio_mean"] - 1) < 1e-5
 
 
 def test_gradients_are_those_of_the_formulas_one_sequence_at_a_time(toy: Path) -> None:
@@ -123,22 +98,6 @@ def test_an_update_does_not_depend_on_the_micro_batch_size(
     assert got.tokens == expected.tokens == int(rollout.experience.mask.sum())
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
-def test_the_first_update_in_bf16_is_allowed_the_rounding_of_bf16(
-    toy: Path, lora: LoraConfig | None
-) -> None:
-    config = toy_config(toy, batch_size=4)
-    actor = replace(config.actor, precision="bf16", lora=lora)
-    config = replace(config, actor=actor)
-    models = toy_models(config)
-    rollout = toy_rollout(models, config)
-
-    update = update_minibatch(models, rollout, [6, 1, 4, 3], config, train_actor=True, ptx=None)
-    check_first_update(0.05, models)
-
-    assert update.metrics["ratio_error"] < 0.05
-
-
 def test_a_first_update_of_another_policy_than_the_sampled_one_stops_the_run(toy: Path) -> None:
     config = toy_config(toy)
     models = toy_models(config)
@@ -182,40 +141,6 @@ def test_a_policy_too_far_from_the_old_one_stops_and_changes_nothing_more(toy: P
     assert not any(each.any() for each in models.actor.gradients().values())
 
 
-def test_the_epochs_over_a_rollout_end_at_the_target_kl(toy: Path) -> None:
-    config = toy_config(toy, ppo_epochs=4, target_kl=1e-3)
-    models = toy_models(config)
-
-    updates = update_policy(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)
-
-    assert updates.metrics()["updates"] == 1
-    assert models.actor.steps == models.critic.steps == 1
-
-
-def test_every_epoch_visits_every_response_once(toy: Path) -> None:
-    config = toy_config(toy, ppo_epochs=2, batch_size=3)
-    models = toy_models(config)
-    rollout = toy_rollout(models, config)
-
-    updates = update_policy(models, rollout, config, step=1, ema=None, ptx=None)
-
-    assert updates.metrics()["updates"] == 2 * 3  # of 3, 3 and 2 responses
-    assert updates.tokens == 2 * int(rollout.experience.mask.sum())
-
-
-def test_the_moving_average_follows_every_update(toy: Path) -> None:
-    config = toy_config(toy, batch_size=4)
-    models = toy_models(config)
-    rollout = toy_rollout(models, config)
-    ema = Ema(models.actor, decay=0.75)
-    start = torch.cat(list(models.actor.masters())).clone()
-
-    update_policy(models, rollout, toy_config(toy), step=1, ema=ema, ptx=None)
-
-    now = torch.cat(list(models.actor.masters()))
-    torch.testing.assert_close(torch.cat(ema.weights), 0.75 * start + 0.25 * now)
-
-
 def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(
@@ -237,23 +162,6 @@ def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: P
     assert distance(gradient(mixed.actor), expected) < 1e-5
     assert update.metrics["ptx_loss"] > 1
     assert torch.equal(gradient(mixed.critic), gradient(plain.critic))
-
-
-@pytest.mark.jobs
-def test_a_text_longer_than_the_actors_context_loses_its_end(toy: Path, tmp_path: Path) -> None:
-    """The actor reads 64 tokens, and `data.max_length` is 512."""
-    text = tmp_path / "text.jsonl"
-    answer = "It goes on and on and on. " * 100
-    rows = [{"prompt": f"Go on {number} times.", "response": answer} for number in range(9)]
-    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"ptx_coef": 0.5, "ptx_data": (str(text),), "output_dir": tmp_path / "out"}
-    config = toy_config(toy, max_steps=1, max_prompt_length=40, **settings)
-
-    train(replace(config, data=replace(config.data, max_eval_rows=4)))
-
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    (loss,) = [line["ptx_loss"] for line in map(json.loads, lines) if "ptx_loss" in line]
-    assert 1 < loss < 20
 
 
 def test_clip_fractions_and_ratios_by_hand(toy: Path) -> None:
@@ -282,26 +190,6 @@ def test_clip_fractions_and_ratios_by_hand(toy: Path) -> None:
     assert (wide["value_clip_fraction"], narrow["value_clip_fraction"]) == (1.0, 0.0)
     assert wide["policy_loss"] == pytest.approx(-1.34986, rel=1e-4)
     assert narrow["policy_loss"] == pytest.approx(-1.2, rel=1e-4)
-
-
-def test_updates_report_means_the_largest_ratio_and_the_last_rate() -> None:
-    updates = Updates()
-    for loss, ratio, rate, stopped in (
-        (1.0, 3.0, 0.2, False),
-        (2.0, 1.0, 0.1, False),
-        (6.0, 2.0, 0.0, True),
-    ):
-        metrics = {"loss": loss, "ratio_max": ratio, "ratio_error": abs(ratio - 1)}
-        updates.add(Update(metrics if stopped else {**metrics, "lr": rate}, 10, stopped=stopped))
-
-    assert updates.tokens == 30
-    assert updates.metrics() == {
-        "loss": 3.0,
-        "ratio_max": 3.0,
-        "ratio_error": 2.0,
-        "lr": 0.1,
-        "updates": 2.0,
-    }
 
 
 def iteration(directory: str) -> dict[str, float]:

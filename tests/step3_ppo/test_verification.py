@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.held_out import Prompt
 from evaluation.verification import TRIES, conclude
 from pipeline.data.examples import Message
 from pipeline.demo.task import TALK, held_out_questions
 from step3_ppo.evaluate import HeldOut
-from step3_ppo.prompts import Prompt
 from tests.step3_ppo.toy import toy_config, toy_models
 
 
@@ -41,16 +41,3 @@ def test_on_the_embedded_task_the_verifier_judges_the_run_and_hand_written_promp
     assert [row["prompt"] for row in said] == [prompt.text for prompt in TALK]
     assert all(row["correct"] is False and isinstance(row["text"], str) for row in said)
     assert TRIES > 1
-
-
-def test_on_other_data_there_is_no_judge(toy: Path, tmp_path: Path) -> None:
-    held = held_out(toy, ["two and two"])
-    with held.models.hybrid_engine.generating() as actor:
-        answers = held.scored(held.respond(actor, temperature=1.0))
-
-    figures = conclude(
-        held, {"step1_sft": answers, "step3_ppo": answers}, tmp_path / "samples.json"
-    )
-
-    assert figures == {}
-    assert json.loads((tmp_path / "samples.json").read_text())["talk"] == []

@@ -13,11 +13,11 @@ from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Rollout
+from step3_ppo.experience import Rollout, compute_advantages, score_responses
 from step3_ppo.models import Models, load_models
 from step3_ppo.ptx import PtxStream
-from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
-from step3_ppo.scoring import reward_of
+from step3_ppo.rewards import reward_of
+from step3_ppo.rollout import generate_responses
 from step3_ppo.update import Update, update_minibatch
 from tests.families import tiny_causal_lm, tiny_classifier
 
@@ -54,6 +54,7 @@ def toy_config(directory: Path, **changes: Any) -> PPOConfig:
         "reward": FrozenModelConfig(path=str(directory / "reward")),
         "rollout_size": len(PROMPTS),
         "batch_size": len(PROMPTS),
+        "correction": "none",  # rollouts are built by hand, off their policy
         "target_kl": None,  # at such a rate every update moves the policy far
         "max_prompt_length": 8,
         "max_new_tokens": 8,

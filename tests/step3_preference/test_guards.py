@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from evaluation.scored import repeated_trigrams
-from pipeline.errors import ConfigError
 from pipeline.guards.guards import Guards
-from step3_preference.config import PreferenceConfig
-from step3_preference.guard_settings import WARNING, GuardConfig
-from step3_preference.guard_signals import PreferenceSignals
+from step3_preference.config import WARNING, GuardConfig, PreferenceConfig
+from step3_preference.guards import PreferenceSignals
 from step3_preference.train import train
 from tests.distributed import run_ranks
 from tests.step3_preference.toy import metrics, toy_config
@@ -62,16 +60,6 @@ def test_each_usual_signal_is_one_sentence_once_its_window_of_evaluations_is_ove
     assert watched.check(25, SOUND) == []
 
 
-def test_without_answers_only_the_rows_are_watched() -> None:
-    rows_alone = {"logp_chosen": -2.0}
-    budget = GuardConfig(signal="kl", limit=1.0, window=1)
-
-    (trip,) = guards(*WARNING, budget).check(5, rows_alone)
-    assert trip.signal == "chosen_nll"
-    (trip,) = guards(budget).check(5, SOUND)
-    assert trip.sentence.startswith("the actor is 2 nats an answer from where it began, beyond 1")
-
-
 def test_what_an_evaluation_found_holds_for_the_steps_until_the_next() -> None:
     watched = guards(replace(ALWAYS, signal="kl", limit=3.0, window=2))
     healthy = []
@@ -88,33 +76,6 @@ def test_a_response_that_repeats_three_tokens_counts_where_they_end() -> None:
     assert repeated_trigrams([1, 2, 3, 1, 2, 3]) == 1
     assert repeated_trigrams([7] * 6) == 3
     assert repeated_trigrams([7, 7]) == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"guards": (ALWAYS,)}, "repetition with action rollback .* set save_every to a number of"),
-        ({"guards": (ALWAYS,), "save_every": 2, "eval_every": 0}, "eval_every must not be 0"),
-        (
-            {"guards": (GuardConfig(signal="kl", limit=3),), "eval_prompts": 0},
-            "kl can't be measured without preference.eval_prompts",
-        ),
-    ],
-)
-def test_guards_that_could_not_do_what_they_say_are_refused(
-    settings: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"^preference.guards: .*{sentence}"):
-        PreferenceConfig(**settings)
-
-
-def test_strict_is_there_without_answers_too() -> None:
-    strict = tuple(GuardConfig(**each) for each in GuardConfig.WORDS["strict"])
-
-    config = PreferenceConfig(guards=strict, eval_prompts=0, save_every=2)
-
-    assert {each.action for each in config.guards} == {"rollback"}
-    assert min(each.window for each in config.guards) == 2
 
 
 def guarded(toy: Path, out: Path, **changes: Any) -> PreferenceConfig:
@@ -148,12 +109,3 @@ def test_a_run_goes_back_with_half_the_rate_and_ends_as_it_began(
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["steps"], result["eval"]["kl"], result["eval"]["best_step"]) == (0, 0.0, 0)
     assert result["guards"] == [each for each in acted if "to" in each]
-
-
-@pytest.mark.jobs
-def test_a_healthy_run_is_the_same_with_guards_that_act(toy: Path, tmp_path: Path) -> None:
-    kl = GuardConfig(signal="kl", limit=1e9, window=1, action="rollback")
-    for name, given in (("watched", (kl,)), ("plain", ())):
-        train(guarded(toy, tmp_path / name, guards=given))
-
-    assert metrics(tmp_path / "watched") == metrics(tmp_path / "plain")

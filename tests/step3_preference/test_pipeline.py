@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from pipeline.config import LoraConfig, ParallelConfig
-from pipeline.errors import ConfigError
 from pipeline.parallel.mesh import cut_mesh
 from step3_preference.config import PreferenceConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
 from tests.staged import lose_the_end, require_less_memory
-from tests.step3_preference.toy import metrics, save_toy, toy_config
+from tests.step3_preference.toy import metrics, toy_config
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {}),
@@ -79,28 +78,6 @@ def test_two_stages_end_as_one_process(case: str, toy: Path, tmp_path: Path) -> 
     require_less_memory(staged, alone)
 
 
-@pytest.mark.jobs
-@pytest.mark.parametrize(
-    ("method", "model"),
-    [
-        ("dpo", {}),
-        pytest.param("kto", {"lora": LoraConfig(rank=2)}, marks=pytest.mark.grid),
-    ],
-)
-def test_stages_of_two_chunks_end_as_one_process(
-    method: str, model: dict[str, Any], tmp_path: Path
-) -> None:
-    save_toy(tmp_path, blocks=4)
-    division = {"schedule": "interleaved", "chunks": 2}
-    alone = settings(tmp_path, tmp_path / "alone", method, pp=1, model=model)
-    staged = settings(tmp_path, tmp_path / "staged", method, pp=2, model=model, parallel=division)
-    run(alone)
-
-    run_ranks(run, staged)
-
-    assert ended(staged.output_dir) == ended(alone.output_dir)
-
-
 MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     # Processes, division, model, and the processes of the run that it is compared with.
     "with parts of each layer": (4, {"tp": 2}, {}, 2),
@@ -121,8 +98,3 @@ def test_mixtures_end_as_the_same_without_stages(name: str, toy: Path, tmp_path:
     run_ranks(run, staged, world_size=world)
 
     assert ended(staged.output_dir) == ended(alone.output_dir)
-
-
-def test_what_stages_can_not_do_is_refused(toy: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.zero_stage 3 would gather each block anew"):
-        settings(toy, tmp_path, "dpo", pp=2, model={"zero_stage": 3})

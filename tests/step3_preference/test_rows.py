@@ -13,8 +13,8 @@ from pipeline.errors import DataError
 from pipeline.models.chat import load_chat
 from step3_preference.config import PreferenceConfig
 from step3_preference.objective import kto_weights
+from step3_preference.reference import RowStore
 from step3_preference.rows import Row, collate_rows, fit, mismatched
-from step3_preference.store import RowStore
 from tests.step3_preference.toy import toy_config
 
 USER, SURE, NO = (
@@ -68,17 +68,6 @@ def test_a_response_that_does_not_fit_drops_the_row(toy: Path) -> None:
     assert fate(rejected - 1, too_long="drop") == "too long"
 
 
-def test_turns_of_the_prompt_are_not_learned(toy: Path) -> None:
-    chat, config = opened(toy, 200)
-    earlier = (USER, SURE, Message("user", "And three?"))
-
-    row, _ = fit(Example(earlier, (SURE,), (NO,)), chat, config)
-
-    prompt = len(chat.encode_prompt(earlier))
-    assert row.chosen is not None
-    assert row.chosen.trained == [place >= prompt for place in range(len(row.chosen))]
-
-
 def test_rows_that_teach_nothing_are_left_out_and_counted(
     toy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,14 +91,6 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(
         f" {chosen} tokens; left out: 1 don't fit, 1 have equal responses, 1 have a response"
         " without a learned token"
     ) in caplog.text
-
-
-def test_where_nothing_is_left_the_step_says_why(toy: Path) -> None:
-    chat, config = opened(toy, 64)
-    equal = Example((USER,), (SURE,), (SURE,))
-
-    with pytest.raises(DataError, match="none of the 2 training rows can be learned from: 2 have"):
-        RowStore(config).sift(StageData([equal, equal], [PAIR], []), chat)
 
 
 def test_kto_needs_both_kinds_of_responses(toy: Path) -> None:
@@ -151,17 +132,6 @@ def test_a_batch_has_the_chosen_sequences_first_and_sums_the_tokens_of_each_resp
     assert (batch.chosen, batch.rejected) == ((0, 2), (0, 1))
     assert batch.sums(torch.tensor([1.0, 2, 3, 4, 5, 6, 7])).tolist() == [1, 2, 7, 18]
     assert batch.lengths().tolist() == [1, 1, 2, 3]
-
-
-def test_a_process_without_rows_runs_a_pass_that_counts_nothing() -> None:
-    batch = collate_rows([Row(side([1], [2, 3]), None)], [])
-
-    logprobs = torch.ones(batch.tokens.num_targets, requires_grad=True)
-    assert batch.tokens.lengths == (3,)
-    assert batch.sums(logprobs).sum().item() == 0
-    batch.sums(logprobs).sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [0.0, 0.0]
 
 
 def test_each_prompt_gets_the_response_of_the_next_row_that_has_another_prompt() -> None:

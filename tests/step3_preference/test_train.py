@@ -6,17 +6,14 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import DataConfig, LoraConfig, TrainedModelConfig, ZeroConfig
-from pipeline.errors import ConfigError
-from step3_preference.config import PreferenceConfig
-from step3_preference.methods import METHODS
+from pipeline.config import DataConfig, TrainedModelConfig, ZeroConfig
+from step3_preference.config import METHODS, PreferenceConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
 from tests.step3_preference.toy import metrics, toy_config
@@ -35,10 +32,6 @@ FIRST = {
 
 def _train(config: PreferenceConfig) -> None:
     train(config)
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in metrics(out) if "loss" in line]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -78,49 +71,6 @@ def test_every_method_begins_where_its_formula_says_and_learns(
         *("margin_after", "pairs", "best_step"),
     }
     AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param({"lora": LoraConfig(rank=2)}, id="LoRA"),
-        pytest.param({"zero_stage": 3}, id="stage 3", marks=pytest.mark.grid),
-    ],
-)
-@pytest.mark.parametrize("precompute", ["auto", "on"])
-def test_the_first_loss_is_that_of_the_formula_however_the_reference_is_had(
-    model: dict[str, Any], precompute: str, toy: Path, tmp_path: Path
-) -> None:
-    config = toy_config(
-        *(toy, "dpo"), model=model, precompute=precompute, output_dir=tmp_path, max_steps=2
-    )
-    train(config)
-
-    first = next(line for line in metrics(tmp_path) if line["step"] == 1)
-    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
-    assert first["reward_chosen"] == first["reward_rejected"] == 0.0
-    has_table = precompute == "on" or "lora" not in model
-    assert (tmp_path / "reference.safetensors").exists() == has_table
-
-
-@pytest.mark.jobs
-def test_with_adapters_a_table_and_the_adapter_switched_off_give_the_same_run(
-    toy: Path, tmp_path: Path
-) -> None:
-    for precompute in ("off", "on"):
-        train(
-            toy_config(
-                toy,
-                "kto",
-                output_dir=tmp_path / precompute,
-                model={"lora": LoraConfig(rank=2)},
-                precompute=precompute,
-            )
-        )
-
-    for mine, theirs in zip(metrics(tmp_path / "off"), metrics(tmp_path / "on"), strict=True):
-        for name in mine.keys() & {"loss", "z0", "reward_chosen", "eval_loss", "eval_kl"}:
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize("method", CASES)
@@ -172,18 +122,6 @@ def test_the_cut_into_micro_batches_changes_rounding_alone(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_ends_in_the_same_weights_at_every_stage(
-    method: str, toy: Path, tmp_path: Path
-) -> None:
-    for stage in range(4):
-        out = tmp_path / str(stage)
-        run_ranks(_train, toy_config(toy, method, model={"zero_stage": stage}, output_dir=out))
-
-    assert all(same(tmp_path / str(stage), tmp_path / "0") for stage in range(4))
-
-
 def test_kto_learns_from_responses_with_a_label(toy: Path, tmp_path: Path) -> None:
     data = {"path": (str(toy / "labelled.jsonl"),), "split": (0.0, 0.0, 1.0)}
     train(toy_config(toy, "kto", data=data, output_dir=tmp_path, weight_rejected="auto"))
@@ -218,27 +156,6 @@ def test_the_reference_is_read_again_and_computed_anew_for_other_rows(
     train(config)
     assert "computing the reference's log-probabilities, once" in caplog.text
     assert file.read_bytes() == first
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"label_smoothing": 0.5}, r"preference.label_smoothing must lie in \[0, 0.5\), got 0.5"),
-        ({"robust": True}, "preference.robust corrects for wrong labels: say how many"),
-        ({"loss": "ipo", "gamma": 1.0}, "preference.gamma is of loss dpo; leave it out with loss"),
-        ({"loss": "orpo"}, "preference.loss orpo compares mean log-probabilities without"),
-        ({"loss": "kto", "logp": "mean"}, "preference.loss kto needs the reference and sums"),
-        ({"precompute": "off"}, "preference.precompute off runs the model without its adapter"),
-        ({"weight_chosen": 2.0}, "preference.weight_chosen is of loss kto; leave it out"),
-        ({"beta": 0.0}, "preference.beta must be above 0, got 0.0"),
-        ({"shares": ()}, "preference.shares must name a part of data.split"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(
-    settings: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        PreferenceConfig(**settings)
 
 
 def test_the_reference_needs_no_second_model() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
-from step3_preference.config import PreferenceConfig
-from step3_preference.methods import METHODS
+from step3_preference.config import METHODS, PreferenceConfig
 from tests.families import tiny_causal_lm
 
 PAIRS = [

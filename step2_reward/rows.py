@@ -1,8 +1,6 @@
-"""Labelled rows as token ids, and as micro-batches.
+"""Labelled rows of step 2: kinds of labels, what each needs, and their tokens."""
 
-Dimension names: B rows of a micro-batch, K sequences of the longest row, S sequences of the batch.
-"""
-
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +14,54 @@ from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.rows.dialogues import Turns
+from pipeline.data.lengths import Fit, RowsFit
+from pipeline.data.pairs import EncodedPair, PairBatch
 from pipeline.parallel.device import local_device, send
 from step2_reward.config import RewardConfig
 from step2_reward.label_rows import OF_CLASSES, OF_LABELS, Labels
+
+logger = logging.getLogger(__name__)
+
+
+def encode(
+    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
+) -> list[EncodedPair]:
+    """Token ids of both dialogues.
+
+    What is longer than `max_length` loses its beginning: the score is read at the end.
+    """
+    limit = config.data.max_length
+    keep = chat.begins_with_cls
+    return [
+        EncodedPair(
+            chosen=chat.encode(example.prompt, example.chosen).tail(limit, keep_first=keep),
+            rejected=chat.encode(example.prompt, example.rejected).tail(limit, keep_first=keep),
+            margin=example.margin or 0.0,
+        )
+        for example in examples
+    ]
+
+
+def pairs_fit(chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
+    """Whether the responses of a pair still differ where it is cut."""
+    limit = config.data.max_length
+
+    def fit(examples: Sequence[Example]) -> list[Fit]:
+        fits = []
+        for each in examples:
+            chosen = chat.encode(each.prompt, each.chosen)
+            rejected = chat.encode(each.prompt, each.rejected)
+            differ = chosen.tail(limit).input_ids != rejected.tail(limit).input_ids
+            fits.append(Fit(max(len(chosen), len(rejected)) > limit, int(differ)))
+        return fits
+
+    return RowsFit(fit, end="beginning", empty="have equal responses", rows="pairs")
+
+
+def cut(pairs: Sequence[EncodedPair], config: RewardConfig) -> list[PairBatch]:
+    """This process's micro-batches of the pairs."""
+    deterministic = config.model.zero.reduction == "deterministic"
+    return offline.pair_batches(pairs, config, deterministic=deterministic)
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,26 @@
-"""Metrics of a rollout, and of its episodes, over all processes.
+"""Metrics of a rollout, its episodes and its updates, over all processes, and checks of them.
 
-Dimension name: B responses of this process, those to a prompt neighbours.
+Dimension name: B responses of this process; those to a prompt are adjacent.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
 from evaluation.scored import repeated_trigrams
 from inference.generation import Response
-from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.mesh import Mesh, current_mesh
+from pipeline.utilization import Utilization, log_peaks, utilization_of
+from step3_ppo.advantages import are_equal, group_std
 from step3_ppo.config import PPOConfig
-from step3_ppo.correction import effective_share
 from step3_ppo.episodes import EpisodeResponse
-from step3_ppo.experience import Experience, Rollout
-from step3_ppo.groups import are_equal, group_std
-from step3_ppo.losses import explained_variance, k3
-from step3_ppo.rollout import global_moments
+from step3_ppo.experience import Experience, Rollout, global_moments
+from step3_ppo.losses import effective_share, explained_variance, k3
+from step3_ppo.models import Models
+from step3_ppo.rewards import standard_error
+from step3_ppo.update import Updates
 
 
 def rollout_statistics(
@@ -94,31 +97,6 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
             residual_variance=residual_variance, return_variance=return_variance
         ),
     }
-
-
-def standard_error(values: Float[Tensor, " B"], *, group_size: int) -> float:
-    """Standard error of the mean of the values that are known, over all processes.
-
-    Responses to the same prompt are not independent, so that prompts count (Liang and Zeger 1986,
-    with the factor G / (G - 1) for G prompts): sqrt(sum_g (sum_i x_i - m)^2 G / (G - 1)) / n. With
-    one response to each it is the standard deviation over sqrt(n).
-
-    Args:
-        values: NaN where a response has none.
-        group_size: responses to each prompt.
-    """
-    grouped = values.double().view(-1, group_size)
-    known = ~grouped.isnan()
-    counts = known.sum(dim=1).double()
-    sums = grouped.nan_to_num(nan=0.0).sum(dim=1)
-    n, total, prompts = current_mesh().data.sums(
-        [counts.sum().item(), sums.sum().item(), float((counts > 0).sum().item())]
-    )
-    if prompts < 2:
-        return 0.0
-    mean = total / n
-    (squares,) = current_mesh().data.sums([(sums - counts * mean).square().sum().item()])
-    return (squares * prompts / (prompts - 1)) ** 0.5 / n
 
 
 def group_statistics(rollout: Rollout) -> dict[str, float]:
@@ -215,3 +193,60 @@ def parts_of(episode: EpisodeResponse, config: PPOConfig) -> dict[str, float]:
     source = config.environment_source
     name = "" if source is None else source.name
     return {f"reward_{name}_{part}": value for part, value in episode.verdict.parts.items()}
+
+
+@dataclass(frozen=True)
+class UpdateUtilization:
+    """What the updates on a rollout cost in seconds of all processes at their peak."""
+
+    actor: Utilization
+
+    critic: Utilization | None
+    """None without a critic."""
+
+    mesh: Mesh
+
+    def metrics(
+        self,
+        experience: Experience,
+        updates: Updates,
+        config: PPOConfig,
+        *,
+        step: int,
+        seconds: float,
+    ) -> dict[str, float]:
+        """`mfu_training` and `hfu_training`: shares of the peak over the phase of training.
+
+        Counted are both passes over every response, once for each epoch; of a rollout whose own
+        pass the first update backpropagates through, that update's backward pass alone. An epoch
+        that `target_kl` ends counts by its minibatches. PPO-ptx's rows don't count.
+
+        Args:
+            experience: the responses, of this process.
+            updates: made on them.
+            config: settings of the step.
+            step: the iteration.
+            seconds: of the phase.
+        """
+        sequences = [(len(each), each.num_targets) for each in experience.sequences]
+        learning = [self.actor] if config.trains_actor(step) else []
+        learning += [] if self.critic is None else [self.critic]
+        passes = updates.count / -(-config.rollout_size // config.batch_size)
+        model = hardware = 0.0
+        for each in learning:
+            both = each.training(sequences)
+            done = 0.0 if experience.forward is None else each.forward(sequences)
+            model += passes * both.model - done
+            hardware += passes * both.hardware - done
+        model, hardware = self.mesh.data.sums([model, hardware])
+        return {"mfu_training": model / seconds, "hfu_training": hardware / seconds}
+
+
+def update_utilization(models: Models, config: PPOConfig, mesh: Mesh) -> UpdateUtilization:
+    """Utilization of models as they are set up; all call it, the main process logs the peak."""
+    peak = config.peak_tflops
+    actor, critic = utilization_of(models.policy, peak_tflops=peak, mesh=mesh), None
+    if models.critic is not None:
+        critic = utilization_of(models.value_model, peak_tflops=peak, mesh=mesh)
+    log_peaks(actor, *([] if critic is None else [critic]))
+    return UpdateUtilization(actor, critic, mesh)

@@ -1,8 +1,9 @@
-"""The reward of each response of a rollout: a reward model's score, programs, or a weighted sum.
+"""The reward of each response: a reward model's score, programs, an environment, or a weighted sum.
 
 Dimension name: B responses of this process.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +12,117 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from inference.generation import Response
+from pipeline.data.batches import collate_part
+from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from rewards.combine import normalize_then_sum, weighted_sum, without_failures
 from rewards.contract import Scored
+from rewards.mixture import check_failures
 from step3_ppo.config import PPOConfig
-from step3_ppo.models import Models
+from step3_ppo.episodes import whole_sequence
+from step3_ppo.models import Models, own_micro_batches
 from step3_ppo.reward_settings import ENVIRONMENT, MODEL
 from step3_ppo.reward_sources import GOLD
-from step3_ppo.scoring import counted_scores, reward_of
-from step3_ppo.statistics import standard_error
+
+logger = logging.getLogger(__name__)
+
+
+def raw_scores(
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Response],
+    config: PPOConfig,
+) -> Float[Tensor, " B"]:
+    """The reward model's raw score of each sequence; all processes must call it."""
+    assert models.reward is not None
+    text = models.reward.text
+    rows = [
+        whole_sequence(prompt, response) if text is None else text.encode(prompt, response)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    scores = torch.zeros(len(rows), device=local_device())
+    parts = own_micro_batches(config, [len(row) for row in rows])
+    batches = [
+        collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+        for part in parts
+    ]
+    for part, found in zip(parts, models.reward.scores(batches), strict=True):
+        scores[part] = found[: len(part)].float()
+    return scores
+
+
+def counted_scores(
+    score: Float[Tensor, " B"] | None,
+    stopped: Bool[Tensor, " B"],
+    models: Models,
+    config: PPOConfig,
+) -> Float[Tensor, " B"]:
+    """Raw scores as metrics report them, in the reward model's own unit.
+
+    The reward model was trained on finished responses: its score of a truncated one is meaningless
+    and may be high. Such a response counts as `missing_eos_score`, as in PPO's reward, or as its
+    own score if that is lower.
+    """
+    assert score is not None
+    assert models.reward is not None
+    if config.missing_eos_score is None:
+        return score
+    most = config.missing_eos_score
+    if config.normalize_score:
+        most = models.reward.mean + models.reward.std * most
+    return torch.where(stopped, score, score.clamp(max=most))
+
+
+def reward_of(
+    score: Float[Tensor, " B"] | None,
+    stopped: Bool[Tensor, " B"],
+    models: Models,
+    config: PPOConfig,
+) -> Float[Tensor, " B"]:
+    """Raw scores as they enter PPO's reward: normalized and clipped.
+
+    An unfinished response gets at most `missing_eos_score`. A flat replacement would reward never
+    ending wherever the reward model scores finished responses even lower.
+    """
+    assert score is not None
+    assert models.reward is not None
+    if config.normalize_score:
+        score = models.reward.normalized(score)
+    if config.score_clip is not None:
+        score = score.clamp(-config.score_clip, config.score_clip)
+    if config.missing_eos_score is not None:
+        score = torch.where(stopped, score, score.clamp(max=config.missing_eos_score))
+    return score
+
+
+def measured_moments(
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Response],
+    config: PPOConfig,
+) -> list[float]:
+    """Mean and standard deviation of the raw score over the finished responses of all processes.
+
+    For a reward model without stored moments. If fewer than two responses finished, all count.
+    """
+    score = raw_scores(models, prompts, responses, config).double().cpu()
+    stopped = torch.tensor([response.stopped for response in responses])
+    ended, generated = current_mesh().data.sums([stopped.sum().item(), len(responses)])
+    if ended < 2:
+        logger.warning(
+            "%d of %d responses of the first rollout ended: the reward model's scores are"
+            " normalized by those of responses without an end; raise ppo.max_new_tokens",
+            ended,
+            generated,
+        )
+        stopped = torch.ones_like(stopped)
+    own = score[stopped]
+    total, count = current_mesh().data.sums([own.sum().item(), len(own)])
+    mean = total / count
+    (squares,) = current_mesh().data.sums([(own - mean).square().sum().item()])
+    std = math.sqrt(squares / count)
+    return [mean, std if std > 1e-6 * max(1.0, abs(mean)) else 1.0]
 
 
 @dataclass(frozen=True)
@@ -112,7 +215,7 @@ def rewards_of(
     of_model = None if score is None else reward_of(score, stopped, models, config)
     given = models.sources.results() if given is None else given
     if strict:
-        check_failures(given, models, num_rows=len(stopped))
+        check_source_failures(given, config, num_rows=len(stopped))
     if not config.rewards:
         assert of_model is not None
         counted = counted_scores(score, stopped, models, config)
@@ -159,22 +262,51 @@ def _tensor(values: Sequence[float | None], like: Tensor) -> Float[Tensor, " B"]
     return torch.tensor(known, dtype=torch.float32, device=like.device)
 
 
-def check_failures(given: Mapping[str, Scored], models: Models, *, num_rows: int) -> None:
-    """Stop all processes together if a source that is trained on failed too often."""
+def check_source_failures(given: Mapping[str, Scored], config: PPOConfig, *, num_rows: int) -> None:
+    """Stop all processes together if a source that is trained on failed too often.
+
+    Raises:
+        RewardError: a source failed on more of all responses than `max_reward_failures`.
+    """
     if not given:
         return
-    own = {
+    local = {
         name: (scored.num_failed, scored.first_failure)
         for name, scored in given.items()
         if name != GOLD
     }
-    everyones: Sequence[tuple[int, dict[str, tuple[int, str | None]]]]
-    everyones = current_mesh().data.gather_objects((num_rows, own))
-    models.sources.check_failures(
-        {name: sum(each[name][0] for _, each in everyones) for name in own},
-        num_rows=sum(rows for rows, _ in everyones),
+    gathered = current_mesh().data.gather_objects((num_rows, local))
+    check_failures(
+        {name: sum(failures[name][0] for _, failures in gathered) for name in local},
+        num_rows=sum(rows for rows, _ in gathered),
         first={
-            name: next((each[name][1] for _, each in everyones if each[name][1]), None)
-            for name in own
+            name: next((failures[name][1] for _, failures in gathered if failures[name][1]), None)
+            for name in local
         },
+        max_failures=config.max_reward_failures,
     )
+
+
+def standard_error(values: Float[Tensor, " B"], *, group_size: int) -> float:
+    """Standard error of the mean of the values that are known, over all processes.
+
+    Responses to the same prompt are not independent, so that prompts count (Liang and Zeger 1986,
+    with the factor G / (G - 1) for G prompts): sqrt(sum_g (sum_i x_i - m)^2 G / (G - 1)) / n. With
+    one response to each it is the standard deviation over sqrt(n).
+
+    Args:
+        values: NaN where a response has none.
+        group_size: responses to each prompt.
+    """
+    grouped = values.double().view(-1, group_size)
+    known = ~grouped.isnan()
+    counts = known.sum(dim=1).double()
+    sums = grouped.nan_to_num(nan=0.0).sum(dim=1)
+    n, total, prompts = current_mesh().data.sums(
+        [counts.sum().item(), sums.sum().item(), float((counts > 0).sum().item())]
+    )
+    if prompts < 2:
+        return 0.0
+    mean = total / n
+    (squares,) = current_mesh().data.sums([(sums - counts * mean).square().sum().item()])
+    return (squares * prompts / (prompts - 1)) ** 0.5 / n
