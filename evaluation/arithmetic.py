@@ -1,12 +1,8 @@
 """Sums of `python -m pipeline.demo.arithmetic`, whose answers are right or wrong."""
 
-from evaluation.contract import Grades, Question, Reading, Task
-from evaluation.rows import column, rows_of
+from evaluation.contract import Grades, Question, Reading, Task, column, rows_of
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
-from evaluation.contract import Grades, Question, Reading, Task, column, rows_of
-from pipeline.data.shapes import read_row
-from pipeline.data.sources import Row
 from pipeline.demo.arithmetic import ArithmeticConfig, sums
 from pipeline.errors import DataError
 from rewards.math_answers import gold_answer, response_answer

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.data.examples import Message
-from pipeline.data.sources import Row, read_source
+from pipeline.data.rows.sources import Row, read_source
 from pipeline.errors import DataError
 
 Grades = Mapping[str, Sequence[bool]]

@@ -13,7 +13,7 @@ from torch import nn
 from inference.generation import generate
 from pipeline.config import DataConfig
 from pipeline.data.batches import collate_part, local_micro_batches
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.models.card import Card
 from pipeline.models.chat import decode_response, load_chat

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pipeline.data.batches import EncodedPair, PairBatch
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import Fit, RowsFit, require_learnable
-from pipeline.data.pairs import EncodedPair, PairBatch
 from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.scores import Cutpoints
 from pipeline.models.trained import evaluating

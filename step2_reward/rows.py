@@ -10,12 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pipeline import offline
-from pipeline.data.batches import TokenBatch, collate
+from pipeline.data.batches import EncodedPair, PairBatch, TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.rows.dialogues import Turns
 from pipeline.data.lengths import Fit, RowsFit
-from pipeline.data.pairs import EncodedPair, PairBatch
+from pipeline.data.rows.dialogues import Turns
 from pipeline.parallel.device import local_device, send
 from step2_reward.config import RewardConfig
 from step2_reward.label_rows import OF_CLASSES, OF_LABELS, Labels

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.config import FrozenModelConfig, Kernels, TrainedModelConfig
-from pipeline.data.batches import TokenBatch
-from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.batches import TokenBatch, local_micro_batches
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError, ModelError

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evaluation.held_out import Prompt
-from inference.generation import Response
+from inference.engine.requests import Response
 from pipeline.config import FrozenModelConfig, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
-from pipeline.data.chat_format import ChatFormat, Messages
+from pipeline.data.chat.chat_format import ChatFormat, Messages
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
-from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ConfigError
 from pipeline.models.chat import decode_response, speaks_alike
 from pipeline.models.forward import Scorer, base_model

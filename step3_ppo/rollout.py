@@ -16,7 +16,7 @@ from inference.engine.requests import Response
 from inference.engine.sampling import Sampler
 from inference.generation import generate_each
 from pipeline.data.batches import RowStream
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import load_step_rows

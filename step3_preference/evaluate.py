@@ -21,11 +21,11 @@ from evaluation.scored import (
     stop_rate,
 )
 from evaluation.verification import conclude
-from inference.generation import Response
+from inference.engine.requests import Response
 from pipeline.checkpoints import Checkpoints
 from pipeline.config import EMBEDDED, FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from inference.weights.replica import Replica
 from pipeline.data.batches import RowStream
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.sharing.prompts import fingerprint
 from pipeline.data.sharing.steps import StageData

@@ -10,13 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from pipeline.data.chat_format import ChatFormat
-from pipeline.data.dialogues import Turns
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.history import with_history
-from pipeline.data.resolve_format import resolve_format
-from pipeline.data.sources import Row, read_source
-from pipeline.data.turns import LeftOut, turns
+from pipeline.data.rows.columns import LeftOut, turns
+from pipeline.data.rows.dialogues import Turns, with_history
+from pipeline.data.rows.sources import Row, read_source
 from pipeline.errors import DataError, ModelError
 from pipeline.models.chat import check_ready, require_score_head
 from pipeline.models.forward import Scorer, base_model, context_length

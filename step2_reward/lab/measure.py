@@ -11,19 +11,16 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.data.examples import Encoded, Example
-from pipeline.models.forward import LabelOutputs, Scorer
 from inference.generation import generate
 from pipeline.config import EMBEDDED, DataConfig, RowColumns
-from pipeline.data.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.embedded import stage_examples
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.history import with_history
-from pipeline.data.named import named_set
-from pipeline.data.resolve_format import resolve_format
-from pipeline.data.shapes import check_fields, read_row
-from pipeline.data.sources import read_source
+from pipeline.data.rows.dialogues import with_history
+from pipeline.data.rows.named import named_set
+from pipeline.data.rows.shapes import check_fields, read_row
+from pipeline.data.rows.sources import read_source
 from pipeline.demo.task import verify
 from pipeline.errors import DataError, ModelError
 from pipeline.models.chat import check_ready, decode_response, require_score_head

@@ -16,8 +16,6 @@ from inference.settings import Sampling
 from inference.weights.hash import weights_hash
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.errors import DataError, UserError
-from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import UserError
 from pipeline.models.load import load_for_inference
 from tests.distributed import run_ranks

@@ -7,8 +7,6 @@ import torch
 
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError
-from pipeline.data.resolve_format import resolve_format
 from rewards.config import RewardConfig
 from rewards.contract import Episode
 from rewards.mixture import Rewards

@@ -11,8 +11,6 @@ import pytest
 
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.reading import RowReader, Wanted
-from pipeline.errors import ConfigError, DataError, ModelError, UserError
-from pipeline.data.reading import RowReader, Wanted
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses

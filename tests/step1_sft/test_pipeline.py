@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.budget.machine import Machine
-from pipeline.budget.memory import step_memory
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate

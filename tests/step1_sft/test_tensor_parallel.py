@@ -13,8 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipeline.budget.machine import Machine
-from pipeline.budget.memory import step_memory
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.zero import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
@@ -266,23 +264,3 @@ def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_all(
 
     assert skipped == [True, False]
     assert (skipped, norms[1]) == (other[0], other[1][1])
-
-
-
-
-
-
-def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Path) -> None:
-    config = settings(make(tmp_path, "llama"), tmp_path / "out", tp=3)
-
-    with pytest.raises(ConfigError, match=r"parallel\.tp 3 doesn't divide the 4 attention heads"):
-        step_memory(config, machine=replace(ONE, processes=3, world=3))
-
-
-def test_other_numbers_of_processes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tp 3 doesn't divide the 4 processes; take 2"):
-        ParallelConfig(tp=3).check(4)
-    with pytest.raises(ConfigError, match="tp 4 doesn't divide the 2 processes of each stage"):
-        ParallelConfig(tp=4, pp=2).check(4)
-    with pytest.raises(ConfigError, match="replicas 2 doesn't divide the 1 processes with the"):
-        ParallelConfig(tp=2, replicas=2).check(2)

@@ -21,8 +21,6 @@ from transformers import (
 from pipeline.config import FrozenModelConfig, LoraConfig
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.models.load import load_tokenizer
-from pipeline.data.resolve_format import resolve_format
 from pipeline.models.reward_model import load_scorer, score_responses
 from step2_reward.train import train
 from tests.step2_reward.labelled import rows_of, save_base, task, write_csv, write_jsonl

@@ -9,8 +9,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.errors import DataError, ModelError, UserError
-from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ModelError
 from pipeline.models.export import export
 from pipeline.models.load import load_for_inference, load_reward_for_inference

@@ -12,8 +12,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from pipeline.data.batches import collate
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
-from pipeline.errors import ConfigError, DataError
-from pipeline.data.resolve_format import resolve_format
 from pipeline.models.reward_model import load_scorer
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig

@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from pipeline.config import RowColumns
-from pipeline.data.batches import TokenBatch, collate
-from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.batches import collate
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
