@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from evaluation.comparison import Match
-from evaluation.winrate import WinrateConfig
+from evaluation.winrate_config import WinrateConfig
 from inference.files.prompts import Prompt
 from inference.files.responses import Responder
 from inference.settings import Sampling

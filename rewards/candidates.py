@@ -17,7 +17,7 @@ from rewards.config import RewardConfig
 from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards
 from rewards.prompts import episode_of
-from rewards.select import Candidate, SelectConfig
+from rewards.selection import Candidate, SelectConfig
 
 logger = logging.getLogger(__name__)
 

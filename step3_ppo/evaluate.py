@@ -153,9 +153,7 @@ class HeldOut(HeldOutPrompts):
 
     def kl(self, responses: Sequence[Response]) -> float:
         """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
-        experience = score_responses(
-            self.models, self._inputs(), responses, self.config, learns=False
-        )
+        experience = score_responses(self.models, self._inputs(), responses, self.config)
         # The last processes go round to the first prompts, which count once.
         own = self.counted
         mask = experience.mask & torch.tensor(own, device=experience.mask.device)[:, None]

@@ -188,8 +188,7 @@ def score_responses(
     config: PPOConfig,
     *,
     score: Float[Tensor, " B"] | None = None,
-    train_actor: bool = True,
-    learns: bool = True,
+    step: int | None = None,
 ) -> Experience:
     """Run actor, reference, critic and reward model over the responses, without dropout.
 
@@ -199,9 +198,8 @@ def score_responses(
         responses: to them.
         config: settings of the step.
         score: the reward model's raw scores, if they are known already.
-        train_actor: whether the first update will train the actor beside the critic.
-        learns: whether an update follows at all, which may backpropagate through this pass; without
-            one no graph is made.
+        step: the iteration whose first update may backpropagate through this pass; None if no
+            update follows, and then no graph is made.
     """
     device = local_device()
     sequences = list(map(whole_sequence, prompts, responses))
@@ -212,9 +210,9 @@ def score_responses(
     if score is None and models.reward is not None:
         score = raw_scores(models, prompts, responses, config)
     kept: Forward | None = None
-    if learns and config.reuses_forward(processes=current_mesh().data.size):
+    if step is not None and config.reuses_forward(processes=current_mesh().data.size):
         (batch,) = batches
-        kept = _forward(models, batch, config, train_actor=train_actor)
+        kept = _forward(models, batch, config, train_actor=config.trains_actor(step))
         found |= {name: [output] for name, output in kept.outputs().items()}
     else:
         with _without_graphs(models):

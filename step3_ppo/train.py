@@ -68,12 +68,7 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     clock.end("generation")
 
     experience = score_responses(
-        models,
-        sampled.inputs,
-        sampled.responses,
-        config,
-        score=sampled.score,
-        train_actor=config.trains_actor(step),
+        models, sampled.inputs, sampled.responses, config, score=sampled.score, step=step
     )
     rewards = rewards_of(models, experience.score, experience.stopped, config, given=sampled.given)
     rollout = compute_advantages(

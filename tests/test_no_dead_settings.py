@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
 import evaluation.config
-import evaluation.winrate
+import evaluation.winrate_config
 import inference.chat.command
 import inference.generate
 import inference.serve.config
@@ -30,7 +30,7 @@ from train import STAGES
 
 CONFIG_MODULES = (
     evaluation.config,
-    evaluation.winrate,
+    evaluation.winrate_config,
     inference.chat.command,
     inference.generate,
     inference.serve.config,

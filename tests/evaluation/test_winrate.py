@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from evaluation.verdicts import matches, responses_of
-from evaluation.winrate import WinrateConfig, main
+from evaluation.winrate import main
+from evaluation.winrate_config import WinrateConfig
 from pipeline.data.examples import Example, Message
 from pipeline.errors import ConfigError
 from pipeline.models.export import export

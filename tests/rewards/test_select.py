@@ -14,7 +14,8 @@ from pipeline.data.rows.reading import RowReader, Wanted
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
-from rewards.select import Candidate, SelectConfig, best, best_and_worst, best_of_n_kl, main, select
+from rewards.select import main, select
+from rewards.selection import Candidate, SelectConfig, best, best_and_worst, best_of_n_kl
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 

@@ -64,9 +64,7 @@ def two_iterations(directory: str, changes: Mapping[str, Any], *, reuse: bool) -
         keys = [step * len(PROMPTS) + row for row in rows]
         prompts = [PROMPTS[row] for row in rows]
         responses = generate_responses(models, prompts, config, keys=keys)
-        experience = score_responses(
-            models, prompts, responses, config, train_actor=step > config.critic_warmup_steps
-        )
+        experience = score_responses(models, prompts, responses, config, step=step)
         assert (experience.forward is not None) == reuse
         score = reward_of(experience.score, experience.stopped, models, config)
         rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
@@ -101,7 +99,7 @@ def test_each_model_is_run_once_for_scores_and_first_update(toy: Path) -> None:
         calls: list[str] = []
         for name, engine in {"actor": models.actor, "critic": models.critic}.items():
             engine.model.register_forward_hook(lambda *_, name=name: calls.append(name))
-        experience = score_responses(models, PROMPTS, responses, config)
+        experience = score_responses(models, PROMPTS, responses, config, step=1)
         score = reward_of(experience.score, experience.stopped, models, config)
         rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
         update_policy(models, rollout, config, step=1, forward=experience.forward)
