@@ -4,17 +4,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.engine import Engine
-from pipeline.engine.frozen import FrozenEngine
 from pipeline.parallel.mesh import cut_mesh
-from tests.distributed import rank, run_ranks, world_size
+from tests.distributed import rank, run_ranks
 from tests.pipeline.engine import test_state
 from tests.pipeline.engine.test_invariance import digest
-from tests.pipeline.engine.test_stages import STEPS, build, loss_of, settings, tokens
+from tests.pipeline.engine.test_stages import STEPS, build, loss_of, settings
 
 Ended = tuple[str, list[float]]
 """Digest of the weights, and the gradient norms."""
@@ -100,30 +97,3 @@ def test_a_state_of_any_copies_goes_on_in_any_other_to_the_bit(tmp_path: Path) -
     total = sum(state.numel(key) for key in sorted(state.keys()) if "/random" not in key)
     assert sum(written) == 4 * total
     assert max(written) < 1.5 * min(written)
-
-
-def frozen_answer(copies: int) -> Tensor:
-    with cut_mesh(replicas=copies, timeout_seconds=60.0), torch.no_grad():
-        model = FrozenEngine(build("llama", "bf16"), settings(3, max_norm=None))
-        return model(input_ids=tokens(0, 0, 0), use_cache=False).logits
-
-
-def test_a_frozen_model_is_gathered_within_its_copy() -> None:
-    with torch.no_grad():
-        expected = build("llama", "bf16")(input_ids=tokens(0, 0, 0), use_cache=False).logits
-
-    for found in run_ranks(frozen_answer, 2, world_size=4):
-        assert torch.equal(found, expected)
-
-
-def overflow(copies: int) -> list[bool]:
-    """The last process's gradient is not finite: whether each skips the step."""
-    with cut_mesh(replicas=copies, timeout_seconds=60.0):
-        engine = Engine(build("llama", "fp32"), settings(2, max_norm=1.0), total_steps=1)
-        loss = loss_of(engine, 0, 0, rank())
-        engine.backward(loss * (torch.inf if rank() == world_size() - 1 else 1.0))
-        return [engine.step().skipped]
-
-
-def test_a_gradient_that_is_not_finite_in_one_copy_skips_the_step_in_all() -> None:
-    assert run_ranks(overflow, 2, world_size=4) == [[True]] * 4

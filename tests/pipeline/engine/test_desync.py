@@ -12,34 +12,6 @@ from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 
-def engine_of(stage: int, **changes: int) -> Engine:
-    return Engine(build("llama", "fp32", **changes), settings(stage, max_norm=None), total_steps=1)
-
-
-def other_units(stage: int) -> str:
-    """Rank 1 leaves out the first block."""
-    engine = engine_of(stage, num_hidden_layers=3)
-    if rank() == 1:
-        layers = engine.model.model.layers
-        del layers[0]
-    try:
-        engine.backward(loss_of(engine, 0, 0, rank()))
-    except DesyncError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_ranks_that_run_other_units_are_named() -> None:
-    for stage, kind in ((0, "reduce_scatter"), (3, "all_gather")):
-        first, second = run_ranks(other_units, stage)
-
-        for sentence in (first, second):
-            assert "model.layers.0" in sentence
-            assert f"{kind} of " in sentence
-            assert " while rank " in sentence
-            assert sentence.endswith(SAME_ORDER)
-
-
 def swapped(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bool]:
     """Rank 1 uses two engines of one model the other way around.
 

@@ -71,21 +71,6 @@ def test_every_stage_and_offload_gives_the_bits_of_stage_0(
     assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
-def test_a_deterministic_reduction_gives_the_same_bits_at_every_stage() -> None:
-    runs = [train(settings(s, reduction="deterministic"), torch.bfloat16)[1] for s in (0, 3)]
-
-    assert [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])] == []
-
-
-def test_between_steps_stage_3_keeps_the_weights_where_it_was_told() -> None:
-    engine, _ = train(settings(3, params="cpu"), torch.bfloat16)
-
-    flats = [flat for unit in engine.zero.units for flat in unit.flats]
-
-    assert {flat.shard.device.type for flat in flats} == {"cpu"}
-    assert not any(flat.held for flat in flats)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
@@ -104,21 +89,3 @@ def test_no_backward_pass_has_the_host_wait(stage: int, offload: dict[str, str])
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         engine.step()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("stage", "params", "kind"), [(3, "cpu", "split"), (2, "none", "whole")])
-def test_offloaded_vectors_are_pinned(stage: int, params: str, kind: str) -> None:
-    offload = {"params": params, "gradients": "cpu", "optimizer": "cpu"}
-    engine, _ = train(settings(stage, **offload), torch.bfloat16)
-
-    flats = [flat for unit in engine.zero.units for flat in unit.flats]
-    masters = [group.masters for group in engine.groups]
-    sums = [group.gradients.sum.finish() for group in engine.groups]
-    assert {each.kind for each in masters} == {kind}
-    assert all(each.is_pinned() for each in sums)
-    if kind == "whole":
-        assert all(each.is_pinned() for group in masters for each in group.beside())
-    else:  # low bits of masters stay where they are
-        assert all(flat.shard.is_pinned() for flat in flats)

@@ -167,13 +167,6 @@ def two_forwards(stage: int, checkpointing: str) -> str:
         return digest(dict(model.named_parameters()))
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "reentrant"])
-def test_several_forwards_before_one_backward_agree_at_every_stage(checkpointing: str) -> None:
-    ended = [each for stage in range(4) for each in run_ranks(two_forwards, stage, checkpointing)]
-
-    assert len(set(ended)) == 1
-
-
 def adapters(stage: int) -> tuple[str, str, int]:
     """Weights after training, the frozen ones before and after, and bytes of moments."""
     model = add_lora(
@@ -230,15 +223,3 @@ def slept(stage: int, dtype: str) -> tuple[bool, list[int]]:
     with engine.gathered():
         weights = {name: param.clone() for name, param in model.named_parameters()}
     return digest(weights) == digest(plain.weights) and norms == plain.norms, moved
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_offloading_amid_an_accumulation_changes_nothing(stage: int, dtype: str) -> None:
-    same, moved = slept(stage, dtype)
-
-    # All weights, in bf16 in two halves, gradients and, from the second step, two moments.
-    whole = moved[0] // (4 + 4)
-    assert moved == [whole * 8] * 2 + [whole * 16] * 2
-    assert same
-    assert [each[0] for each in run_ranks(slept, stage, dtype)] == [True, True]

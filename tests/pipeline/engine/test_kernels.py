@@ -9,8 +9,6 @@ import torch
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
-from pipeline.errors import KernelError
-from tests.families import tiny_causal_lm
 from tests.pipeline.engine.test_stages import DTYPES, build, loss_of
 
 STEPS = 3
@@ -66,11 +64,3 @@ def test_the_kernels_change_no_bit(place: str, dtype: str, tmp_path: Path) -> No
         expected = trained(stage, "off", dtype, **zero)
         got = trained(stage, "required", dtype, **zero)
         assert all(map(torch.equal, got, expected))
-
-
-def test_an_optimizer_without_a_kernel_is_pytorchs_unless_one_is_required() -> None:
-    model = tiny_causal_lm("llama")
-
-    with pytest.raises(KernelError, match="kernels required: there is none of SGD on cpu"):
-        Engine(model, settings(0, "required", optim="SGD"), total_steps=1)
-    Engine(tiny_causal_lm("llama"), settings(0, "auto", optim="SGD"), total_steps=1)

@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.engine.memory import (
-    engine_bytes,
     estimate_zero2,
     estimate_zero3,
     main,
-    parse_count,
 )
-from pipeline.errors import ConfigError
 
 INTERNLM2 = (1_889_110_016, 189_530_112)
 """Parameters of InternLM2-1.8B, and of its embedding of 92544 x 2048."""
@@ -36,18 +33,6 @@ def test_stage_2_is_estimated_as_deepspeed_does() -> None:
 
     assert (offloaded.cpu, offloaded.gpu) == (24_000, 2_000)
     assert (resident.cpu, resident.gpu) == (12_000, 6_500)
-
-
-def test_seven_billion_parameters_take_112_gigabytes() -> None:
-    assert sum(engine_bytes(7 * 10**9, world=1, stage=0).values()) == 112e9
-    assert sum(engine_bytes(7 * 10**9, world=7, stage=3).values()) == 16e9
-
-
-@pytest.mark.parametrize(("text", "count"), [("7B", 7 * 10**9), ("1889.1M", 1_889_100_000)])
-def test_counts_may_be_rounded(text: str, count: int) -> None:
-    assert parse_count(text, "params") == count
-    with pytest.raises(ConfigError, match="must be a number of parameters"):
-        parse_count(f"-{text}", "params")
 
 
 def test_a_model_is_counted_from_its_configuration(

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig
-from pipeline.config.optim import ELEMENT_WISE, NOT_ELEMENT_WISE
+from pipeline.config.optim import ELEMENT_WISE
 from pipeline.engine.flat import ALIGNMENT
 from pipeline.engine.masters import build_optimizer
-from pipeline.errors import ConfigError
 
 FUSED = {"AdamW", "Adam", "SGD", "Adagrad"}
 ROUNDS_TAILS_DIFFERENTLY = {"AdamW", "Adam", "SGD"}
@@ -48,7 +47,6 @@ def trained(config: OptimConfig, sizes: Sequence[int]) -> Tensor:
 
 ODD = (1, 7, 15, 0, 33, 100, 3, 129, 5, 63, 1, 500, 7)
 """Together whole cache lines, as an engine's vectors are."""
-WHOLE_LINES = tuple(ALIGNMENT * lines for lines in (1, 3, 7, 0, 20))
 
 
 @pytest.mark.parametrize("name", ELEMENT_WISE)
@@ -66,18 +64,6 @@ def test_a_flat_vector_is_updated_like_the_tensors_in_it(name: str) -> None:
         whole = len(one) // ALIGNMENT * ALIGNMENT
         assert torch.equal(one[:whole], other[:whole])
         torch.testing.assert_close(one[whole:], other[whole:], rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", sorted(FUSED))
-def test_fused_updates_keep_every_bit_where_the_vector_is_cut_at_whole_cache_lines(
-    name: str,
-) -> None:
-    tail = 11  # the end of the vector may be anywhere
-    config = optim(name, params=EXTRA.get(name, {}))
-
-    whole = trained(config, [sum(WHOLE_LINES) + tail])
-
-    assert torch.equal(trained(config, [*WHOLE_LINES, tail]), whole)
 
 
 @pytest.mark.parametrize("name", ELEMENT_WISE)
@@ -105,9 +91,3 @@ def test_the_update_is_that_of_the_class_in_torch(name: str) -> None:
 
     assert torch.equal(ours, plain)
     assert not torch.equal(ours, torch.linspace(-1, 1, 37))
-
-
-@pytest.mark.parametrize("name", [*NOT_ELEMENT_WISE, "lamb"])
-def test_what_is_not_element_wise_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^optim\.name can't be {name}: it .*; use AdamW"):
-        OptimConfig(name=name)

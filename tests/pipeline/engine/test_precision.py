@@ -1,6 +1,5 @@
 """Loss scaling against the trajectories of DeepSpeed 0.19.8's DynamicLossScaler."""
 
-import json
 from typing import Any
 
 import pytest
@@ -70,34 +69,3 @@ def test_the_scale_stops_at_its_minimum_and_an_overflow_there_exhausts_it() -> N
 
     assert trajectory(subject, "xx...x.x") == [4, 2, 2, 2, 4, 2, 2, 2]
     assert subject.exhausted
-
-
-def test_a_static_scale_never_moves() -> None:
-    subject = scaler(loss_scale=128.0, loss_scale_window=1)
-
-    assert trajectory(subject, "..xxxx..") == [128] * 8
-    assert not subject.exhausted
-
-
-@pytest.mark.parametrize("cut", [0, 3, 13, 23])
-def test_a_scaler_that_is_saved_and_loaded_goes_on_as_if_nothing_had_happened(cut: int) -> None:
-    steps = "xxx.........x........xx"
-    whole = trajectory(scaler(**SMALL), steps)
-    before, after = scaler(**SMALL), scaler(**SMALL)
-
-    trajectory(before, steps[:cut])
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-
-    assert trajectory(after, steps[cut:]) == whole[cut:]
-
-
-def test_the_state_of_another_precision_leaves_the_initial_scale() -> None:
-    without = LossScaler(enabled=False)
-    trajectory(without, "...")
-    state = without.state_dict()
-
-    subject = scaler(initial_scale_power=12, hysteresis=3)
-    trajectory(subject, "xxxx")
-    subject.load_state_dict(json.loads(json.dumps(state)))
-
-    assert (subject.scale, subject.tokens, subject.good_steps) == (4096, 3, 0)

@@ -141,21 +141,6 @@ def go_on(root: str, optim: OptimConfig, offload: OffloadConfig) -> tuple[str, s
     return digest(weights(straight)), digest(weights(second))
 
 
-@pytest.mark.parametrize("name", OTHER_OPTIMIZERS)
-def test_the_state_of_other_optimizers_is_whole(name: str, tmp_path: Path) -> None:
-    params: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
-    optim = OptimConfig(name=name, params=params, lr=1e-3, max_grad_norm=None)
-
-    for straight, resumed in run_ranks(go_on, str(tmp_path), optim, OffloadConfig()):
-        assert resumed == straight
-
-
-@pytest.mark.parametrize("where", list(OFFLOADED))
-def test_what_is_offloaded_is_saved_and_comes_back(where: str, tmp_path: Path) -> None:
-    for straight, resumed in run_ranks(go_on, str(tmp_path), OptimConfig(), OFFLOADED[where]):
-        assert resumed == straight
-
-
 def state(engine: Engine) -> list[Tensor]:
     """Masters in fp32, and moments."""
     return [
@@ -192,12 +177,6 @@ def adapters_go_on(root: str) -> tuple[str, str, int]:
     )
 
 
-def test_frozen_weights_are_saved_once_and_come_back(tmp_path: Path) -> None:
-    for straight, resumed, size in run_ranks(adapters_go_on, str(tmp_path)):
-        assert resumed == straight
-        assert size < sum(file.stat().st_size for file in (tmp_path / "base-test").iterdir())
-
-
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     engine = engine_at(0)
     train(engine, range(1))
@@ -207,22 +186,6 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
         resume(with_adapters(0), tmp_path)
     with pytest.raises(CheckpointError, match="is of the optimizer AdamW, not SGD"):
         resume(engine_at(0, optim=OptimConfig(name="SGD")), tmp_path)
-
-
-@pytest.mark.parametrize("before", ["fp32", "bf16"])
-def test_fp16_begins_at_its_initial_scale_after_another_precision(
-    before: str, tmp_path: Path
-) -> None:
-    saved = engine_at(1, before)
-    train(saved, range(2))
-    save(saved, tmp_path)
-
-    resumed = engine_at(1, "fp16")
-    resume(resumed, tmp_path)
-
-    assert resumed.scaler.scale == 2**16
-    norm = train(resumed, range(2, 3))[0]
-    assert norm == pytest.approx(train(saved, range(2, 3))[0], rel=0.02)
 
 
 def buffers_go_on(root: str, *, saves: bool) -> list[float]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.offload import TensorStore
-from pipeline.errors import ConfigError, OffloadError
-from tests.slow_disk import slow_down_writes
+from pipeline.errors import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,12 +29,6 @@ def read(store: TensorStore, key: str, numel: int, dtype: torch.dtype = torch.fl
     store.read(key, out)
     store.wait(key)
     return out
-
-
-def damage(store: TensorStore, size: int) -> None:
-    """Cut the store's file to `size` bytes."""
-    with Path(f"/proc/self/fd/{store._file.fileno()}").open("r+b") as file:
-        file.truncate(size)
 
 
 def test_200_random_operations_agree_with_a_dict(tmp_path: Path) -> None:
@@ -59,44 +52,6 @@ def test_200_random_operations_agree_with_a_dict(tmp_path: Path) -> None:
     assert reads > 50
     for key, expected in oracle.items():
         assert same_bits(read(store, key, sizes[key], dtypes[key]), expected)
-    store.close()
-
-
-def test_a_buffer_is_filled_anew_only_after_it_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_down_writes(monkeypatch, seconds=0.05)
-    store = TensorStore(tmp_path, rank=0, threads=4)
-    store.reserve({"old": 10, "new": 10}, torch.float32)
-    store.write("new", torch.full((10,), 2.0))
-    store.flush()
-    buffer = torch.full((10,), 1.0)
-
-    store.write("old", buffer)
-    store.read("new", buffer, after="old")
-    store.flush()
-
-    assert buffer.tolist() == [2.0] * 10
-    assert read(store, "old", 10).tolist() == [1.0] * 10
-    store.close()
-
-
-def test_a_truncated_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    store = TensorStore(tmp_path, rank=5)
-    store.reserve({"a": 4097}, torch.float32)
-    store.write("a", random_tensor(4097))
-    store.flush()
-    damage(store, 4000)
-
-    store.read("a", torch.zeros(4097))
-    with pytest.raises(OffloadError) as error:
-        store.wait("a")
-
-    assert str(error.value) == (
-        f"a can't be read in the offload file of rank 5 in {tmp_path}: the file ends at byte 4000"
-    )
-    with pytest.raises(OffloadError):
-        store.write("a", random_tensor(4097))
     store.close()
 
 

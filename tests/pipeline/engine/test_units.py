@@ -3,7 +3,6 @@
 import pytest
 
 from pipeline.engine.units import ROOT, find_units
-from pipeline.errors import ConfigError
 from pipeline.models.forward import Policy
 from tests.families import FAMILIES, tiny_causal_lm
 
@@ -24,13 +23,3 @@ def test_the_blocks_of_every_family_are_units_and_the_rest_is_the_root(family: s
     names = dict(model.named_parameters(remove_duplicate=False))
     for unit in (*blocks, root):
         assert all(names[name] is param for name, param in unit.params.items())
-
-
-def test_classes_may_be_named() -> None:
-    model = tiny_causal_lm("llama")
-
-    *blocks, _ = find_units(model, ("LlamaMLP", "LlamaAttention"))
-
-    assert len(blocks) == 4
-    with pytest.raises(ConfigError, match=r"no module of class LlamaMPL$"):
-        find_units(model, ("LlamaMPL", "LlamaMLP"))

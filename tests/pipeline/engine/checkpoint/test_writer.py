@@ -1,6 +1,5 @@
 """Saving in the background, failed saves, and the checkpoints that are kept."""
 
-import json
 import logging
 import os
 import random
@@ -11,20 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline import faults
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.format import Fragment, step_of, steps_in
+from pipeline.engine.checkpoint.format import step_of, steps_in
 from pipeline.engine.checkpoint.history import (
-    ROLLBACK,
     RollbackRecord,
-    candidates,
-    healthy_up_to,
-    needed_for_rollback,
     newest,
 )
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import CheckpointError
 from tests.pipeline.engine.checkpoint.saving import (
     assert_holds,
     fragments,
@@ -112,72 +106,6 @@ def test_a_failure_on_any_rank_costs_one_save(rank: int, point: str, tmp_path: P
     assert_holds(newest(tmp_path)[0], 3)
 
 
-def test_a_rank_that_does_not_report_in_time_is_named(tmp_path: Path) -> None:
-    saver = writer(tmp_path, world_size=2, timeout_seconds=0.05)
-
-    saver.save(1, fragments(1), {})
-    saver.close()
-
-    assert "rank 1 did not report" in str(saver.failure)
-    assert not visible(tmp_path)
-
-
-def test_a_save_without_its_frozen_weights_is_not_committed(tmp_path: Path) -> None:
-    saver = writer(tmp_path)
-
-    saver.save(1, fragments(1), {}, base="base-00")
-    saver.close()
-
-    assert "base-00 are missing" in str(saver.failure)
-    assert not visible(tmp_path)
-
-
-def test_an_unusable_directory_is_an_error_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file can't be created: File exists"):
-        writer(tmp_path / "file")
-    with pytest.raises(ConfigError, match="keep_last must be 2 or more"):
-        writer(tmp_path, keep_last=1)
-
-
-def test_unused_frozen_weights_are_removed(tmp_path: Path) -> None:
-    saver = writer(tmp_path, job="first")
-    saver.save_base("base-old", [Fragment("f", 0, torch.ones(1))])
-    saver.save(1, [], {}, base="base-old")
-    saver.close()
-
-    saver = writer(tmp_path, job="second")
-    saver.save_base("base-new", [Fragment("f", 0, torch.ones(1))])
-    found = []
-    for step in (2, 3):
-        saver.save(step, [], {}, base="base-new")
-        saver.wait()
-        found.append(sorted(path.name for path in tmp_path.glob("base-*")))
-
-    assert found == [["base-new", "base-old"], ["base-new"]]
-
-
-def test_damaged_checkpoints_do_not_count_among_those_kept(root: Path) -> None:
-    flip(root / STEP_2 / FILE, 35_000)
-
-    save(root, 3, job="next")
-
-    assert visible(root) == ["latest", "step_00000001", STEP_2, "step_00000003"]
-    save(root, 4, job="later")
-    assert visible(root) == ["latest", "step_00000003", "step_00000004"]
-
-
-def test_a_step_is_replaced_and_later_ones_stay(root: Path) -> None:
-    flip(root / STEP_2 / FILE, 35_000)
-
-    save(root, 2, job="next")
-    save(root, 1, job="earlier")
-
-    assert visible(root) == ["latest", "step_00000001", STEP_2]
-    assert [path.name for path in candidates(root)] == ["step_00000001", STEP_2]
-    assert_holds(Checkpoint.open(root / STEP_2), 2)
-
-
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -233,19 +161,6 @@ def test_a_truncated_missing_or_foreign_file_is_refused_by_name(
     assert f"{file} " in assert_falls_back(root)
 
 
-@pytest.mark.parametrize("content", [None, "", "step_00000009", f"../{STEP_2}", "é"])
-def test_without_a_valid_latest_the_newest_is_offered(content: str | None, root: Path) -> None:
-    (root / "latest").unlink()
-    if content is not None:
-        (root / "latest").write_text(content)
-
-    assert_holds(newest(root)[0], 2)
-
-
-def test_an_empty_directory_has_no_checkpoint(tmp_path: Path) -> None:
-    assert newest(tmp_path) == newest(tmp_path / "nowhere") == (None, [])
-
-
 # --- rollback -------------------------------------------------------------------------------------
 
 HEALTHY = {"healthy": True}
@@ -282,14 +197,6 @@ def test_checkpoints_that_a_rollback_needs_are_kept(
     assert steps(tmp_path) == left
 
 
-def test_only_readable_healthy_checkpoints_are_rollback_targets(tmp_path: Path) -> None:
-    save_health(tmp_path, {0: True, 2: True, 4: False, 6: True, 8: True}, margin=100)
-    (tmp_path / "step_00000006" / "manifest.json").write_text("{}")
-
-    assert [step_of(path) for path in healthy_up_to(tmp_path, 7)] == [2, 0]
-    assert [step_of(path) for path in needed_for_rollback(tmp_path, 8, margin=5)] == [8, 2]
-
-
 def test_a_rollback_removes_later_checkpoints_and_the_step_is_saved_again(tmp_path: Path) -> None:
     saver = writer(tmp_path, margin=9)
     for step in range(4):
@@ -309,11 +216,3 @@ def test_a_rollback_removes_later_checkpoints_and_the_step_is_saved_again(tmp_pa
     checkpoint, skipped = newest(tmp_path)
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.state["rollbacks"], skipped) == (3, 1, [])
-
-
-def test_an_unreadable_rollback_record_is_an_error(tmp_path: Path) -> None:
-    assert RollbackRecord.read(tmp_path) is None
-    for text in ("{", "[]", json.dumps({"count": 1})):
-        (tmp_path / ROLLBACK).write_text(text)
-        with pytest.raises(CheckpointError, match=r"rollback\.json can't be read"):
-            RollbackRecord.read(tmp_path)
