@@ -55,8 +55,7 @@ def overflow_on_one_rank(stage: int, dtype: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp16")])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, dtype: str) -> None:
     first, second = run_ranks(overflow_on_one_rank, stage, dtype)
 

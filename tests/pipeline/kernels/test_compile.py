@@ -3,14 +3,13 @@
 import re
 import shutil
 import subprocess
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import KernelError
 from pipeline.kernels import gpu
-from pipeline.kernels.gpu import HEADERS, OLDEST, OPERATORS, OPTIONS, Macros
+from pipeline.kernels.gpu import OLDEST, OPERATORS, OPTIONS, Macros
 from tests.pipeline.kernels.test_cases import CASES
 
 ALL = [(name, defines) for name, cases in CASES.items() for defines in cases.SPECIALISATIONS]
@@ -72,24 +71,3 @@ def test_every_kernel_compiles_for_every_gpu(tmp_path: Path) -> None:
     for capability in capabilities():
         for name, defines in ALL:
             check(name, defines, capability, tmp_path)
-
-
-def test_sources_include_known_headers_alone() -> None:
-    for name in CASES:
-        source = (OPERATORS / name / "cuda.cu").read_text()
-        assert set(re.findall(r'#include "(.+)"', source)) <= HEADERS.keys()
-        assert import_module(f"pipeline.kernels.{name}.cuda")
-
-
-def test_a_gpu_newer_than_the_compiler_gets_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "supported_capabilities", lambda: (75, 80, 90))
-    monkeypatch.setattr(gpu, "nvrtc_version", lambda: (13, 0))
-
-    assert [gpu.architecture(each) for each in (80, 86, 90, 200)] == [
-        "sm_80",
-        "compute_80",
-        "sm_90",
-        "compute_90",
-    ]
-    with pytest.raises(KernelError, match=r"7\.5 and later"):
-        gpu.architecture(61)

@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from pipeline.kernels.adamw.cuda import ShardTable, adamw_, scalars_of
-from pipeline.kernels.cache_append import cuda as append
 from pipeline.kernels.gpu import Gpu, gpu_of
 from tests.pipeline.kernels.adamw.cases import CPU, STEP, Case, by_definition, copied, shards_of
-from tests.pipeline.kernels.cache_append import cases as append_cases
-from tests.pipeline.kernels.sampling import cases as sampling_cases
 from tests.pipeline.kernels.test_cases import CASES
 
 pytestmark = pytest.mark.gpu
@@ -51,25 +48,3 @@ def test_a_graph_reads_new_scalars_and_lengths(gpu: Gpu) -> None:
         by_definition(expected[0], numbers)
 
     assert torch.equal(shards[0].weights.master.cpu(), expected[0].weights.master)
-
-
-def test_a_graph_reads_new_places_and_positions(gpu: Gpu) -> None:
-    case = sampling_cases.QUICK[4]
-    inputs = sampling_cases.inputs_of(case, gpu.device)
-    stored = append_cases.inputs_of(append_cases.QUICK[0], gpu.device)
-    sampling_cases.run(case, inputs, gpu)
-    append_cases.run(append_cases.QUICK[0], stored, gpu)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens, logprobs = sampling_cases.run(case, inputs, gpu)
-        append.append_(stored.cache, stored.states, stored.places, gpu=gpu)
-
-    for _ in range(2):
-        inputs.positions.add_(1)
-        stored.places.add_(1)
-        expected = (stored.cache[0].clone(), stored.cache[1].clone())
-        append.append_by_definition(expected, stored.states, stored.places)
-        graph.replay()
-
-        assert sampling_cases.is_right(case, inputs, (tokens, logprobs))
-        assert all(map(torch.equal, stored.cache, expected))

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from pipeline.kernels.pinned_memory import PinnedMemory, pinned_empty
+from pipeline.kernels.pinned_memory import PinnedMemory
 
 MIB = 2**20
 
@@ -50,30 +50,3 @@ def test_pages_are_reused_once_no_view_is_left(memory: PinnedMemory, driver: Dri
 
     assert memory.empty(900, torch.float32).data_ptr() == address
     assert sum(driver.locked.values()) == 2 * mmap.PAGESIZE
-
-
-def test_kept_pages_make_room_for_others(memory: PinnedMemory, driver: Driver) -> None:
-    del_me = memory.empty(MIB // 2 + 1, torch.uint8)
-    del del_me
-    large = memory.empty(MIB, torch.uint8)
-
-    assert list(driver.locked.values()) == [MIB]
-    with pytest.raises(OSError, match="doesn't lock"):
-        memory.empty(1, torch.uint8)
-    assert len(large) == MIB
-
-
-def test_nothing_is_locked_for_an_empty_vector(memory: PinnedMemory, driver: Driver) -> None:
-    assert memory.empty(0, torch.float32).shape == (0,)
-    assert not driver.locked
-
-
-@pytest.mark.gpu
-def test_copies_from_pinned_memory_are_asynchronous() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
-    vector = pinned_empty(3 * MIB, torch.float32)
-    vector.fill_(3.0)
-
-    assert vector.is_pinned()
-    assert torch.equal(vector.to("cuda", non_blocking=True).cpu(), vector)

@@ -1,7 +1,6 @@
 """Generation and the engine's step through the CUDA kernels, run on the CPU, as without them."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,11 +8,8 @@ import torch
 from inference.generation import generate
 from pipeline.config import FrozenModelConfig
 from pipeline.kernels import choice
-from pipeline.kernels.adamw import dispatch as adamw
-from pipeline.kernels.gpu import Kernel
 from pipeline.models.load import load_causal_lm
 from tests.families import random_rows, saved, tiny_causal_lm
-from tests.pipeline.engine.test_kernels import STEPS, trained
 from tests.pipeline.kernels.emulator.emulated import Emulator
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
@@ -69,24 +65,3 @@ def test_answers_are_the_same_by_the_kernels(
     assert launched.count("the cache") == passes * model.config.num_hidden_layers
     assert launched.count("attention") >= 2 * 7 * model.config.num_hidden_layers
     assert launched[-1] == "sampling"
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_step_of_an_engine_is_one_launch_for_all_vectors(
-    dtype: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = trained(1, "off", dtype)
-    gpu, launched = emulator.gpu(), list[str]()
-    kernel = gpu.kernel
-
-    def counted(operator: str, *names: Any) -> Kernel:
-        launched.append(operator)
-        return kernel(operator, *names)
-
-    monkeypatch.setattr(gpu, "kernel", counted)
-    monkeypatch.setattr(adamw, "_find", lambda *_: gpu)
-    with emulator.memory():
-        ours = trained(1, "required", dtype)
-
-    assert all(map(torch.equal, ours, expected))
-    assert launched == ["adamw"] * STEPS

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.models import varlen
-from pipeline.models.attention import Ragged, _OneOrder, pad, unpad
+from pipeline.models.attention import Ragged, pad, unpad
 
 LENGTHS = (7, 1, 40, 3)
 
@@ -70,38 +69,6 @@ def test_the_call_without_padding_is_that_of_the_padded_ones(
     torch.testing.assert_close(switched_off, padded, rtol=1e-5, atol=1e-6)
 
 
-def test_heads_that_it_can_not_take_are_padded() -> None:
-    on_cpu = heads(torch.bfloat16, torch.device("cpu"), shared_by=1)
-
-    assert not varlen.takes(*on_cpu, dropout=0.0)
-    assert varlen.bounds_of(LENGTHS).tolist() == [0, 7, 8, 48, 51]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("shared_by", "size"), [(1, 64), (4, 128), (2, 80)])
-def test_on_a_gpu_outputs_and_gradients_are_near_those_of_the_padded_calls(
-    dtype: torch.dtype, shared_by: int, size: int
-) -> None:
-    device = torch.device("cuda")
-
-    def run(kernels: Any) -> Sequence[Tensor]:
-        given = heads(dtype, device, shared_by=shared_by, size=size)
-        out = Ragged(LENGTHS, device, kernels=kernels).attend(
-            *given, scaling=None, sliding_window=None
-        )
-        out.float().square().sum().backward()
-        return [out, *(each.grad for each in given)]
-
-    assert varlen.takes(*heads(dtype, device, shared_by=shared_by, size=size), dropout=0.0)
-    for ours, theirs in zip(run("auto"), run("off"), strict=True):
-        # By the norm: an element of a gradient is a sum whose terms are rounded to 16 bits.
-        assert (ours.float() - theirs.float()).norm() <= 2e-2 * theirs.float().norm()
-    again = zip(run("auto"), run("auto"), strict=True)
-    assert torch.equal(*next(again))  # the forward pass; the backward one adds in any order
-
-
 class Watched(torch.autograd.Function):
     """Keeps whether an operator without one order only warned on the way back."""
 
@@ -121,52 +88,10 @@ class Watched(torch.autograd.Function):
         return grad
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    out = scaled_dot_product_attention(query, key, value, is_causal=True)
-    return Watched.apply(out)  # pyright: ignore[reportReturnType]
-
-
-@pytest.mark.parametrize("frozen", [(), (1,), (0, 2)])
-def test_gradients_are_those_of_attention_and_only_its_way_back_is_strict(
-    frozen: tuple[int, ...],
-) -> None:
-    drawn = torch.randn(3, 2, 2, 9, 16, generator=torch.Generator().manual_seed(0))
-    ours, theirs = (
-        [each.clone().requires_grad_(place not in frozen) for place, each in enumerate(drawn)]
-        for _ in range(2)
-    )
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    try:
-        Watched.warns = []
-        one: Any = _OneOrder.apply(causal, *ours)
-        Watched.apply(one).square().sum().backward()
-        after = torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(mode=False)
-
-    assert Watched.warns == [True, False]
-    assert after
-    other = causal(*theirs)
-    other.square().sum().backward()
-    assert torch.equal(one, other)
-    pairs = [(mine.grad, other.grad) for mine, other in zip(ours, theirs, strict=True)]
-    assert [place for place, pair in enumerate(pairs) if pair == (None, None)] == list(frozen)
-    assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
-
-
 SOURCE = torch.tensor([2, 3, 4, 0, 1, 1])
 """Sequences of 2 and 3 rows, the longer first; the last place is padding."""
 
 PLACE = torch.tensor([3, 4, 0, 1, 2])
-
-
-def test_rows_go_where_they_belong_and_come_back() -> None:
-    rows = torch.arange(10.0).view(5, 2)
-
-    padded = pad(rows, SOURCE, PLACE)
-
-    assert padded[:, 0].tolist() == [4.0, 6.0, 8.0, 0.0, 2.0, 2.0]
-    assert unpad(padded, PLACE).equal(rows)
 
 
 def test_gradients_are_those_of_indexed_reads() -> None:

@@ -9,20 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.config import FrozenModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.directory import check_model_directory
-from pipeline.models.load import load_causal_lm, load_classifier, load_for_inference
-from pipeline.models.scores import require_score
-from tests.families import saved, tiny_causal_lm
+from pipeline.models.load import load_for_inference
+from tests.families import tiny_causal_lm
 
 ROOT = Path(__file__).parents[3]
-CPU = torch.device("cpu")
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
 
 Spoil = Callable[[Path], object]
@@ -43,14 +39,6 @@ def remove(*patterns: str) -> Spoil:
     return lambda directory: [
         file.unlink() for pattern in patterns for file in list(directory.glob(pattern))
     ]
-
-
-def change(**settings: object) -> Spoil:
-    def of(directory: Path) -> None:
-        file = directory / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-
-    return of
 
 
 def tensor_in_no_shard(directory: Path) -> None:
@@ -99,14 +87,6 @@ IN_SHARDS: list[tuple[Spoil, str]] = [
     (tensor_in_no_shard, "holds ghost, but it doesn't"),
 ]
 
-WHEN_LOADED: list[tuple[Spoil, str]] = [
-    (change(intermediate_size=64), "holds model.layers.0.mlp.down_proj.weight of shape (32, 48)"),
-    (change(num_hidden_layers=3), "lacks 9 of the model's weights"),
-    (change(model_type="nosuch"), "has model type `nosuch`"),
-    (fill(float("nan")), "model.layers.1.mlp.up_proj.weight holds NaN or infinity"),
-]
-"""What the model's own code or its weights show."""
-
 
 def sentence(call: Callable[[], object]) -> str:
     with pytest.raises(ModelError) as error:
@@ -126,79 +106,6 @@ def test_the_files_alone_show_what_is_missing_or_broken(shards: bool, tmp_path: 
             said = sentence(lambda call=call, directory=directory: call(directory))
             assert part in said
             assert str(directory) in said
-
-
-@pytest.mark.parametrize("defer", [False, True], ids=["whole", "deferred"])
-def test_what_only_the_model_can_tell_is_one_sentence_too(defer: bool, tmp_path: Path) -> None:
-    whole = healthy(tmp_path / "whole")
-
-    def load(directory: Path) -> None:
-        model = load_causal_lm(FrozenModelConfig(path=str(directory)), device=CPU, defer=defer)
-        for param in model.parameters():
-            param.read(0, param.numel())  # pyright: ignore[reportAttributeAccessIssue]
-
-    for number, (spoil, part) in enumerate(WHEN_LOADED):
-        directory = Path(shutil.copytree(whole, tmp_path / str(number)))
-        spoil(directory)
-        said = sentence(lambda directory=directory: load(directory))
-        assert part in said
-        assert str(directory) in said
-
-
-def test_a_file_and_a_missing_directory_are_told_apart_from_a_broken_model(tmp_path: Path) -> None:
-    directory = healthy(tmp_path / "model")
-    (directory / "adapter").mkdir()
-    (directory / "adapter" / "adapter_config.json").write_text("{}")
-
-    for path, part in {
-        directory / SINGLE: f"is a file; give the directory of the model, {directory}",
-        tmp_path / "none": "does not exist",
-        tmp_path: f"a model lies in {directory}",
-        directory / "adapter": f"the model with the adapter merged is in {directory}",
-    }.items():
-        assert part in sentence(lambda path=path: check_model_directory(path))
-
-
-def test_a_reward_model_whose_labels_have_no_values_is_refused(tmp_path: Path) -> None:
-    model = load_classifier(
-        FrozenModelConfig(path=saved(tiny_causal_lm("llama"), tmp_path / "base")), device=CPU
-    )
-    model.score = torch.nn.Linear(32, 2, bias=False)
-    model.config.num_labels = 2
-    path = saved(model, tmp_path / "two")
-
-    with pytest.raises(ModelError, match="its 2 classes have no values"):
-        require_score(load_classifier(FrozenModelConfig(path=path), device=CPU))
-
-
-def test_numbers_too_large_for_fp16_are_said_to_be_so(tmp_path: Path) -> None:
-    directory = healthy(tmp_path)
-    fill(1e5)(directory)
-
-    load_causal_lm(FrozenModelConfig(path=str(directory), precision="fp32"), device=CPU)
-    with pytest.raises(ModelError, match="numbers too large for fp16"):
-        load_causal_lm(FrozenModelConfig(path=str(directory), precision="fp16"), device=CPU)
-
-
-def test_looking_at_a_directory_imports_nothing_heavy_and_reads_no_weights(tmp_path: Path) -> None:
-    directory = healthy(tmp_path)
-    size = (directory / SINGLE).stat().st_size
-    os.truncate(directory / SINGLE, size + 2**36)  # 64 GiB that are nowhere
-    program = (
-        "import sys\n"
-        "from pipeline.errors import ModelError\n"
-        "from pipeline.models.directory import check_model_directory\n"
-        f"try: check_model_directory({str(directory)!r})\n"
-        "except ModelError as error: print(error)\n"
-        "print(*{'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules))"
-    )
-
-    said = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split("\n")
-
-    assert f"it goes on after byte {size}" in said[0]
-    assert said[1] == ""
 
 
 @pytest.mark.jobs

@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.engine.state import fragments_of
 from pipeline.engine.stored import StoredParameter, copy_elements, stored_like
-from pipeline.engine.tensor_parts import Part, part_of, whole_shape
-from pipeline.errors import ConfigError
+from pipeline.engine.tensor_parts import Part
 from pipeline.models.block_codes import GROUP, Form, parts_of
 from pipeline.models.quantized import QuantizedLinear
 from pipeline.parallel.shards import Shard, ShardSpec
@@ -94,31 +92,6 @@ def test_a_part_is_the_part_of_the_whole_weight_to_the_bit(cut: str, form: Form)
             assert scales.numel() == scales_here[part.rank]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("cut", CUTS)
-def test_processes_write_the_vectors_of_the_whole_weight_once(cut: str, form: Form) -> None:
-    shape, dim, borders, _ = CUTS[cut]
-    whole = vectors(linear(shape, form))
-    found = {name: torch.zeros(each.shape, dtype=torch.float64) for name, each in whole.items()}
-    for part in parts(shape, dim, borders):
-        own = linear(shape, form)
-        own.cut(part, name="it")
-        for name, vector in vectors(own).items():
-            param, into = own.get_parameter(name), found[name]
-            assert whole_shape(param) == whole[name].shape
-            if part_of(param) is None and part.rank > 0:
-                continue  # all have it, and the first one writes it
-            for each in fragments_of("it", part_of(param), 0, vector):
-                if each.columns is None:
-                    into[each.start : each.start + len(each.tensor)] += each.tensor
-                else:
-                    offset, width, stride = each.columns
-                    at = each.start + torch.arange(len(each.tensor))
-                    into[at // width * stride + offset + at % width] += each.tensor
-
-    assert all(torch.equal(found[name], each.double()) for name, each in whole.items())
-
-
 def test_scales_of_a_part_by_hand() -> None:
     # Blocks of the weight have the scales 0, 1, 2, ..., four to a row; the second process has the
     # last two of each row. 300 rows have 1,200 blocks, in groups of 256.
@@ -135,27 +108,3 @@ def test_scales_of_a_part_by_hand() -> None:
     ranges = [(first, 1.0) for first in range(0, 1024, GROUP)] + [(1024.0, 175 / 255)]
     assert torch.equal(vectors(double)["scale_ranges"], torch.tensor(ranges).flatten())
     assert torch.equal(double.dequantized()[:256], part.own.of(plain.weight)[:256])
-
-
-def test_what_can_not_be_cut_is_refused_in_a_sentence() -> None:
-    for shape, borders, form, sentence in (
-        (
-            (64, 6),
-            (((0, 3),), ((3, 6),)),
-            FORMS[0],
-            r"parallel\.tp 2 would cut the nf4 codes of it \(64 x 6\) between two weights that"
-            r" share a byte; take int8, or another parallel\.tp$",
-        ),
-        (
-            (34, 6),
-            (((0, 2),), ((2, 4),), ((4, 6),)),
-            FORMS[2],
-            r"parallel\.tp 3 would cut the int8 codes of it \(34 x 6\) whose last block of 64 is"
-            r" not full; take quantize none$",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=sentence):
-            linear(shape, form).cut(parts(shape, 1, borders)[0], name="it")
-    odd = linear((64, 6), FORMS[2])
-    odd.cut(parts((64, 6), 1, (((0, 3),), ((3, 6),)))[1], name="it")
-    assert torch.equal(odd.dequantized(), linear((64, 6), FORMS[2]).dequantized()[:, 3:])

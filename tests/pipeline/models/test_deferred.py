@@ -8,20 +8,17 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
+from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.engine.stored import StoredParameter
-from pipeline.models.deferred import meta_model
-from pipeline.models.forward import Policy, Scorer, base_model, score_head
-from pipeline.models.load import load_classifier
+from pipeline.models.forward import Policy, Scorer, base_model
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import run_ranks
 from tests.families import saved, tiny_causal_lm, tiny_classifier
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 TOKENIZER = build_tokenizer()
 VOCAB = len(TOKENIZER)
@@ -125,61 +122,7 @@ def test_models_read_in_pieces_are_those_loaded_whole(tmp_path: Path) -> None:
         assert not wrong
 
 
-def large_model(directory: Path) -> None:
-    """A model of 400 MB, of numbers that say where they stand."""
-    settings = AutoConfig.for_model(
-        "llama",
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=7,
-        num_attention_heads=8,
-        vocab_size=VOCAB,
-    )
-    model = meta_model(lambda: AutoModelForCausalLM.from_config(settings, dtype=torch.float32))
-    model.to_empty(device="cpu")
-    for number, param in enumerate(model.parameters()):
-        nn.init.constant_(param, 1 + number)
-    model.save_pretrained(directory)
-
-
 def status(key: str) -> int:
     """Bytes of a line of this process's status: VmRSS is memory now, VmHWM the most so far."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def memory_to_build(path: str, stage: Any) -> tuple[int, int]:
-    """How much more memory this process takes at most to build a model, and the model's size."""
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what it is now
-    before = status("VmRSS")
-    config = replace(settings(path), zero_stage=stage)
-    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0, defer=True)
-    engine = Engine(Policy(model), config, total_steps=1)
-    most = status("VmHWM") - before
-    filled = sum(master.count_nonzero().item() for master in engine.masters())
-    assert filled > 0.2 * sum(param.numel() for param in model.parameters())
-    return most, sum(param.numel() * param.element_size() for param in model.parameters())
-
-
-@pytest.mark.jobs
-def test_none_of_four_processes_holds_the_whole_model_while_it_is_built(tmp_path: Path) -> None:
-    large_model(tmp_path)
-
-    for most, whole in run_ranks(memory_to_build, str(tmp_path), 3, world_size=4):
-        assert whole > 3.5e8
-        assert most < 0.5 * whole
-    # Below stage 3 each has it once, and none has it twice.
-    for most, whole in run_ranks(memory_to_build, str(tmp_path), 0, world_size=2):
-        assert whole < most < 1.2 * whole
-
-
-def test_a_new_head_is_the_one_that_is_drawn_for_a_whole_model(tmp_path: Path) -> None:
-    config = FrozenModelConfig(path=saved(tiny_causal_lm("llama"), tmp_path))
-
-    whole, deferred = (
-        score_head(load_classifier(config, device=CPU, seed=3, defer=defer)).weight
-        for defer in (False, True)
-    )
-
-    assert torch.equal(deferred, whole)
-    assert not isinstance(deferred, StoredParameter)

@@ -1,10 +1,6 @@
 """Exports are plain Hugging Face directories, replaced whole."""
 
-import json
-import os
 import shutil
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +20,13 @@ from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.files.weight_files import WeightFiles
-from pipeline.models.export import as_saved, export, named_weights, stream_export
+from pipeline.models.export import as_saved, export, stream_export
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_classifier
 from pipeline.models.lora import add_lora
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import rank, run_ranks, world_size
 from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm, tiny_classifier
-from tests.memory import live_bytes
 from tests.mixtures import MIXTURES, tiny_mixture
 from tests.pipeline.engine.checkpoint.power import lose_power, record
 from tests.pipeline.engine.checkpoint.saving import run_processes
@@ -53,36 +48,6 @@ def test_an_exported_reward_model_says_the_same_to_the_bit_in_plain_transformers
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert torch.equal(again(input_ids=IDS).logits, plain(input_ids=IDS).logits)
     assert (again.config.score_mean, again.config.score_std) == (0.25, 2.0)
-
-
-@torch.no_grad()
-def test_exporting_again_replaces_the_model_and_leaves_other_files(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    second = tiny_causal_lm("llama", seed=2)
-
-    export(tiny_causal_lm("llama", seed=1), build_tokenizer(), tmp_path)
-    export(second, build_tokenizer(), tmp_path)
-
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(again(input_ids=IDS).logits, second(input_ids=IDS).logits)
-    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
-    assert not list(tmp_path.glob(".writing-*"))
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_every_file_of_an_export_follows_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
-    model = add_lora(tiny_causal_lm("llama"), LoraConfig(rank=2), task="causal", seed=0)
-    before = os.umask(umask)
-    try:
-        export(model, build_tokenizer(), tmp_path)
-    finally:
-        os.umask(before)
-
-    files = {path for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"model.safetensors", "adapter_model.safetensors"} <= {path.name for path in files}
-    assert {str(path): stat.S_IMODE(path.stat().st_mode) for path in files} == {
-        str(path): mode for path in files
-    }
 
 
 def export_recorded(_rank: int, _world_size: int, out: Path, journal: Path) -> None:
@@ -197,33 +162,6 @@ def test_a_sharded_export_is_to_the_byte_that_of_one_process(tmp_path: Path) -> 
         assert [name for name in found if found[name] != expected[name]] == []
 
 
-def most_gathered(path: str) -> tuple[int, int, int]:
-    """Bytes gathered at most while all weights pass by, of the largest unit, and of all units."""
-    model, engine = engine_of(path, 3, "causal", {})
-    with engine.gathered():
-        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    seen: set[str] = set()
-    most = 0
-    for name, tensor in named_weights(model, engine):
-        assert torch.equal(tensor, expected[name]), name
-        seen.add(name)
-        most = max(most, engine.zero.gathered_bytes)
-    assert seen == expected.keys()
-    assert engine.zero.gathered_bytes == 0
-    sizes = [
-        sum(flat.numel * flat.full.element_size() for flat in unit.flats)
-        for unit in engine.zero.units
-    ]
-    return most, max(sizes), sum(sizes)
-
-
-def test_no_more_than_a_unit_is_gathered_at_once(tmp_path: Path) -> None:
-    lm = tiny_causal_lm("gptj", vocab_size=len(build_tokenizer()), n_layer=4)
-
-    for most, largest, whole in run_ranks(most_gathered, saved(lm, tmp_path)):
-        assert most == largest < whole
-
-
 def exported(model: PreTrainedModel, directory: Path, **settings: Any) -> list[str]:
     """Export all that a model has; the names of the directory's weight files."""
     model.config.save_pretrained(directory)
@@ -250,34 +188,6 @@ def test_shards_load_in_plain_transformers_with_equal_tensors(family: str, tmp_p
 
     assert len(files) > 2
     assert_loads_as(model, tmp_path)
-
-
-def test_shards_are_as_large_as_they_may_be_and_the_index_counts_them(tmp_path: Path) -> None:
-    named = [(f"w{index}", torch.full((25,), float(index))) for index in range(5)]
-
-    stream_export(named, tmp_path, max_shard_bytes=200)
-
-    index = json.loads((tmp_path / INDEX).read_text())
-    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
-    assert index["metadata"] == {"total_size": 500, "total_parameters": 125}
-    assert list(index["weight_map"].values()) == [shards[number // 2] for number in range(5)]
-
-
-def test_no_more_than_one_shard_and_the_tensor_that_comes_are_in_memory(tmp_path: Path) -> None:
-    numel, nbytes = 10_000, 40_000
-    start, most = live_bytes(), 0
-
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        nonlocal most
-        for index in range(9):
-            made = [torch.full((numel,), float(index))]
-            most = max(most, live_bytes() - start)
-            yield f"w{index}", made.pop()
-
-    stream_export(weights(), tmp_path, max_shard_bytes=4 * nbytes)
-
-    assert len(list(tmp_path.glob("model-*"))) == 3
-    assert most == (4 + 1) * nbytes
 
 
 def generation(value: float, *, shards: int) -> tuple[list[tuple[str, Tensor]], int]:

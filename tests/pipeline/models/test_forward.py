@@ -8,7 +8,6 @@ import torch
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.errors import DataError
 from pipeline.models.forward import Policy, Scorer, is_ragged
 from pipeline.models.load import load_causal_lm, load_classifier
 from tests.families import (
@@ -16,7 +15,6 @@ from tests.families import (
     PECULIAR,
     RAGGED_FAMILIES,
     TRANSFORMERS,
-    WINDOW,
     random_rows,
     saved,
     tiny_causal_lm,
@@ -71,37 +69,6 @@ def test_scores_of_a_batch_are_those_transformers_pools_from_each_sequence_alone
     torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
-@torch.no_grad()
-def test_the_score_is_read_at_the_last_token_even_where_that_is_the_padding_token(
-    family: str,
-) -> None:
-    model = tiny_classifier(family)
-    pad = model.config.pad_token_id
-    rows = [Encoded.untrained([5, 6, 7, pad]), Encoded.untrained([5, pad, pad, pad, pad])]
-
-    scores = Scorer(model).final_scores(collate(rows))
-
-    model.config.pad_token_id = None  # transformers then pools from the last position
-    alone = [model(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
-    torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
-
-
-@torch.no_grad()
-def test_a_sliding_window_shorter_than_the_sequences_is_kept(tmp_path: Path) -> None:
-    path = saved(tiny_causal_lm("mistral"), tmp_path)
-    model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
-    (row,) = random_rows((2 * WINDOW + 4,))
-    # Two layers see 2 * (WINDOW - 1) tokens back: the last logits know nothing of the first token.
-    changed = Encoded([row.input_ids[0] ^ 1, *row.input_ids[1:]], row.trained)
-
-    first, second = (Policy(model)(collate([r])).logprobs for r in (row, changed))
-
-    seen = 2 * (WINDOW - 1)
-    assert torch.equal(first[seen + 1 :], second[seen + 1 :])
-    assert not torch.equal(first[:seen], second[:seen])
-
-
 @torch.no_grad()
 def test_temperature_divides_the_logits_and_entropy_is_of_that_distribution(tmp_path: Path) -> None:
     plain = tiny_causal_lm("llama")
@@ -117,12 +84,3 @@ def test_temperature_divides_the_logits_and_entropy_is_of_that_distribution(tmp_
     torch.testing.assert_close(said.logprobs, distribution.log_prob(targets), **TOLERANCE)
     assert said.entropy is not None
     torch.testing.assert_close(said.entropy, distribution.entropy(), **TOLERANCE)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_sequence_longer_than_the_context_is_refused_before_it_is_read(family: str) -> None:
-    batch = collate(random_rows((64, 65)))
-
-    for ask in (Policy(tiny_causal_lm(family)), Scorer(tiny_classifier(family))):
-        with pytest.raises(DataError, match="a sequence has 65 tokens and the model reads 64"):
-            ask(batch)

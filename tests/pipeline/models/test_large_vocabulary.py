@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config import FrozenModelConfig, Kernels, LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.config import FrozenModelConfig, Kernels, OptimConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.engine.engine import Engine
-from pipeline.errors import KernelError
 from pipeline.models.forward import LARGE_VOCABULARY, Policy
 from pipeline.models.load import load_causal_lm
-from pipeline.models.lora import add_lora
 from tests.distributed import run_ranks
 from tests.families import FAMILIES, PECULIAR, SCALED, random_rows, saved, tiny_causal_lm
 
@@ -65,31 +63,6 @@ def test_tiles_say_what_whole_logits_say_in_every_family(
     assert_near(by_tiles, whole)
     wholly = [each for each in caplog.messages if "are no matrix product with what" in each]
     assert len(wholly) == (family in MORE_THAN_A_PRODUCT)
-
-
-@pytest.mark.parametrize("uniform", [False, True])
-def test_adapters_learn_the_same_by_tiles(uniform: bool, tmp_path: Path) -> None:
-    asked = policy("llama", tmp_path)
-    adapted = add_lora(asked.model, LoraConfig(rank=2), task="causal", seed=0)  # pyright: ignore[reportArgumentType]
-    batch = collate(random_rows(LENGTHS))
-
-    by_tiles = learn(Policy(adapted, tile=TILE), batch, uniform=uniform)
-    whole = learn(Policy(adapted, kernels="off"), batch)
-
-    assert len(by_tiles) == len(whole) > 2
-    assert_near(by_tiles, whole)
-
-
-def test_required_is_refused_where_logits_are_more_than_a_product(tmp_path: Path) -> None:
-    asked = policy("gemma2", tmp_path, kernels="required")
-
-    with pytest.raises(KernelError) as error:
-        asked(collate(random_rows(LENGTHS)))
-
-    assert str(error.value) == (
-        "kernels required: the logits of Gemma2ForCausalLM are no matrix product with what its"
-        " blocks end in, and can't be computed tile by tile; set kernels auto"
-    )
 
 
 def trained(stage: int, dtype: str, uniform: bool) -> list[Tensor]:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.config import (
-    DataConfig,
     LoraConfig,
     OptimConfig,
     TrainedModelConfig,
@@ -17,12 +16,9 @@ from pipeline.config import (
 from pipeline.data.batches import collate
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
-from pipeline.errors import ConfigError
-from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.models.forward import Policy, Scorer
-from pipeline.models.lora import add_lora
-from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
+from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.families import random_rows, saved, tiny_causal_lm
 
 CPU = torch.device("cpu")
@@ -136,53 +132,3 @@ def test_a_reward_models_head_is_trained_and_exported_with_its_adapter(tmp_path:
     assert torch.equal(merged.score.weight, head)
     torch.testing.assert_close(merged(input_ids=ids).logits[0], scores, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(adapter(input_ids=ids).logits[0], scores, rtol=1e-4, atol=1e-4)
-
-
-def test_targets_that_match_nothing_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"lora.targets \['query'\]"):
-        add_lora(tiny_causal_lm("llama"), LoraConfig(targets=("query",)), task="causal", seed=0)
-
-
-def test_adapter_dropout_is_off_while_evaluating(tmp_path: Path) -> None:
-    lora = LoraConfig(rank=4, dropout=0.5)
-    config = settings(base("llama", tmp_path), lora=lora)
-    policy = Policy(trained_causal_lm(config, TOKENIZER, device=CPU, seed=0))
-    learned(policy, config)
-
-    with evaluating(policy):
-        first, second = (policy(BATCH).logprobs for _ in range(2))
-    policy.train()
-    third, fourth = (policy(BATCH).logprobs for _ in range(2))
-
-    assert torch.equal(first, second)
-    assert not torch.equal(third, fourth)
-
-
-def test_adapters_train_at_ten_times_the_rate_of_whole_weights_unless_a_rate_is_given(
-    tmp_path: Path,
-) -> None:
-    path = base("llama", tmp_path)
-    for lora_lr, expected in ((None, 1e-5), (2e-4, 2e-4)):
-        lora = LoraConfig(rank=2, lr=lora_lr)
-        config = TrainedModelConfig(path=path, lora=lora, optim=OptimConfig(lr=1e-6))
-        model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
-        engine = Engine(Policy(model), config, total_steps=1)
-        assert all(each.flat.settings.lr == pytest.approx(expected) for each in engine.groups)
-
-
-def test_a_format_with_new_tokens_is_refused_though_a_padded_table_has_rows_for_them(
-    tmp_path: Path,
-) -> None:
-    """Qwen's tables, for one, are larger than its tokenizer: no token has trained those rows."""
-    for number, rows in enumerate((VOCAB, VOCAB + 100)):
-        path = saved(tiny_causal_lm("llama", vocab_size=rows), tmp_path / str(number))
-        TOKENIZER.save_pretrained(path)
-        config = settings(path)
-
-        with pytest.raises(ConfigError, match="LoRA would leave their embeddings untrained"):
-            load_chat(config, DataConfig(format="llama3"))
-        whole = settings(path, lora=None)
-        tokenizer, _ = load_chat(whole, DataConfig(format="llama3"))
-        assert len(tokenizer) > VOCAB
-        trained_causal_lm(whole, tokenizer, device=CPU, seed=0)
-        load_chat(config, DataConfig(format="plain"))

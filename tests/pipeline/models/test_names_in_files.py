@@ -6,20 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 
-from pipeline.files.safetensors_header import SINGLE
 from pipeline.files.weight_files import WeightFiles
 from pipeline.models.deferred import StoredWeights, find_weights, meta_model
 from tests.families import FAMILIES, PECULIAR, saved, tiny_causal_lm
-from tests.mixtures import MIXTURES, tiny_mixture
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 ALL = [*FAMILIES, *PECULIAR]
@@ -80,55 +76,3 @@ def test_a_language_model_filled_from_pieces_is_the_one_from_pretrained_loads(
     fill(model, weights, files)
     assert_equal(model, expected)
     assert torch.equal(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
-
-
-@pytest.mark.parametrize("family", ["opt", "gpt2", "gemma"])
-def test_a_tied_parameter_is_found_under_either_name(family: str, tmp_path: Path) -> None:
-    path = saved(tiny_causal_lm(family), tmp_path)
-    model = empty(AutoModelForCausalLM, path)
-    table, head = model.all_tied_weights_keys["lm_head.weight"], "lm_head.weight"
-    tensors = load_file(tmp_path / SINGLE)
-    assert head not in tensors
-
-    for stored in (table, head):
-        tensors[stored] = tensors.pop(table)
-        save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
-        weights = find_weights(model, WeightFiles(path))
-
-        assert (weights.names[table], weights.names[head]) == (stored, stored)
-        assert not weights.missing
-
-
-@pytest.mark.parametrize("family", ["llama", "bloom"])
-@pytest.mark.parametrize(
-    ("stored", "wanted"),
-    [(AutoModel, AutoModelForCausalLM), (AutoModelForCausalLM, AutoModel)],
-    ids=["head on base", "base of head"],
-)
-def test_base_models_and_heads_read_each_others_files(
-    family: str, stored: Any, wanted: Any, tmp_path: Path
-) -> None:
-    lm = tiny_causal_lm(family)
-    path = saved(lm if stored is AutoModelForCausalLM else lm.base_model, tmp_path)
-    expected, missing = loaded(wanted, path)
-    model, files = empty(wanted, path), WeightFiles(path)
-
-    weights = find_weights(model, files)
-
-    assert set(weights.missing) == missing
-    theirs = expected.state_dict()
-    for name, source in weights.names.items():
-        piece = files.slice(source, 0, theirs[name].numel(), dtype=theirs[name].dtype)
-        assert torch.equal(piece, theirs[name].flatten()), name
-    assert len(weights.names) + len(weights.missing) == len(theirs)
-
-
-@pytest.mark.parametrize("family", MIXTURES)
-def test_files_whose_experts_must_be_merged_are_left_to_from_pretrained(
-    family: str, tmp_path: Path
-) -> None:
-    path = saved(tiny_mixture(family), tmp_path)
-
-    weights = find_weights(empty(AutoModelForCausalLM, path), WeightFiles(path))
-
-    assert weights.needs_conversion

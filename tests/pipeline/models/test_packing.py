@@ -1,6 +1,5 @@
 """Families that packing would change are padded; what they say is what each sequence says alone."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -122,23 +121,3 @@ def test_no_family_sees_another_sequence_and_the_log_says_which_are_padded(
             wrong.append(f"{family}: {said}")
 
     assert not wrong, "\n".join(wrong)
-
-
-def test_a_model_whose_tokens_see_later_ones_is_no_language_model(tmp_path: Path) -> None:
-    sizes = {name: value for name, value in _SIZES.items() if name != "num_key_value_heads"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **sizes))
-    path = saved(model, tmp_path)
-
-    with pytest.raises(
-        ModelError, match="is not a causal language model: what bert says of a token"
-    ):
-        load_causal_lm(FrozenModelConfig(path=path), device=CPU)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"is_decoder": True}))
-    loaded = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
-
-    rows = random_rows(LENGTHS)
-    with torch.no_grad():
-        said = Policy(loaded)(collate(rows)).logprobs
-        alone = logprobs_alone(AutoModelForCausalLM.from_pretrained(path), rows)
-    torch.testing.assert_close(said, alone, rtol=1e-4, atol=2e-5)

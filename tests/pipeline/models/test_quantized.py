@@ -1,6 +1,5 @@
 """Adapters on a base in 4 or 8 bits: it is frozen, small, and the same wherever it is used."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.config import (
-    FrozenModelConfig,
-    TrainedModelConfig,
-)
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
-from pipeline.engine.frozen import FrozenEngine
 from pipeline.engine.state import frozen_fragments, trained_fragments
-from pipeline.errors import ConfigError
 from pipeline.models.block_codes import Form
 from pipeline.models.consolidate import TOKENIZER as TOKENIZER_DIRECTORY
 from pipeline.models.consolidate import consolidate, describe_model
 from pipeline.models.export import export
-from pipeline.models.forward import Policy, Scorer
-from pipeline.models.load import load_causal_lm, load_classifier
-from pipeline.models.meta import model_on_meta
+from pipeline.models.forward import Scorer
 from pipeline.models.quantized import QuantizedLinear
-from pipeline.models.trained import frozen_bytes, trained_causal_lm, trained_classifier
-from tests.distributed import run_ranks
+from pipeline.models.trained import trained_classifier
 from tests.families import saved, tiny_classifier
 from tests.pipeline.models.quantized_models import (
     BATCH,
@@ -75,52 +65,6 @@ def test_a_product_and_its_gradient_are_those_of_the_dequantized_weight_to_the_b
 
     assert (layer.in_features, layer.out_features) == (40, 24)
     assert all(map(torch.equal, got, expected))
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox"])
-def test_the_linear_weights_of_the_blocks_are_quantized_and_nothing_else(
-    family: str, tmp_path: Path
-) -> None:
-    path = base(family, tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(path)
-    model = trained_causal_lm(settings(path, **NF4), TOKENIZER, device=CPU, seed=0)
-
-    in_blocks = {
-        name
-        for name, module in plain.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and re.search(r"\.\d+\.", name)
-    }
-    assert len(in_blocks) >= 8
-    assert plain_names(model) == in_blocks
-    learn = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert learn
-    assert all(".lora_" in name for name in learn)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@torch.no_grad()
-def test_an_adapter_that_is_off_or_new_leaves_the_quantized_base(
-    way: dict[str, Any], tmp_path: Path
-) -> None:
-    config = settings(base("llama", tmp_path / "base"), **way)
-    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0).eval()
-    with torch.enable_grad():
-        Engine(Policy(model), config, total_steps=1)  # has the weights come from their files
-    dequantized = load_causal_lm(FrozenModelConfig(path=config.path), device=CPU)
-    for name, layer in layers_of(model).items():
-        plain = dequantized.get_submodule(name.removesuffix(".base_layer"))
-        weight = plain.get_parameter("weight")
-        assert not torch.equal(weight, layer.weight)
-        weight.copy_(layer.weight)
-
-    expected = Policy(dequantized)(BATCH).logprobs
-    assert torch.equal(Policy(model)(BATCH).logprobs, expected)
-    assert isinstance(model, PeftModel)
-    with model.disable_adapter():
-        assert torch.equal(Policy(model)(BATCH).logprobs, expected)
-    export(model, TOKENIZER, tmp_path / "out")
-    loaded = load_causal_lm(FrozenModelConfig(path=str(tmp_path / "out")), device=CPU)
-    assert torch.equal(Policy(loaded)(BATCH).logprobs, expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -196,45 +140,3 @@ def test_a_reward_model_learns_its_head_whole_over_a_quantized_base(tmp_path: Pa
     torch.testing.assert_close(
         loaded(input_ids=IDS).logits, model.eval()(input_ids=IDS).logits, rtol=1e-4, atol=1e-4
     )
-
-
-def scores(path: str, way: dict[str, Any]) -> list[Tensor]:
-    """What a frozen reward model says, whole and in shards."""
-    found = []
-    for stage in (0, 3):
-        config = FrozenModelConfig(path=path, **way)
-        model = load_classifier(config, device=CPU, defer=stage == 3)
-        assert len(plain_names(model)) == 14
-        counted = model_on_meta(config, task="classifier", device=CPU)
-        assert frozen_bytes(counted) == frozen_bytes(model)
-        engine = FrozenEngine(Scorer(model), TrainedModelConfig(zero_stage=stage))
-        with torch.no_grad():
-            found.append(engine(BATCH))
-    return found
-
-
-def test_a_frozen_reward_model_is_quantized_whole_and_in_shards_alike(tmp_path: Path) -> None:
-    path = saved(tiny_classifier("llama", vocab_size=VOCAB), tmp_path)
-    plain = load_classifier(FrozenModelConfig(path=path), device=CPU)
-    small = load_classifier(FrozenModelConfig(path=path, **NF4), device=CPU)
-    for name, layer in layers_of(small).items():
-        plain.get_submodule(name).get_parameter("weight").data.copy_(layer.weight)
-    with torch.no_grad():
-        expected = Scorer(plain)(BATCH)
-
-    for got in run_ranks(scores, path, NF4):
-        assert all(torch.equal(each, expected) for each in got)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"lora": None, **NF4}, r"quantize nf4 .* nothing to train: add adapters with lora.rank"),
-        ({"lora": None, "quantize": "int8"}, r"quantize int8 .* set quantize none"),
-        ({"double_quant": True}, r"double_quant belongs to quantize nf4, not none"),
-        ({"double_quant": True, "quantize": "int8"}, r"double_quant .* not int8; leave it out"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        settings("any", **changes)

@@ -7,14 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config.zero import OffloadConfig, ZeroConfig
-from pipeline.engine.stored import StoredParameter
-from pipeline.models.trained import trained_causal_lm
+from pipeline.config.zero import ZeroConfig
 from tests.distributed import run_ranks
 from tests.pipeline.models.quantized_models import (
-    CPU,
-    NF4,
-    TOKENIZER,
     WAYS,
     base,
     layers_of,
@@ -52,36 +47,3 @@ def test_two_processes_have_at_every_stage_what_one_has_at_stage_0(
             way, _, name = key.split(" ")
             assert torch.equal(weight, alone[key]), key
             assert torch.equal(weight, alone[f"{way} 0 {name}"]), key
-
-
-def differing(path: str, disk: Path) -> list[str]:
-    """Ways to keep and move weights by which other ones come out."""
-    nvme = OffloadConfig(params="nvme", optimizer="nvme", nvme_path=disk)
-    ways = {
-        "shared memory": ZeroConfig(),
-        "gloo": ZeroConfig(shared_memory=False),
-        "a disk": ZeroConfig(offload=nvme),
-        "main memory": ZeroConfig(offload=OffloadConfig(params="cpu", optimizer="cpu")),
-    }
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, zero in ways.items():
-        model, engine = learned(settings(path, zero_stage=3, zero=zero, **WAYS[1]), steps=1)
-        with engine.gathered():
-            found[name] = {key: param.clone() for key, param in model.named_parameters()}
-    first = found["shared memory"]
-    return [
-        f"{name}: {key}"
-        for name, weights in found.items()
-        for key, weight in weights.items()
-        if not torch.equal(weight, first[key])
-    ]
-
-
-def test_at_stage_3_a_weight_is_not_read_before_the_engine_asks_for_a_piece(
-    tmp_path: Path,
-) -> None:
-    config = settings(base("llama", tmp_path), zero_stage=3, **NF4)
-    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
-
-    params = [each for each in model.parameters() if not each.requires_grad]
-    assert all(isinstance(each, StoredParameter) for each in params)

@@ -59,13 +59,3 @@ def test_code_of_a_model_is_refused_in_one_sentence(foreign: str) -> None:
         check_model_directory(foreign)  # as a plan does, for every step's models
 
     assert not has_run()
-
-
-def test_code_of_a_model_runs_where_it_is_trusted(foreign: str) -> None:
-    config = FrozenModelConfig(path=foreign, trust_remote_code=True)
-
-    check_model_directory(foreign, trust_remote_code=True)
-    model = load_causal_lm(config, device=torch.device("cpu"))
-
-    assert type(model).__name__ == "OwnModel"
-    assert has_run()

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data.batches import TokenBatch
-from pipeline.errors import ConfigError, ModelError
 from pipeline.models.attention import RAGGED
 from pipeline.models.forward import Policy
 from pipeline.models.packing import how_to_run
-from pipeline.models.stages import Passage, blocks_of, cut_stage, order_of, require_exact
+from pipeline.models.stages import Passage, cut_stage
 from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
 
 PROJECTIONS = "opt with projections"
@@ -88,43 +87,3 @@ def test_stages_of_two_chunks_say_what_the_whole_model_says(family: str) -> None
     # After the passes each has its own parameters again, and each of the model's is on one.
     assert [dict(part.named_parameters()).keys() for part in parts] == [each.keys() for each in own]
     assert sorted([*own[0], *own[1]]) == sorted(name for name, _ in whole.named_parameters())
-
-
-def test_a_family_that_runs_padded_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="bloom models run padded, not packed, and can't be cut"):
-        cut_stage(model_of_two("bloom"), number=0, blocks=[1, 1])
-
-
-def model_of_two(family: str) -> nn.Module:
-    return tiny_causal_lm(family)
-
-
-def test_a_model_whose_blocks_read_more_than_hidden_states_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = model_of("llama")
-    inner = type(model.model)
-    plain = inner.forward
-
-    def reads_embeddings(self: nn.Module, input_ids: Tensor, **kwargs: object) -> object:
-        out = plain(self, input_ids=input_ids, **kwargs)
-        out.last_hidden_state = out.last_hidden_state + self.embed_tokens(input_ids)
-        return out
-
-    monkeypatch.setattr(inner, "forward", reads_embeddings)
-    order_of.cache_clear()
-    require_exact.cache_clear()
-
-    with pytest.raises(ModelError, match="llama models can't be cut into stages: "):
-        cut_stage(model, number=1, blocks=[1, 2])
-
-
-def test_blocks_are_those_asked_for_or_as_many_as_take_about_as_long() -> None:
-    model = model_of("llama")
-
-    assert blocks_of(model, 3) == [1, 1, 1]
-    assert blocks_of(model, 2, (1, 2)) == [1, 2]
-    assert blocks_of(model, 2) == [2, 1]  # the last stage has the head
-    assert blocks_of(model_of("llama", 6), 2, chunks=2) == [1, 2, 2, 1]
-    with pytest.raises(ConfigError, match="take 3 at most"):
-        blocks_of(model, 4)

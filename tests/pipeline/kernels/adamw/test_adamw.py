@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import Kernels
-from pipeline.errors import KernelError
-from pipeline.kernels.adamw import cpu, definition
-from pipeline.kernels.adamw.cpu import Variant, library
+from pipeline.kernels.adamw import definition
 from pipeline.kernels.adamw.definition import (
     GRADIENTS,
     MOMENTS,
@@ -24,9 +21,7 @@ from pipeline.kernels.adamw.definition import (
     write_moments,
 )
 from pipeline.kernels.adamw.dispatch import adamw_
-from pipeline.kernels.build import Built
 
-ROOT = Path(__file__).parents[4]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STEP = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, multiplier=0.37)
 ODD = (1, 15, 37, 65536 + 37)
@@ -144,25 +139,6 @@ def test_the_bits_are_those_of_pytorchs_fused_adamw(
         assert name == "master" or torch.equal(value, optimizer.state[param][name])
 
 
-@pytest.mark.parametrize("threads", [2, 5])
-def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
-    option: dict[str, Any] = {"moments": torch.uint8, "copy": BF16}
-    weights, gradient = vectors(5 * 65536 + 123, **option)
-    alone, together = copied(weights), copied(weights)
-    before = torch.get_num_threads()
-
-    try:
-        torch.set_num_threads(1)
-        adamw_(alone, gradient, STEP, kernels="required")
-        torch.set_num_threads(threads)
-        adamw_(together, gradient, STEP, kernels="required")
-    finally:
-        torch.set_num_threads(before)
-
-    for name, tensor in alone.tensors().items():
-        assert torch.equal(together.tensors()[name], tensor)
-
-
 def test_a_split_master_is_the_fp32_master_to_the_bit() -> None:
     whole, gradient = vectors(10_000, copy=BF16)
     weights, low_bits = definition.split_master(whole.master)
@@ -175,34 +151,3 @@ def test_a_split_master_is_the_fp32_master_to_the_bit() -> None:
     assert torch.equal(definition.join_master(split.master, low_bits), whole.master)
     assert whole.copy is not None
     assert torch.equal(split.master, whole.copy)
-
-
-def test_nothing_to_step_is_no_step() -> None:
-    adamw_(Weights(*torch.zeros(3, 0)), torch.zeros(0), STEP, kernels="required")
-
-
-def test_vectors_that_share_memory_are_refused() -> None:
-    memory = torch.zeros(12)
-
-    with pytest.raises(ValueError, match="exp_avg and exp_avg_sq share memory"):
-        adamw_(Weights(torch.zeros(8), memory[:8], memory[4:]), torch.zeros(8), STEP)
-
-
-def test_a_vector_at_an_odd_address_is_left_to_pytorch() -> None:
-    memory = torch.zeros(4 * 64 + 4, dtype=torch.uint8)
-    odd = torch.frombuffer(memory.numpy(), dtype=FP32, offset=1, count=64)
-    weights, even = (Weights(*torch.ones(3, 64)) for _ in range(2))
-    odd.fill_(0.5)
-
-    with pytest.raises(KernelError, match="begins between the places of two elements"):
-        adamw_(weights, odd, STEP, kernels="required")
-    adamw_(weights, odd, STEP)
-    adamw_(even, odd.clone(), STEP, kernels="required")
-
-    assert torch.equal(weights.master, even.master)
-
-
-def test_the_kernel_is_there_on_this_machine() -> None:
-    # So that no other test here compares the fallback with itself.
-    assert isinstance(library(Variant(FP32, FP32)), Built)
-    assert cpu.parallel() is not None, "PyTorch's OpenMP was not found"

@@ -1,7 +1,6 @@
 """AdamW: the kernel's own source, run on the CPU, against the reference to the bit and float64."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import pytest
@@ -81,24 +80,3 @@ def test_bias_is_corrected_with_the_bits_of_the_reference_at_any_step(
     by_kernel(ours, numbers, emulator)
 
     assert_equal(ours, theirs)
-
-
-def test_what_is_not_finite_stays_so(emulator: Emulator) -> None:
-    ours = shards_of(Case(F32, copy=BF16), sizes=(64,))
-    ours[0].gradient[3] = math.inf
-    ours[0].weights.master[5] = -math.inf
-
-    by_kernel(ours, STEP, emulator)
-
-    copy = ours[0].weights.copy
-    assert copy is not None
-    assert copy[3].isnan()
-    assert copy[5] == -math.inf
-    assert copy.isfinite().sum() == 62
-
-
-def test_shards_of_one_launch_are_of_one_kind(emulator: Emulator) -> None:
-    shards = [*shards_of(Case(), sizes=(4,)), *shards_of(Case(BF16), sizes=(4,))]
-
-    with pytest.raises(ValueError, match="same dtypes"):
-        ShardTable(shards, emulator.gpu())

@@ -17,7 +17,6 @@ from pipeline.kernels.adamw.eight_bits import (
     Codes,
     decode,
     encode,
-    noise_of,
 )
 
 BOTH = pytest.mark.parametrize("codes", [AVERAGE, SQUARE], ids=["average", "square"])
@@ -55,22 +54,6 @@ def test_codes_of_a_block_by_hand() -> None:
 
 
 @BOTH
-def test_every_code_is_a_number_of_its_own_that_becomes_it_again(codes: Codes) -> None:
-    all_codes = torch.arange(256, dtype=torch.uint8)
-    for exponent in (64, 127, 253):
-        exponents = torch.full((256,), exponent, dtype=torch.uint8)
-        values = torch.zeros(256, BLOCK)
-        # Each in a block of its own, beside the largest that there can be.
-        of_codes = decode(all_codes, exponents[:8], codes)
-        values[:, 0], values[:, 1] = of_codes, math.ldexp(1.875, exponent - 127)
-        for share in (0.0, 1.0):
-            got, found = encode(values.flatten(), noise(share, 256 * BLOCK, codes), codes)
-            assert torch.equal(found, exponents)
-            assert torch.equal(got.view(256, BLOCK)[:, 0], all_codes)
-        assert of_codes.unique().numel() == (255 if codes.signed else 256)  # 0 and -0
-
-
-@BOTH
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_number_is_off_by_less_than_the_stated_error(codes: Codes, share: float) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -84,35 +67,6 @@ def test_a_number_is_off_by_less_than_the_stated_error(codes: Codes, share: floa
     smallest = 2.0 ** (power - (16 if codes.signed else 32))
     assert (error < torch.maximum(values.abs() / 8, smallest)).all()
     assert (error[values.abs() > smallest * 16] > 0).any()
-
-
-@BOTH
-def test_the_mean_of_what_a_number_becomes_is_the_number(codes: Codes) -> None:
-    shares = (torch.arange(1024) + 0.5) / 1024
-    for value in (1.3, 1.0, 0.77, 3e-4, 1.1e-5 if codes.signed else 1.7e-10):
-        values = torch.tensor([1.875, value, *[0.0] * 30])
-        mean = sum(both(share.item(), values, codes)[1].item() for share in shares) / 1024
-        assert mean == pytest.approx(value, rel=2**-10)
-
-
-def test_a_square_above_zero_never_becomes_zero() -> None:
-    values = torch.tensor([1.0, 1e-30, 1e-44, 0.0])
-
-    got = both(0.0, values, SQUARE)
-
-    assert got.tolist() == [1.0, 2.0**-33, 2.0**-33, 0.0]
-    assert both(0.0, values, AVERAGE).tolist() == [1.0, 0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])
-def test_what_is_not_finite_ends_its_block_and_no_other(value: float) -> None:
-    values = torch.ones(3 * BLOCK)
-    values[BLOCK] = value
-
-    for codes in (AVERAGE, SQUARE):
-        got = both(0.5, values, codes).view(3, BLOCK)
-        assert got[[0, 2]].eq(1).all()
-        assert not got[1].isfinite().any()
 
 
 @pytest.mark.parametrize("kernels", ["required", "off"])
@@ -147,16 +101,3 @@ def test_training_ends_as_near_the_minimum_as_with_fp32() -> None:
 
     assert distances[torch.float32] < 0.05 * (solution * scales).norm().item()
     assert distances[torch.uint8] == pytest.approx(distances[torch.float32], rel=0.05)
-
-
-def test_noise_differs_with_either_moment_and_is_even() -> None:
-    generator = torch.Generator().manual_seed(4)
-    average, square = torch.randn(2, 65536, generator=generator)
-    bits = noise_of(average, square)
-    other = noise_of(average.roll(1), square), noise_of(average, square.roll(1))
-
-    for each in other:
-        assert (each == bits).sum().item() <= 1
-    for bit in range(32):
-        share = ((bits >> bit) & 1).double().mean().item()
-        assert share == pytest.approx(0.5, abs=0.01)

@@ -54,31 +54,6 @@ def test_windows_and_shared_heads(kv_heads: int) -> None:
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_large_scores_and_rows_without_keys() -> None:
-    query, key, value, lengths = tensors((40, 20), 16)
-    lengths[1] = 0
-    scores = Scores(lengths=lengths, scaling=60.0)
-
-    out = dispatch.decode_attention(query, key, value, scores, longest=40)
-
-    torch.testing.assert_close(
-        out[:1], definition.decode_attention(query, key, value, scores)[:1], atol=1e-4, rtol=1e-4
-    )
-    assert not out[1].any()
-
-
-def test_lengths_beyond_the_cache_see_its_contents() -> None:
-    query, key, value, _ = tensors((9, 9), 64)
-    key, value = key[:, :, :9].contiguous(), value[:, :, :9].contiguous()
-    far = Scores(lengths=torch.tensor([12, 2**31 - 1], dtype=torch.int32), scaling=0.1)
-    near = Scores(lengths=torch.tensor([9, 9], dtype=torch.int32), scaling=0.1)
-
-    assert torch.equal(
-        dispatch.decode_attention(query, key, value, far, longest=9),
-        dispatch.decode_attention(query, key, value, near, longest=9),
-    )
-
-
 def test_tokens_of_one_sequence_attend_as_each_alone() -> None:
     query, key, value, _ = tensors((530,), 48)
     query = random(20, 4, 48)
@@ -91,23 +66,6 @@ def test_tokens_of_one_sequence_attend_as_each_alone() -> None:
         scores = Scores(lengths=torch.tensor([506 + row]).int(), **settings)
         alone = definition.decode_attention(query[row : row + 1], key, value, scores)
         torch.testing.assert_close(out[row : row + 1], alone, atol=1e-5, rtol=1e-5)
-
-
-def test_a_prepared_call_reads_the_memory_again() -> None:
-    query, key, value, lengths = tensors((9, 5), 64)
-    out = torch.empty(2, 4, 64)
-    call = dispatch.prepare(query, key, value, out, scaling=0.1, sliding_window=None)
-    assert call is not None
-    call(lengths)
-    before = out.clone()
-    query.mul_(2)
-    call(lengths)
-
-    assert not torch.equal(out, before)
-    expected = dispatch.decode_attention(
-        query, key, value, Scores(lengths=lengths, scaling=0.1), longest=9
-    )
-    assert torch.equal(out, expected)
 
 
 def test_unsupported_tensors_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.decode_attention import cuda
 from pipeline.kernels.decode_attention.definition import Scores
 from pipeline.kernels.decode_attention.dispatch import decode_attention
 
@@ -34,25 +33,3 @@ def test_each_sequence_attends_to_its_own_keys_as_in_pytorch() -> None:
             enable_gqa=True,
         )
         torch.testing.assert_close(out[row], expected[:, 0])
-
-
-def test_a_sequence_without_keys_gives_zero() -> None:
-    query, key, value = tensors()
-
-    out = decode_attention(query, key, value, Scores(lengths=ints(0, 9), scaling=1.0), longest=9)
-
-    assert out[0].eq(0).all()
-    assert out[1].isfinite().all()
-
-
-def test_the_kernel_refuses_what_it_is_not_written_for() -> None:
-    query, key, value = tensors()
-
-    assert cuda.refusal(query, key, value) is None
-    assert cuda.refusal(query.double(), key, value) is not None
-    assert cuda.refusal(*tensors(size=72)) == "head sizes 72 and 72"
-    assert cuda.refusal(query, key, value[..., :32]) == "head sizes 64 and 32"
-    lots = "heads of 64 numbers, torch.float32: those of the {} don't lie in whole lots of 16 bytes"
-    assert cuda.refusal(query, key.mT.contiguous().mT, value) == lots.format("key")
-    misaligned = torch.randn(2 * 4 * 64 + 1)[1:].view(2, 4, 64)
-    assert cuda.refusal(misaligned, key, value) == lots.format("query")

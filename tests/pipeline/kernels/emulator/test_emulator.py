@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import gpu as gpu_module
-from tests.pipeline.kernels.emulator.emulated import SCHEDULES, Emulator
+from tests.pipeline.kernels.emulator.emulated import Emulator
 
 HEAD = """
 #include "prelude.cuh"
@@ -65,28 +65,3 @@ FAULTS = {
 def test_a_fault_is_named_with_its_place(message: str, sources: Path, emulator: Emulator) -> None:
     with pytest.raises(AssertionError, match=message):
         run(FAULTS[message], sources, emulator)
-
-
-def test_shared_memory_that_was_not_written_is_nan(sources: Path, emulator: Emulator) -> None:
-    assert run("write(p.out + thread, shared[thread]);", sources, emulator).isnan().all()
-
-
-def test_a_race_is_a_result_that_depends_on_the_schedule(sources: Path, emulator: Emulator) -> None:
-    exchange = "shared[thread] = read(p.in + thread);{} write(p.out + thread, shared[63 - thread]);"
-
-    right = [
-        run(exchange.format("__syncthreads();"), sources, emulator, schedule=each)
-        for each in SCHEDULES
-    ]
-    wrong = [run(exchange.format(""), sources, emulator, schedule=each) for each in SCHEDULES]
-
-    assert all(torch.equal(each, torch.arange(64.0).flip(0)) for each in right)
-    assert not torch.equal(wrong[0], wrong[1])
-
-
-def test_threads_that_have_ended_are_not_waited_for(sources: Path, emulator: Emulator) -> None:
-    out = run(
-        "if (thread > 40) return;\n__syncthreads(); write(p.out + thread, 1.f);", sources, emulator
-    )
-
-    assert out.tolist() == [1.0] * 41 + [0.0] * 23

@@ -1,13 +1,9 @@
 """Linear layers of few rows on the CPU, against float64 and PyTorch."""
 
-import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.errors import KernelError
-from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.linear.dispatch import Linear, prepare
 from tests.pipeline.kernels.numbers import random, relative_error
 
@@ -47,18 +43,6 @@ def test_linear_is_at_least_as_accurate_as_pytorch(
             assert error < max(1.1 * relative_error(plain, exact), rounding)
 
 
-def test_only_the_first_rows_are_computed() -> None:
-    x, weight = random(3, 48), random(32, 48)
-    linear, out = prepared(x, weight)
-    linear.take(2)
-    linear()
-
-    torch.testing.assert_close(out[:2], F.linear(x[:2], weight))
-    assert out[2].isnan().all()
-    with pytest.raises(ValueError, match="made for 3 rows, not 4"):
-        linear.take(4)
-
-
 def test_result_is_independent_of_threads_and_other_rows() -> None:
     x, weight = random(8, 96), random(3000, 96)
     linear, out = prepared(x, weight)
@@ -72,14 +56,6 @@ def test_result_is_independent_of_threads_and_other_rows() -> None:
         torch.set_num_threads(threads)
 
     torch.testing.assert_close(one[0], out[5], atol=1e-5, rtol=1e-5)
-
-
-def test_a_layer_of_several_dimensions_is_supported() -> None:
-    x, weight = random(1, 3, 48), random(32, 48)
-    linear, out = prepared(x, weight)
-    linear()
-
-    torch.testing.assert_close(out, F.linear(x, weight))
 
 
 def test_unsupported_tensors_are_left_to_pytorch() -> None:
@@ -99,21 +75,3 @@ def test_unsupported_tensors_are_left_to_pytorch() -> None:
         (x[:, :47].bfloat16().contiguous(), weight[:, :47].bfloat16(), None, out.bfloat16()),
     ):
         assert prepare(*unsupported) is None
-
-
-def test_kernels_can_be_required_or_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    x, weight, out = random(3, 48), random(48, 32).T, torch.empty(3, 32)
-    with caplog.at_level(logging.INFO):
-        prepare(x, weight, None, out)
-        prepare(x, weight, None, out)
-    assert [record.message for record in caplog.records] in (
-        [],  # an earlier test logged it
-        ["PyTorch does the work of the kernel of linear layers: the weight is not contiguous"],
-    )
-    monkeypatch.setenv(SWITCH, "required")
-    with pytest.raises(KernelError, match="the weight is not contiguous"):
-        prepare(x, weight, None, out)
-    monkeypatch.setenv(SWITCH, "off")
-    assert prepare(x, weight.contiguous(), None, out) is None

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.memory import live_bytes, peak_bytes_of
 from pipeline.kernels.logprobs import definition
 from pipeline.kernels.logprobs.dispatch import row_logprobs
 
@@ -67,36 +66,3 @@ def test_real_vocabularies_keep_their_bits_on_any_threads(
 
     for here, there in zip(ours, plain, strict=True):
         assert torch.equal(here, there)
-
-
-def test_no_target_is_nothing_to_learn() -> None:
-    logprobs, entropies, grad = learned(
-        row_logprobs, *given(torch.float32, count=0), temperature=1.0, entropy=True
-    )
-
-    assert logprobs.shape == entropies.shape == (0,)
-    assert grad.shape == (0, V)
-
-
-def test_beside_the_logits_there_is_their_gradient_and_one_turn() -> None:
-    """The plain way has logits, log-probabilities and two gradients of them in fp32."""
-    logits, targets, weights = given(torch.bfloat16, count=256, words=8192)
-    leaf, turn = logits.requires_grad_(), 16 * 8192
-
-    def learn() -> None:
-        leaf.grad = None
-        logprobs, _ = row_logprobs(leaf, targets, entropy=True, at_once=turn)
-        (logprobs * weights).sum().backward()
-
-    learn()
-    leaf.grad = None
-    outputs = 8 * len(targets) * 4
-    before = live_bytes()  # of other tests, too
-    assert peak_bytes_of(learn) - before <= leaf.nbytes + 3 * turn * 4 + outputs
-
-
-@pytest.mark.parametrize("compute", [row_logprobs, definition.logprobs_of])
-def test_the_target_that_losses_pass_over_is_no_word_here(compute: Any) -> None:
-    settings = {"temperature": 1.0, "entropy": False}
-    with pytest.raises(IndexError, match="-100 is out of bounds"):
-        compute(torch.zeros(2, 9), torch.tensor([1, -100]), **settings)

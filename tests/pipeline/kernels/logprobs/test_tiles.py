@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from benchmarks.memory import peak_bytes_of
 from pipeline.kernels.logprobs import definition
 from pipeline.kernels.logprobs.dispatch import TILE, VOCABULARY_TILE, linear_logprobs
 
-ROOT = Path(__file__).parents[4]
 K, D, V = 70, 24, 150
 SMALL = 16 * V
 """Tiles of 16 targets, or of 34 words."""
@@ -128,17 +126,6 @@ def test_bf16_is_as_near_as_the_plain_way(uniform: bool) -> None:
     assert all(ours[name] < 2 * theirs[name] + 2**-9 for name in ours)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_one_tile_gives_the_bits_of_the_definition(entropy: bool) -> None:
-    given = inputs(torch.float32, bias=True)
-    weights, of_entropy = torch.linspace(-1, 1, K), torch.ones(K) if entropy else None
-
-    got = learned(linear_logprobs, given, weights, of_entropy, temperature=0.9)
-
-    expected = learned(definition.linear_logprobs, given, weights, of_entropy, temperature=0.9)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
 @pytest.mark.parametrize("tile", [1, V, K, SMALL, 33 * V + 1, K * V - 1])
 @torch.no_grad()
 def test_any_tile_says_the_same(tile: int) -> None:
@@ -171,69 +158,6 @@ def test_logits_of_any_size_neither_overflow_nor_vanish() -> None:
         torch.testing.assert_close(
             entropies, torch.tensor([mixed, 0.0, math.log(4)]), rtol=1e-5, atol=1e-6
         )
-
-
-def test_a_loss_of_entropies_alone_is_one_too() -> None:
-    given = inputs(torch.float32, bias=False)
-    hidden, weight = given.values()
-    _, entropies = linear_logprobs(hidden, weight, None, targets(), entropy=True, tile=SMALL)
-    assert entropies is not None
-
-    entropies.sum().backward()
-
-    zeros, ones = torch.zeros(K), torch.ones(K)
-    expected = learned(exactly, given, zeros, ones, temperature=1.0)
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    for got, name in ((hidden.grad, "hidden"), (weight.grad, "weight")):
-        assert (got - expected[name]).abs().max() < 1e-5 * expected[name].abs().max()
-
-
-@pytest.mark.parametrize("uniform", [False, True])
-def test_going_back_twice_gives_the_same_twice(uniform: bool) -> None:
-    given = inputs(torch.float32, bias=True)
-    logprobs, _ = linear_logprobs(*given.values(), targets(), tile=SMALL, uniform=uniform)
-
-    first = torch.autograd.grad(logprobs.sum(), list(given.values()), retain_graph=True)
-    first = [each.clone() for each in first]
-    second = torch.autograd.grad(logprobs.sum(), list(given.values()))
-
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_no_target_is_no_number() -> None:
-    given = inputs(torch.float32, bias=False)
-
-    logprobs, entropies = linear_logprobs(
-        given["hidden"][:0], given["weight"], None, targets()[:0], entropy=True, tile=1
-    )
-    logprobs.sum().backward()
-
-    assert entropies is not None
-    assert (len(logprobs), len(entropies)) == (0, 0)
-    assert given["weight"].grad is not None
-    assert not given["weight"].grad.any()
-
-
-@torch.no_grad()
-def test_a_target_that_is_no_word_does_not_go_unnoticed() -> None:
-    given = inputs(torch.float32, bias=False)
-    wrong = targets().index_fill(0, torch.tensor([5]), V)
-
-    logprobs, _ = linear_logprobs(given["hidden"], given["weight"], None, wrong, tile=SMALL)
-
-    assert logprobs.isnan().nonzero().flatten().tolist() == [5]
-
-
-@torch.no_grad()
-def test_words_that_cannot_follow_may_fill_a_tile() -> None:
-    hidden, weight = torch.ones(2, 1), torch.zeros(8, 1)
-    bias = torch.tensor([-torch.inf] * 4 + [0.0] * 4)
-
-    logprobs, _ = linear_logprobs(hidden, weight, bias, torch.tensor([5, 7]), tile=4)
-
-    assert logprobs.tolist() == pytest.approx([-math.log(4)] * 2)
 
 
 @pytest.mark.jobs

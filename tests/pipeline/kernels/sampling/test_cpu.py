@@ -3,25 +3,16 @@
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from inference.engine.sampling import Sampler, likeliest, nucleus, uniforms, words_of
+from inference.engine.sampling import likeliest, nucleus, uniforms, words_of
 from pipeline.kernels.build import Built
 from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.sampling import cpu, dispatch
 
 KEYS = [0, 1, 7, 123456789, 2**63, 2**64 - 1]
-
-
-@pytest.fixture(name="built")
-def _built() -> Built:
-    built = cpu.library()
-    if not isinstance(built, Built):
-        pytest.skip(str(built))
-    return built
 
 
 def drawn(
@@ -62,43 +53,6 @@ def test_the_token_is_where_the_cumulative_weight_passes_the_share(
     assert torch.equal(chosen, logprobs[rows, tokens])
 
 
-def test_tokens_by_hand(built: Built) -> None:
-    """Weights 1/2, 0, 1/4, 1/4: a share u takes token 0 below 1/2, 2 below 3/4, else 3."""
-    keys = list(range(64))
-    logprobs = torch.tensor([0.5, 0.0, 0.25, 0.25]).log().repeat(64, 1)
-    tokens, _ = drawn(built, logprobs, keys)
-    shares = uniforms(5, keys, 3)
-    expected = np.where(shares < 0.5, 0, np.where(shares < 0.75, 2, 3))
-    assert tokens.tolist() == expected.tolist()
-    assert len(set(tokens.tolist())) == 3
-
-
-def test_a_row_that_is_no_distribution_says_so(built: Built) -> None:
-    tokens, chosen = drawn(built, torch.full((1, 100), torch.nan), [0])
-    assert 0 <= tokens.item() < 100
-    assert chosen.isnan().all()
-
-
-def test_samplers_take_it_and_draw_what_pytorch_draws(
-    built: Built, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del built
-    logits = 2 * torch.randn(50, 3000, generator=torch.Generator().manual_seed(1))
-    sampler = Sampler(temperature=0.7, seed=11)
-    calls: list[int] = []
-    original = cpu.draw
-
-    def counted(logprobs: Tensor, *words: np.ndarray, seed: int, built: Built) -> object:
-        calls.append(len(logprobs))
-        return original(logprobs, *words, seed=seed, built=built)
-
-    monkeypatch.setattr(cpu, "draw", counted)
-    ours = sampler(logits, range(50), range(50))
-    monkeypatch.setenv(SWITCH, "off")
-    assert sampler(logits, range(50), range(50)) == ours
-    assert calls == [50]
-
-
 def probabilities(vocabulary: int) -> Tensor:
     """Rows that are nearly even, usual, with many alike and with zeros, peaked, and all alike."""
     logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
@@ -108,13 +62,6 @@ def probabilities(vocabulary: int) -> Tensor:
     logits[4] *= 200
     logits[5] = 0
     return logits.softmax(dim=-1).double()
-
-
-@pytest.fixture(name="cuts")
-def _cuts() -> None:
-    found = cpu.cut_library()
-    if not isinstance(found, Built):
-        pytest.skip(str(found))
 
 
 @pytest.mark.usefixtures("cuts")
@@ -141,28 +88,3 @@ def test_the_likeliest_have_the_bits_of_sorting(
     ours = likeliest(weights, top_k)
     monkeypatch.setenv(SWITCH, "off")
     assert torch.equal(ours, likeliest(weights, top_k))
-
-
-@pytest.mark.usefixtures("cuts")
-def test_a_cut_where_a_sum_ends_exactly_is_made_as_sorting_makes_it() -> None:
-    weights = torch.tensor([[0.25, 0.125, 0.25, 0.125, 0.25]], dtype=torch.float64)
-
-    kept = {
-        top_p: nucleus(weights, top_p).nonzero()[:, 1].tolist() for top_p in (0.25, 0.5, 0.75, 0.8)
-    }
-
-    assert kept == {0.25: [0], 0.5: [0, 2], 0.75: [0, 2, 4], 0.8: [0, 1, 2, 4]}
-
-
-@pytest.mark.usefixtures("cuts")
-def test_weights_that_never_reach_the_nucleus_all_stay() -> None:
-    weights = torch.tensor([[0.25, 0.0625, 0.125], [0.0, 0.0, 0.0]], dtype=torch.float64)
-
-    assert torch.equal(nucleus(weights, 0.9), weights)
-
-
-def test_what_is_no_weight_is_left_to_pytorch() -> None:
-    weights = torch.tensor([[0.5, 0.5], [math.nan, 0.5]], dtype=torch.float64)
-
-    assert dispatch.nucleus(weights, 0.5) is None
-    assert dispatch.least_of(weights, 1) is None
