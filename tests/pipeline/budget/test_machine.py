@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.budget.fit import describe_machine, shortage
 from pipeline.budget.machine import (
     GIB,
     MIB,
@@ -13,9 +12,7 @@ from pipeline.budget.machine import (
     parse_machine,
     this_machine,
 )
-from pipeline.budget.memory import Item, Phase, StepMemory
-from pipeline.errors import ConfigError
-from pipeline.system.memory import available_bytes, own_groups
+from pipeline.system.memory import available_bytes
 
 
 @pytest.mark.parametrize(
@@ -36,50 +33,12 @@ def test_a_machine_is_written_in_a_word(
     assert parse_machine(text) == Machine(processes, world, gpu, host, name=text)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "A100",
-            "--plan-for A100 is not a machine; write GPUs and their memory, such as 8xA100-80",
-        ),
-        ("8xA100", "--plan-for 8xA100 is not a machine"),
-        ("0xA100-80GB", "has no GPU or no memory; numbers are above 0"),
-        ("8x0GB", "has no GPU or no memory; numbers are above 0"),
-        ("8xA100-60GB", "A100-60GB is none of the cards V100-16GB, .* as 8x60GB"),
-    ],
-)
-def test_what_is_no_machine_is_said(text: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        parse_machine(text)
-
-
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 200000\nfile 400000\n")
 
     assert available_bytes([tmp_path]) == 1000000 - 700000 + 200000
-
-
-def test_an_older_container_has_so_too(tmp_path: Path) -> None:
-    (tmp_path / "memory.limit_in_bytes").write_text("1000000\n")
-    (tmp_path / "memory.usage_in_bytes").write_text("1100000\n")
-    (tmp_path / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50000\n")
-
-    assert available_bytes([tmp_path]) == 0
-
-
-def test_the_groups_around_its_own_limit_a_process_too(tmp_path: Path) -> None:
-    said = tmp_path / "cgroup"
-    said.write_text("0::/user/job\n")
-    assert own_groups(said, tmp_path) == [tmp_path / "user/job", tmp_path / "user", tmp_path]
-
-    said.write_text("5:cpu:/a\n4:memory:/jobs/7\n")
-    memory = tmp_path / "memory"
-    assert own_groups(said, tmp_path) == [memory / "jobs/7", memory / "jobs", memory]
-
-    assert own_groups(tmp_path / "missing", tmp_path) == []
 
 
 def driver(directory: Path, monkeypatch: pytest.MonkeyPatch, *free: str) -> None:
@@ -101,18 +60,3 @@ def test_the_fullest_of_the_gpus_that_are_used_counts(
     assert free_gpu_bytes(["1"]) == 100 * MIB
     machine = this_machine(processes=2, world=2, gpus=["2", "0"])
     assert (machine.gpu_bytes, machine.is_known) == (70000 * MIB, True)
-
-
-def test_gpus_that_dont_say_what_is_free_are_not_known_and_refuse_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver(tmp_path, monkeypatch, "80000", "[N/A]")
-    assert free_gpu_bytes(["0", "1"]) is None
-    assert free_gpu_bytes(["0", "7"]) is None
-
-    monkeypatch.setenv("PATH", "")
-    machine = this_machine(processes=1, world=1, gpus=["0"])
-    assert (machine.gpu_bytes, machine.has_gpu, machine.is_known) == (None, True, False)
-    large = Phase("train", (Item("weights", "model", 2**60),))
-    assert shortage(StepMemory((large,)), machine) is None
-    assert "GPUs whose memory is not known" in describe_machine(machine)

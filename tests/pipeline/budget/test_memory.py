@@ -1,6 +1,5 @@
 """The memory formulas, by hand, and against runs that were measured."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ from transformers import LlamaConfig
 from pipeline.budget.fit import shortage
 from pipeline.budget.fixes import CHECKPOINTING, OFFLOADED, changed, of_models
 from pipeline.budget.machine import GIB, Machine, parse_machine
-from pipeline.budget.memory import KINDS, Place, step_memory
+from pipeline.budget.memory import Place, step_memory
 from pipeline.config import (
     FrozenModelConfig,
-    LoraConfig,
-    OptimConfig,
     ParallelConfig,
     TrainedModelConfig,
 )
@@ -26,8 +23,6 @@ BLOCK = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
 ROOT = 2 * 1000 * 64 + 64
 LAYERS = 3
 NUMBERS = ROOT + LAYERS * BLOCK
-KEPT = 2 * 64 * 3 + 2 * 3 * 64 + 64 + 4 * 128
-"""Numbers that a block keeps: two norms, rotated queries, keys, values, their result, the MLP."""
 
 GPU = Machine(1, 1, 2**40, None)
 CPU = Machine(1, 1, None, 2**40)
@@ -89,34 +84,6 @@ def test_offload_moves_states_to_main_memory(llama: str) -> None:
     assert host["moments"] == 8 * NUMBERS
 
 
-def test_adapters_and_narrow_moments(llama: str) -> None:
-    adapters = train_kinds(llama, GPU, model={"lora": LoraConfig(rank=2)})
-    narrow = train_kinds(llama, GPU, model={"optim": OptimConfig(moments="bf16")})
-    quantized = train_kinds(llama, GPU, model={"lora": LoraConfig(rank=2), "quantize": "nf4"})
-
-    assert adapters["moments"] < 8 * NUMBERS / 10
-    assert narrow["moments"] == 4 * NUMBERS
-    assert quantized["weights"] < 0.9 * adapters["weights"]
-
-
-def test_activations_grow_with_tokens_and_blocks(llama: str) -> None:
-    step = {"micro_batch_size": 2}
-    kept = train_kinds(llama, CPU, **step)["activations"]
-    recomputed = train_kinds(llama, CPU, model={"gradient_checkpointing": True}, **step)
-    tokens = 2 * 512
-
-    assert kept == 4 * tokens * KEPT * (LAYERS + 1)
-    assert recomputed["activations"] == 4 * tokens * (64 * LAYERS + 2 * KEPT)
-
-
-def test_logits_are_tiled_where_they_are_many(llama: str) -> None:
-    few = train_kinds(llama, CPU, micro_batch_size=2)["logits"]
-    many = train_kinds(llama, CPU, micro_batch_size=200, batch_size=200)["logits"]
-
-    assert few == 4 * 2 * (2 * 511 * 1000)
-    assert many == 4 * (2 * 2**23 + 1000 * 64)
-
-
 def test_tensor_and_pipeline_parallelism_divide_a_model(llama: str) -> None:
     def weights(**parallel: Any) -> float:
         step = {"parallel": ParallelConfig(**parallel), "micro_batch_size": 1}
@@ -125,30 +92,6 @@ def test_tensor_and_pipeline_parallelism_divide_a_model(llama: str) -> None:
     assert weights(tp=2) == NUMBERS / 2
     assert weights(pp=2) == pytest.approx(LAYERS * BLOCK / 2 + ROOT / 2, abs=1)
     assert weights(replicas=2) == NUMBERS
-
-
-def test_every_kind_is_known() -> None:
-    memory = step_memory(ppo("embedded", "embedded"), machine=CPU)
-    assert {item.kind for phase in memory.phases for item in phase.items} <= set(KINDS)
-    assert [p.name for p in memory.phases] == ["load", "generate", "score", "train"]
-
-
-def test_a_model_without_a_configuration_is_named() -> None:
-    config = SFTConfig(model=TrainedModelConfig(path="a/b"))
-
-    (sentence,) = step_memory(config, machine=CPU).unknown
-
-    assert sentence.startswith("model a/b is not counted")
-
-
-def smollm2(directory: Path) -> str:
-    """The shape of SmolLM2-135M."""
-    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
-    config = LlamaConfig(**shape, **heads, max_position_embeddings=8192, tie_word_embeddings=True)
-    config.save_pretrained(directory)
-    assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
-    return str(directory)
 
 
 def ppo(actor: str, small: str, **settings: Any) -> PPOConfig:

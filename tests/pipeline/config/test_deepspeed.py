@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import StepConfig
 from pipeline.config.deepspeed import ACTING, IGNORED, REFUSED, deepspeed_layer, notice_of
 from pipeline.errors import ConfigError
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.plain import Option
 from step1_sft.config import SFTConfig
-from step3_ppo.config import PPOConfig
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,35 +39,6 @@ HUGGING_FACE_ZERO2 = """
 }
 """
 
-HUGGING_FACE_ZERO3: dict[str, Any] = {
-    "bf16": {"enabled": True},
-    "fp16": {"enabled": False},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": 3e-6,
-            "warmup_max_lr": 3e-5,
-            "warmup_num_steps": 500,
-            "total_num_steps": "auto",
-        },
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "buffer_count": 4},
-        "offload_param": {"device": "nvme", "nvme_path": "/local", "max_in_cpu": 1e9},
-        "sub_group_size": 1e9,
-        "stage3_prefetch_bucket_size": 0,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "aio": {"block_size": 262144},
-    "train_batch_size": 64,
-    "gradient_accumulation_steps": 4,
-    "gradient_clipping": 0,
-}
 
 DEEPSPEED_CHAT: dict[str, Any] = {
     "train_batch_size": 64,
@@ -126,19 +95,6 @@ def test_auto_takes_our_settings(tmp_path: Path) -> None:
     assert (model.fp16.initial_scale_power, model.fp16.loss_scale_window) == (12, 500)
 
 
-def test_written_values_win(tmp_path: Path) -> None:
-    config = applied(written(tmp_path, HUGGING_FACE_ZERO3), {"batch_size": 8}, world=8)
-
-    model, optim, zero = config.model, config.model.optim, config.model.zero
-    assert (config.batch_size, config.micro_batch_size, model.precision) == (64, 2, "bf16")
-    assert (optim.lr, optim.betas, optim.weight_decay) == (3e-5, (0.8, 0.999), 3e-7)
-    assert (optim.schedule, optim.warmup_steps) == ("warmup_decay", 500)
-    assert optim.schedule_params == {"warmup_min_ratio": pytest.approx(0.1)}
-    assert (model.zero_stage, optim.max_grad_norm, zero.prefetch_units) == (3, None, 0)
-    assert (zero.offload.optimizer, zero.offload.params) == ("nvme", "nvme")
-    assert zero.offload.nvme_path == Path("/local")
-
-
 def test_deepspeed_chat_configuration(tmp_path: Path) -> None:
     path = written(tmp_path, DEEPSPEED_CHAT)
     config = applied(path, world=4)
@@ -149,18 +105,6 @@ def test_deepspeed_chat_configuration(tmp_path: Path) -> None:
     notice = notice_of(path)
     assert notice is not None
     assert "  hybrid_engine.enabled, hybrid_engine.max_out_tokens: " in notice
-
-
-def test_every_trained_model_gets_the_settings(tmp_path: Path) -> None:
-    path = written(tmp_path, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5})
-    layers = [Layer({"critic": {"optim": {"lr": 1e-5}}}, "below")]
-
-    layer = deepspeed_layer(PPOConfig, path, world=1, layers=layers)
-    config = build_config(PPOConfig, [*layers, layer])
-
-    assert [model.zero_stage for model in (config.actor, config.critic)] == [1, 1]
-    assert [model.optim.max_grad_norm for model in (config.actor, config.critic)] == [0.5, 0.5]
-    assert config.critic.optim.lr == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -246,35 +190,6 @@ def test_schedules_have_deepspeeds_defaults(
     assert (optim.schedule, optim.lr, optim.warmup_steps, optim.final_lr_ratio) == expected
 
 
-def test_options_above_the_file_may_complete_it(tmp_path: Path) -> None:
-    path = written(tmp_path, {"zero_optimization": {"stage": 3}})
-
-    config = applied(path, None, ("model.zero.offload.params", ["cpu"]))
-
-    assert (config.model.zero_stage, config.model.zero.offload.params) == (3, "cpu")
-
-
-def test_deprecated_spellings(tmp_path: Path) -> None:
-    content = {
-        "bfloat16": {"enabled": True},
-        "zero_optimization": {"stage": 2, "cpu_offload": True},
-    }
-
-    model = applied(written(tmp_path, content)).model
-
-    assert (model.precision, model.zero.offload.optimizer) == ("bf16", "cpu")
-    stage = applied(written(tmp_path, {"zero_optimization": True})).model.zero_stage
-    assert stage == 1
-
-
-def test_comments_and_trailing_commas(tmp_path: Path) -> None:
-    text = '{"_comment": 1, "train_batch_size": 8, // eight\n /* # */ "bf16": {"enabled": true,},}'
-
-    config = applied(written(tmp_path, text))
-
-    assert (config.batch_size, config.model.precision) == (8, "bf16")
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -323,13 +238,6 @@ def test_what_can_not_be_used_is_refused(
 
     with pytest.raises(ConfigError, match=re.escape(sentence.replace("FILE", str(path)))):
         applied(path)
-
-
-def test_a_missing_file_and_a_step_without_models(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.json: no such DeepSpeed configuration file"):
-        notice_of(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match="no model is trained here"):
-        deepspeed_layer(StepConfig, written(tmp_path, {}), world=1, layers=[])
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -4,14 +4,11 @@ import random
 from collections import Counter
 
 import pytest
-import torch
 
 from pipeline.data.batches import (
     RowStream,
     collate,
-    collate_part,
     micro_batches,
-    pad,
 )
 from pipeline.data.examples import Encoded
 
@@ -26,23 +23,6 @@ def test_sequences_lie_end_to_end_and_the_first_token_is_never_a_target() -> Non
     assert batch.targets.tolist() == [2, 5]
     assert batch.last_tokens.tolist() == [2, 3, 5]
     assert (batch.num_tokens, batch.num_targets) == (6, 2)
-
-
-def test_a_process_without_rows_reads_a_spare_one_and_learns_nothing() -> None:
-    spare = Encoded([5, 6], [True, True])
-
-    batch = collate_part([], spare=spare)
-
-    assert batch.input_ids.tolist() == [5, 6]
-    assert batch.num_targets == 0
-    assert collate_part([spare], spare=spare).num_targets == 1
-
-
-def test_padding_is_on_the_right_and_the_mask_comes_from_the_lengths() -> None:
-    padded, mask = pad([torch.tensor([1.0]), torch.tensor([0.0, 0.0, 3.0])])
-
-    assert padded.tolist() == [[1, 0, 0], [0, 0, 3]]
-    assert mask.tolist() == [[True, False, False], [True, True, True]]
 
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(10, 3), (4, 4), (3, 7), (1, 2)])
@@ -67,13 +47,6 @@ def test_a_stream_continues_where_another_stood() -> None:
     resumed.load_state_dict(state)
 
     assert [next(resumed) for _ in range(4)] == rest
-
-
-def test_the_longest_rows_go_first_to_the_least_filled_micro_batch() -> None:
-    # 17 tokens, at most 9 in one: 6 here, 5 there, 3 there, 2 here, 1 here: 9 and 8.
-    parts = micro_batches([1, 6, 3, 5, 2], max_tokens=9, num_processes=1, process=0)
-
-    assert parts == [[0, 1, 4], [2, 3]]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pipeline.data.chat.chat_format import FORMATS, ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
-from tests.pipeline.data.tokenizers import KINDS, byte_level, metaspace
+from tests.pipeline.data.tokenizers import KINDS, byte_level
 
 USER, REPLY, AGAIN = (
     Message("user", "Hi there."),
@@ -142,44 +142,6 @@ def test_human_assistant_reads_as_hh_rlhf_does() -> None:
         "Be kind.\n\nHuman: Hi there.\n\nAssistant: Hello you!<|endoftext|>"
         "\n\nHuman: How are you?\n\nAssistant: Fine.<|endoftext|>"
     )
-
-
-def test_llama2_reads_as_llama2_does() -> None:
-    chat_format = resolve_format(metaspace(), "llama2")
-
-    text = "".join(segment.text for segment in chat_format.segments((SYSTEM, *PROMPT, *RESPONSE)))
-
-    assert text == (
-        "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi there. [/INST] Hello you! </s>"
-        "<s>[INST] How are you? [/INST] Fine. </s>"
-    )
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_system_message_is_never_lost(name: str) -> None:
-    segments = resolve_format(byte_level(), name).segments((SYSTEM, *PROMPT))
-
-    assert segments[0].text.index("Be kind.") < segments[0].text.index("Hi there.")
-
-
-def test_train_on_all_trains_everything_but_the_first_token() -> None:
-    encoded = resolve_format(byte_level(), "vicuna").encode(PROMPT, RESPONSE, train_on="all")
-
-    assert encoded.trained == [False] + [True] * (len(encoded) - 1)
-
-
-def test_pad_that_is_eos_is_trained_where_it_ends_a_turn() -> None:
-    tokenizer = byte_level()
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
-
-    encoded = resolve_format(tokenizer, "human_assistant").encode(PROMPT, RESPONSE)
-
-    at_eos = [
-        trained
-        for token, trained in zip(encoded.input_ids, encoded.trained, strict=True)
-        if token == tokenizer.pad_token_id
-    ]
-    assert at_eos == [True, True]
 
 
 def test_a_turn_of_weight_0_is_read_and_not_trained() -> None:

@@ -4,15 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from pipeline.config import DataConfig, RowColumns
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.dialogues import with_history
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
 from pipeline.data.sharing.steps import load_examples
-from pipeline.errors import ConfigError
 
 LABELS = RowColumns(labels=True)
 SYSTEM, A, B, C = Message("system", "S"), *(Message("user", text) for text in "ABC")
@@ -59,18 +55,6 @@ def test_a_winner_may_be_either_response_or_none() -> None:
     assert not read(prompt="Q", chosen="x", rejected="y", tie=0).tie
 
 
-def test_ranked_responses_come_best_first_and_their_ends_are_a_pair() -> None:
-    by_score = read(prompt="Q", responses=["x", "y", "z", "w"], scores=[1, 5, 3, 3])
-    by_rank = read(prompt="Q", responses=["x", "y", "z"], ranks=[3, 1, 2])
-
-    assert [said(each) for each in by_score.responses] == ["y", "z", "w", "x"]
-    assert by_score.ranks == (1, 2, 2, 4)
-    assert (said(by_score.chosen), said(by_score.rejected)) == ("y", "x")
-    assert [said(each) for each in by_rank.responses] == ["y", "z", "x"]
-    equal = Row({"prompt": "Q", "responses": ["x", "y"], "ranks": [1, 1]}, "")
-    assert read_row(equal, {}) is None
-
-
 def test_ties_are_no_pairs_for_steps_that_do_not_learn_them(tmp_path: Path) -> None:
     rows = [
         {"prompt": f"{n}", "chosen": "x", "rejected": "y", "tie": n % 2 == 0} for n in range(120)
@@ -85,16 +69,3 @@ def test_ties_are_no_pairs_for_steps_that_do_not_learn_them(tmp_path: Path) -> N
     assert not any(row.tie for row in plain.train)
     assert any(row.tie for row in labelled.train)
     assert len(plain.train) < len(labelled.train)
-
-
-def test_history_is_all_of_it_the_users_turns_or_the_last_ones() -> None:
-    prompt = (SYSTEM, A, ONE, B, TWO, C)
-
-    assert with_history(prompt, "all") == prompt
-    assert with_history(prompt, "user") == (SYSTEM, Message("user", "A\n\nB\n\nC"))
-    assert with_history(prompt, "last:1") == (SYSTEM, C)
-    assert with_history(prompt, "last:2") == (SYSTEM, B, TWO, C)
-    assert with_history(prompt, "last:9") == prompt
-    assert with_history((), "user") == ()
-    with pytest.raises(ConfigError, match="history must be all, user or last:N"):
-        DataConfig(history="last:0")

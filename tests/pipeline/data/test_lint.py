@@ -30,22 +30,6 @@ def findings(
     return {finding.name: finding for finding in found}
 
 
-def test_clean_rows_have_no_warning() -> None:
-    for step in (1, 2, 3):
-        found = findings([example("a", "b", "c"), example("d", "e", "f")], step=step)
-        assert {finding.level for finding in found.values()} <= {"ok", "info"}
-
-
-def test_empty_responses_duplicates_and_equal_responses_are_counted() -> None:
-    empty = findings([example("a", " "), example("b")])
-    duplicates = findings([example("a"), example("a"), example("a"), example("b")])
-    equal = findings([example("a", "b", "b"), example("a", "b", "c")], step=2)
-
-    assert empty["empty responses"].count == 1
-    assert duplicates["duplicates"].count == 2
-    assert equal["chosen = rejected"].count == 1
-
-
 def test_train_prompts_in_eval_are_found_whatever_their_case_and_spacing() -> None:
     found = findings([example("What is it?"), example("Else")], [example("what  is\nit? ")])
 

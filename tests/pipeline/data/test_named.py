@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.examples import Example, Message
+from pipeline.data.examples import Example
 from pipeline.data.rows.named import NAMED, named_set
 from pipeline.data.rows.sources import Row
 
@@ -167,19 +167,3 @@ def test_a_row_in_the_real_schema_reads(name: str) -> None:
 def test_every_named_set_is_tested_and_there_are_sixteen_with_the_local_files() -> None:
     assert set(NAMED) - set(ROWS) == {"Cohere/miracl-ja"}  # DeepSpeed-Chat's short name
     assert len({*ROWS, "local/jsonfile"}) == 16
-
-
-def test_the_better_answer_is_chosen_whichever_side_it_is_on() -> None:
-    example = read("openai/webgpt_comparisons", {**WEBGPT, "score_1": 0.75})
-    assert example is not None
-    assert example.chosen == (Message("assistant", "It mirrors the sea."),)
-    assert example.margin == 0.25
-
-    assert texts(read("stanfordnlp/SHP", {**SHP, "labels": 0}))[1] == ["Currently wrapping up ..."]
-
-
-def test_a_local_copy_is_known_by_the_end_of_its_path() -> None:
-    assert named_set("/data/mirror/stanfordnlp/SHP/") is NAMED["stanfordnlp/SHP"]
-    assert named_set("C:\\mirror\\stanfordnlp\\SHP") is NAMED["stanfordnlp/SHP"]
-    assert named_set("SHP") is None
-    assert named_set("rows.jsonl") is None

@@ -154,54 +154,6 @@ def test_the_system_message_comes_first(columns: dict[str, Any]) -> None:
     assert (example.prompt, example.chosen) == ((SYSTEM, QUESTION), (GOOD,))
 
 
-def test_the_last_assistant_turn_is_the_response() -> None:
-    example = read(
-        messages=turns(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
-    )
-
-    assert example is not None
-    assert [message.content for message in example.prompt] == ["1", "2", "3"]
-    assert [message.content for message in example.chosen] == ["4"]
-
-
-def test_dialogues_share_their_prompt_up_to_where_they_part() -> None:
-    example = read(
-        chosen="\n\nHuman: 1\n\nAssistant: 2\n\nHuman: 3\n\nAssistant: 4",
-        rejected="\n\nHuman: 1\n\nAssistant: 2\n\nHuman: other\n\nAssistant: 4",
-    )
-
-    assert example is not None
-    assert [message.content for message in example.prompt] == ["1"]
-    assert [message.content for message in example.chosen] == ["2", "3", "4"]
-    assert [message.content for message in example.rejected] == ["2", "other", "4"]
-
-
-EMPTY = [("user", "A"), ("assistant", "B"), ("user", "C"), ("assistant", "")]
-ANSWERED = [*EMPTY[:3], ("assistant", "D")]
-
-
-@pytest.mark.parametrize(("chosen", "rejected"), [(ANSWERED, EMPTY), (EMPTY, ANSWERED)])
-def test_an_empty_response_to_the_last_turn_makes_no_pair_of_the_turn_before(
-    chosen: list[tuple[str, str]], rejected: list[tuple[str, str]]
-) -> None:
-    def text(said: list[tuple[str, str]]) -> str:
-        names = {"user": "Human", "assistant": "Assistant"}
-        return "".join(f"\n\n{names[role]}: {content}" for role, content in said)
-
-    assert read(chosen=text(chosen), rejected=text(rejected)) is None
-    assert read(chosen=text(chosen[:3]), rejected=text(ANSWERED)) is None
-    assert read(chosen=turns(*chosen), rejected=turns(*rejected)) is None
-    assert read(prompt="Q", chosen="good", rejected=" ") is None
-    assert read(prompt="Q", response="\n") is None
-
-
-def test_an_empty_earlier_turn_is_read_and_not_learned() -> None:
-    example = read(messages=turns(("user", "1"), ("assistant", ""), ("user", "3"), GOOD_PAIR))
-
-    assert example is not None
-    assert [message.trained for message in example.prompt] == [True, False, True]
-
-
 def test_a_response_that_is_labelled_bad_is_no_demonstration_but_a_rejected_response() -> None:
     reading = Reading()
     row = {"prompt": "Q", "completion": "bad"}
@@ -254,25 +206,3 @@ def test_rows_with_tool_calls_are_left_out_and_counted(turn: dict[str, Any]) -> 
 
     assert read_row(Row({"messages": said}, ""), {}, reading) is None
     assert reading.left_out == {"with tool calls, which no step trains on": 1}
-
-
-def test_the_margin_is_read_or_taken_from_the_scores() -> None:
-    row = SAME_PREFERENCE["strings"]
-    margins = [
-        read(**row),
-        read(**row, margin=2),
-        read(**row, score_chosen=7.5, score_rejected=5),
-        read({"margin": "gap"}, **row, gap=1.5),
-        read(**row, margin="0.5"),
-    ]
-
-    assert [example.margin for example in margins if example] == [None, 2.0, 2.5, 1.5, 0.5]
-
-
-def test_fields_say_which_column_is_which() -> None:
-    example = read(
-        {"prompt": "question", "chosen": "good", "rejected": "bad"},
-        question="Q", good="good", bad="bad", text="something else", messages=turns(("user", "no")),
-    )  # fmt: skip
-
-    assert example == Example((QUESTION,), (GOOD,), (BAD,), origin="rows.jsonl line 17")

@@ -8,8 +8,6 @@ import pytest
 
 from pipeline.config import DataConfig, RowColumns
 from pipeline.data.sharing.steps import load_examples
-from pipeline.plan.make import make_plan
-from tests.pipeline.stages import THREE_STEPS
 
 LABELLED = {
     "classes": ("kind", "rude", "wrong"),
@@ -49,16 +47,3 @@ def test_no_prompt_of_a_labelled_row_is_in_two_steps(
     assert min(map(len, (first, second, third))) > 20
     assert not first & second
     assert not (first | second) & third
-
-
-def test_train_py_tells_all_steps_that_step_2_learns_labels(tmp_path: Path) -> None:
-    prompts_of_steps(tmp_path / "a.jsonl", LABELLED["classes"], known=True)
-    options = ["--data-path", str(tmp_path / "a.jsonl"), "--output-dir", str(tmp_path / "out")]
-    plan = make_plan(options, THREE_STEPS)
-
-    assert {name: each.data.labels for name, each in plan.configs.items()} == dict.fromkeys(
-        ("step1_sft", "step2_reward", "step3_ppo"), True
-    )
-    for others in (["--reward.labels", "pairs"], ["--step", "1"]):
-        configs = make_plan([*options, *others], THREE_STEPS).configs.values()
-        assert not any(config.data.labels for config in configs)

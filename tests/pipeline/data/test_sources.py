@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from pipeline.data.rows.sources import Reader, Source, read_source, split_weight
+from pipeline.data.rows.sources import Reader, Source, read_source
 from pipeline.errors import DataError
 
 ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "ç", "response": "d"}]
@@ -50,16 +50,6 @@ def test_every_kind_of_file_gives_its_rows_in_order(name: str, tmp_path: Path) -
     assert [row.origin for row in source.train] == [f"{path} {word} 1", f"{path} {word} 2"]
 
 
-def test_a_number_at_the_end_is_a_weight() -> None:
-    assert split_weight("rows.jsonl:0.5") == ("rows.jsonl", 0.5)
-    assert split_weight("owner/name:3") == ("owner/name", 3.0)
-    assert split_weight("rows.jsonl") == ("rows.jsonl", None)
-    assert split_weight("C:\\data\\rows.jsonl") == ("C:\\data\\rows.jsonl", None)
-    assert split_weight("C:\\data\\rows.jsonl:2") == ("C:\\data\\rows.jsonl", 2.0)
-    with pytest.raises(DataError, match="a weight must be above 0"):
-        split_weight("rows.jsonl:0")
-
-
 @pytest.mark.parametrize(
     "test_file",
     [
@@ -82,33 +72,6 @@ def test_a_directory_keeps_its_test_split(test_file: str, tmp_path: Path) -> Non
     assert sorted(row["prompt"] for row in columns(source)) == ["a", "ç"]
     assert [row.columns["prompt"] for row in source.eval] == ["held"]
     assert source.weight == 2.0
-
-
-def test_local_jsonfile_is_deepspeed_chats_pair_of_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert refused("local/jsonfile") == "data path data/train.json: there is no such file"
-    write(tmp_path / "data" / "train.json", ROWS[:1])
-    write(tmp_path / "data" / "eval.json", ROWS[1:])
-
-    source = read_source("local/jsonfile")
-
-    assert (columns(source), source.eval[0].columns) == (ROWS[:1], ROWS[1])
-
-
-@pytest.mark.parametrize("path", ["no/such.jsonl", "./nothing", "/no/where/at/all", "what:ever"])
-def test_a_missing_file_is_named(path: str) -> None:
-    assert refused(path) == f"data path {path}: there is no such file or directory"
-
-
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": "b"\n')
-
-    assert refused(path).startswith(f"{path} line 2 is not valid JSON")
-    path.write_text('[{"prompt": "a"},\n {"prompt": }]')
-    assert refused(path).startswith(f"{path} line 2 is not valid JSON")
 
 
 ULTRACHAT = ("train_sft", "test_sft", "train_gen", "test_gen")
@@ -188,30 +151,6 @@ def test_a_directory_of_split_files_is_read_as_the_hub_set(tmp_path: Path) -> No
     plain = read_source(str(tmp_path / "plain"))
     assert [row.columns["text"] for row in plain.train] == ["train_a", "train_b"]
     assert [row.columns["text"] for row in (*named.train, *named.eval)] == ["train_b", "test"]
-
-
-CSV = """prompt,response,margin
-"Say ""hi"", please","one
-two",1.5
-Q,,
-"""
-
-
-@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.csv.gz", "semicolons.csv"])
-def test_csv_cells_are_columns_and_empty_ones_are_missing(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    separator = "\t" if name.endswith("tsv") else ";" if name.startswith("semi") else ","
-    text = CSV.replace(",", separator).replace(f"{separator} please", ", please")
-    data = text.encode("utf-8-sig")
-    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-
-    source = read_source(str(path))
-
-    assert columns(source) == [
-        {"prompt": 'Say "hi", please', "response": "one\ntwo", "margin": "1.5"},
-        {"prompt": "Q", "response": None, "margin": None},
-    ]
-    assert [row.origin for row in source.train] == [f"{path} line 2", f"{path} line 4"]
 
 
 def test_a_hub_name_that_can_not_be_reached_is_one_sentence(

@@ -11,15 +11,12 @@ import pytest
 import torch
 
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError, ModelError
 from pipeline.export.command import main
-from pipeline.export.config import ExportConfig
 from pipeline.export.greedy import greedy_tokens
-from pipeline.export.onnx_file import LayerShape, cached_layers, load_graph
+from pipeline.export.onnx_file import load_graph
 from pipeline.export.onnx_verify import verify_onnx
 from pipeline.export.source import UnverifiedError, read_source
 from pipeline.models.reward_model import load_scorer, score_responses
-from tests.families import tiny_causal_lm
 from tests.pipeline.export.models import save_embedded, save_model
 
 
@@ -94,23 +91,6 @@ def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(
     assert [each.name for each in session.get_outputs()][:2] == ["logits", "present.0.key"]
     expected = [greedy_tokens(model, torch.tensor(row), 24) for row in rows]
     assert generate(session, rows, 24) == expected
-
-
-def test_a_cache_is_keys_and_values_of_all_tokens(tmp_path: Path) -> None:
-    assert cached_layers(tiny_causal_lm("llama").eval()) == (LayerShape(2, 8, 8),) * 2
-    assert cached_layers(tiny_causal_lm("lfm2").eval()) is None  # has convolutions
-    with pytest.raises(ConfigError, match="cache kv is for --to onnx; leave it out"):
-        ExportConfig(path="x", to="merged", out=tmp_path, cache="kv")
-
-
-def test_a_model_without_keys_and_values_of_all_tokens_is_refused(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", "lfm2")
-    save_model(tmp_path / "scores", "qwen2", labels=1)
-
-    with pytest.raises(ModelError, match=r"lfm2 keeps other things .* take --cache none"):
-        load_graph(read_source(tmp_path / "model"), cache=True)
-    with pytest.raises(ModelError, match=r"reads a text once; take --cache none"):
-        load_graph(read_source(tmp_path / "scores"), cache=True)
 
 
 @pytest.mark.jobs

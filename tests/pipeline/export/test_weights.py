@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.errors import ConfigError, ModelError
 from pipeline.export.command import main
-from pipeline.export.source import UnverifiedError, written_aside
+from pipeline.export.source import UnverifiedError
 from pipeline.export.weights import verify_adapter
 from tests.pipeline.export.models import save_model
 
@@ -99,18 +99,6 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -
         run(adapter, "onnx", tmp_path / "out")
 
 
-def test_dora_and_adapters_that_change_the_base_are_refused(tmp_path: Path) -> None:
-    adapter = save_adapter(tmp_path, init_lora_weights="pissa")
-
-    (tmp_path / "dora").mkdir()
-    dora = save_adapter(tmp_path / "dora", use_dora=True)
-
-    with pytest.raises(ModelError, match="holds a DoRA adapter"):
-        run(dora, "merged", tmp_path / "out")
-    with pytest.raises(ModelError, match=r"an adapter \(pissa\) of what its start has left of the"):
-        run(adapter, "merged", tmp_path / "out")
-
-
 def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama")
     (tmp_path / "empty").mkdir()
@@ -131,29 +119,3 @@ def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--to is missing; give gguf, onnx, merged or adapter"):
         main(["--path", str(tmp_path / "model"), "--out", str(out)])
     assert sorted(each.name for each in tmp_path.iterdir()) == ["empty", "model", "there"]
-
-
-def test_a_dry_run_says_what_it_would_verify_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_model(tmp_path / "model", "llama")
-
-    run(tmp_path / "model", "gguf", tmp_path / "out", "--dry-run", "true")
-
-    assert "and verify: 21 tensors read back, tokens of 1000 texts by" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_was_not_verified_has_no_name(tmp_path: Path) -> None:
-    def write(*, fails: bool) -> None:
-        with written_aside(tmp_path / "out") as partial:
-            (partial / "file").write_text("content")
-            assert not (tmp_path / "out").exists()
-            if fails:
-                raise UnverifiedError("not exported")
-
-    with pytest.raises(UnverifiedError):
-        write(fails=True)
-    assert not list(tmp_path.iterdir())
-    write(fails=False)
-    assert [each.name for each in tmp_path.iterdir()] == ["out"]

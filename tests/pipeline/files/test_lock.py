@@ -1,7 +1,5 @@
 """One job at a time."""
 
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -82,42 +80,3 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_killed_job(tmp_path: Path) -
         with RunLock(tmp_path / "lock"):
             os.kill(int(child), 0)  # it lives
         os.kill(int(child), signal.SIGKILL)
-
-
-def test_a_lock_can_be_taken_again_when_it_was_given_back(tmp_path: Path) -> None:
-    for _ in range(2):
-        with RunLock(tmp_path / "lock"), pytest.raises(ConfigError, match="in use"):
-            RunLock(tmp_path / "lock").__enter__()
-
-
-def test_a_file_without_a_name_in_it_is_refused_all_the_same(tmp_path: Path) -> None:
-    with RunLock(tmp_path / "lock"):
-        (tmp_path / "lock").write_text("")
-
-        with pytest.raises(ConfigError, match=f"{tmp_path} is in use by another process;"):
-            RunLock(tmp_path / "lock").__enter__()
-
-
-def test_a_file_system_without_locks_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(_file: int, _operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-
-    with RunLock(tmp_path / "lock"):
-        pass
-
-    (message,) = caplog.messages
-    assert message == (
-        f"{tmp_path}/lock can't be locked (No locks available): nothing keeps a second job out of"
-        f" {tmp_path}"
-    )
-
-
-def test_a_lock_that_can_not_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-
-    with pytest.raises(ConfigError, match="file/lock can't be made: File exists"):
-        RunLock(tmp_path / "file" / "lock").__enter__()

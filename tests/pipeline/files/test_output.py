@@ -1,6 +1,5 @@
 """Files that a command makes for its user."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.files.output import check_output, json_lines, write_output
+from pipeline.files.output import write_output
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -46,26 +45,3 @@ def test_where_the_last_of_several_files_fails_none_has_changed(tmp_path: Path) 
         write_output({tmp_path / "a": "new", tmp_path / "b": "new"}, option="--out")
 
     assert (tmp_path / "a").read_text() == "old"
-
-
-def test_where_nothing_can_be_written_is_said_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    check_output(tmp_path / "file", option="--output")
-    check_output(tmp_path / "new" / "newer" / "file", option="--output")
-    assert not (tmp_path / "new").exists()
-
-    with pytest.raises(ConfigError, match=f"--output {tmp_path} is a directory"):
-        check_output(tmp_path, option="--output")
-    with pytest.raises(ConfigError, match=r"file/x can't be written: .*file is a file"):
-        check_output(tmp_path / "file" / "x", option="--output")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="is not yours to write to"):
-        check_output(tmp_path / "file", option="--output")
-
-
-def test_rows_are_a_line_each() -> None:
-    assert json_lines([{"a": "ä\n"}, {"b": 1.0}]) == '{"a": "ä\\n"}\n{"b": 1.0}\n'

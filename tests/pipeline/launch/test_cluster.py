@@ -9,17 +9,9 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.launch.cluster import parse
-from pipeline.launch.deployment import Deployment
 
 ROOT = Path(__file__).parents[3]
 STEP = ["-m", "step1_sft.train", "--seed", "7"]
-
-
-def test_options_stand_before_the_module_and_settings_after_it() -> None:
-    deployment, step = parse(["--hostfile", "h", "--num_gpus=4", *STEP])
-
-    assert deployment == Deployment(deployment_type="multi_node", hostfile=Path("h"), num_gpus=4)
-    assert step == STEP
 
 
 @pytest.mark.parametrize(
@@ -48,16 +40,6 @@ def run(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         text=True,
         check=False,
     )
-
-
-def test_help_lists_the_options_and_a_mistake_exits_with_2(tmp_path: Path) -> None:
-    said = run("--help")
-    wrong = run("--hostfile", str(tmp_path / "none"), "-m", "step1_sft.train")
-
-    assert said.returncode == 0
-    assert "--hostfile PATH" in said.stdout
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith(f"error: --hostfile {tmp_path / 'none'} can't be read")
 
 
 @pytest.fixture

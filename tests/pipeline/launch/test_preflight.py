@@ -1,6 +1,5 @@
 """The look at all machines, each of which is this one, reached through what stands for ssh."""
 
-import socket
 import sys
 from pathlib import Path
 
@@ -38,14 +37,6 @@ def check(directory: Path, ssh: Path, *hosts: str, **options: object) -> Check:
     return look(layout(deployment, {}), deployment, directory / "out" / "deep")
 
 
-def test_machines_that_can_be_used_are_shown_and_nothing_is_left(tmp_path: Path, ssh: Path) -> None:
-    found = check(tmp_path, ssh, "worker-0", "worker-1")
-
-    assert found.problems == []
-    assert [row.split()[0] for row in found.table] == ["machine", "worker-0", "worker-1"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts", "ssh"]
-
-
 def test_a_machine_that_cant_be_reached_is_named_with_the_command_to_try(
     tmp_path: Path, ssh: Path
 ) -> None:
@@ -57,44 +48,6 @@ def test_a_machine_that_cant_be_reached_is_named_with_the_command_to_try(
     ]
     with pytest.raises(ConfigError, match=r"^down "):
         insist(found)
-
-
-def test_a_port_that_is_taken_is_replaced_unless_it_was_asked_for(
-    tmp_path: Path, ssh: Path
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-
-        with pytest.raises(ConfigError, match=f"--master-port {port} is taken on worker-0; choose"):
-            check(tmp_path, ssh, "worker-0", master_port=port)
-
-
-def test_machines_of_an_allocation_are_looked_at_through_srun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\nwhile [ "$1" != sh ]; do shift; done\nexec "$@"\n')
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    deployment = Deployment(deployment_type="multi_node", master_addr="127.0.0.1", num_gpus=1)
-    slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]"}
-
-    found = look(layout(deployment, slurm), deployment, tmp_path)
-
-    assert found.problems == []
-    assert [row.split()[0] for row in found.table] == ["machine", "n1", "n2"]
-
-
-def test_one_machine_alone_is_looked_at_too(tmp_path: Path) -> None:
-    for options in ({}, {"deployment_type": "single_node"}):
-        deployment = Deployment(**options)  # type: ignore[arg-type]
-
-        found = look(layout(deployment, {}), deployment, tmp_path)
-
-        assert found.problems == []
-        assert found.table[1].startswith("localhost ")
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.launch import node
 from pipeline.launch.child import SIGNALS, Ending, run_child
-from pipeline.launch.torchrun import cores_of, own_address
 
 ROOT = Path(__file__).parents[3]
 NODE = [sys.executable, "-m", "pipeline.launch.node", sys.executable, "-c"]
@@ -133,16 +131,6 @@ def test_torchrun_ends_with_the_code_of_the_process_that_failed(tmp_path: Path) 
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
 
 
-def test_processes_share_the_cores_evenly() -> None:
-    assert [cores_of(rank, 3, range(8)) for rank in range(3)] == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
-    assert [cores_of(rank, 3, [4, 6]) for rank in range(3)] == [{4}, {6}, {4}]
-
-
-def test_the_address_on_the_route_to_this_machine_is_its_loopback() -> None:
-    assert own_address("127.0.0.1") == "127.0.0.1"
-    assert own_address("no-such-host.invalid") is None
-
-
 @contextmanager
 def told(program: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
@@ -215,23 +203,6 @@ time.sleep(60)
         assert not grandchild.is_running()
 
 
-def test_a_launcher_that_says_nothing_counts_as_gone() -> None:
-    read, write = os.pipe()
-    os.write(write, b"{}\n")
-    stdin = os.dup(0)
-    os.dup2(read, 0)
-    try:
-        began = time.monotonic()
-        code = node.main([sys.executable, "-c", "import time; time.sleep(60)"], lost_seconds=0.5)
-    finally:
-        os.dup2(stdin, 0)
-        for each in (read, write, stdin):
-            os.close(each)
-
-    assert code == 128 + signal.SIGTERM
-    assert time.monotonic() - began < 20
-
-
 RUNS = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
@@ -270,27 +241,7 @@ def run(*programs: str | list[str], fewest: int | None = None) -> tuple[int, str
     return process.returncode, out, errors
 
 
-ENDS_WELL = "print('fine')"
-WAITS = "import time; time.sleep(60)"
 FAILS = "import sys; print('Traceback', file=sys.stderr); sys.exit(3)"
-
-
-def test_what_each_writes_comes_after_its_name_and_where_it_belongs() -> None:
-    shows = """
-        import os, sys
-        print("I am", os.environ["NUMBER"])
-        print("and complain", file=sys.stderr)
-        sys.stdout.write("half a line")
-    """
-
-    code, out, errors = run(shows, shows)
-
-    assert code == 0
-    assert sorted(out.splitlines()) == [
-        *("worker-0: I am 0", "worker-0: half a line"),
-        *("worker-1: I am 1", "worker-1: half a line"),
-    ]
-    assert sorted(errors.splitlines()) == ["worker-0: and complain", "worker-1: and complain"]
 
 
 def test_the_first_that_fails_is_named_and_ends_the_others() -> None:
@@ -307,37 +258,6 @@ def test_the_first_that_fails_is_named_and_ends_the_others() -> None:
         "worker-1: Traceback",
         "worker-1 ended first, with exit code 3; the others are stopped",
     ]
-
-
-def test_who_is_killed_is_named_with_the_signal() -> None:
-    code, _, errors = run("import os; os.kill(os.getpid(), 9)", ENDS_WELL)
-
-    assert code == 137
-    assert errors.splitlines()[-1].startswith("worker-0 ended first, by SIGKILL")
-
-
-def test_a_connection_that_is_lost_is_no_exit_code_of_a_step() -> None:
-    lost = ["sh", "-c", "read line; echo 'Connection to worker-1 closed' >&2; exit 255"]
-
-    code, _, errors = run("raise SystemExit(0)", lost)
-
-    assert code == 1
-    assert errors.splitlines()[-1].startswith("worker-1: the connection failed or was lost")
-
-
-def test_the_others_go_on_while_enough_are_left() -> None:
-    code, out, errors = run("import time; time.sleep(2); print('done')", FAILS, fewest=1)
-
-    assert (code, out) == (0, "worker-0: done\n")
-    assert errors.splitlines()[-1] == "worker-1 ended first, with exit code 3; 1 of 2 continue"
-
-
-@pytest.mark.jobs
-def test_without_the_first_one_nothing_goes_on() -> None:
-    code, _, errors = run(FAILS, WAITS, fewest=1)
-
-    assert code == 3
-    assert "continue" not in errors
 
 
 @pytest.mark.parametrize(

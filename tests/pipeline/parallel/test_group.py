@@ -51,15 +51,6 @@ def test_two_processes_agree_and_share_the_work() -> None:
     assert second["local"] == [[0], []]
 
 
-def test_a_single_process_is_rank_0_of_1_and_sums_are_its_own() -> None:
-    alone = everything()
-
-    assert alone["place"] == (0, 1, True)
-    assert (alone["sum"], alone["sums"], alone["max"]) == (0.5, [1.0, 10.0, 0.0], -1.0)
-    assert alone["objects"] == [{"rank": 0}]
-    assert alone["share"] == ["a", "b", "c", "d", "e"]
-
-
 def told_in_pipelines() -> float:
     """Two stages of each of two pipelines tell each other what is as long as their rows."""
     with cut_mesh(replicas=1, pp=2, timeout_seconds=60.0) as mesh:

@@ -2,33 +2,10 @@
 
 from typing import Any
 
-import pytest
-import torch
-from torch.distributed import distributed_c10d
-
-from pipeline.errors import ConfigError
 from pipeline.parallel.group import ALONE, DataGroup
-from pipeline.parallel.mesh import Mesh, current_mesh, cut_mesh, subgroup
+from pipeline.parallel.mesh import current_mesh, cut_mesh, subgroup
 from pipeline.position import HERE
 from tests.distributed import run_ranks
-
-
-def test_a_process_alone_has_a_mesh_of_itself() -> None:
-    mesh = current_mesh()
-
-    assert mesh == Mesh(world=ALONE, data=ALONE)
-    assert mesh.is_main
-    assert (mesh.world.rank, mesh.world.size, mesh.world.ranks) == (0, 1, (0,))
-
-
-def test_processes_of_this_machine_are_those_that_torchrun_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert current_mesh().local_size == 1
-
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert current_mesh().local_size == 4
 
 
 def place() -> dict[str, Any]:
@@ -83,11 +60,6 @@ def test_a_group_names_processes_by_their_rank_in_the_job() -> None:
     assert "rank 3 was at all_gather of weights, 16 bytes while rank 1 was at" in fourth
 
 
-def test_groups_must_divide_the_processes() -> None:
-    with pytest.raises(ConfigError, match="inference_tp_size 2 doesn't divide the 1 processes"):
-        current_mesh().tp_group(2, timeout_seconds=60.0)
-
-
 def place_in_copies() -> tuple[Any, ...]:
     before = current_mesh()
     with cut_mesh(replicas=2, timeout_seconds=60.0) as mesh:
@@ -107,24 +79,3 @@ def test_a_copy_is_kept_by_neighbours_and_pieces_are_summed_across() -> None:
         ((2, 3), (0, 2), (4, 5, 2), shape),
         ((2, 3), (1, 3), (4, 5, 4), shape),
     ]
-
-
-def meet() -> list[float]:
-    """Sums of one axis while the other axis's processes are elsewhere."""
-    group = subgroup([(0, 1), (2,)], timeout_seconds=60.0)
-    return group.sums([1.0, float(torch.tensor(current_mesh().world.rank))])
-
-
-def test_a_group_waits_for_nobody_outside() -> None:
-    assert run_ranks(meet, world_size=3) == [[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]]
-
-
-def made() -> tuple[int, int]:
-    """Groups that a process knows after a job of four is cut in pairs, and sums of two alike."""
-    pairs = [(0, 1), (2, 3)]
-    groups = [subgroup(pairs, timeout_seconds=60.0, counted=counted) for counted in (True, False)]
-    return len(distributed_c10d._world.pg_map), int(sum(group.sum(1) for group in groups))
-
-
-def test_a_process_makes_the_groups_that_it_is_in_and_no_others() -> None:
-    assert run_ranks(made, world_size=4) == [(1 + 2, 2 + 2)] * 4

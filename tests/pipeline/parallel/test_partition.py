@@ -25,7 +25,3 @@ def test_the_slowest_stage_is_as_fast_as_can_be(
     costs: list[float], last: float, stages: int
 ) -> None:
     assert balanced(costs, stages, last=last) == by_trying_all(costs, stages, last)
-
-
-def test_the_first_stages_have_fewer_blocks_where_divisions_are_as_fast() -> None:
-    assert balanced([1] * 7, 3) == [2, 2, 3]

@@ -1,6 +1,5 @@
 """Schedules: the orders that PyTorch's pipelines run, without a deadlock, in the time of theory."""
 
-from collections import Counter
 from itertools import product
 
 import pytest
@@ -12,12 +11,9 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from pipeline.parallel.schedules import (
-    DeadlockError,
     Instruction,
     Schedule,
     bubble,
-    drawn,
-    most_kept,
     most_sent,
     orders_of,
     simulate,
@@ -102,28 +98,6 @@ def test_they_end_in_the_time_and_memory_of_theory_with_any_number_of_micro_batc
         assert found.kept == kept
 
 
-def test_interleaved_orders_wait_a_share_of_the_time_and_end_with_any_number_of_micro_batches() -> (
-    None
-):
-    for stages, chunks, count in product((2, 3, 4, 8), (2, 3, 4), range(1, 18)):
-        orders = of_all("interleaved", stages, count, chunks)
-        found = simulate(orders)
-
-        assert all(len(set(order)) == 2 * chunks * count for order in orders)
-        for order in orders:  # gradients of each chunk are added in the order of the micro-batches
-            for chunk in range(chunks):
-                back = [e.micro_batch for e in order if e[::2] == ("backward", chunk)]
-                assert back == [*range(count)]
-        assert found.bubble == pytest.approx(bubble("interleaved", stages, count, chunks))
-        if count % stages == 0:
-            waits = (stages - 1) / (chunks * count + stages - 1)
-            assert found.bubble == pytest.approx(waits)
-            ahead = [(chunks - 1) * stages + 2 * (stages - 1 - n) + 1 for n in range(stages)]
-            assert found.kept == [min(each, chunks * count) for each in ahead]
-        elif count > stages:
-            assert found.bubble < bubble("1f1b", stages, count)
-
-
 def test_a_timetable_by_hand() -> None:
     # Two stages, two micro-batches: forward takes 1, backward 2.
     first, second = simulate(of_all("1f1b", 2, 2)).starts
@@ -140,25 +114,6 @@ def test_a_timetable_by_hand() -> None:
         (Instruction("forward", 1), 4.0),
         (Instruction("backward", 1), 5.0),
     ]
-
-
-def test_an_interleaved_timetable_by_hand() -> None:
-    # Two stages of two chunks, two micro-batches; the second chunk's are a and b.
-    assert drawn(of_all("interleaved", 2, 2, 2)) == ["01ab..aa.bb0011", ".01aaabbb0011.."]
-
-
-def test_what_a_stage_keeps_goes_by_what_its_chunks_take() -> None:
-    order = of_all("interleaved", 2, 4, 2)[0]
-
-    assert most_kept(order, [1.0, 1.0]) == Counter({0: 3, 1: 2})
-    assert most_kept(order, [3.0, 1.0]) == Counter({0: 4, 1: 1})
-
-
-def test_lists_that_wait_for_each_other_are_found() -> None:
-    backward_first = [Instruction("backward", 0), Instruction("forward", 0)]
-
-    with pytest.raises(DeadlockError, match="stage 0 at"):
-        simulate([backward_first, of_all("1f1b", 2, 1)[1]])
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])

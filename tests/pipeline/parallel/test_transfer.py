@@ -94,13 +94,6 @@ def test_no_stage_waits_forever_where_sends_wait_for_receives(
         assert left_over(calls, lambda channel: channel) == 0
 
 
-def test_one_communicator_would_make_two_stages_wait_for_each_other() -> None:
-    orders = orders_of("1f1b", stages=2, count=4)
-    calls = [calls_of(at, order, 2, 1) for at, order in enumerate(orders)]
-
-    assert left_over(calls, lambda _: "the only one") > 0
-
-
 def exchanged() -> list[list[float]]:
     """Both send all kinds before they receive any, in channels that each has for itself."""
     stages = pipeline_of([(0, 1)], timeout_seconds=60.0, apart=True)

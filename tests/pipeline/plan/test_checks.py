@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from pipeline.demo.model import CONTEXT, build_model, build_tokenizer
 from pipeline.errors import UserErrors
-from pipeline.launch.local import share_of_cores
 from pipeline.plan.checks import check_plan
 from pipeline.plan.make import make_plan
 from pipeline.plan.plan import Plan
@@ -146,62 +144,6 @@ def test_all_that_is_wrong_is_said_together_a_line_for_each(
     assert lines[0].startswith("error: --format none is neither a Jinja file nor one of auto,")
     assert lines[1].startswith("error: --data-split 1,1,0 leaves step 3 without rows")
     assert lines[2].startswith("error: ppo.max_prompt_length 256 + ppo.max_new_tokens 900 is more")
-
-
-def test_a_model_directory_is_looked_at_wherever_it_is_used(
-    tmp_path: Path, model: Path, pairs: Path
-) -> None:
-    broken = {name: tmp_path / name for name in ("pointer", "cut", "mute")}
-    for directory in broken.values():
-        shutil.copytree(model, directory)
-    (broken["pointer"] / "model.safetensors").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
-    )
-    weights = (broken["cut"] / "model.safetensors").read_bytes()
-    (broken["cut"] / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    for file in broken["mute"].glob("tokenizer*"):
-        file.unlink()
-
-    said = complaints(
-        tmp_path / "out",
-        *("--data-path", str(pairs), "--actor-model", str(broken["pointer"])),
-        *("--reward-model", str(broken["cut"]), "--ppo.reference.path", str(broken["mute"])),
-    )
-
-    assert len(said) == 3
-    assert "pointer" in said[0]
-    assert "cut/model.safetensors" in said[1]
-    assert f"{broken['mute']} holds no tokenizer" in said[2]
-
-
-def test_a_reward_model_is_taken_as_the_critic_and_refused_as_the_actor(
-    tmp_path: Path, model: Path, pairs: Path
-) -> None:
-    reward = tmp_path / "reward"
-    shutil.copytree(model, reward)
-    settings = json.loads((model / "config.json").read_text())
-    settings["architectures"] = ["LlamaForSequenceClassification"]
-    (reward / "config.json").write_text(json.dumps(settings))
-    argv = ("--step", "3", "--data-path", str(pairs), "--data-split", "0,0,1")
-    short = ("--ppo.max_new_tokens", "9", "--ppo.max_prompt_length", "64")
-    models = ("--ppo.critic.path", str(reward), "--ppo.reward.path", str(reward))
-
-    seen = previews(tmp_path / "out", *argv, *short, *models, "--ppo.actor.path", str(model))
-    said = complaints(tmp_path / "out", *argv, *short, *models, "--ppo.actor.path", str(reward))
-
-    assert list(seen) == ["step3_ppo"]
-    assert len(said) == 1
-    assert said[0].startswith(f"{reward} is a classifier, as reward models and critics are")
-
-
-def test_more_processes_than_the_machine_has_memory_for_are_refused_as_such(tmp_path: Path) -> None:
-    argv = ("--deployment-type", "single_node", "--num-processes", "100000")
-    (said,) = complaints(tmp_path, *argv)
-
-    assert said.startswith(
-        "100000 processes are more than this machine can run: they take 39062.5 G"
-    )
-    assert said.endswith(f"; take --num-processes {share_of_cores(1)}")
 
 
 EQUAL = {"chosen": "Yes.", "rejected": "Yes."}

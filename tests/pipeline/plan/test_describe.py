@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import parse_step
-from pipeline.plan.describe import describe_plan
-from pipeline.plan.estimate import in_words
-from pipeline.plan.make import make_plan
-from pipeline.plan.memory import saving
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.run import changed_settings
 from pipeline.settings.plain import as_options
 from tests.pipeline.stages import THREE_STEPS
 
@@ -56,30 +51,6 @@ def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[st
 
 
 @pytest.mark.jobs
-def test_a_plan_names_the_method_and_says_nothing_of_a_critic_that_it_lacks(tmp_path: Path) -> None:
-    options = ["--output-dir", str(tmp_path / "out"), "--ppo.critic.zero_stage", "2"]
-    with_critic = describe_plan(make_plan(options, THREE_STEPS))
-    without = describe_plan(make_plan([*options, "--method", "rloo"], THREE_STEPS))
-
-    assert "  method     ppo: one response to each prompt\n" in with_critic
-    assert "--critic.path" in with_critic
-    assert "  method     rloo: 4 responses to each prompt, without a critic\n" in without
-    assert without.count("critic") == 1
-    assert "--method rloo" in without
-
-
-def test_a_steps_changed_settings_have_none_of_a_critic_that_it_lacks() -> None:
-    config = step_configs(parse_request(["--method", "dapo"], THREE_STEPS), THREE_STEPS)[
-        "step3_ppo"
-    ]
-
-    changed = changed_settings(config)
-
-    assert (changed["method"], changed["group_size"]) == ("dapo", 16)
-    assert not [name for name in changed if name.startswith("critic")]
-
-
-@pytest.mark.jobs
 def test_a_dry_run_says_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) -> None:
     printed = dry_run(tmp_path)
 
@@ -111,20 +82,3 @@ def test_the_commands_of_a_dry_run_work_as_they_are_printed(tmp_path: Path) -> N
     assert shlex.split(commands)[3:5] == ["-m", "step1_sft.train"]
     assert ended.returncode == 0
     assert (tmp_path / "o" / "step1_sft" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (89.0, "89 s"), (90.0, "1.5 min"), (5e3, "83 min"), (9e3, "2.5 h")],
-)
-def test_times_are_said_in_the_unit_that_suits_them(seconds: float, words: str) -> None:
-    assert in_words(seconds) == words
-
-
-def test_a_plan_reports_the_size_and_interval_of_checkpoints(tmp_path: Path) -> None:
-    words = ["--step", "1", "--save-every", "20", "--output-dir", str(tmp_path)]
-    plan = make_plan(words, THREE_STEPS)
-    (stage,) = plan.stages
-
-    # Of 955,520 weights the masters, two moments and the best ones so far, in fp32.
-    assert list(saving(plan, stage)) == ["15.3 MB, every 20 steps"]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import DataError, ModelError, UserError
+from pipeline.errors import UserError
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
@@ -61,43 +61,3 @@ def test_a_step_does_not_begin_with_a_model_from_its_own_directory(
 
         assert f"{own} lies in {tmp_path}/step{step}" in sentence
         assert f"where step {step} writes and may clear what is there before it reads" in sentence
-
-
-def test_an_unfinished_step_is_not_an_input(tmp_path: Path) -> None:
-    model(tmp_path / "step1_sft", "config.yaml")
-
-    sentence = complaint("--step", "2", "--output-dir", str(tmp_path))
-
-    assert "holds an unfinished one; finish it with" in sentence
-    assert sentence.endswith(f"--output-dir {tmp_path} --resume`")
-
-
-def test_a_model_that_isnt_there_is_named_by_its_option(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    empty = str(tmp_path / "empty")
-
-    assert complaint("--actor-model", "./none") == (
-        "--actor-model ./none: no such model; there is no such directory"
-    )
-    assert complaint("--reward-model", empty) == (
-        f"--reward-model {empty}: no such model; the directory has no config.json"
-    )
-    assert complaint("--ppo.reference.path", "/no/where").startswith("ppo.reference.path /no/where")
-    with pytest.raises(ModelError):
-        check("--actor-model", "./none")
-
-
-def test_data_that_isnt_there_is_named_by_its_option(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("{}")
-
-    check("--data-path", f"{rows}:2", str(tmp_path), "Dahoas/rm-static:0.5", "embedded")
-    assert complaint("--data-path", str(rows), "none.jsonl:2") == (
-        "--data-path none.jsonl:2: no such file or directory"
-    )
-    assert complaint("--sft.data.eval_path", "./none") == (
-        "sft.data.eval_path ./none: no such file or directory"
-    )
-    assert complaint("--ppo.ptx_data", "a/none.parquet").startswith("ppo.ptx_data a/none.parquet")
-    with pytest.raises(DataError):
-        check("--data-path", "none.jsonl")

@@ -7,8 +7,6 @@ import yaml
 
 from pipeline.errors import UserError
 from pipeline.plan.make import make_plan
-from pipeline.plan.methods import side_by_side
-from pipeline.plan.output import recorded_methods
 from pipeline.plan.plan import Plan
 from pipeline.settings.plain import flatten, plain
 from train import STAGES
@@ -62,19 +60,6 @@ def test_settings_of_one_method_win_over_those_of_all_in_the_same_place(tmp_path
     assert [step["seed"] for step in by_options.values()] == [3, 1234]
 
 
-def test_step_2_runs_if_one_of_the_methods_needs_it(tmp_path: Path) -> None:
-    program = "[{name: right, kind: math}]"
-    file = tmp_path / "own.yaml"
-
-    file.write_text(f"method: [ppo, grpo]\nmethods: {{grpo: {{rewards: {program}}}}}\n")
-    both = plan(tmp_path, "--config", str(file))
-    file.write_text(f"method: [rloo, grpo]\nppo: {{rewards: {program}}}\n")
-    neither = plan(tmp_path, "--config", str(file))
-
-    assert [stage.number for stage in both.stages] == [1, 2, 3, 3]
-    assert [stage.number for stage in neither.stages] == [1, 3, 3]
-
-
 REFUSED = {
     "--method ppo gpro": "--method gpro: there is no such method; did you mean gspo?",
     "--method ppo ppo": "--method names ppo twice",
@@ -103,21 +88,6 @@ def test_what_contradicts_is_refused_with_the_method(words: str, tmp_path: Path)
     assert str(error.value) == REFUSED[words]
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("methods: {grpo: {clip: 0.1}}", "holds settings of grpo, and --method names none"),
-        ("method: [ppo, grpo]\nmethods: {gpro: {}}", "gpro: there is no such method"),
-    ],
-)
-def test_a_section_that_nothing_reads_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
-    file = tmp_path / "own.yaml"
-    file.write_text(text)
-
-    with pytest.raises(UserError, match=sentence):
-        plan(tmp_path, "--config", str(file))
-
-
 def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
     first = plan(tmp_path, "--method", "ppo", "grpo", "--step", "3", *_MODELS)
     for stage in first.stages:
@@ -139,28 +109,3 @@ def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
 
 
 _MODELS = [word for role in ("actor", "critic", "reward") for word in (f"--ppo.{role}.path", "a/b")]
-
-
-def write_settings(out: Path, name: str, method: str) -> None:
-    (out / name).mkdir(parents=True, exist_ok=True)
-    (out / name / "config.yaml").write_text(f"method: {method}\n")
-
-
-def test_a_method_is_taken_up_where_it_was_trained(tmp_path: Path) -> None:
-    def directories_of(*methods: str) -> list[str]:
-        stages = side_by_side(STAGES, methods, recorded_methods(tmp_path, STAGES))
-        return [stage.name for stage in stages if stage.number == 3]
-
-    write_settings(tmp_path, "step3_ppo", "grpo")  # it was alone
-    alone = directories_of("grpo")
-    added = directories_of("grpo", "rloo")
-    with_ppo = directories_of("grpo", "ppo")
-    write_settings(tmp_path, "step3_rloo", "rloo")  # it was not
-
-    assert (alone, added, with_ppo) == (
-        ["step3_ppo"],
-        ["step3_ppo", "step3_rloo"],
-        ["step3_grpo", "step3_ppo"],
-    )
-    assert directories_of("rloo") == ["step3_rloo"]
-    assert directories_of("raft") == ["step3_ppo"]

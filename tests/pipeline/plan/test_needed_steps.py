@@ -39,25 +39,3 @@ def test_the_reward_model_is_trained_where_something_reads_it(
     argv: tuple[str, ...], steps: tuple[int, ...]
 ) -> None:
     assert planned(*argv)[0] == steps
-
-
-def test_without_a_reward_model_a_critic_starts_from_the_actor() -> None:
-    _, alone = planned("--reward", "math", "--output-dir", "out")
-    _, beside = planned("--reward", "math", "model", "--output-dir", "out")
-    _, named = planned("--reward", "math", "--ppo.critic.path", "DIR")
-
-    assert alone.critic.path == "out/step1_sft"
-    assert alone.used_models().keys() == {"actor", "critic", "base"}
-    assert beside.critic.path == beside.reward.path == "out/step2_reward"
-    assert named.critic.path == "DIR"
-
-
-def test_short_forms_stand_for_sources_with_names_of_their_own() -> None:
-    _, config = planned("--reward-function", "a.py:check", "b.py:check", "--reward", "regex:^#")
-
-    found = [(source.name, source.kind, source.path, source.pattern) for source in config.rewards]
-    assert found == [
-        ("check", "function", "a.py:check", ""),
-        ("check_2", "function", "b.py:check", ""),
-        ("regex", "regex", None, "^#"),
-    ]

@@ -48,18 +48,6 @@ def test_files_may_hold_options_and_the_command_line_wins(tmp_path: Path) -> Non
     assert said.files[0].settings["ppo"] == {"kl_coef": 0.1}
 
 
-def test_dotted_options_are_set_apart_by_step() -> None:
-    said = parse_request(["--ppo.kl_coef", "0.1", "--sft.data.path", "a", "b"], STAGES)
-
-    assert said.overrides == {
-        "pretrain": (),
-        "sft": (("data.path", ["a", "b"]),),
-        "reward": (),
-        "ppo": (("kl_coef", ["0.1"]),),
-        "preference": (),
-    }
-
-
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -87,26 +75,3 @@ def test_what_is_wrong_is_one_sentence_that_names_the_option(argv: str, sentence
         parse_request(argv.split(), STAGES)
 
     assert str(error.value).startswith(sentence)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "model: {path: a}",
-            "model in {} is a setting of the steps; put it below pretrain:, sft:, reward:,",
-        ),
-        ("sft: 3", "sft in {} holds no settings: 3"),
-        ("seeed: 3", "there is no setting seeed in {}; did you mean seed?"),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_named_with_the_file(
-    tmp_path: Path, text: str, sentence: str
-) -> None:
-    file = tmp_path / "my.yaml"
-    file.write_text(text)
-
-    with pytest.raises(ConfigError) as error:
-        parse_request(["--config", str(file)], STAGES)
-
-    assert str(error.value).startswith(sentence.format(file))

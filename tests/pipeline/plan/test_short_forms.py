@@ -18,15 +18,6 @@ def configs(*argv: str) -> dict[str, Any]:
     return dict(zip(("sft", "reward", "ppo"), resolved.values(), strict=True))
 
 
-def test_lr_is_that_of_the_models_and_in_step_3_of_the_actor() -> None:
-    usual, given = configs(), configs("--lr", "1e-4")
-
-    assert given["sft"].model.optim.lr == given["reward"].model.optim.lr == 1e-4
-    assert given["ppo"].actor.optim.lr == 1e-4
-    assert given["ppo"].critic.optim.lr == usual["ppo"].critic.optim.lr == 1e-3
-    assert given["ppo"].actor.optim.betas == (0.9, 0.999)
-
-
 def test_batch_size_is_the_minibatch_of_ppo_and_raises_the_rollout_where_that_is_smaller() -> None:
     small, large = configs("--batch-size", "16"), configs("--batch-size", "256")
 
@@ -35,16 +26,6 @@ def test_batch_size_is_the_minibatch_of_ppo_and_raises_the_rollout_where_that_is
     assert (small["ppo"].rollout_size, large["ppo"].rollout_size) == (128, 256)
     with pytest.raises(ConfigError, match=r"^ppo\.batch_size 256 is larger than ppo\.rollout_size"):
         configs("--batch-size", "256", "--ppo.rollout_size", "128")
-
-
-def test_epochs_take_the_place_of_steps() -> None:
-    assert configs()["sft"].max_steps == 500
-
-    given = configs("--epochs", "2")
-
-    assert [(config.epochs, config.max_steps) for config in given.values()] == [(2.0, None)] * 3
-    assert given["ppo"].ppo_epochs == 2  # the embedded preset's, not --epochs
-    assert configs("--epochs", "3", "--sft.max_steps", "7")["sft"].max_steps == 7
 
 
 def test_tensor_parallel_divides_every_model_and_has_them_generate_together() -> None:
@@ -67,23 +48,6 @@ def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_lear
     assert [model.quantize for model in models] == ["nf4", "nf4", "nf4", "int8"]
     with pytest.raises(ConfigError, match=r"sft.model.quantize nf4 .* add adapters"):
         configs("--quantize", "nf4")
-
-
-def test_dotted_settings_win_over_short_forms_which_win_over_files(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("lr: 1.0e-3\nsft: {model: {optim: {lr: 1.0e-2}}}\n")
-    file = ["--config", str(tmp_path / "my.yaml")]
-
-    assert configs(*file)["sft"].model.optim.lr == 1e-3
-    assert configs(*file, "--lr", "1e-4")["sft"].model.optim.lr == 1e-4
-    given = configs("--lr", "1e-4", "--sft.model.optim.lr", "1e-5")
-    assert (given["sft"].model.optim.lr, given["reward"].model.optim.lr) == (1e-5, 1e-4)
-
-
-def test_short_forms_are_for_the_steps_that_run() -> None:
-    usual, given = configs(), configs("--step", "2", "--lr", "1e-4", "--epochs", "2", "--lora", "4")
-
-    assert (given["sft"], given["ppo"]) == (usual["sft"], usual["ppo"])
-    assert (given["reward"].model.optim.lr, given["reward"].model.lora.rank) == (1e-4, 4)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +82,3 @@ def test_the_sizes_of_deepspeed_chat_are_models_of_opt(
     given = configs("--actor-model", "1.3B", "--reward-model", "350m")
     assert given["sft"].model.path == given["ppo"].base.path == "facebook/opt-1.3b"
     assert given["reward"].model.path == "facebook/opt-350m"
-
-
-def test_a_size_that_opt_has_not_is_refused_and_other_names_are_left_alone() -> None:
-    with pytest.raises(ConfigError, match=r"^--reward-model 7b is not a size of OPT, which has"):
-        configs("--actor-model", "gpt2", "--reward-model", "7b")
-    assert configs("--actor-model", "gpt2")["sft"].model.path == "gpt2"

@@ -1,36 +1,13 @@
 """Settings that are lists of dataclasses: from files, from the command line, and back."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from pipeline.cli import parse_step, write_config
+from pipeline.cli import parse_step
 from pipeline.errors import ConfigError
 from pipeline.settings.plain import as_options
-from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
-
-TWO = [{"name": "right", "kind": "math"}, {"name": "short", "kind": "length", "max_tokens": 9}]
-
-
-def test_what_an_item_does_not_say_has_its_class_s_default_and_the_file_repeats_it(
-    tmp_path: Path,
-) -> None:
-    config = parse_step(PPOConfig, ["--rewards", json.dumps(TWO)])
-    write_config(config, tmp_path / "config.yaml")
-
-    assert config.rewards == (
-        RewardConfig(name="right", kind="math"),
-        RewardConfig(name="short", kind="length", max_tokens=9),
-    )
-    assert parse_step(PPOConfig, ["--config", str(tmp_path / "config.yaml")]) == config
-
-
-def test_on_a_command_line_an_item_says_what_differs_from_its_class() -> None:
-    config = parse_step(PPOConfig, ["--rewards", json.dumps(TWO)])
-
-    assert as_options(config) == [("rewards", [json.dumps(TWO)])]
 
 
 @pytest.mark.parametrize(

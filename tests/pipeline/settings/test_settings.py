@@ -1,12 +1,9 @@
 from dataclasses import dataclass, field
 
 import pytest
-import yaml
 
-from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.errors import ConfigError, require
 from pipeline.settings.build import Layer, build_config
-from pipeline.settings.plain import config_yaml
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
@@ -48,36 +45,12 @@ def test_later_layers_win_and_sections_merge() -> None:
     assert config == Outer(count=2, inner=Inner(rate=4.0), words={"c": "d"})
 
 
-def test_a_section_keeps_the_defaults_of_its_role() -> None:
-    config = build_config(PPOConfig, [], [("actor.optim.weight_decay", ["0.1"])])
-
-    assert (config.actor.optim.lr, config.actor.optim.eps) == (1e-6, 1e-5)
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [(["a", "b c"], ("a", "b c")), (["a,b"], ("a,b",)), (['["x", "y"]'], ("x", "y"))],
 )
 def test_a_list_of_text_is_words_or_json(words: list[str], expected: tuple[str, ...]) -> None:
     assert build_config(Outer, [], [("names", words)]).names == expected
-
-
-@pytest.mark.parametrize("words", [["3,4"], ["3", "4"], ["[3, 4]"]])
-def test_a_list_of_numbers_may_be_joined_by_commas(words: list[str]) -> None:
-    assert build_config(Outer, [], [("split", words)]).split == (3.0, 4.0)
-
-
-def test_a_single_text_in_a_file_is_a_list_of_one() -> None:
-    assert build_config(Outer, [layer(names="a.jsonl", split="5,6")]) == Outer(
-        names=("a.jsonl",), split=(5.0, 6.0)
-    )
-
-
-def test_a_mapping_takes_pairs_or_dotted_names() -> None:
-    pairs = build_config(Outer, [], [("words", ["prompt=q", "chosen=a=b"])])
-    dotted = build_config(Outer, [], [("words.prompt", ["q"])])
-
-    assert (pairs.words, dotted.words) == ({"prompt": "q", "chosen": "a=b"}, {"prompt": "q"})
 
 
 def test_an_optional_section_is_switched_on_by_its_name_or_by_a_setting_in_it() -> None:
@@ -117,18 +90,6 @@ def test_what_is_wrong_is_one_sentence_with_the_full_name(
     assert str(error.value) == sentence
 
 
-def test_an_unknown_name_in_a_file_is_named_with_the_file() -> None:
-    with pytest.raises(ConfigError) as error:
-        build_config(Outer, [layer(inner={"rat": 1})])
-
-    assert str(error.value) == "there is no setting inner.rat in my.yaml; did you mean inner.rate?"
-
-
-def test_a_section_of_a_file_must_hold_settings() -> None:
-    with pytest.raises(ConfigError, match=r"inner in my\.yaml holds no settings: 3"):
-        build_config(Outer, [layer(inner=3)])
-
-
 def test_a_contradiction_names_the_setting_by_its_full_path() -> None:
     with pytest.raises(
         ConfigError, match=r"^ppo\.batch_size 64 is larger than ppo\.rollout_size 8"
@@ -137,10 +98,3 @@ def test_a_contradiction_names_the_setting_by_its_full_path() -> None:
 
     with pytest.raises(ConfigError, match=r"^sft\.model\.lora\.rank must be above 0, got 0"):
         build_config(SFTConfig, [], [("model.lora.rank", ["0"])], section="sft.")
-
-
-def test_yaml_reads_back_to_the_same_settings() -> None:
-    model = TrainedModelConfig(path="a/b", lora=LoraConfig(targets=("q_proj", "v_proj")))
-    config = SFTConfig(model=model, max_steps=3)
-
-    assert build_config(SFTConfig, [Layer(yaml.safe_load(config_yaml(config)), "")]) == config

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -57,13 +56,6 @@ def test_documents_are_the_texts_of_the_rows_in_order(
     assert texts_of(plain) == texts_of(zipped) == TEXTS
 
 
-def test_rows_of_any_length_cross_the_borders_of_pieces(tmp_path: Path) -> None:
-    texts = ["y" * (n % 97) for n in range(600)] + ["z" * n for n in range(970, 1010)]
-    write_rows(tmp_path / "a.jsonl", texts)
-
-    assert texts_of(packed(tmp_path / "a.jsonl", tmp_path / "x")) == texts
-
-
 def test_the_files_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", TEXTS)
     write_rows(tmp_path / "b.jsonl", TEXTS[::-1])
@@ -72,59 +64,6 @@ def test_the_files_are_the_same_for_any_number_of_workers(tmp_path: Path) -> Non
 
     assert texts_of(files[0]) == [*TEXTS, *TEXTS[::-1]]
     assert written(tmp_path / "1") == written(tmp_path / "2")
-
-
-BAD = {
-    3: (b'{"text": "cut', "it is not JSON"),
-    5: (b'["a"]', "it has no text in a field 'text'"),
-    6: (b'{"test": "a"}', "it has no text in a field 'text'"),
-    8: (b'{"text": null}', "it has no text in a field 'text'"),
-    9: (b'{"text": "\xff"}', "it is not UTF-8 at byte 10"),
-    10: (b'{"text": "\\ud800"}', "its text contains half a surrogate pair"),
-    13: (b"[" * 40000, "it is not JSON"),
-}
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_bad_rows_are_named_by_their_line_and_counted(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    good = json.dumps({"text": "good" * 60}).encode()
-    content = b"\n".join(BAD[n][0] if n in BAD else good for n in range(1, 20))
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    with pytest.raises(DataError, match=f"{name}:3: it is not JSON"):
-        packed(path, tmp_path / "x")
-
-    with caplog.at_level(logging.WARNING):
-        file = packed(path, tmp_path / "x", skip_bad_rows=True, resume=True)
-
-    assert texts_of(file) == ["good" * 60] * 12
-    assert file.origin is not None
-    assert file.origin.bad_rows == len(BAD)
-    for record, (line, (_, reason)) in zip(caplog.records, BAD.items(), strict=True):
-        assert record.getMessage().startswith(f"skipped {path}:{line}: {reason}")
-
-
-def test_a_text_file_is_one_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\n<|end|> two")
-    (tmp_path / "b.txt").write_text("")
-
-    assert texts_of(packed(tmp_path / "*.txt", tmp_path / "x")) == ["one\r\n\n<|end|> two"]
-
-
-def test_wrong_sources_are_refused(tmp_path: Path) -> None:
-    write_rows(tmp_path / "a.jsonl", ["a"])
-    (tmp_path / "b.csv").write_text("text")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:60])
-
-    for name in ("none*.jsonl", "", "b.csv", "empty.jsonl", "cut.jsonl.gz"):
-        with pytest.raises(DataError):
-            packed(tmp_path / name, tmp_path / f"x{name.replace('*', '')}")
-    packed(tmp_path / "a.jsonl", tmp_path / "x", resume=True)
-    with pytest.raises(ConfigError, match="already exists"):
-        packed(tmp_path / "a.jsonl", tmp_path / "x")
 
 
 def test_resume_keeps_finished_pieces_and_refuses_other_sources(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from pipeline.data.store.__main__ import main
 from pipeline.data.store.token_file import TYPES, TokenFile
-from pipeline.demo.model import build_tokenizer
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 from tests.pipeline.data.store.corpus import EOS, ORIGIN, write_tokens
 
 DOCUMENTS = [[1, 2, EOS], [EOS], [250, 7, 7, 7, EOS]]
@@ -97,19 +96,6 @@ def test_a_malicious_index_executes_nothing(
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "c", DOCUMENTS)
-    for name in ("c.idx", "c.bin"):
-        content = (tmp_path / name).read_bytes()
-        for size in range(len(content)):
-            (tmp_path / name).write_bytes(content[:size])
-            with pytest.raises(DataError):
-                TokenFile(tmp_path / "c")
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match="nowhere"):
-        TokenFile(tmp_path / "nowhere")
-
-
 def test_verify_finds_every_changed_byte(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,14 +115,6 @@ def test_verify_finds_every_changed_byte(
         (tmp_path / name).write_bytes(content)
 
 
-def test_verify_checks_documents_where_there_are_no_checksums(tmp_path: Path) -> None:
-    for documents in ([[1, 2]], [[1, 299], [301, EOS]]):
-        write_tokens(tmp_path / "c", documents)
-        (tmp_path / "c.sha256").unlink()
-        with pytest.raises(SystemExit):
-            main(["verify", f"{tmp_path}/c"])
-
-
 def test_shuffle_and_merge_keep_every_document(tmp_path: Path) -> None:
     draw = random.Random(0)
     documents = [[*draw.choices(range(EOS), k=draw.randrange(9)), EOS] for _ in range(300)]
@@ -152,38 +130,3 @@ def test_shuffle_and_merge_keep_every_document(tmp_path: Path) -> None:
     assert sorted(one) == sorted(two) == sorted(documents)
     assert one not in (two, documents)
     assert TokenFile(tmp_path / "1").origin == ORIGIN
-
-
-def test_wrong_commands_are_refused(tmp_path: Path) -> None:
-    a, b, out = (str(tmp_path / name) for name in "abc")
-    write_tokens(tmp_path / "a", DOCUMENTS)
-    write_tokens(tmp_path / "b", DOCUMENTS, origin=None)
-
-    with pytest.raises(DataError, match="different tokenizers"):
-        main(["merge", a, b, "--out", out])
-    with pytest.raises(ConfigError, match="already exists"):
-        main(["merge", a, "--out", b])
-    with pytest.raises(ConfigError, match="shuffle takes one file"):
-        main(["shuffle", a, b, "--out", out])
-    with pytest.raises(ConfigError, match="out is missing"):
-        main(["merge", a])
-    with pytest.raises(ConfigError, match="must be 0 to 2"):
-        main(["show", a, "--document", "3"])
-
-
-def test_pack_and_show_use_the_tokenizer_of_a_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    build_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "a.jsonl").write_text('{"text": "sun and moon"}\n')
-    out = f"{tmp_path}/c.tokens"
-
-    main(["pack", f"{tmp_path}/a.jsonl", "--tokenizer", f"{tmp_path}/model", "--out", out])
-    main(["show", out])
-    main(["show", out, "--document", "0"])
-
-    printed = capsys.readouterr().out
-    assert "c.tokens: 1 documents" in printed
-    assert "vocabulary" in printed
-    assert "sun and moon" in printed
