@@ -41,14 +41,6 @@ def test_a_part_that_failed_is_named_and_run_again(
     assert "environment: exit code 0" in capsys.readouterr().out
 
 
-def test_a_part_without_time_is_not_begun_and_the_page_says_so(tmp_path: Path) -> None:
-    options = ["--parts", "environment", "--minutes", "0", "--output", str(tmp_path)]
-
-    assert gpu_all.main(["--tiny", *options]) == 1
-    assert "| **no** | environment had no time to end |" in (tmp_path / "page.md").read_text()
-    assert not (tmp_path / "environment.json").exists()  # so that it is run the next time
-
-
 def test_what_a_part_has_started_is_ended_with_it(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = ["sh", "-c", "sleep 600 & echo $!; wait"]
@@ -81,13 +73,3 @@ def test_a_gate_holds_at_its_number_and_fails_beyond_it(tmp_path: Path) -> None:
 
     assert overhead(1.029, 1.079) == [True, True]
     assert overhead(1.031, 1.081) == [False, False]
-
-
-def test_figures_that_are_not_there_fail_their_gates(tmp_path: Path) -> None:
-    parts = {part.name: part for part in gpu_all.PARTS}
-    args = type("Args", (), {"tiny": False, "output": tmp_path})()
-    (tmp_path / "ppo").mkdir()
-
-    found = gpu_all.gates_of(parts["ppo"], {"code": 0}, args)
-    assert [holds for _, holds in found] == [True, False]
-    assert gpu_all.gates_of(parts["ppo"], {"code": None}, args)[0][1] is False

@@ -9,11 +9,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from inference.engine import batch
 from inference.engine.requests import Request
 from inference.engine.sampling import Sampler
-from inference.generation import generate, generate_each, run_closed
+from inference.generation import generate, run_closed
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
 from pipeline.parallel.mesh import current_mesh
@@ -145,51 +144,6 @@ def test_a_sampled_answer_does_not_depend_on_order_or_the_number_of_slots(
     assert len({len(ids) for ids in together.values()}) > 1  # some ended early
 
 
-def test_a_stop_token_ends_the_response_and_belongs_to_it(tmp_path: Path) -> None:
-    model = loaded("llama", tmp_path)
-    (whole,) = generate(model, [PROMPTS[0]], max_new_tokens=8, temperature=0.0, stop_ids=[], seed=0)
-    stop = whole.ids[3]
-    first = whole.ids.index(stop)
-
-    (stopped,) = generate(
-        model, [PROMPTS[0]], max_new_tokens=8, temperature=0.0, stop_ids=[2, stop], seed=0
-    )
-
-    assert not whole.stopped
-    assert len(whole.ids) == 8
-    assert stopped.stopped
-    assert stopped.ids == whole.ids[: first + 1]
-    assert stopped.logprobs == pytest.approx(whole.logprobs[: first + 1])
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
-def test_responses_end_where_the_context_does_and_the_others_go_on(
-    family: str, tmp_path: Path
-) -> None:
-    """Positions are learned in GPT-2 and OPT: one beyond the last is an error, not a bad guess."""
-    limit = {"n_positions" if family == "gpt2" else "max_position_embeddings": 16}
-    model = loaded(family, tmp_path, **limit)
-    prompts = [row.input_ids for row in random_rows((15, 12, 4, 3, 2))]
-
-    responses = generate(model, prompts, max_new_tokens=20, temperature=0.0, stop_ids=[], seed=0)
-
-    assert [len(response.ids) for response in responses] == [1, 4, 12, 13, 14]
-    assert not any(response.stopped for response in responses)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "sentence"),
-    [([], "a prompt has no tokens"), ([5] * 64, "a prompt has 64 tokens and the model reads 64")],
-)
-def test_a_prompt_that_can_not_be_answered_is_refused(
-    prompt: list[int], sentence: str, tmp_path: Path
-) -> None:
-    model = loaded("llama", tmp_path)
-
-    with pytest.raises(DataError, match=sentence):
-        generate(model, [[5], prompt], max_new_tokens=2, temperature=0.0, stop_ids=[], seed=0)
-
-
 def sampled_share(rank: int, world_size: int, directory: Path) -> dict[int, list[int]]:
     """What a process answers that has every `world_size`-th prompt; by prompt."""
     path = FrozenModelConfig(path=str(directory))
@@ -229,32 +183,6 @@ def count_tokens(model: PreTrainedModel) -> list[int]:
     return counts
 
 
-def test_a_slot_that_is_free_is_refilled_at_once(tmp_path: Path) -> None:
-    model = loaded("llama", tmp_path)
-    prompts = [row.input_ids for row in random_rows((5, 9, 3, 7, 4, 6, 8))]
-    lengths = [12, 4, 9, 15, 6, 10, 3]
-    counts = count_tokens(model)
-
-    finished = generate_each(
-        model,
-        prompts,
-        Sampler(temperature=0.0, seed=0),
-        max_new_tokens=15,
-        batch_size=3,
-        stop_when=lambda index, ids: len(ids) == lengths[index],
-    )
-    responses = {each.index: each.response for each in finished}
-
-    assert [len(responses[row].ids) for row in range(7)] == lengths
-    assert not any(response.stopped for response in responses.values())
-    whole = generate(model, prompts, max_new_tokens=15, temperature=0.0, stop_ids=[], seed=0)
-    for row, response in responses.items():
-        assert response.ids == whole[row].ids[: lengths[row]]
-    # 59 tokens by three slots; batches of three would take 12 + 15 + 3 less one each, 27 steps.
-    steps = [count for count in counts if count <= 3]
-    assert len(steps) <= 24
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_a_long_prompt_is_read_in_pieces(family: str, tmp_path: Path) -> None:
     model = loaded(family, tmp_path)
@@ -269,22 +197,3 @@ def test_a_long_prompt_is_read_in_pieces(family: str, tmp_path: Path) -> None:
     # Up to 5 tokens of prompts, or one of each running sequence.
     assert max(counts) == len(PROMPTS) == 6
     assert [pieces[row].ids for row in range(len(PROMPTS))] == [each.ids for each in whole]
-
-
-def test_slots_take_no_more_memory_than_they_are_given(tmp_path: Path) -> None:
-    model = loaded("llama", tmp_path)
-    # 2 layers of keys and values, 2 heads of 8 numbers in fp32; 12 + 8 tokens in a block of 32.
-    slot = 2 * 2 * 2 * 8 * 4 * 32
-    rows: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _, __, kwargs: rows.append(kwargs["past_key_values"].num_slots), with_kwargs=True
-    )
-
-    def answer(cache_bytes: int) -> None:
-        sampler = Sampler(temperature=0.0, seed=0)
-        list(generate_each(model, PROMPTS, sampler, max_new_tokens=8, cache_bytes=cache_bytes))
-
-    answer(3 * slot - 1)
-    assert set(rows) == {2}
-    with pytest.raises(ConfigError, match=f"of 20 tokens take {slot:,} bytes, and there is room"):
-        answer(slot - 1)

@@ -1,17 +1,11 @@
 """Text from tokens as they come."""
 
-import os
-from pathlib import Path
-
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from inference.streaming import TextStream
 
-SHARED = Path(
-    os.environ.get("RLHF_SHARED_DATA", Path(__file__).resolve().parents[2].parent / "shared/data")
-)
 TEXT = "Grüße, 東京 🙂🏽!\n\n  two  spaces , and a dot ."
 
 
@@ -41,15 +35,6 @@ def test_pieces_join_to_the_whole_text(byte_level: PreTrainedTokenizerFast) -> N
     assert stream.finish() == ""
 
 
-def test_no_piece_has_half_a_character(byte_level: PreTrainedTokenizerFast) -> None:
-    ids = byte_level.encode("a🙂b")
-    assert len(ids) == 6
-
-    stream = TextStream(byte_level)
-
-    assert [stream.add(token_id) for token_id in ids] == ["a", "", "", "", "🙂", "b"]
-
-
 def test_an_answer_cut_inside_a_character_ends_in_the_replacement_character(
     byte_level: PreTrainedTokenizerFast,
 ) -> None:
@@ -59,15 +44,3 @@ def test_an_answer_cut_inside_a_character_ends_in_the_replacement_character(
 
     assert "".join(pieces) == "a"
     assert stream.finish() == "\ufffd"
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="shared/data is absent: no sentencepiece model")
-def test_sentencepiece_spaces_are_neither_lost_nor_doubled() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "stories260k")
-    ids = tokenizer.encode("Once upon a time,  there 🙂 was\n\n a girl .", add_special_tokens=False)
-    stream = TextStream(tokenizer)
-
-    streamed = "".join(stream.add(token_id) for token_id in ids) + stream.finish()
-
-    whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert streamed == whole

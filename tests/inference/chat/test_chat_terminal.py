@@ -96,21 +96,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
     started.close()
 
 
-def test_ctrl_c_at_the_prompt_keeps_the_dialogue_and_says_how_to_leave(
-    chat: Chat, tmp_path: Path
-) -> None:
-    chat.begin_anew(length=3)
-    chat.type("Hi\n")
-    chat.until("Model: ")
-    chat.until(PROMPT)
-    time.sleep(0.5)  # Python shows the prompt a moment before a signal interrupts it
-
-    chat.type(CTRL_C)
-
-    assert "Ctrl-D or /quit leaves" in chat.until(PROMPT)
-    assert [role for role, _ in chat.messages(tmp_path / "saved.json")] == ["user", "assistant"]
-
-
 def test_ctrl_c_stops_the_answer_and_keeps_the_dialogue(chat: Chat, tmp_path: Path) -> None:
     chat.begin_anew(length=110)  # the model's context holds two such answers
     chat.type("Hi\n")

@@ -32,23 +32,6 @@ def test_the_pieces_are_the_answer_that_generation_gives(converse: Converse) -> 
     assert conversation.messages == [*dialogue, Message("assistant", answer.text)]
 
 
-def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(converse: Converse) -> None:
-    conversation = converse(temperature=1.0)
-    pieces: list[str] = []
-
-    def write(piece: str) -> None:
-        pieces.append(piece)
-        if len(pieces) == 2:
-            raise KeyboardInterrupt
-
-    answer = conversation.respond("Hi", write)
-
-    assert answer.interrupted
-    assert len(pieces) == 2
-    assert conversation.messages[-1] == Message("assistant", "".join(pieces).strip())
-    assert not conversation.respond("Go on", lambda _: None).interrupted
-
-
 def test_a_dialogue_longer_than_the_context_goes_on_without_its_oldest_turns(
     converse: Converse,
 ) -> None:

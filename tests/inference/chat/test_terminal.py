@@ -1,9 +1,7 @@
 """The chat's terminal."""
 
-import contextlib
 import io
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,45 +35,6 @@ def enter(
         return capsys.readouterr().out.splitlines()
 
     return run
-
-
-@pytest.mark.parametrize("quit_line", ["/quit", "quit", "QUIT", "exit"])
-def test_quit_ends_the_chat(enter: Type, quit_line: str, conversation: Conversation) -> None:
-    assert enter(quit_line, "Hi") == []
-    assert conversation.messages == []
-
-
-def test_temperature_and_length_change_the_sampling(
-    enter: Type, conversation: Conversation
-) -> None:
-    printed = enter("/temperature 0.5", "/length 7")
-
-    assert printed == ["(temperature 0.5)", "(max_new_tokens 7)"]
-    assert conversation.sampling.temperature == 0.5
-    assert conversation.sampling.max_new_tokens == 7
-
-
-@pytest.mark.parametrize(
-    ("line", "answer"),
-    [
-        ("/temperature hot", "(temperature takes a number, not 'hot')"),
-        ("/temperature -1", "(temperature must be 0 or above, got -1.0)"),
-        ("/length 1.5", "(max_new_tokens takes a whole number, not '1.5')"),
-        ("/length 0", "(max_new_tokens must be above 0, got 0)"),
-        ("/save", "(/save needs a file name)"),
-        ("/save /nowhere/at/all.json", "(/nowhere/at/all.json can't be written:"),
-        ("/jump", "There is no command /jump; /help lists them."),
-    ],
-)
-def test_a_wrong_command_says_what_is_wrong_and_changes_nothing(
-    enter: Type, conversation: Conversation, line: str, answer: str
-) -> None:
-    before = conversation.sampling
-
-    (printed,) = enter(line)
-
-    assert printed.startswith(answer)
-    assert conversation.sampling == before
 
 
 def test_save_writes_the_messages_again_and_again_but_over_no_other_file(
@@ -112,21 +71,3 @@ def test_piped_lines_are_answered_and_the_command_succeeds() -> None:
     assert done.returncode == 0
     assert done.stdout.strip()
     assert "You:" not in done.stdout
-
-
-def test_a_message_stays_where_ctrl_c_comes_before_its_answer_begins(
-    conversation: Conversation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the model's name on the screen and the first token."""
-    terminal = Terminal(conversation)
-    terminal.interactive = True
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(Terminal, "write", lambda *_: signal.raise_signal(signal.SIGINT))
-    with contextlib.suppress(KeyboardInterrupt):
-        terminal.respond("Hi")
-    signal.signal(signal.SIGINT, before)
-
-    assert [(m.role, m.content) for m in conversation.messages] == [
-        ("user", "Hi"),
-        ("assistant", ""),
-    ]

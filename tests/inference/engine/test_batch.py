@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from inference.engine.batch import OpenBatch
 from inference.engine.requests import Ended, Event, Reason, Request, Response, Ticket, Token
 from inference.engine.sampling import Sampler
-from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.errors import DataError
 from pipeline.models.load import load_causal_lm
@@ -106,39 +105,6 @@ def test_requests_of_every_kind_of_model_may_come_while_others_run(
     assert ids == [alone(model, each).ids for each in requests]
 
 
-def test_samplings_of_all_kinds_run_side_by_side(llama: PreTrainedModel) -> None:
-    requests = [asked(number, sampler) for number, sampler in enumerate(SAMPLERS)]
-    batch = opened(llama, slots=len(requests))
-    tickets = [batch.submit(request) for request in requests]
-
-    finish(batch)
-
-    ids = [ticket.response.ids for ticket in tickets]
-    assert ids == [alone(llama, request).ids for request in requests]
-    assert len(ids[-1]) >= 6  # its stop tokens are half of the vocabulary
-    assert len({tuple(each[:2]) for each in ids}) == len(ids)
-
-
-def test_rows_that_differ_in_their_seed_alone_share_a_call(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: list[int] = []
-    call = Sampler.__call__
-
-    def count(self: Sampler, logits: torch.Tensor, *rest: Sequence) -> tuple:
-        counts.append(len(logits))
-        return call(self, logits, *rest)
-
-    batch = opened(llama)
-    for number in range(3):
-        batch.submit(asked(number, replace(WARM, seed=number, stop_ids=())))
-    monkeypatch.setattr(Sampler, "__call__", count)
-
-    finish(batch)
-
-    assert counts == [3] * 12
-
-
 def test_what_is_cancelled_ends_once_whenever_it_is(llama: PreTrainedModel) -> None:
     greedy = Sampler(temperature=0.0, seed=0)
     batch = opened(llama, slots=2)
@@ -172,21 +138,6 @@ def test_what_is_cancelled_ends_once_whenever_it_is(llama: PreTrainedModel) -> N
     assert [len(each.response.ids) for each in (second, third, fifth)] == [4, 0, 0]
     for ticket in (first, fourth):
         assert ticket.response.ids == alone(llama, ticket.request).ids
-
-
-def test_a_prompt_is_cancelled_while_it_is_read(llama: PreTrainedModel) -> None:
-    batch = opened(llama, slots=2, chunk=5)
-    long = asked(2)
-    assert len(long.prompt) == 12
-    ticket = batch.submit(long)
-    batch.step()
-    batch.cancel(ticket)
-    events = batch.step()
-
-    assert reasons(events) == {ticket: ["cancelled"]}
-    again = batch.submit(long)
-    finish(batch)
-    assert again.response.ids == alone(llama, long).ids
 
 
 @pytest.mark.jobs
@@ -233,56 +184,6 @@ def test_a_request_that_can_not_be_answered_is_refused_in_one_sentence(
         batch.submit(request_)
 
     assert not batch.busy
-
-
-def test_a_slot_is_no_longer_than_the_context_and_a_closed_batch_takes_nothing_more(
-    llama: PreTrainedModel,
-) -> None:
-    batch = OpenBatch(llama, num_slots=1, capacity=1000)
-    assert batch.capacity == 64
-    batch.close()
-
-    with pytest.raises(RuntimeError, match="closed"):
-        batch.submit(asked(0))
-
-
-def test_a_row_whose_token_can_not_be_chosen_ends_alone(llama: PreTrainedModel) -> None:
-    expected = [alone(llama, asked(number)).ids for number in (0, 2)]
-    outside = Sampler(temperature=1.0, seed=3, min_new_tokens=2, stop_ids=(1000,))
-    batch = opened(llama, slots=4)
-    first = batch.submit(asked(0))
-    negative = batch.submit(replace(asked(1), key=-(2**70)))  # in the call of the others
-    third = batch.submit(asked(2))
-    beyond = batch.submit(asked(3, outside))
-
-    events = finish(batch)
-
-    errors = {e.ticket: e.error for e in events if isinstance(e, Ended) and e.error is not None}
-    assert isinstance(errors.pop(negative), OverflowError)
-    assert isinstance(errors.pop(beyond), IndexError)
-    assert not errors
-    assert [first.response.ids, third.response.ids] == expected
-
-
-def test_a_closed_batch_hands_on_what_went_wrong(llama: PreTrainedModel) -> None:
-    with pytest.raises(OverflowError):
-        list(generate_each(llama, [[5], [6]], WARM, max_new_tokens=3, keys=[0, -(2**70)]))
-
-
-def test_a_later_turn_draws_the_numbers_after_those_of_the_turns_before(
-    llama: PreTrainedModel,
-) -> None:
-    """So that a response cut in two, the parts requested one after the other, is the same one."""
-    sampler = replace(WARM, stop_ids=())
-    whole = alone(llama, Request(PROMPTS[0], sampler, key=4, max_new_tokens=9))
-    first = alone(llama, Request(PROMPTS[0], sampler, key=4, max_new_tokens=4))
-    longer = (*PROMPTS[0], *first.ids)
-
-    second = alone(llama, Request(longer, sampler, key=4, max_new_tokens=5, drawn=4))
-    other = alone(llama, Request(longer, sampler, key=4, max_new_tokens=5))
-
-    assert [*first.ids, *second.ids] == whole.ids
-    assert other.ids != second.ids
 
 
 def test_what_the_policy_says_is_reported_at_temperature_1_with_the_likeliest_tokens(

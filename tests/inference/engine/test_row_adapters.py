@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 
 from inference.engine.batch import OpenBatch
 from inference.engine.requests import Request, Ticket
@@ -74,20 +73,6 @@ def test_rows_of_all_adapters_have_the_responses_that_each_has_alone(
     assert_same(again, alone)
     assert_same(together[0::3], responses(plain, [request(row, 0) for row in (0, 3)]))
     assert len({str(ticket.response.ids) for ticket in together}) == 6
-
-
-def test_a_row_says_what_peft_says_of_its_adapter(directories: list[Path]) -> None:
-    tickets = responses(batch_of(directories), [request(4, number, 0.0) for number in range(3)])
-
-    for directory, ticket in zip(directories, tickets[1:], strict=True):
-        base = load_causal_lm(FrozenModelConfig(path="embedded"), device=CPU)
-        peft = PeftModel.from_pretrained(base, str(directory)).eval()
-        ids = [*PROMPTS[4], *ticket.response.ids]
-        with torch.no_grad():
-            logits = peft(input_ids=torch.tensor([ids])).logits[0, len(PROMPTS[4]) - 1 : -1]
-        logprobs = logits.log_softmax(-1)[range(NEW), ticket.response.ids]
-        assert ticket.response.ids == logits.argmax(-1).tolist()
-        assert ticket.response.logprobs == pytest.approx(logprobs.tolist(), abs=1e-5)
 
 
 def test_a_prompt_takes_over_nothing_that_another_adapter_stored(directories: list[Path]) -> None:

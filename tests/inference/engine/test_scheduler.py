@@ -2,16 +2,15 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from inference.engine.batch import OpenBatch, has_fixed_positions
+from inference.engine.batch import OpenBatch
 from inference.engine.replay import PassCounts
-from inference.engine.requests import Request, Response, Ticket, Token
+from inference.engine.requests import Request, Response, Ticket
 from inference.engine.sampling import Sampler
 from inference.engine.scheduler import share_out
 from inference.generation import generate_each
@@ -137,72 +136,6 @@ def test_dialogues_that_come_and_go_have_the_responses_that_each_has_alone(
     assert sum(len(ticket.response.ids) == 6 for ticket in tickets) >= 20
 
 
-def test_a_system_prompt_of_requests_that_come_at_once_is_read_once(model: PreTrainedModel) -> None:
-    system = TEXTS[5]
-    requests = [asked((*system, *TEXTS[number][:12]), key=number) for number in range(3)]
-    batch = opened(model)
-
-    tickets = [batch.submit(request) for request in requests]
-    finish(batch)
-
-    assert [ticket.num_reused for ticket in tickets] == [0, len(system), len(system)]
-    for ticket in tickets:
-        assert_same(ticket.response, read_anew(model, ticket.request))
-
-
-def test_equal_prompts_are_read_once_and_the_first_may_be_cancelled(
-    model: PreTrainedModel,
-) -> None:
-    batch = opened(model)
-    first, second, third = (batch.submit(asked(TEXTS[1], key=key)) for key in range(3))
-    batch.step()  # 32 of 300 tokens
-
-    batch.cancel(first)
-    finish(batch)
-
-    assert first.response.ids == []
-    assert second.num_reused == 32
-    assert third.num_reused > 299 - 16
-    for ticket in (second, third):
-        assert_same(ticket.response, read_anew(model, ticket.request))
-
-
-def test_the_slot_that_was_freed_first_is_used_first(model: PreTrainedModel) -> None:
-    batch = opened(model, slots=2)
-    one, two, three = TEXTS[0], TEXTS[3], TEXTS[2]
-    answer(batch, asked(one))
-    answer(batch, asked(two))
-    answer(batch, asked((*one, 5, 6)))  # continues in its slot
-    answer(batch, asked(three))
-
-    found = [answer(batch, asked((*text, 7, 8), length=1)).num_reused for text in (one, two, three)]
-
-    # The second one's slot went to the third; then the first's is older than the third's.
-    assert found == [len(one), 0, 0]
-
-
-def test_a_branch_copies_its_prefix_out_of_a_longer_conversation(model: PreTrainedModel) -> None:
-    batch = opened(model)
-    system, long = TEXTS[0], (*TEXTS[0], *TEXTS[3])
-    answer(batch, asked(long))
-
-    branch = answer(batch, asked((*system, 5, 6)))
-    back = answer(batch, asked((*long, 5, 6)))
-
-    assert (branch.num_reused, back.num_reused) == (len(system), len(long))
-
-
-def test_scopes_share_nothing_and_reuse_can_be_off(model: PreTrainedModel) -> None:
-    batch = opened(model)
-    answer(batch, asked(TEXTS[1], scope="a"))
-    assert answer(batch, asked(TEXTS[1], scope="b")).num_reused == 0
-    assert answer(batch, asked(TEXTS[1], scope="a")).num_reused == len(TEXTS[1]) - 1
-
-    batch = opened(model, reuses=False)
-    answer(batch, asked(TEXTS[1]))
-    assert answer(batch, asked((*TEXTS[1], 5))).num_reused == 0
-
-
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_windows_and_learned_positions_continue_after_a_stored_prefix(
     family: str, tmp_path: Path
@@ -220,46 +153,6 @@ def test_windows_and_learned_positions_continue_after_a_stored_prefix(
     assert second.num_reused == 37
     plain = OpenBatch(model, num_slots=1, capacity=60)
     assert second.response.ids == answer(plain, request).response.ids
-
-
-def test_nothing_is_reused_where_angles_depend_on_the_length_of_a_pass(tmp_path: Path) -> None:
-    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    path = saved(tiny_causal_lm("llama", rope_parameters=scaling), tmp_path)
-    model = load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
-
-    assert not has_fixed_positions(model)
-    batch = OpenBatch(model, num_slots=1, capacity=60, chunk=8, reuses=True)
-    answer(batch, asked(TEXTS[0][:30], length=4))
-    assert answer(batch, asked(TEXTS[0][:31], length=4)).num_reused == 0
-
-
-def test_running_sequences_get_a_token_with_each_chunk_of_a_long_prompt(
-    model: PreTrainedModel,
-) -> None:
-    batch = opened(model, slots=2, chunk=32)
-    running = batch.submit(replace(asked(TEXTS[2]), max_new_tokens=100))
-    batch.step()
-    long = batch.submit(asked(TEXTS[1]))
-
-    steps: list[bool] = []
-    while not long.response.ids:
-        events = batch.step()
-        steps.append(any(isinstance(event, Token) and event.ticket is running for event in events))
-
-    assert steps == [True] * 10  # 300 tokens
-    finish(batch)
-    assert_same(long.response, read_anew(model, long.request))
-    assert_same(running.response, read_anew(model, running.request))
-
-
-def test_a_short_prompt_does_not_wait_for_a_long_one(model: PreTrainedModel) -> None:
-    batch = opened(model, slots=3)
-    long = batch.submit(asked(TEXTS[1]))
-    short = batch.submit(asked(TEXTS[4][:12], key=1))
-    batch.step()
-
-    assert short.response.ids
-    assert not long.response.ids
 
 
 @pytest.mark.parametrize(

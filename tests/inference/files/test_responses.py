@@ -64,20 +64,6 @@ def test_the_command_answers_in_the_order_of_the_input(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
 
 
-def test_answers_do_not_depend_on_the_batch_size(
-    tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
-) -> None:
-    sampler = responder(temperature=1.0, num_samples=3)
-
-    for size in (1, 4, 32):
-        out = tmp_path / f"{size}.jsonl"
-        write_responses(sampler, prompts, out, model_path="embedded", batch_size=size)
-
-    texts = [[row["token_ids"] for row in read(tmp_path / f"{size}.jsonl")] for size in (1, 4, 32)]
-    assert texts[0] == texts[1] == texts[2]
-    assert len({tuple(ids) for row in texts[0] for ids in row}) == 15
-
-
 def test_a_killed_run_goes_on_from_its_last_whole_line(
     tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
@@ -100,39 +86,6 @@ def test_a_killed_run_goes_on_from_its_last_whole_line(
     assert not partial.exists()
 
 
-def test_raw_prompts_are_tokenized_as_they_are_and_go_on_with_their_space(
-    responder: Callable[..., Responder], prompts: list[Prompt]
-) -> None:
-    raw = responder(raw=True)
-
-    token_ids = raw.encode(prompts[0])
-
-    assert token_ids == raw.tokenizer("What is 3 plus 4?")["input_ids"]
-    ((answer,),) = raw.responses([token_ids], first_row=0, batch_size=1)
-    whole = raw.tokenizer.decode(token_ids + answer.token_ids, skip_special_tokens=True)
-    assert whole == "What is 3 plus 4?" + answer.text
-
-
-def test_an_answer_ends_before_the_first_stop_string(
-    responder: Callable[..., Responder], prompts: list[Prompt]
-) -> None:
-    plain = responder()
-    token_ids = plain.encode(prompts[0])
-    ((uncut,),) = plain.responses([token_ids], first_row=0, batch_size=1)
-    stop = uncut.text[2:4]
-
-    ((cut,),) = responder(stop_strings=["\x00", stop]).responses(
-        [token_ids], first_row=0, batch_size=1
-    )
-
-    assert cut.stop == "stop_string"
-    assert cut.text == uncut.text[: uncut.text.find(stop)].strip()
-    assert cut.token_ids == uncut.token_ids[: len(cut.token_ids)]
-    assert len(cut.logprobs) == len(cut.token_ids)
-    assert stop in plain.tokenizer.decode(cut.token_ids)
-    assert stop not in plain.tokenizer.decode(cut.token_ids[:-1])
-
-
 def test_generation_ends_at_a_stop_string(
     responder: Callable[..., Responder], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,20 +105,6 @@ def test_generation_ends_at_a_stop_string(
 
     assert lengths == [len(cut.token_ids)]
     assert len(cut.token_ids) < len(uncut.token_ids)
-
-
-def test_the_command_takes_every_setting_of_sampling(tmp_path: Path) -> None:
-    prompts = write(tmp_path / "in.jsonl", [{"prompt": "Hi"}, {"prompt": "Bye"}])
-    out = tmp_path / "out.jsonl"
-
-    main(["--path", "embedded", "--prompts", str(prompts), "--out", str(out), "--slots", "1",
-          "--max-new-tokens", "6", "--min-new-tokens", "6", "--temperature", "1", "--top-k", "1",
-          "--top_p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1000",
-          "--cache-gib", "0.5"])  # fmt: skip
-
-    for row in read(out):
-        (ids,) = row["token_ids"]
-        assert len(set(ids)) == len(ids) == 6
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,9 @@ import pytest
 
 from inference.ratings.__main__ import main
 from inference.ratings.agreement import agreement
-from inference.ratings.export import export
 from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
 from pipeline.data.examples import Message
 from pipeline.data.rows.reading import RowReader, Wanted
-from pipeline.errors import DataError
 
 ROOT = Path(__file__).parent.parent.parent.parent
 QUESTION = {"role": "user", "content": "Q"}
@@ -52,17 +50,6 @@ def test_what_was_taken_back_stays_in_the_file_and_stands_no_more(tmp_path: Path
     assert [each["id"] for each in standing_ratings(lines)] == [second]
     with pytest.raises(KeyError):
         RatingsFile(path).undo("no such id", "anna")
-
-
-def test_half_a_line_that_a_kill_left_is_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "ratings.jsonl"
-    (first,) = written(path, pair(0))
-    with path.open("a") as file:
-        file.write('{"schema": 1, "id": "x", "ki')
-
-    (second,) = written(path, pair(1))
-
-    assert [each["id"] for each in read_ratings(path)] == [first, second]
 
 
 def test_killed_at_any_instant_every_rating_that_counted_is_there(tmp_path: Path) -> None:
@@ -115,28 +102,6 @@ def test_steps_read_the_file_as_it_is(tmp_path: Path) -> None:
     assert any("left out 2 rows that prefer neither response" in note for note in notes)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"kind": "score"}, "there is no kind of rating 'score'"),
-        ({"choice": 2}, "choice is 0 or 1: 2"),
-        ({"answers": "x"}, "answers must be a list of objects"),
-        ({"answers": [{}, {}]}, "an answer has no text"),
-    ],
-    ids=str,
-)
-def test_a_rating_that_can_not_be_read_is_named(
-    tmp_path: Path, change: dict[str, Any], sentence: str
-) -> None:
-    path = tmp_path / "ratings.jsonl"
-    written(path, pair(0) | change)
-
-    with pytest.raises(DataError, match=sentence) as raised:
-        RowReader().read([str(path)], Wanted({}), step=2, notes=[])
-
-    assert str(raised.value).startswith(f"{path} line 1: ")
-
-
 def test_agreement_is_that_of_a_table_computed_by_hand() -> None:
     left_first, right_first = {"shown": [0, 1], "blind": True}, {"shown": [1, 0], "blind": True}
     other = {"messages": [{"role": "user", "content": "R"}]}
@@ -158,32 +123,6 @@ def test_agreement_is_that_of_a_table_computed_by_hand() -> None:
     # of six labels five are "second" by their letters: expected 25/36 + 1/36.
     assert found.kappa == pytest.approx((2 / 3 - 26 / 36) / (1 - 26 / 36))
     assert agreement([]).kappa is None
-
-
-def test_the_majority_of_raters_is_exported() -> None:
-    ratings = [
-        pair(0, id="1", strength=1),
-        pair(0, id="2", strength=2, rater="ben"),
-        pair(1, id="3", strength=3, rater="eva"),
-        pair(1, id="4", messages=[QUESTION, {"role": "assistant", "content": "A"}, QUESTION]),
-        pair(0, id="5", messages=[{"role": "user", "content": "split"}]),
-        pair(1, id="6", messages=[{"role": "user", "content": "split"}]),
-        {**pair(None), "id": "7", "kind": "edit", "edit": "better"},
-    ]
-
-    pairs, whole = export(ratings, "pairs"), export(ratings, "hh")
-
-    assert pairs.undecided == 1
-    assert pairs.rows[0] == {
-        "prompt": [QUESTION],
-        "chosen": "short",
-        "rejected": "a longer one",
-        "margin": 1.5,
-    }
-    assert pairs.rows[-1] == {"prompt": [QUESTION], "chosen": "better"}
-    assert whole.rows[1]["chosen"] == (
-        "\n\nHuman: Q\n\nAssistant: A\n\nHuman: Q\n\nAssistant: a longer one"
-    )
 
 
 def test_the_commands_write_what_steps_read(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +52,6 @@ def answer(server: Running, model: str, text: str, **fields: Any) -> dict[str, A
     return post(server, CHAT, chat(text, **{**fields, "model": model})).json["choices"][0]
 
 
-def test_the_model_is_in_memory_once(server: Running) -> None:
-    models = server.state.models
-    base = {id(param) for param in models["tiny"].model.parameters()}
-    for name in ("polite", "terse"):
-        own = [p for p in models[name].model.parameters() if id(p) not in base]
-        shared = [p for p in models[name].model.parameters() if id(p) in base]
-        assert len(shared) == len(base)
-        assert {param.ndim for param in own} == {2}
-        assert sum(param.numel() for param in own) < sum(param.numel() for param in shared) / 4
-
-
 def test_an_adapter_answers_as_peft_does(server: Running, steps: dict[str, Path]) -> None:
     for name in ("polite", "terse"):
         model = load_causal_lm(EMBEDDED, device=torch.device("cpu"))
@@ -80,19 +68,6 @@ def test_an_adapter_answers_as_peft_does(server: Running, steps: dict[str, Path]
         expected = [row[token].item() for row, token in zip(logprobs, ids, strict=False)]
         found = [each["logprob"] for each in choice["logprobs"]["content"]]
         assert found == pytest.approx(expected[: len(found)], abs=1e-4)
-
-
-def test_requests_for_all_adapters_at_once_have_the_responses_that_each_has_alone(
-    server: Running,
-) -> None:
-    wanted = [(NAMES[number % 3], f"What is {number} plus 7?") for number in range(12)]
-    alone = [answer(server, *each) for each in wanted]
-
-    with ThreadPoolExecutor(12) as pool:
-        together = list(pool.map(lambda each: answer(server, *each), wanted))
-
-    assert [each["token_ids"] for each in together] == [each["token_ids"] for each in alone]
-    assert len({str(each["token_ids"]) for each in alone}) == 12
 
 
 def copied(adapter: Path, to: Path, **settings: object) -> Path:

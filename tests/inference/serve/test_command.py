@@ -15,11 +15,8 @@ from pathlib import Path
 import pytest
 
 from inference.serve.command import main
-from inference.serve.config import ServeConfig
-from inference.serve.loading import load, plan_memory
 from inference.serve.models import ModelPath, models_of_run
 from pipeline.cli import run_main
-from pipeline.errors import ConfigError, ModelError
 from tests.inference.serve.serving import CHAT, chat, request_bytes
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -108,36 +105,6 @@ def test_the_models_of_a_run_are_found_with_the_base_that_it_began_from(tmp_path
         ModelPath("step1_sft", sft),
         ModelPath("step3_grpo", str(tmp_path / "step3_grpo" / "actor")),
     ]
-
-
-def test_a_run_is_served_without_the_model_that_it_began_from_where_that_is_gone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gone = str(tmp_path / "gone")
-    own = ModelPath("step1_sft", "embedded")
-
-    state = load(ServeConfig(run=tmp_path), [ModelPath("base", gone, 0, "a"), own], None, {})
-
-    assert list(state.models) == ["step1_sft"]
-    remarks = capsys.readouterr().err
-    assert "base is left out, the model that the run began from: no such model" in remarks
-    with pytest.raises(ModelError, match="gone"):
-        load(ServeConfig(path=(gone,)), [ModelPath("base", gone), own], None, {})
-
-
-def test_memory_is_shared_out_before_anything_is_loaded() -> None:
-    places = [ModelPath("a", "embedded"), ModelPath("b", "embedded")]
-    # 2 * 4 layers * 128 numbers of 4 bytes are 4 KiB a token; a slot of 256 has a block more.
-    slot = 4096 * 288
-
-    rooms = plan_memory(places, None, ServeConfig(path=("x",), cache_gib=21 * slot / 2**30))
-
-    assert {name: (room.slots, room.context) for name, room in rooms.items()} == {
-        "a": (10, 256),
-        "b": (10, 256),
-    }
-    with pytest.raises(ConfigError, match="lower --slots or --context"):
-        plan_memory(places, None, ServeConfig(path=("x",), slots=11, cache_gib=21 * slot / 2**30))
 
 
 @pytest.mark.jobs

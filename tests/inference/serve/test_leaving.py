@@ -1,7 +1,6 @@
 """Clients that leave, stop reading or wait too long: nothing of theirs stays in the server."""
 
 import random
-import socket
 import threading
 import time
 
@@ -9,7 +8,6 @@ import pytest
 
 from tests.inference.serve.serving import (
     CHAT,
-    COMPLETIONS,
     Running,
     chat,
     events,
@@ -96,66 +94,6 @@ def test_what_a_client_that_left_asked_for_ends_before_the_next_step(
 
     assert until(server.is_idle)
     assert [len(ticket.response.ids) for ticket in rows] == lengths
-
-
-def test_a_request_that_takes_too_long_ends_in_a_timeout_or_an_event_of_one() -> None:
-    with serving(request_seconds=1.0) as server:
-        answers = []
-        for stream in (False, True):
-            connection = server.connect()
-            body = chat(stream=stream, max_tokens=200, min_tokens=200)
-            connection.sendall(request_bytes(CHAT, body))
-            worker = server.server._worker
-            assert worker is not None
-            assert until(lambda worker=worker: len(worker._rows) == 1)
-            with server.paused():
-                answers.append(receive(connection))
-            connection.close()
-            assert until(server.is_idle)
-
-    plain, streamed = answers
-    assert plain.status == 504
-    assert streamed.status == 200
-    last = streamed.body.decode().strip().split("\n\n")[-1]
-    assert '"timeout_error"' in last
-    assert b"[DONE]" not in streamed.body
-
-
-def test_clients_take_turns(server: Running) -> None:
-    """One's twelve prompts don't stand before another client's one."""
-    worker = server.server._worker
-    assert worker is not None
-    many = {"prompt": ["The sun"] * 12, "max_tokens": 40, "min_tokens": 40, "seed": 1}
-    with server.connect() as first, server.connect() as second:
-        with server.paused():
-            first.sendall(request_bytes(COMPLETIONS, many))
-            assert until(lambda: server.state.broker.num_open == 1)
-            (job,) = server.state.broker._jobs
-            second.sendall(request_bytes(COMPLETIONS, {"prompt": "It", "max_tokens": 1}))
-            assert until(lambda: server.state.broker.num_open == 2)
-            (other,) = server.state.broker._jobs - {job}
-            other.client = "another"
-        assert receive(second).status == 200
-        assert job in worker._jobs
-        assert len(receive(first).json["choices"]) == 12
-
-
-def test_a_client_that_does_not_read_is_dropped_and_stops_no_other() -> None:
-    with serving(idle_seconds=0.5, slots=2, send_buffer=4096) as server:
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        connection.connect(("127.0.0.1", server.port))
-        many = {"stream": True, "max_tokens": 200, "min_tokens": 200, "logprobs": 20}
-        connection.sendall(request_bytes(COMPLETIONS, {"prompt": "The sun", **many}))
-        assert until(lambda: server.state.broker.num_open == 1)
-
-        other = post(server, CHAT, chat(stream=True, max_tokens=3))
-
-        assert events(other)
-        assert until(lambda: server.state.broker.num_open == 0)
-        assert until(server.is_idle)
-        assert until(lambda: len(server.server.server_state.connections) == 0)
-        connection.close()
 
 
 def test_a_server_that_ends_lets_running_requests_end_and_takes_no_new_ones() -> None:

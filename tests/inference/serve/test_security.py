@@ -112,35 +112,3 @@ def test_a_body_is_refused_before_it_is_read_whole() -> None:
             assert connection.recv(64).startswith(b"HTTP/1.1 413")
 
     assert long.status == lied.status == 413
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"chat_template": "{{ ''.__class__.__mro__ }}"},
-        {"functions": [{"name": "add"}]},
-        {"guided_regex": "(a+)+b"},
-        {"structured_outputs": {"choice": ["a", "b"]}},
-        {"reasoning_effort": "high"},
-    ],
-    ids=str,
-)
-def test_what_has_an_effect_and_is_not_served_is_refused_by_name(
-    server: Running, field: dict[str, object]
-) -> None:
-    answer = post(server, CHAT, chat(**field))
-
-    (name,) = field
-    assert answer.status == 400
-    assert answer.error["param"] == name
-    assert answer.error["message"].startswith(f"{name} is not supported: ")
-
-
-def test_what_has_no_effect_is_ignored_and_named(server: Running) -> None:
-    harmless = {"tools": [], "response_format": {"type": "text"}, "service_tier": "auto"}
-    unknown = {"metadata": {"a": "b"}, "we\r\nird": 1}
-
-    answer = post(server, CHAT, chat(max_tokens=1, **harmless, **unknown))
-
-    assert answer.status == 200
-    assert answer.headers["x-ignored-fields"] == "metadata, we??ird"

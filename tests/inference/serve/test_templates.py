@@ -14,7 +14,6 @@ from tests.inference.serve.serving import CHAT, Answer, Running, post, serving
 from tests.pipeline.data.test_templates import QWEN3, chatml_tokenizer
 
 USER = {"role": "user", "content": "Hi."}
-ANSWER = {"role": "assistant", "content": "Ha"}
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +51,3 @@ def test_arguments_reach_the_template_as_those_of_training_do(thinker: Running) 
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert prompted(thinker, USER).endswith("<|im_start|>assistant\n")
     assert prompted(thinker, USER, chat_template_kwargs={}) == prompted(thinker, USER)
-
-
-def test_arguments_that_the_template_never_reads_are_named(thinker: Running) -> None:
-    wrong = {"enable_thinkng": False, "enable_thinking": True, "two words": 1}
-
-    refused = ask(thinker, USER, chat_template_kwargs=wrong)
-
-    assert refused.status == 400
-    assert refused.error["param"] == "chat_template_kwargs"
-    assert refused.error["message"] == (
-        "chat_template_kwargs: the chat template of thinker never reads enable_thinkng, two words;"
-        " leave out what it doesn't read"
-    )

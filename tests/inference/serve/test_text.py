@@ -35,19 +35,6 @@ def test_the_text_of_real_tokens_is_what_their_tokenizer_decodes(
     assert b"".join(bytes_of.of_all(begins, begins=True)).decode() == whole
 
 
-def test_of_any_tokens_the_text_is_that_of_their_bytes() -> None:
-    tokenizer = build_tokenizer()
-    bytes_of = TokenBytes(tokenizer)
-    chance = random.Random(1)
-    for _ in range(500):
-        ids = [chance.choice((chance.randrange(260), chance.randrange(1280))) for _ in range(12)]
-
-        found = pieces(ResponseText(bytes_of), ids)
-
-        joined = b"".join(bytes_of.of_all(ids, begins=True))
-        assert "".join(found) == joined.decode(errors="replace")
-
-
 def test_a_stop_string_never_appears_however_tokens_divide_it() -> None:
     tokenizer = build_tokenizer()
     bytes_of = TokenBytes(tokenizer)

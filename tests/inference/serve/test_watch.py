@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 from inference.serve.watch import MetricsTail, WatchedRun
@@ -10,23 +9,6 @@ from inference.serve.watch import MetricsTail, WatchedRun
 
 def lines(*steps: int, name: str = "loss") -> str:
     return "".join(json.dumps({"step": step, name: step / 2}) + "\n" for step in steps)
-
-
-def test_lines_are_taken_in_as_they_come_whole(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
-    tail.read()
-    assert tail.series == {}
-
-    path.write_text(lines(1, 2) + '{"step": 3, "lo')
-    tail.read()
-    assert tail.series["loss"] == [(1, 0.5), (2, 1.0)]
-    with path.open("a") as file:
-        file.write('ss": 7}\nno json\n[]\n{"step": 4, "loss": null, "note": "x"}\n' + lines(5))
-    tail.read()
-
-    assert tail.series["loss"] == [(1, 0.5), (2, 1.0), (3, 7), (5, 2.5)]
-    assert tail.count == 7
 
 
 def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path: Path) -> None:
@@ -71,19 +53,3 @@ def test_a_view_says_what_is_new_and_how_each_step_stands(tmp_path: Path) -> Non
     assert later["alarms"] == ["the loss is NaN"]
     assert watched.view("step1_sft", "")["step"] == "step1_sft"
     assert watched.view("../../etc", "")["step"] == "step2_reward"
-
-
-def test_a_run_that_writes_nothing_for_long_is_called_so(tmp_path: Path) -> None:
-    step = tmp_path / "step1_sft"
-    step.mkdir()
-    (step / "config.yaml").write_text("")
-    (step / "metrics.jsonl").write_text(lines(1, 2))
-    now = time.time()
-    os.utime(step / "config.yaml", (now - 120, now - 120))
-    os.utime(step / "metrics.jsonl", (now - 100, now - 100))
-
-    notice = WatchedRun(tmp_path).view("", "")["notice"]
-
-    assert notice.startswith("step1_sft has written nothing for 100 seconds, a line took 10.0")
-    (step / "result.json").write_text("{}")
-    assert WatchedRun(tmp_path).view("", "")["notice"] == ""

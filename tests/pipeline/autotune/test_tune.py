@@ -10,7 +10,6 @@ import yaml
 
 from pipeline.errors import ConfigError
 from pipeline.orchestrator import main
-from pipeline.plan.make import make_plan
 from train import STAGES
 
 TOY = tuple(replace(stage, module="tests.pipeline.autotune.toy_trial") for stage in STAGES)
@@ -105,32 +104,3 @@ def test_wrong_input_ends_the_tuning_at_once(bench: Bench) -> None:
         bench.tune("--autotune", "tune")
 
     assert len(bench.started) == 1
-
-
-@pytest.mark.jobs
-def test_nothing_measured_and_interruptions_end_it(
-    bench: Bench, capfd: pytest.CaptureFixture[str]
-) -> None:
-    bench.measures(dict.fromkeys(TABLE, "killed"))
-    with pytest.raises(SystemExit) as end:
-        bench.tune("--autotune", "tune", "--sft.micro_batch_size", "2")
-    assert end.value.code == 1
-    assert capfd.readouterr().err.startswith("no settings of step 1 could be measured")
-
-    bench.measures(dict.fromkeys(TABLE, "interrupted"))
-    with pytest.raises(KeyboardInterrupt, match="interrupted while step 1 was tuned"):
-        bench.tune("--autotune", "tune", "--sft.micro_batch_size", "2")
-    assert not (bench.out / "autotune" / "best.yaml").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--autotune tune --dry-run", "--autotune makes trials, on machines that this command"),
-        ("--autotune-steps 8", "--autotune-steps needs --autotune tune or --autotune run"),
-        ("--autotune often", "--autotune must be one of 'tune', 'run' or null, got often"),
-    ],
-)
-def test_options_that_contradict_each_other(words: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{sentence}"):
-        make_plan(words.split(), TOY)

@@ -62,23 +62,6 @@ except KeyboardInterrupt:
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_child_hears_of_a_schedulers_signal_as_it_is(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    ready = tmp_path / "ready"
-    program = f"""
-import pathlib, signal, time
-signal.signal({int(number)}, lambda *_: exit(75))
-pathlib.Path({str(ready)!r}).touch()
-time.sleep(60)
-"""
-
-    threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
-
-    assert python(program) == Ending(75, signal_received=number)
-
-
 def when_exists(file: Path, action: Callable[[], None]) -> Callable[[], None]:
     def wait() -> None:
         for _ in range(600):

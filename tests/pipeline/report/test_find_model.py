@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from inference.chat.command import main
 from pipeline.errors import ModelError
 from pipeline.report.results import find_model
 
@@ -54,17 +53,6 @@ def test_of_methods_it_is_the_best_unless_one_is_named(
     assert find_model(str(tmp_path), "ppo") == str(tmp_path / "step3_ppo" / "actor")
     with pytest.raises(ModelError, match=r"no finished model of it; it has grpo, ppo, rloo"):
         find_model(str(tmp_path), "raft")
-
-
-def test_any_other_path_is_taken_as_it_is(tmp_path: Path) -> None:
-    write_step_1(tmp_path)
-    model = str(tmp_path / "step1_sft")
-
-    assert [find_model(path) for path in (model, "owner/name", "/no/such/dir")] == [
-        *(model, "owner/name", "/no/such/dir"),
-    ]
-    with pytest.raises(ModelError, match="chooses among the models of a run"):
-        main(["--path", model, "--method", "grpo"])
 
 
 def test_a_run_without_a_finished_model_is_refused(tmp_path: Path) -> None:

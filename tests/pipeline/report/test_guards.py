@@ -50,23 +50,3 @@ def test_what_a_rollback_undid_is_in_no_curve_and_each_event_is_in_the_timeline(
     assert [each.sentence for each in findings(results)][-1] == (
         "A guard took step3_ppo back from iteration 3 to iteration 1: responses run in <loops>"
     )
-
-
-def test_a_run_that_a_guard_ended_says_with_which_actor(tmp_path: Path) -> None:
-    results = run(
-        tmp_path,
-        scored(1, 0.1),
-        spoke(1, "rollback", 0),
-        scored(1, 0.2),
-        spoke(1, "rollback", 0),
-        scored(1, 0.3),
-        spoke(1, "stop", 0),
-    )
-
-    (*_, last) = findings(results)
-    assert last.sentence == (
-        "A guard ended step3_ppo after iteration 1, with the actor of its start: responses run in"
-        " <loops>"
-    )
-    assert results.steps["step3_ppo"].series("score") == []
-    assert "ended with the start" in render(results, tmp_path)

@@ -16,13 +16,6 @@ def test_shares_have_wilsons_interval() -> None:
         assert share_interval(successes, count) == pytest.approx(expected, abs=5e-5)
 
 
-def test_no_prompt_gained_or_lost_is_no_change_with_room_on_both_sides() -> None:
-    low, high = change_interval(0, 0, 50)
-
-    assert low == -high
-    assert 0.0 < high < 0.05
-
-
 @pytest.mark.parametrize(("gain", "loss", "count"), [(0.3, 0.05, 40), (0.1, 0.1, 234), (0, 0, 20)])
 def test_nineteen_of_twenty_intervals_of_a_change_hold_the_true_one(
     gain: float, loss: float, count: int

@@ -4,11 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from pipeline.errors import DataError
-from pipeline.report.lab import read_lab, view, write_page
-from pipeline.report.write import write_report
+from pipeline.report.lab import write_page
 
 CLASSES = [
     {"name": "<b>", "rows": 3, "precision": 1.0, "recall": 2 / 3, "f1": 0.8, "auc": 0.9},
@@ -55,25 +51,3 @@ def test_every_figure_is_shown_and_names_are_escaped(tmp_path: Path) -> None:
         assert shown in page, shown
     assert "<b>," not in page
     assert page.count("<svg") == 2
-
-
-def test_nothing_measured_shows_nothing_and_a_damaged_file_is_named(tmp_path: Path) -> None:
-    assert view(read_lab(tmp_path)) is None
-    (tmp_path / "lab.json").write_text("{")
-
-    with pytest.raises(DataError, match=r"lab\.json is not valid JSON"):
-        read_lab(tmp_path)
-
-
-def test_the_finding_of_a_classifier_counts_rows(tmp_path: Path) -> None:
-    step = tmp_path / "step2_reward"
-    step.mkdir()
-    (step / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    figures = {"accuracy_before": 0.4, "accuracy_after": 0.9, "rows": 200, "labels": "classes"}
-    (step / "result.json").write_text(json.dumps({"eval": figures}))
-    (step / "lab.json").write_text(json.dumps(FIGURES))
-
-    page = write_report(tmp_path).read_text()
-
-    assert "puts 90\u202f% of 200 held-out rows in their class" in page
-    assert "how far it can be trusted" in page

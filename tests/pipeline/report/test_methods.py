@@ -1,19 +1,15 @@
 """Methods of one run side by side: interpolation by hand, verdicts, what is written and drawn."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
-from pipeline.origin import training_at
-from pipeline.report.figures import pass_rates
 from pipeline.report.findings import findings
-from pipeline.report.methods import Comparison, Evaluation, compare_methods, lines, value_at
+from pipeline.report.methods import Comparison, Evaluation, compare_methods, value_at
 from pipeline.report.results import model_to_talk_to, read_results
-from pipeline.report.write import write_report
 
 PROMPTS = 40
 
@@ -131,147 +127,3 @@ def test_methods_are_compared_at_the_largest_kl_that_all_have_reached(tmp_path: 
     best = model_to_talk_to(read_results(tmp_path).steps)
     assert best is not None
     assert best.name == "step3_grpo"
-
-
-def test_a_difference_that_may_be_chance_is_not_told_apart(tmp_path: Path) -> None:
-    for method, right in (("ppo", 20), ("rloo", 22)):
-        points = [(float(kl), {"judge": verdicts(10 + (right - 10) * kl // 2)}) for kl in range(3)]
-        write_method(tmp_path, method, points)
-
-    sentence = plain(compared(tmp_path).sentence)
-
-    assert sentence == (
-        "At equal KL of 2.00 nats, correct and polite: RLOO 55 %, not told apart from PPO (50 %)"
-    )
-
-
-def test_gold_counts_before_rewards_and_prompts_without_one_are_left_out(tmp_path: Path) -> None:
-    for method, gain in (("ppo", 1.0), ("rloo", 2.0)):
-        values = [[0.5 * kl * gain + 0.1 * row for row in range(4)] for kl in range(3)]
-        points = [
-            (float(kl), {"gold": [*values[kl], None], "reward": [9.0] * 5}) for kl in range(3)
-        ]
-        write_method(tmp_path, method, points)
-
-    found = compared(tmp_path)
-
-    assert found.figure == "gold"
-    assert [each.value for each in found.equal] == pytest.approx([2.15, 1.15])
-    assert [each.against_best for each in found.equal] == [None, "better"]
-
-
-def test_other_held_out_prompts_are_not_compared(tmp_path: Path) -> None:
-    points = [(float(kl), {"judge": verdicts(kl)}) for kl in range(3)]
-    write_method(tmp_path, "ppo", points)
-    write_method(tmp_path, "rloo", points, settings={"max_prompt_length": 9})
-
-    found = compared(tmp_path)
-
-    assert (found.kl, found.sentence) == (None, "")
-    assert "held-out prompts differ (max_prompt_length)" in found.notes[0]
-
-
-def test_the_page_and_the_terminal_have_a_row_for_each_method(tmp_path: Path) -> None:
-    for method, right in (("ppo", 18), ("reinforce_pp", 34)):
-        points = [(1.5 * kl, {"judge": verdicts(10 + (right - 10) * kl // 2)}) for kl in range(3)]
-        write_method(tmp_path, method, points)
-    unfinished = tmp_path / "step3_rloo"
-    unfinished.mkdir()
-    (unfinished / "metrics.jsonl").write_text('{"step": 1}\n')
-
-    page = write_report(tmp_path).read_text()
-    table = [plain(line) for line in lines(compared(tmp_path))]
-
-    chart = page[page.index("What a method gets for its KL") :].split("</section>")[0]
-    assert len(re.findall(r'class="dot', chart)) == 3 + 2 * 3  # the key, then the evaluations
-    dashes = re.findall(r'class="line[^"]*" stroke-dasharray="([^"]*)"', chart)
-    assert len(set(dashes)) == 3
-    assert "REINFORCE++, step 20: 85\u202f% at 3.00 nats" in chart
-    assert "equal KL of 3.00 nats" in chart
-    assert page.count("<b>RLOO</b>") == 2
-    assert [" ".join(line.split()) for line in table] == [
-        "method correct and polite 95 % interval KL length stops time samples at equal KL the best"
-        " is",
-        "PPO 45 % 30.7 % to 60.2 % 3.00 nats 12.3 97.5 % 1:23 2,560 45 % (30.7 % to 60.2 %) better",
-        "REINFORCE++ 85 % 70.9 % to 92.9 % 3.00 nats 12.3 97.5 % 1:23 2,560 85 % (70.9 % to"
-        " 92.9 %) this one",
-        "RLOO not finished – – – – – – – –",
-        "At equal KL of 3.00 nats, correct and polite: REINFORCE++ 85 %, better than PPO (45 %)",
-        "RLOO kept no evaluation that has this figure",
-    ]
-
-
-def write_step_1(out: Path, perplexity: float, *, seconds: float = 1.0) -> str:
-    """A finished step 1, in place of an earlier one; what models that begin from it record."""
-    directory = out / "step1_sft"
-    directory.mkdir(exist_ok=True)
-    (directory / "metrics.jsonl").write_text("")
-    figures = {"perplexity_after": perplexity, "rows": 40}
-    result = {"seconds": seconds, "steps": 9, "tokens": 900, "eval": figures}
-    (directory / "result.json").write_text(json.dumps(result))
-    training = training_at(str(directory))
-    assert training is not None
-    return training
-
-
-def write_samples(out: Path, method: str, **answers: str) -> None:
-    """The answers to a held-out prompt, by model."""
-    prompt = [{"role": "user", "content": "3 plus 4?"}]
-    row = {"prompt": prompt, "answers": {model: {"text": answers[model]} for model in answers}}
-    (out / f"step3_{method}" / "samples.json").write_text(json.dumps({"rows": [row]}))
-
-
-def test_a_method_of_an_earlier_step_1_is_left_out_and_a_sentence_says_so(tmp_path: Path) -> None:
-    before = write_step_1(tmp_path, 2.5)
-    for method, right in (("grpo", 40), ("rloo", 38)):
-        points = [(float(kl), {"judge": verdicts(right * kl // 2)}) for kl in range(3)]
-        rates = {"judge": {"step1_sft": 0.1, f"step3_{method}": right / 40}}
-        write_method(tmp_path, method, points, began_from=before, figures=rates)
-    of_all = compared(tmp_path)
-    write_samples(tmp_path, "grpo", step1_sft="4", step3_grpo="5")
-    now = write_step_1(tmp_path, 2.25)
-    for method, right in (("ppo", 30), ("raft", 20)):
-        points = [(float(kl), {"judge": verdicts(right * kl // 2)}) for kl in range(3)]
-        rates = {"judge": {"step1_sft": 0.2, f"step3_{method}": right / 40}}
-        write_method(tmp_path, method, points, began_from=now, figures=rates)
-    write_samples(tmp_path, "ppo", step1_sft="6", step3_ppo="7")
-
-    found = compared(tmp_path)
-    best = model_to_talk_to(read_results(tmp_path).steps)
-
-    assert (len(of_all.equal), of_all.notes) == (2, ())
-    assert [each.method.title for each in found.equal] == ["PPO", "RAFT"]
-    assert found.notes == (
-        "At equal KL nothing is said of GRPO and RLOO, which began from another model than PPO and"
-        " RAFT (a new step 1, or another actor.path)",
-    )
-    assert best is not None
-    assert best.name == "step3_ppo"  # 30 of 40, against 40 of GRPO
-    rates = pass_rates(read_results(tmp_path))
-    assert rates == {
-        "step1_sft": 0.2,  # today's, and not what GRPO and RLOO were measured against
-        "step3_grpo": 1.0,
-        "step3_ppo": 0.75,
-        "step3_raft": 0.5,
-        "step3_rloo": 0.95,
-    }
-    (sample,) = read_results(tmp_path).samples
-    texts = {model: answer.text for model, answer in sample.answers.items()}
-    assert texts == {"step1_sft": "6", "step3_ppo": "7", "step3_grpo": "5"}
-    table = [" ".join(plain(line).split()) for line in lines(found)]
-    assert table[1].startswith("GRPO 100 % ")
-    assert table[1].endswith("1:23 2,560 \N{EN DASH} \N{EN DASH}")
-    chart = write_report(tmp_path).read_text().split("What a method gets for its KL")[1]
-    assert "RAFT, step 20" in chart
-    assert "GRPO, step 20" not in chart
-
-
-def test_of_equal_methods_the_first_is_the_one_to_talk_to(tmp_path: Path) -> None:
-    for method, right in (("grpo", 20), ("ppo", 30), ("rloo", 30)):
-        points = [(float(kl), {"judge": verdicts(right * kl // 2)}) for kl in range(3)]
-        write_method(tmp_path, method, points)
-
-    chosen = model_to_talk_to(read_results(tmp_path).steps)
-
-    assert chosen is not None
-    assert chosen.name == "step3_ppo"

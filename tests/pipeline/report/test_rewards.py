@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 from pipeline.report.curves import step_charts
-from pipeline.report.figures import before_after
-from pipeline.report.findings import findings
 from pipeline.report.results import Results, read_results
 
 EVAL = {"reward_before": 0.25, "reward_after": 0.9, "kl": 4.0, "win_rate": 0.8}
@@ -43,28 +41,3 @@ def test_each_source_has_a_curve_beside_the_reward_of_all(tmp_path: Path) -> Non
         "Gold reward": ["training"],
         "Reward failures": ["share"],
     }
-
-
-def test_figures_and_sentence_are_of_the_rewards_before_and_after(tmp_path: Path) -> None:
-    results = run(tmp_path, EVAL | TWO, "score")
-
-    rows = before_after(results.steps["step3_ppo"])
-    first = findings(results)[0]
-
-    assert ("reward", "+0.25", "+0.90") in rows
-    assert ("reward, right", "+0.20", "+0.80") in rows
-    assert ("reward, short", "+0.05", "+0.10") in rows
-    assert len([name for name, *_ in rows if name.startswith("reward")]) == 3
-    assert first.sentence == (
-        "Answers to held-out prompts have a mean reward of +0.90, against +0.25 after step 1"
-    )
-    assert first.optimized
-
-
-def test_gold_comes_before_what_was_trained_on(tmp_path: Path) -> None:
-    results = run(tmp_path, EVAL | {"gold_before": 0.3, "gold_after": 0.2}, "score")
-
-    first = findings(results)[0]
-
-    assert "mean gold reward of +0.20, against +0.30" in first.sentence
-    assert not first.optimized

@@ -26,12 +26,6 @@ def write(path: Path, content: object) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def write_metrics(out: Path, step: str, lines: list[dict[str, object]]) -> None:
-    path = out / step / "metrics.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def write_summary(out: Path, **evals: dict[str, object]) -> None:
     steps = {name: {**SFT, "eval": result} for name, result in evals.items()}
     write(out / "summary.json", {"steps": steps, "seconds": 266.0})
@@ -90,35 +84,6 @@ def test_the_judge_has_the_first_word(tmp_path: Path) -> None:
     ]
 
 
-def test_the_prompts_written_by_hand_stand_there_to_try_with_what_was_answered(
-    tmp_path: Path,
-) -> None:
-    write_summary(tmp_path, step3_ppo={**PPO_EVAL, "judge": JUDGE, "judge_talk": 0.75})
-    said = {"prompt": "12 + 6 = ?", "text": "Sure! <b>18", "correct": True, "polite": True}
-    rude = {"prompt": "and 5 + 3?", "text": "Ugh. 8", "correct": True, "polite": False}
-    write(tmp_path / "step3_ppo" / "samples.json", {"rows": [], "talk": [said, rude]})
-    for name in ("step1_sft", "step3_ppo"):
-        write(tmp_path / name / "result.json", SFT)
-
-    text = Page(write_report(tmp_path)).text.replace("\u202f", " ")
-
-    assert "75 % of answers to 2 prompts written by hand are right." in text
-    assert "12 + 6 = ? Sure! <b>18 right and 5 + 3? Ugh. 8 wrong" in text
-
-
-def test_an_interrupted_step_shows_its_curves_up_to_the_torn_line(tmp_path: Path) -> None:
-    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0}]
-    write_metrics(tmp_path, "step1_sft", lines)
-    with (tmp_path / "step1_sft/metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
-
-    page = Page(write_report(tmp_path))
-
-    assert "not finished" in page.text
-    assert page.tags.count("svg") == 1
-    assert read_results(tmp_path).steps["step1_sft"].series("loss") == [(1.0, 2.0), (3.0, 1.0)]
-
-
 def test_what_models_and_data_say_is_escaped(tmp_path: Path) -> None:
     evil = "</div><script>alert(1)</script><img src=x onerror=alert(2)>"
     write_summary(tmp_path, step3_ppo=PPO_EVAL)
@@ -149,21 +114,6 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert Page(report).addresses == []
     assert "url(" not in report.read_text()
     assert "@import" not in report.read_text()
-
-
-def test_answers_stand_side_by_side_with_scores_and_marks(tmp_path: Path) -> None:
-    write_summary(tmp_path, step3_ppo=PPO_EVAL)
-    answers = {
-        "base": {"text": "zzz", "score": -1.25, "stopped": True, "correct": False, "polite": False},
-        "step3_ppo": {"text": "Seven.", "score": 0.5, "stopped": True, "correct": True,
-                      "polite": True},
-    }  # fmt: skip
-    rows = [{"prompt": [{"role": "user", "content": "3 plus 4?"}], "answers": answers}]
-    write(tmp_path / "step3_ppo/samples.json", {"models": list(answers), "rows": rows})
-
-    text = Page(write_report(tmp_path)).text.replace("\N{MINUS SIGN}", "-")
-
-    assert "3 plus 4? Base zzz -1.25 ✗ correct ✗ polite PPO Seven. +0.50 ✓ correct ✓ polite" in text
 
 
 @pytest.mark.parametrize("content", [None, "notes"])

@@ -1,8 +1,6 @@
 """Threads, allocators, rounding and random numbers of a process that runs PyTorch."""
 
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,32 +10,17 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeline.errors import ConfigError
 from pipeline.models.attention import in_order
 from pipeline.system.torch_process import (
-    HUGE_PAGE,
     gpu_numerics,
     is_deterministic,
     random_state,
     seed_generators,
-    set_compute_threads,
     set_random_state,
     use_expandable_segments,
-    zeros_in_huge_pages,
 )
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
-
-PROBE = """
-import torch
-from pipeline.system.torch_process import use_expandable_segments
-use_expandable_segments()
-held = [torch.empty(40 * 2**20, dtype=torch.uint8, device="cuda") for _ in range(8)]
-del held
-before = torch.cuda.memory_reserved()
-whole = torch.empty(300 * 2**20, dtype=torch.uint8, device="cuda")
-print(torch.cuda.memory_reserved() == before)
-"""
 
 
 def test_the_allocator_settings_of_a_user_are_kept() -> None:
@@ -48,15 +31,6 @@ def test_the_allocator_settings_of_a_user_are_kept() -> None:
         own = {name: "max_split_size_mb:64"}
         assert not use_expandable_segments(own)
         assert own == {name: "max_split_size_mb:64"}
-
-
-@pytest.mark.gpu
-def test_memory_that_was_freed_in_pieces_serves_a_larger_request() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
-    said = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
-
-    assert said.stdout.split() == ["True"]
 
 
 def test_tf32_is_on_within_a_step_alone(tmp_path: Path) -> None:
@@ -121,17 +95,6 @@ def test_draws_repeat() -> None:
     assert [drawn() for _ in range(3)] == first
 
 
-def test_half_of_a_gaussian_pair_is_part_of_the_state() -> None:
-    random.gauss(0, 1)
-    np.random.randn()  # noqa: NPY002
-    state = random_state()
-    first = (random.gauss(0, 1), np.random.randn())  # noqa: NPY002
-
-    set_random_state(state)
-
-    assert (random.gauss(0, 1), np.random.randn()) == first  # noqa: NPY002
-
-
 def test_a_seed_decides_what_is_drawn() -> None:
     seed_generators(7)
     first = drawn()
@@ -140,27 +103,3 @@ def test_a_seed_decides_what_is_drawn() -> None:
     seed_generators(7)
 
     assert drawn() == first
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (2, 3 * HUGE_PAGE)])
-def test_zeros_in_huge_pages_have_the_shape_and_dtype(shape: tuple[int, ...]) -> None:
-    zeros = zeros_in_huge_pages(torch.ones(1, dtype=torch.bfloat16), *shape)
-
-    assert zeros.shape == shape
-    assert zeros.dtype == torch.bfloat16
-    assert not zeros.any()
-
-
-def test_the_setting_of_threads_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch.get_num_threads()
-    monkeypatch.setenv("RLHF_THREADS", "3")
-    try:
-        set_compute_threads(None)
-        assert torch.get_num_threads() == 3
-        set_compute_threads(1)
-        assert torch.get_num_threads() == 1
-        monkeypatch.setenv("RLHF_THREADS", "two")
-        with pytest.raises(ConfigError):
-            set_compute_threads(None)
-    finally:
-        torch.set_num_threads(before)
