@@ -47,7 +47,6 @@ ELSEWHERE = {
     "--path OUT/step2_reward --data-path held_out.csv": "tests/step2_reward/test_lab.py",
     "--bench reward-bench-2.jsonl": "tests/step2_reward/test_lab_bench.py",
     "out/autotune/best.yaml": "tests/pipeline/autotune/",
-    "--sft.model.lora.rank 8": "a run of minutes, whose figures are in docs/results.md",
     "--ppo.advantage": "tests/step3_ppo/, and tests/test_steps_at_every_stage.py",
     "--zero-config ds_config.json": "tests/test_end_to_end.py, in a short form",
     "--lora 16": "tests/test_end_to_end.py, in a short form",
