@@ -45,7 +45,7 @@ STAGES = (
         "step2_reward.train",
         models={"model": "sft", "actor": "sft"},
         options={"model": "reward"},
-        learns="step2_reward.label_objectives",
+        learns="step2_reward.objectives",
     ),
     Stage(
         3,
@@ -71,7 +71,7 @@ STAGES = (
         optional=frozenset({"reward"}),
         takes_shares=True,
         own_directories=True,
-        learns="step3_preference.store",
+        learns="step3_preference.reference",
     ),
 )
 

@@ -119,12 +119,11 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Unfinished responses: score keeps them; mask leaves them out of baseline and loss."""
 
     correction: Literal["auto", "none", "truncate", "mask"] = "auto"
-    """Importance weights where generation's policy differs from training's: truncate bounds them by
-    correction_cap, mask zeroes those beyond it (TIS, IcePop); auto truncates in rollouts whose
-    rollout_gap exceeds correction_threshold."""
+    """Importance weights for off-policy tokens: truncate at correction_cap, mask beyond it (TIS,
+    IcePop), or auto: truncate in rollouts whose rollout_gap exceeds correction_threshold."""
 
     correction_threshold: float = 1e-3
-    """Mean absolute difference of log-probabilities, in nats, above which auto corrects."""
+    """Mean absolute difference of log-probabilities, in nats."""
 
     correction_level: Literal["token", "sequence"] = "token"
     """Whose ratio: a token's, or the geometric mean of a response's."""

@@ -36,7 +36,7 @@ ELSEWHERE = {
     "sbatch ": "tests/pipeline/launch/test_layout.py, without SLURM itself",
     "--deployment-type multi_node --hostfile": "tests/faults/test_many_machines.py",
     "--deployment-type multi_node --node-rank": "tests/faults/test_many_machines.py",
-    "python -m pipeline.launch.cluster": "tests/pipeline/launch/test_remote.py",
+    "python -m pipeline.launch.cluster": "tests/pipeline/launch/test_cluster.py",
     "--output-dir out/hand": "tests/faults/test_many_machines.py",
     "--include localhost:0,2": "tests/pipeline/launch/, as two GPUs are needed",
     "--autotune": "tests/pipeline/autotune/",

@@ -2,7 +2,7 @@
 
 After Shoeybi et al. 2019 (Megatron-LM), 3: in pairs of matrices the first is cut by its outputs,
 the second by its inputs, and what the processes find is summed once after each pair. Attention is
-cut by whole heads. Plans are those of `transformers`; `pipeline/models/sharding_plans.py` has
+cut by whole heads. Plans are those of `transformers`; `_PLANS` below has
 families that it has none for.
 """
 

@@ -176,7 +176,8 @@ def type_of(config_class: type, name: str) -> object:
     inner = section_class(kind)
     if inner is not None:
         return type_of(inner, rest)
-    return str if typing.get_origin(kind) is dict else None  # data.fields.prompt
+    # An entry of a mapping, such as data.fields.prompt.
+    return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
 
 
 @functools.cache
@@ -254,7 +255,8 @@ def _one_value(kind: object, words: list[str], option: str) -> object:
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
         return {str(choice): choice for choice in arguments}.get(words[0], words[0])
-    return _from_yaml(words[0]) if int in arguments else words[0]  # save_every: 100, or 2h
+    # save_every takes 100 or 2h; a mapping of any values takes true, 3 or a word.
+    return _from_yaml(words[0]) if int in arguments or kind in (object, Any) else words[0]
 
 
 def _from_yaml(text: str) -> object:

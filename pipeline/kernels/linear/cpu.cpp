@@ -12,6 +12,7 @@ namespace {
 // A tile of outputs and rows whose sums stay in registers.
 constexpr int OUTPUTS = LANES == 16 ? 4 : 2;
 constexpr int ROWS = LANES == 16 ? 6 : 4;
+constexpr int FEW = 3;  // rows of which more outputs fit into a tile
 
 struct Product {  // mirrored in dispatch.py
     const void* x;       // (rows, inputs)
@@ -78,6 +79,19 @@ void compute_rows(const Product& by, int64_t output, int64_t row, int64_t rows) 
     compute_tile<N, R>(by, output, row);
 }
 
+// Outputs of a tile of few rows: a horizontal sum takes as long for one tile as for LANES sums.
+constexpr int outputs_for(int rows) { return LANES / rows; }
+
+// All rows at once.
+template <int R>
+void compute_few(const Product& by, int64_t output, int64_t end) {
+    if constexpr (R > 1)
+        if (by.rows < R) return compute_few<R - 1>(by, output, end);
+    constexpr int N = outputs_for(R);
+    for (; output + N <= end; output += N) compute_tile<N, R>(by, output, 0);
+    for (; output < end; output++) compute_tile<1, R>(by, output, 0);
+}
+
 template <int N>
 void compute_outputs(const Product& by, int64_t output, int64_t end) {
     const int64_t groups = (by.rows + ROWS - 1) / ROWS, most = (by.rows + groups - 1) / groups;
@@ -99,7 +113,9 @@ void run(void* argument) {
     for (;;) {
         const int64_t first = __atomic_fetch_add(&work.next, work.share, __ATOMIC_RELAXED);
         if (first >= work.product->outputs) return;
-        compute_outputs<OUTPUTS>(*work.product, first, std::min(first + work.share, work.product->outputs));
+        const int64_t end = std::min(first + work.share, work.product->outputs);
+        if (work.product->rows <= FEW) compute_few<FEW>(*work.product, first, end);
+        else compute_outputs<OUTPUTS>(*work.product, first, end);
     }
 }
 

@@ -227,9 +227,10 @@ def test_half_of_the_heads_leave_room_for_twice_the_sequences() -> None:
     whole, half = prepared("llama", {}), prepared("llama", {})
     Sharding(half, Group(0, (0, 1))).apply()
 
-    # 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes: 256 bytes a token.
-    assert slots_within(whole, 256 * 10 * 3, num_tokens=10) == 3
-    assert slots_within(half, 256 * 10 * 3, num_tokens=10) == 6
+    # 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes: 256 bytes a token, of which a slot
+    # has room for 32.
+    assert slots_within(whole, 256 * 32 * 3, num_tokens=10) == 3
+    assert slots_within(half, 256 * 32 * 3, num_tokens=10) == 6
     assert tp_group_of(whole).size == 1
-    with pytest.raises(ConfigError, match="one sequence of 10 tokens take 1,280 bytes"):
+    with pytest.raises(ConfigError, match="one sequence of 10 tokens take 4,096 bytes"):
         slots_within(half, 1000, num_tokens=10)

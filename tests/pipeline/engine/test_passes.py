@@ -72,8 +72,9 @@ def plainly(order: tuple[int, ...], world_size: int) -> dict[str, Tensor]:
             parts.append([p.grad for p in model.parameters()])
             model.zero_grad()
         for param, first, second in zip(model.parameters(), *parts, strict=True):
-            # A block that no process runs has no gradient, and AdamW leaves it alone.
-            param.grad = None if first is None or second is None else first + second
+            # A block that no process runs has a gradient of zero, as in DeepSpeed.
+            none = first is None or second is None
+            param.grad = torch.zeros_like(param) if none else first + second
         optimizer.step()
         optimizer.zero_grad()
     return {name: param.detach().clone() for name, param in model.named_parameters()}
