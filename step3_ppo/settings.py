@@ -108,8 +108,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Weighting of that loss: tokens equally, responses equally, or 1 / max_new_tokens each."""
 
     dynamic_sampling: int = 0
-    """Rounds in which prompts whose responses all have equal rewards are replaced by others (Yu et
-    al. 2025, eq. 11)."""
+    """Rounds that replace prompts without a gradient (Yu et al. 2025, eq. 11)."""
 
     overlong_buffer: float = 0.0
     """Tokens before max_new_tokens in which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
@@ -119,8 +118,8 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Unfinished responses: score keeps them; mask leaves them out of baseline and loss."""
 
     correction: Literal["auto", "none", "truncate", "mask"] = "auto"
-    """Importance weights for off-policy tokens: truncate at correction_cap, mask beyond it (TIS,
-    IcePop), or auto: truncate in rollouts whose rollout_gap exceeds correction_threshold."""
+    """Importance weights of off-policy tokens: truncate at correction_cap, mask beyond it (TIS,
+    IcePop), or auto: truncate if rollout_gap exceeds correction_threshold."""
 
     correction_threshold: float = 1e-3
     """Mean absolute difference of log-probabilities, in nats."""
