@@ -13,6 +13,7 @@ import pytest
 
 from inference.ratings.__main__ import main
 from inference.ratings.agreement import agreement
+from inference.ratings.export import export
 from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
 from pipeline.data.examples import Message
 from pipeline.data.rows.reading import RowReader, Wanted
@@ -123,6 +124,32 @@ def test_agreement_is_that_of_a_table_computed_by_hand() -> None:
     # of six labels five are "second" by their letters: expected 25/36 + 1/36.
     assert found.kappa == pytest.approx((2 / 3 - 26 / 36) / (1 - 26 / 36))
     assert agreement([]).kappa is None
+
+
+def test_the_majority_of_raters_is_exported() -> None:
+    ratings = [
+        pair(0, id="1", strength=1),
+        pair(0, id="2", strength=2, rater="ben"),
+        pair(1, id="3", strength=3, rater="eva"),
+        pair(1, id="4", messages=[QUESTION, {"role": "assistant", "content": "A"}, QUESTION]),
+        pair(0, id="5", messages=[{"role": "user", "content": "split"}]),
+        pair(1, id="6", messages=[{"role": "user", "content": "split"}]),
+        {**pair(None), "id": "7", "kind": "edit", "edit": "better"},
+    ]
+
+    pairs, whole = export(ratings, "pairs"), export(ratings, "hh")
+
+    assert pairs.undecided == 1
+    assert pairs.rows[0] == {
+        "prompt": [QUESTION],
+        "chosen": "short",
+        "rejected": "a longer one",
+        "margin": 1.5,
+    }
+    assert pairs.rows[-1] == {"prompt": [QUESTION], "chosen": "better"}
+    assert whole.rows[1]["chosen"] == (
+        "\n\nHuman: Q\n\nAssistant: A\n\nHuman: Q\n\nAssistant: a longer one"
+    )
 
 
 def test_the_commands_write_what_steps_read(

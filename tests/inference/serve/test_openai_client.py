@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from transformers import AutoModelForCausalLM
 
@@ -112,6 +113,39 @@ def test_temperature_0_is_the_greedy_response_of_transformers(server: Running) -
     )
 
     assert answer.json["choices"][0]["token_ids"] == expected
+
+
+def test_completions_continue_texts_and_token_ids(server: Running) -> None:
+    served = server.state.models["tiny"]
+    prompts = ["The sun", "It rains"]
+    with client_of(server) as client:
+        texts = client.completions.with_raw_response.create(
+            model="tiny", prompt=prompts, seed=3, max_tokens=12, logprobs=2
+        ).text
+        ids = client.completions.create(
+            model="tiny",
+            prompt=[served.encode_text(prompt) for prompt in prompts],
+            seed=3,
+            max_tokens=12,
+            logprobs=2,
+        )
+
+    found = Completion.model_validate_json(texts, strict=True)
+    assert [choice.text for choice in found.choices] == [choice.text for choice in ids.choices]
+    for choice in found.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.text_offset is not None
+        assert choice.logprobs.text_offset[0] == 0
+        assert {len(each) for each in choice.logprobs.top_logprobs or []} <= {1, 2}
+    streamed = post(
+        server,
+        COMPLETIONS,
+        {"model": "tiny", "prompt": prompts, "seed": 3, "max_tokens": 12, "stream": True},
+    )
+    joined = ["", ""]
+    for part in events(streamed):
+        joined[part["choices"][0]["index"]] += part["choices"][0]["text"]
+    assert joined == [choice.text for choice in found.choices]
 
 
 def test_errors_become_the_exceptions_of_the_client(server: Running) -> None:

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pipeline.data.chat.chat_format import FORMATS, ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
-from tests.pipeline.data.tokenizers import KINDS, byte_level
+from tests.pipeline.data.tokenizers import KINDS, byte_level, metaspace
 
 USER, REPLY, AGAIN = (
     Message("user", "Hi there."),
@@ -141,6 +141,17 @@ def test_human_assistant_reads_as_hh_rlhf_does() -> None:
     assert text == (
         "Be kind.\n\nHuman: Hi there.\n\nAssistant: Hello you!<|endoftext|>"
         "\n\nHuman: How are you?\n\nAssistant: Fine.<|endoftext|>"
+    )
+
+
+def test_llama2_reads_as_llama2_does() -> None:
+    chat_format = resolve_format(metaspace(), "llama2")
+
+    text = "".join(segment.text for segment in chat_format.segments((SYSTEM, *PROMPT, *RESPONSE)))
+
+    assert text == (
+        "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi there. [/INST] Hello you! </s>"
+        "<s>[INST] How are you? [/INST] Fine. </s>"
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
-from tests.pipeline.engine.test_kernels import settings
+from tests.pipeline.engine.test_kernels import settings, trained
 from tests.pipeline.engine.test_stages import DTYPES, build
 
 
@@ -32,6 +32,17 @@ def test_bf16_weights_are_half_of_their_masters_at_every_stage(stage: int) -> No
         assert low_bits.dtype == torch.int16
         assert low_bits.nbytes == 2 * group.masters.numel
         assert group.masters.param.numel() == 0
+
+
+@pytest.mark.parametrize("offload", [{"optimizer": "nvme"}, {"params": "nvme"}])
+def test_offload_to_a_disk_has_whole_masters_with_the_same_bits(
+    offload: dict[str, Any], tmp_path: Path
+) -> None:
+    places = OffloadConfig(**offload, nvme_path=tmp_path)
+
+    assert kinds(engine_of(3, offload=places)) == {"whole"}
+    here, there = trained(3, "auto", "bf16"), trained(3, "auto", "bf16", offload=places)
+    assert all(map(torch.equal, here, there))
 
 
 class Row(nn.Module):

@@ -11,14 +11,15 @@ import torch
 from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ModelError
 from pipeline.export.command import main
-from pipeline.export.gguf_verify import compare_tokens, vocabulary_in
+from pipeline.export.gguf_file import plan_gguf, rope_factors
+from pipeline.export.gguf_verify import compare_tokens, verify_gguf, vocabulary_in
 from pipeline.export.gguf_vocabulary import (
     EXPRESSIONS,
     Vocabulary,
     pre_tokenizer_name,
     tokenizer_of,
 )
-from pipeline.export.source import UnverifiedError
+from pipeline.export.source import UnverifiedError, read_source
 from tests.pipeline.data.tokenizers import byte_level, prepending
 from tests.pipeline.export.models import save_embedded, save_model
 
@@ -117,6 +118,25 @@ def test_q8_0_has_the_nearest_steps_of_each_block_and_f16_for_odd_rows(tmp_path:
     assert bool((error <= 0.6 * step).all())
 
 
+def test_llama_3_divides_long_wavelengths_alone() -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    settings = {"hidden_size": 64, "num_attention_heads": 1, "rope_parameters": rope}
+
+    factors = rope_factors(settings)
+
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(**settings, max_position_embeddings=65536)
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 10000.0 ** (-torch.arange(0, 64, 2) / 64)
+    assert factors is not None
+    torch.testing.assert_close(plain / factors, theirs)
+    assert factors[0] == 1
+    assert factors[-1] == 8
+
+
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_a_pre_tokenizer_is_known_by_its_expression(name: str) -> None:
     split = {"type": "Split", "pattern": {"Regex": EXPRESSIONS[name]}, "behavior": "Isolated"}
@@ -156,3 +176,17 @@ def test_the_files_vocabulary_finds_other_tokens_once_it_is_changed(
 
 def tokens_by(vocabulary: Vocabulary, text: str) -> list[int]:
     return tokenizer_of(vocabulary).encode(text, add_special_tokens=False).ids
+
+
+def test_a_flipped_bit_of_a_weight_is_found(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama")
+    reader = export(tmp_path / "model", tmp_path / "out", texts=3)
+    plan = plan_gguf(read_source(tmp_path / "model"), "f32")
+    file = tmp_path / "out" / "model-f32.gguf"
+    whole = bytearray(file.read_bytes())
+    place = int(next(e for e in reader.tensors if e.name == "blk.1.ffn_up.weight").data_offset)
+    whole[place + 40] ^= 1
+    file.write_bytes(whole)
+
+    with pytest.raises(UnverifiedError, match=r"layers\.1\.mlp\.up_proj\.weight was not read back"):
+        verify_gguf(plan, file, texts=3)

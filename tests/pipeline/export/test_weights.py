@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.errors import ConfigError, ModelError
 from pipeline.export.command import main
-from pipeline.export.source import UnverifiedError
+from pipeline.export.source import UnverifiedError, written_aside
 from pipeline.export.weights import verify_adapter
 from tests.pipeline.export.models import save_model
 
@@ -119,3 +119,18 @@ def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--to is missing; give gguf, onnx, merged or adapter"):
         main(["--path", str(tmp_path / "model"), "--out", str(out)])
     assert sorted(each.name for each in tmp_path.iterdir()) == ["empty", "model", "there"]
+
+
+def test_what_was_not_verified_has_no_name(tmp_path: Path) -> None:
+    def write(*, fails: bool) -> None:
+        with written_aside(tmp_path / "out") as partial:
+            (partial / "file").write_text("content")
+            assert not (tmp_path / "out").exists()
+            if fails:
+                raise UnverifiedError("not exported")
+
+    with pytest.raises(UnverifiedError):
+        write(fails=True)
+    assert not list(tmp_path.iterdir())
+    write(fails=False)
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]

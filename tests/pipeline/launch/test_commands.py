@@ -10,6 +10,7 @@ from pipeline.launch.commands import (
     host_command,
     launch_command,
     node_command,
+    step_environment,
 )
 from pipeline.launch.deployment import Deployment
 from pipeline.launch.layout import Layout, layout
@@ -117,3 +118,9 @@ def test_slurm_starts_torchrun_once_on_each_machine() -> None:
         " --master-addr gpu07 --master-port 30211 --nproc-per-node 8"
         " -m step1_sft.train --config out/config.yaml"
     )
+
+
+def test_the_gpus_of_this_machine_that_are_asked_for_are_shown() -> None:
+    where, deployment = deployed(deployment_type="single_node", include="localhost:1")
+
+    assert step_environment(where, deployment)["CUDA_VISIBLE_DEVICES"] == "1"

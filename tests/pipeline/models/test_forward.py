@@ -15,6 +15,7 @@ from tests.families import (
     PECULIAR,
     RAGGED_FAMILIES,
     TRANSFORMERS,
+    WINDOW,
     random_rows,
     saved,
     tiny_causal_lm,
@@ -67,6 +68,37 @@ def test_scores_of_a_batch_are_those_transformers_pools_from_each_sequence_alone
 
     alone = [plain(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
     torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
+@torch.no_grad()
+def test_the_score_is_read_at_the_last_token_even_where_that_is_the_padding_token(
+    family: str,
+) -> None:
+    model = tiny_classifier(family)
+    pad = model.config.pad_token_id
+    rows = [Encoded.untrained([5, 6, 7, pad]), Encoded.untrained([5, pad, pad, pad, pad])]
+
+    scores = Scorer(model).final_scores(collate(rows))
+
+    model.config.pad_token_id = None  # transformers then pools from the last position
+    alone = [model(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
+    torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_sliding_window_shorter_than_the_sequences_is_kept(tmp_path: Path) -> None:
+    path = saved(tiny_causal_lm("mistral"), tmp_path)
+    model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+    (row,) = random_rows((2 * WINDOW + 4,))
+    # Two layers see 2 * (WINDOW - 1) tokens back: the last logits know nothing of the first token.
+    changed = Encoded([row.input_ids[0] ^ 1, *row.input_ids[1:]], row.trained)
+
+    first, second = (Policy(model)(collate([r])).logprobs for r in (row, changed))
+
+    seen = 2 * (WINDOW - 1)
+    assert torch.equal(first[seen + 1 :], second[seen + 1 :])
+    assert not torch.equal(first[:seen], second[:seen])
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.data.store.__main__ import main
 from pipeline.data.store.token_file import TYPES, TokenFile
+from pipeline.demo.model import build_tokenizer
 from pipeline.errors import DataError
 from tests.pipeline.data.store.corpus import EOS, ORIGIN, write_tokens
 
@@ -130,3 +131,21 @@ def test_shuffle_and_merge_keep_every_document(tmp_path: Path) -> None:
     assert sorted(one) == sorted(two) == sorted(documents)
     assert one not in (two, documents)
     assert TokenFile(tmp_path / "1").origin == ORIGIN
+
+
+def test_pack_and_show_use_the_tokenizer_of_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "a.jsonl").write_text('{"text": "sun and moon"}\n')
+    out = f"{tmp_path}/c.tokens"
+
+    main(["pack", f"{tmp_path}/a.jsonl", "--tokenizer", f"{tmp_path}/model", "--out", out])
+    main(["show", out])
+    main(["show", out, "--document", "0"])
+
+    printed = capsys.readouterr().out
+    assert "c.tokens: 1 documents" in printed
+    assert "vocabulary" in printed
+    assert "sun and moon" in printed

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from inference.engine.sampling import likeliest, nucleus, uniforms, words_of
+from inference.engine.sampling import Sampler, likeliest, nucleus, uniforms, words_of
 from pipeline.kernels.build import Built
 from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.sampling import cpu, dispatch
@@ -51,6 +52,37 @@ def test_the_token_is_where_the_cumulative_weight_passes_the_share(
     assert (passed - weights[rows, tokens] <= shares + 1e-6).all()
     assert (weights[rows, tokens] > 0).all()
     assert torch.equal(chosen, logprobs[rows, tokens])
+
+
+def test_tokens_by_hand(built: Built) -> None:
+    """Weights 1/2, 0, 1/4, 1/4: a share u takes token 0 below 1/2, 2 below 3/4, else 3."""
+    keys = list(range(64))
+    logprobs = torch.tensor([0.5, 0.0, 0.25, 0.25]).log().repeat(64, 1)
+    tokens, _ = drawn(built, logprobs, keys)
+    shares = uniforms(5, keys, 3)
+    expected = np.where(shares < 0.5, 0, np.where(shares < 0.75, 2, 3))
+    assert tokens.tolist() == expected.tolist()
+    assert len(set(tokens.tolist())) == 3
+
+
+def test_samplers_take_it_and_draw_what_pytorch_draws(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del built
+    logits = 2 * torch.randn(50, 3000, generator=torch.Generator().manual_seed(1))
+    sampler = Sampler(temperature=0.7, seed=11)
+    calls: list[int] = []
+    original = cpu.draw
+
+    def counted(logprobs: Tensor, *words: np.ndarray, seed: int, built: Built) -> object:
+        calls.append(len(logprobs))
+        return original(logprobs, *words, seed=seed, built=built)
+
+    monkeypatch.setattr(cpu, "draw", counted)
+    ours = sampler(logits, range(50), range(50))
+    monkeypatch.setenv(SWITCH, "off")
+    assert sampler(logits, range(50), range(50)) == ours
+    assert calls == [50]
 
 
 def probabilities(vocabulary: int) -> Tensor:

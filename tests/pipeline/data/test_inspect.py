@@ -1,0 +1,39 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.inspect import main
+
+
+def write(path: Path, count: int = 10) -> str:
+    rows = [
+        {"prompt": f"Ask {n}", "chosen": f"Good {n}.", "rejected": f"Bad {n}."}
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    main(argv)
+    return capsys.readouterr().out
+
+
+def test_step_1_shows_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "rows.jsonl")
+
+    out = inspect(capsys, "--data-path", path, "--rows", "1", "--data-split", "1,0,0")
+
+    counts = re.search(r"step 1: (\d+) training rows, (\d+) for evaluation", out)
+    assert counts is not None
+    assert int(counts[1]) + int(counts[2]) == 10
+    assert f"{path}: uses the columns chosen, prompt, rejected" in out
+    assert f"row 1: {path} line " in out
+    assert "\nHuman: Ask " not in out  # the embedded tokenizer begins with <s>
+    assert "<s>Human: Ask " in out
+    assert out.count("Assistant:[[ Good ") == 1
+    assert ".</s>]]" in out
+    assert "row 2" not in out
+    assert "trained share" in out
