@@ -142,14 +142,6 @@ def test_presets_are_found_by_name_in_any_directory(installed: Path, tmp_path: P
         assert "path: facebook/opt-1.3b" in ended.stdout
 
 
-def test_an_unknown_module_is_one_sentence(installed: Path, tmp_path: Path) -> None:
-    ended = run(tmp_path, installed / "python", "-m", "rlhf_pipeline", "inference.nothing")
-
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: rlhf_pipeline has no module inference.nothing; ")
-    assert len(ended.stderr.splitlines()) == 1
-
-
 def test_scripts_find_the_environment_that_the_demo_made(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "python.sh"
     (tmp_path / "scripts").mkdir()

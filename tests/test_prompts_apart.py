@@ -168,17 +168,6 @@ def test_held_out_rows_that_were_all_trained_on_are_refused(tmp_path: Path) -> N
     )
 
 
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    data = DataConfig(path=(write(tmp_path / "rows.jsonl", "a", 60),))
-    record = tmp_path / "out" / NAMES[1] / "trained_prompts.hashes"
-    record.parent.mkdir(parents=True)
-    for content in (b"", b"PROMPTS1abc", b"other   "):
-        record.write_bytes(content)
-        with pytest.raises(DataError) as raised:
-            load_step_rows(config_of(2, tmp_path, data), step=2)
-        assert str(raised.value).startswith(f"{record} is damaged")
-
-
 def test_a_record_is_found_above_an_exported_actor(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", "a", 60)
     elsewhere = replace(

@@ -1,8 +1,6 @@
 """`python -m evaluation`, as a user runs it, on a tiny model made on the spot."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ from pipeline.models.load import load_for_inference
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -136,15 +132,3 @@ WRONG = {
 def test_wrong_input_is_named(sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         main(WRONG[sentence])
-
-
-@pytest.mark.jobs
-def test_a_wrong_command_ends_with_one_sentence_and_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "evaluation", "--path", str(tmp_path), "--tasks", "embedded"]
-
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path}")
-    assert done.stderr.count("\n") == 1
-    assert not done.stdout

@@ -8,10 +8,9 @@ import pytest
 
 from evaluation import gsm8k
 from evaluation.contract import Question, Reading
-from evaluation.tasks import TASKS, paths_in, tasks_named
+from evaluation.tasks import TASKS
 from pipeline.data.examples import Message
 from pipeline.demo.task import held_out_questions
-from pipeline.errors import ConfigError
 
 
 @pytest.fixture
@@ -71,16 +70,3 @@ def test_the_embedded_task_asks_its_held_out_prompts_and_grades_by_its_verifier(
     few = task.read(Reading(limit=50))
     assert len(few) == 50
     assert len({each.extra["kind"] for each in few}) > 5
-
-
-def test_wrong_names_are_refused() -> None:
-    for names, paths, sentence in (
-        (["gsm"], {}, "no task gsm; did you mean gsm8k"),
-        (["gsm8k"], {}, "give a file or Hub name as --data gsm8k=PATH"),
-        (["embedded"], {"gsm8k": "x"}, "gsm8k is not among the tasks"),
-        (["embedded", "embedded"], {}, "named twice"),
-    ):
-        with pytest.raises(ConfigError, match=sentence):
-            tasks_named(names, paths, setting="--data")
-    with pytest.raises(ConfigError, match=r"as gsm8k=rows\.jsonl"):
-        paths_in(["rows.jsonl"], setting="--data")

@@ -11,7 +11,6 @@ from evaluation.verdicts import matches, responses_of
 from evaluation.winrate import main
 from evaluation.winrate_config import WinrateConfig
 from pipeline.data.examples import Example, Message
-from pipeline.errors import ConfigError
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
@@ -112,21 +111,3 @@ def test_a_reward_model_prefers_what_it_scores_higher(home: Path) -> None:
         for of_model in answers
     ]
     assert match.points.tolist() == (scores[1] > scores[0]).astype(float).tolist()
-
-
-WRONG = {
-    "two or more models": {"paths": ("a",)},
-    "names a twice": {"paths": ("a", "a")},
-    "--prompts is missing": {"prompts": ""},
-    "--judge is missing": {"judge": ""},
-    "say which one": {"judge": "model"},
-    "--judge mth: .* did you mean math": {"judge": "mth"},
-    "timeout_seconds must be above 0": {"timeout_seconds": 0.0},
-}
-
-
-@pytest.mark.parametrize("sentence", WRONG)
-def test_wrong_settings_are_named(sentence: str) -> None:
-    given = {"paths": ("a", "b"), "prompts": "x.jsonl", "judge": "math", **WRONG[sentence]}
-    with pytest.raises(ConfigError, match=sentence):
-        WinrateConfig(**given)

@@ -68,16 +68,6 @@ def test_data_that_has_changed_is_refused(change: str, start: Path, tmp_path: Pa
 
 
 @pytest.mark.jobs
-def test_a_setting_that_decides_the_result_is_refused_by_name(start: Path, tmp_path: Path) -> None:
-    config = started(start, tmp_path)
-
-    assert refusal(replace(config, seed=7)) == (
-        f"error: {last_checkpoint(config)} was made with seed 1234, and this run has"
-        " 7; keep that setting, or pass --overwrite to start again"
-    )
-
-
-@pytest.mark.jobs
 def test_checkpoints_of_which_none_can_be_used_are_not_begun_over(
     start: Path, tmp_path: Path
 ) -> None:

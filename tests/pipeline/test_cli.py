@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from pipeline.cli import parse_step, run_main, split_options, write_config
+from pipeline.cli import parse_step, run_main, write_config
 from pipeline.errors import EXIT_DISK_FULL, EXIT_OUT_OF_MEMORY, DataError
-from pipeline.settings.describe import list_settings
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -43,30 +42,6 @@ def test_a_step_takes_a_deepspeed_file_between_its_files_and_its_options(
     assert said.out == ""
 
 
-def test_option_names_take_dashes_or_underscores() -> None:
-    options = split_options(
-        ["--max-steps", "3", "--data.max_length=7", "--missing-eos-score", "-1"]
-    )
-
-    assert options == [
-        ("max_steps", ["3"]),
-        ("data.max_length", ["7"]),
-        ("missing_eos_score", ["-1"]),
-    ]
-
-
-def test_files_stack_and_the_command_line_wins(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("seed: 1\nbatch_size: 1\nepochs: 1\nmodel: {optim: {lr: 1e-4, eps: 1e-6}}\n")
-    second.write_text("batch_size: 2\nepochs: 2\nmodel: {optim: {lr: 2e-4}}\n")
-    argv = ["--config", str(first), "--config", str(second), "--epochs", "3"]
-
-    config = parse_step(SFTConfig, argv)
-
-    assert (config.seed, config.batch_size, config.epochs) == (1, 2, 3.0)
-    assert (config.model.optim.lr, config.model.optim.eps) == (2e-4, 1e-6)
-
-
 @pytest.mark.parametrize("config_class", [SFTConfig, RewardConfig, PPOConfig])
 def test_what_is_written_repeats_the_run(tmp_path: Path, config_class: type) -> None:
     config = config_class(seed=7, output_dir=tmp_path)
@@ -74,12 +49,6 @@ def test_what_is_written_repeats_the_run(tmp_path: Path, config_class: type) -> 
 
     assert parse_step(config_class, ["--config", str(tmp_path / "deep" / "config.yaml")]) == config
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["config.yaml"]
-
-
-def test_every_setting_has_a_description() -> None:
-    for config_class in (SFTConfig, RewardConfig, PPOConfig):
-        bare = [s.name for s in list_settings(config_class) if not s.description]
-        assert not bare
 
 
 def exit_code_after(ending: BaseException | None) -> object:

@@ -60,15 +60,3 @@ def test_a_sentence_names_the_option_as_it_was_typed(words: str, sentence: str) 
     with pytest.raises(ConfigError) as error:
         read(*words.split())
     assert str(error.value).startswith(sentence)
-
-
-def test_help_has_usage_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        read("-h")
-
-    assert ended.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:4] == ["usage: python -m x --write one", "       python -m x", "", "Do it."]
-    assert "  --best-of N               Answers to each prompt. (default: 4)" in lines
-    options = [line.split()[0] for line in lines if line.startswith("  --")]
-    assert options == ["--help", "--write", "--best-of", "--output", "--stop"]

@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
 from pipeline.help import step_help
-from pipeline.plan.help import train_help
-from pipeline.plan.request import Request
 from pipeline.settings.describe import list_settings
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardSettings
 from step3_ppo.reward_settings import RewardSettings
 from step3_ppo.settings import PPOSettings
-from train import STAGES
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -56,41 +52,3 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
     assert options(third, len(lines)) == [
         f"{each}.SETTING" for each in ("gold", "data", "parallel", *roles)
     ]
-
-
-def test_help_of_a_name_finds_it_anywhere() -> None:
-    said = re.findall(r"^  --([\w.]+)", step_help(PPOConfig, ["head-lr"]), re.MULTILINE)
-
-    assert said == ["actor.head_lr", "critic.head_lr"]
-    with pytest.raises(ConfigError, match=r"^--help kl_coeff: .*did you mean kl_coef\?$"):
-        step_help(PPOConfig, ["kl_coeff"])
-
-
-def test_train_names_every_option_and_explains_every_one_on_request() -> None:
-    short, whole = train_help(STAGES), train_help(STAGES, ["all"])
-    options = [f"--{setting.name.replace('_', '-')}" for setting in list_settings(Request)]
-
-    assert len(short.splitlines()) < 125
-    assert all(re.search(rf"{option}\b", short) for option in options)
-    assert all(re.search(rf"^  {option}\b", whole, re.MULTILINE) for option in options)
-    assert max(len(line) for line in (short + "\n" + whole).splitlines()) <= 100
-
-
-@pytest.mark.parametrize(
-    ("word", "begins"),
-    [
-        ("--max-length", "  --max-length N            Prompt + response"),
-        ("ppo", "usage: python train.py ... [--ppo.SETTING VALUE ...]"),
-        ("ppo.actor.lora.rank", "  --ppo.actor.lora.rank N"),
-        ("kl_coef", "  --ppo.kl_coef NUMBER"),
-    ],
-)
-def test_train_explains_an_option_or_a_setting(word: str, begins: str) -> None:
-    assert train_help(STAGES, [word]).startswith(begins)
-
-
-def test_train_says_what_else_there_is_where_it_knows_no_such_name() -> None:
-    with pytest.raises(ConfigError, match=r"^--help zzzz: there is no .*--help all lists"):
-        train_help(STAGES, ["zzzz"])
-    with pytest.raises(ConfigError, match=r"did you mean seed\?$"):
-        train_help(STAGES, ["sed"])

@@ -163,18 +163,3 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_half_the_micro_batch(
     said = capfd.readouterr().err
     assert "cannot allocate 7 GiB" in said
     assert "step 1 ran out of memory and continues with --sft.micro_batch_size 2" in said
-
-
-def test_where_one_sequence_is_too_much_the_run_says_what_saves_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOY", "out of memory")
-    monkeypatch.setenv("FITS", "0")
-
-    with pytest.raises(SystemExit) as end:
-        run(tmp_path, "--step", "1", "--sft.micro_batch_size", "2")
-
-    said = capfd.readouterr().err
-    assert end.value.code == 1
-    assert "Memory of each process" in said
-    assert "try --sft.model.gradient_checkpointing, --sft.model.zero.offload.optimizer cpu" in said

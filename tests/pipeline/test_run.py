@@ -1,7 +1,6 @@
 """One training run: its directory, its files, its log."""
 
 import json
-import logging
 import signal
 import subprocess
 import sys
@@ -13,8 +12,7 @@ import pytest
 import yaml
 
 from pipeline.errors import ConfigError
-from pipeline.parallel.group import Group
-from pipeline.parallel.mesh import Mesh, current_mesh
+from pipeline.parallel.mesh import current_mesh
 from pipeline.run import Run
 from step1_sft.config import SFTConfig
 
@@ -54,22 +52,6 @@ def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
     ]
 
 
-def test_tokens_per_second_counts_the_interval_without_its_evaluation(tmp_path: Path) -> None:
-    with Run(config(tmp_path), name="run", total_steps=2, mesh=ALONE) as run:
-        time.sleep(0.4)
-        run.evaluated(0, {"loss": 1.0})
-        time.sleep(0.05)
-        run.log(1, tokens=50)
-        time.sleep(0.4)
-        run.evaluated(1, {"loss": 1.0})
-        time.sleep(0.05)
-        run.log(2, tokens=50)
-
-    rates = [line["tokens_per_second"] for line in lines(tmp_path) if "tokens_per_second" in line]
-    # 50 tokens in 0.05 s; with the evaluations it would be 111.
-    assert all(150 < rate <= 1000 for rate in rates)
-
-
 def test_nan_and_infinity_are_null_in_valid_json(tmp_path: Path) -> None:
     with Run(config(tmp_path), name="run", total_steps=1, mesh=ALONE) as run:
         run.log(1, loss=float("nan"), ratio_max=float("inf"))
@@ -94,23 +76,6 @@ def test_a_run_never_begins_over_the_checkpoints_of_one_that_was_cut_off(tmp_pat
     (tmp_path / "result.json").write_text("{}")  # a finished run may be repeated
     with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=ALONE):
         pass
-
-
-def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    out = tmp_path / "out"
-    second = Group(1, (0, 1))
-
-    with (
-        caplog.at_level(logging.INFO),
-        Run(config(out), name="run", total_steps=1, mesh=Mesh(second, second)) as run,
-    ):
-        run.evaluated(0, {"loss": 1.0})
-        run.log(1, tokens=5, loss=1.0)
-        run.finish(eval={})
-
-    assert not out.exists()
-    assert caplog.text == ""
-    assert run.path("model") == out / "model"
 
 
 ENDLESS = """

@@ -1,8 +1,5 @@
 """MFU and HFU: by hand for OPT and Llama, in real steps, and what a peak is."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -11,9 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.budget.flops import model_flops
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run import AtPeak, Run
 from pipeline.utilization import Peak, Utilization, device_peak, utilization_of
-from step1_sft.config import SFTConfig
 
 LENGTH, TARGETS = 40, 25
 
@@ -78,43 +73,6 @@ def test_frozen_weights_need_no_gradient_of_their_own() -> None:
     attention = 12 * 3 * 32 * LENGTH * LENGTH
     whole = 4 * LLAMA_BLOCKS * LENGTH + attention + 4 * 96 * 32 * TARGETS
     assert at_peak.model == whole + 2 * 3 * 32 * 80 * LENGTH
-
-
-def test_what_is_computed_again_is_in_the_hardwares_share_alone() -> None:
-    all_blocks, two_of_three = llama(), llama()
-    for block in blocks(all_blocks):
-        block.gradient_checkpointing = True
-    for block in blocks(two_of_three)[::2]:  # as checkpoint_every 2 has it
-        block.gradient_checkpointing = True
-
-    def of(each: nn.Module) -> AtPeak:
-        found = utilization_of(each, peak_tflops=1e-12, mesh=current_mesh())
-        return found.training([(LENGTH, TARGETS)])
-
-    again = 2 * LLAMA_BLOCKS * LENGTH + 4 * 3 * 32 * LENGTH * LENGTH
-    assert of(all_blocks).model == of(llama()).model == of(llama()).hardware
-    for model, share in ((all_blocks, 1), (two_of_three, 2 / 3)):
-        assert of(model).hardware - of(model).model == pytest.approx(again * share)
-
-
-def test_utilization_is_the_share_of_the_time_since_the_line_before(tmp_path: Path) -> None:
-    config = SFTConfig(output_dir=tmp_path, log_every=2)
-    with Run(config, name="run", total_steps=4, mesh=current_mesh()) as run:
-        for step in range(1, 5):
-            run.log(step, AtPeak(0.5, 0.75), tokens=100)
-
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        seconds = 200 / line["tokens_per_second"]
-        assert line["mfu"] == pytest.approx(1.0 / seconds)
-        assert line["hfu"] == pytest.approx(1.5 / seconds)
-
-
-def test_a_step_without_operations_has_no_utilization(tmp_path: Path) -> None:
-    with Run(SFTConfig(output_dir=tmp_path), name="run", total_steps=1, mesh=current_mesh()) as run:
-        run.log(1, tokens=100)
-
-    assert "mfu" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_peak_is_as_set_or_measured_in_the_models_number_format() -> None:

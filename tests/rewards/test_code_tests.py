@@ -2,7 +2,6 @@
 
 import pytest
 
-from rewards.code_tests import program_in
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome
 from rewards.sources import read_source, scorer_of
@@ -57,9 +56,3 @@ def test_a_program_that_hangs_is_wrong_and_tests_that_can_not_be_read_are_a_fail
     assert hangs == Outcome(0.5)
     assert unread.value is None
     assert "neither code nor inputs and outputs" in str(unread.failure)
-
-
-def test_the_program_is_the_last_fenced_block_else_all() -> None:
-    assert program_in("```python\na\n```\nno:\n```\nb\n```") == "b\n"
-    assert program_in("```py\nnever closed") == "never closed"
-    assert program_in("a = 1") == "a = 1"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from rewards.config import RewardConfig, read_spec
+from rewards.config import read_spec
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -67,20 +67,6 @@ def test_of_preferences_it_says_how_often_the_better_response_wins(rows: Path) -
 
     assert done.returncode == 0, done.stderr
     assert "of 3 preferences has the higher reward in 50.0% (ties as a half)" in done.stdout
-
-
-def test_a_word_describes_a_source() -> None:
-    assert read_spec("math") == RewardConfig(name="math", kind="math")
-    assert read_spec("math", ["math"]).name == "math_2"
-    assert read_spec("regex:a:b") == RewardConfig(name="regex", kind="regex", pattern="a:b")
-    for text in ("####", "null", "&a", "a # b"):  # which YAML would not read as these texts
-        assert read_spec(json.dumps({"kind": "regex", "pattern": text})).pattern == text
-    assert read_spec("length:5") == RewardConfig(name="length", kind="length", max_tokens=5)
-    function = RewardConfig(name="f", kind="function", path="dir/a.py:f")
-    assert read_spec("dir/a.py:f") == function
-    assert read_spec("{kind: math, name: x, weight: 2}") == RewardConfig(
-        name="x", kind="math", weight=2.0
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import pytest
 from pipeline.data.examples import Message
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome
-from rewards.endpoint import Endpoint, EndpointError
 from rewards.judge import NoScoreError, score_in, text_of
 from rewards.sources import read_source, scorer_of
 
@@ -151,28 +150,6 @@ def test_a_busy_server_is_asked_again_after_the_time_that_it_names() -> None:
     assert 0.4 <= seconds < 1.5
 
 
-def test_a_server_that_is_down_or_slow_fails_after_its_attempts() -> None:
-    with serving(lambda *_: None) as gone:
-        pass
-
-    def trickle(_server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
-        handler.send_response(200)
-        handler.send_header("Content-Length", "1000")
-        handler.end_headers()
-        for _ in range(100):
-            handler.wfile.write(b" ")
-            handler.wfile.flush()
-            time.sleep(0.05)
-
-    with pytest.raises(EndpointError, match=r"can't be reached: .*refused.* \(2 attempts\)"):
-        Endpoint(gone.url, 1.0, 2, None).post({})
-    with serving(trickle) as slow:
-        began = time.monotonic()
-        with pytest.raises(EndpointError, match=r"gave no answer within 0\.3 s$"):
-            Endpoint(slow.url, 0.3, 1, None).post({})
-        assert time.monotonic() - began < 1.0
-
-
 def test_a_resumed_run_repeats_no_request_and_gets_the_same_rewards(tmp_path: Path) -> None:
     def answer(server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
         say(handler, judged(f'{{"score": {len(server.asked)}}}'))
@@ -210,17 +187,3 @@ def test_a_judges_answer_without_a_score_on_its_scale_is_a_failure(
     else:
         with pytest.raises(NoScoreError, match=score):
             score_in(text_of(judged(text)), (0.0, 10.0))
-
-
-def test_a_template_names_columns_and_responses_can_not_break_it(tmp_path: Path) -> None:
-    file = tmp_path / "template.txt"
-    file.write_text("{prompt}|{response}|{answer}|{{}}")
-
-    with serving(lambda _s, handler, _b: say(handler, judged('{"score": 1}'))) as server:
-        config = judge(server, template=str(file))
-        source = read_source(config)
-        scorer_of(source).score(episodes("{prompt} {x}", answer=4))
-
-    assert source.columns == {"answer"}
-    assert source.fingerprint is not None
-    assert server.asked[0]["messages"][0]["content"] == "2 + 2?|{prompt} {x}|4|{}"

@@ -10,10 +10,8 @@ from typing import Any, Literal
 
 import pytest
 
-from pipeline.errors import ConfigError
 from rewards.environments.calculator import Calculator
 from rewards.environments.file import read_environment
-from rewards.environments.games import GamesConfig, games
 from rewards.environments.guessing import GuessingGame
 from rewards.environments.messages import Played
 from rewards.environments.pool import Environments
@@ -122,21 +120,6 @@ def test_an_episode_that_fails_costs_no_other_its_state(
         hanging = [each for each in below if "time.sleep(600)" in " ".join(words_of(each))]
     assert not hanging
     assert not [each for each in below if alive(each)]
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("import no_such_module\n" + GAME, "No module named 'no_such_module'"),
-        ("raise SystemExit(3)\n" + GAME, "loading it ended the process"),
-        (GAME + "\ndel Game.reward\n", "class Game lacks reward"),
-    ],
-)
-def test_a_file_that_can_not_be_loaded_is_said_before_anything_is_played(
-    tmp_path: Path, text: str, sentence: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"Game of .*can't be loaded: .*{sentence}"):
-        workers(tmp_path, text).__enter__()
 
 
 class Shop:
@@ -257,21 +240,3 @@ def test_the_guessing_game_is_found_by_halving_and_rewards_few_guesses() -> None
     for guess in ("9", "12", "99", "3"):  # after 9, the next two are too high
         game.step(guess)
     assert game.reward() == {"found": 0.0, "sensible": 0.5 * 2 / 5}
-
-
-def test_demonstrations_are_games_that_agree_with_the_environment() -> None:
-    train, held_out = games(GamesConfig(rows=60, held_out=20))
-
-    assert len(train) == 60
-    assert not {row["low"] for row in train} & {row["low"] for row in held_out}
-    for row in train + held_out:
-        game = GuessingGame()
-        opening = game.reset(row, seed=0)
-        *earlier, last = row["response"]
-        game.number = int(last["content"])
-        assert opening[0].content == row["prompt"]
-        for answer, follows in zip(earlier[::2], earlier[1::2], strict=True):
-            assert [each.content for each in game.step(answer["content"]) or ()] == [
-                follows["content"]
-            ]
-        assert game.step(last["content"]) is None

@@ -5,16 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError
 from rewards.config import RewardConfig
-from rewards.contract import Episode, RewardError, Scored
+from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards
 from tests.rewards.processes import alive, descendants
 
@@ -85,22 +84,6 @@ def test_what_is_no_number_is_a_failure_of_its_response_alone() -> None:
 
     assert scored.failed == [*wrong.values(), None, None, None]
     assert scored.values == [*[None] * len(wrong), None, 1.0, 2.0]
-
-
-def test_results_are_ordered_by_slot_however_they_were_submitted() -> None:
-    whole = episodes("a", "bb", "ccc", "dddd")
-
-    with Rewards([function("length"), function("returns")]) as rewards:
-        rewards.submit([whole[3]])
-        rewards.submit([whole[1], whole[0]])
-        rewards.submit([])
-        rewards.submit([whole[2]])
-        verdicts = rewards.results()
-        empty = rewards.results()
-
-    assert verdicts.slots == [0, 1, 2, 3]
-    assert verdicts.sources["length"].values == [1, 2, 3, 4]
-    assert (empty.slots, empty.sources["length"].values) == ([], [])
 
 
 def test_one_of_64_calls_that_hangs_costs_its_deadline_and_no_more() -> None:
@@ -227,32 +210,3 @@ def test_an_edit_during_the_run_changes_nothing_and_another_file_another_fingerp
     assert values == [1.0]
     assert before.keys() == after.keys() == {"mine"}
     assert before != after
-
-
-def test_failures_past_the_share_stop_the_run_in_one_sentence() -> None:
-    with Rewards([function("returns")], workers=1, max_failures=0.25) as rewards:
-        rewards.check_failures({"returns": 2}, num_rows=8, first={"returns": "it is broken"})
-
-        with pytest.raises(RewardError) as error:
-            rewards.check_failures({"returns": 3}, num_rows=8, first={"returns": "it is broken"})
-
-    assert str(error.value) == (
-        "rewards.returns failed on 3 of 8 responses, more than --max-failures 0.25 allows; the"
-        " first failure: it is broken"
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ([function("length"), function("length")], "two sources are named length"),
-        ([RewardConfig(name="a", kind="regex", pattern="(")], r"rewards\.a\.pattern is not a"),
-    ],
-)
-def test_sources_that_can_not_be_used_are_refused_before_a_process_starts(
-    given: Sequence[RewardConfig], sentence: str
-) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        Rewards(given)
-
-    assert not descendants()

@@ -15,7 +15,7 @@ from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
 from rewards.select import main, select
-from rewards.selection import Candidate, SelectConfig, best, best_and_worst, best_of_n_kl
+from rewards.selection import Candidate, SelectConfig, best, best_of_n_kl
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
@@ -29,24 +29,6 @@ def test_the_first_of_the_best_is_chosen_and_an_unknown_reward_is_no_0() -> None
 
     assert chosen == Candidate("answer 2", -1.0)
     assert best(candidates(None, None)) is None
-
-
-def test_what_was_cut_off_or_is_empty_is_never_chosen_and_may_be_worse() -> None:
-    cut = Candidate("and so", 1.0, stopped=False)
-    worst = Candidate("and", -9.0, stopped=False)
-    whole = Candidate("so", 0.5)
-
-    assert best([cut, Candidate(" ", 2.0), whole]) == whole
-    assert best_and_worst([cut, whole, worst]) == (whole, worst)
-    assert best_and_worst([cut]) is None
-
-
-def test_equal_rewards_or_texts_give_no_pair() -> None:
-    assert best_and_worst(candidates(0.5, 0.5, None)) is None
-    assert best_and_worst([Candidate("so", 1.0), Candidate("so", 0.0)]) is None
-    assert best_and_worst(candidates(0.5, 0.25, None, 0.25)) == (
-        Candidate("answer 0", 0.5), Candidate("answer 1", 0.25),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("probabilities", [(0.5, 0.3, 0.2), (0.25,) * 4, (0.9, 0.1)])

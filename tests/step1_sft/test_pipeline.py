@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.config import LoraConfig, ParallelConfig
-from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.config.zero import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
-from pipeline.errors import ConfigError
 from pipeline.models.divided_vocabulary import LARGE
 from pipeline.next_token import next_token_nll
 from pipeline.offline import load_rows
@@ -229,24 +228,6 @@ def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_all(tmp_pa
     config = settings(make(tmp_path, "llama"), tmp_path / "out", pp=2)
 
     assert run_ranks(overflows, config, [0]) == [[True, False]] * 2
-
-
-WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block anew"),
-    "nvme": (
-        {},
-        {"zero": ZeroConfig(offload=OffloadConfig(optimizer="nvme", nvme_path=Path("/tmp")))},
-        "model.zero.offload to nvme can't be had",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_settings_that_contradict_stages_are_refused(name: str, tmp_path: Path) -> None:
-    changes, model, sentence = WRONG[name]
-
-    with pytest.raises(ConfigError, match=sentence):
-        settings(tmp_path, tmp_path, pp=2, model=model, **changes)
 
 
 def hangs(config: SFTConfig, rank: int) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
 from pipeline.models.passes import Passes
 from pipeline.parallel.mesh import current_mesh
-from step1_sft.batches import cut, encode
+from step1_sft.batches import cut
 from step1_sft.config import SFTConfig
 from step1_sft.train import perplexity, train
 from tests.distributed import run_ranks
@@ -81,32 +80,6 @@ def test_perplexity_is_the_exponential_of_the_mean_over_all_target_tokens(
             count += row.num_targets
     assert got == pytest.approx(math.exp(nll / count), rel=1e-4)
     assert engine.model.training
-
-
-def test_a_dialogue_that_is_too_long_loses_its_end(tmp_path: Path) -> None:
-    config = small_task(tmp_path)
-    _, chat = load_chat(config.model, DataConfig())
-    examples = load_examples(config.data, step=1, seed=0).train[:3]
-
-    (whole, *_), (short, *_) = (
-        encode(examples, chat, replace(config, data=replace(config.data, max_length=length)))
-        for length in (48, 7)
-    )
-
-    assert short.input_ids == whole.input_ids[:7]
-    assert short.trained == whole.trained[:7]
-
-
-def test_the_micro_batch_size_changes_no_loss(tmp_path: Path) -> None:
-    losses = []
-
-    for size in (1, 8):
-        config = small_task(tmp_path, micro_batch_size=size, output_dir=tmp_path / f"{size}")
-        train(config)
-        losses.append(logged(config, "loss") + logged(config, "grad_norm"))
-
-    assert len(losses[0]) == 6
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def losses_of(config: SFTConfig) -> list[float]:

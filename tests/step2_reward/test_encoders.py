@@ -18,12 +18,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from pipeline.config import FrozenModelConfig, LoraConfig
+from pipeline.config import LoraConfig
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.models.reward_model import load_scorer, score_responses
+from pipeline.models.reward_model import score_responses
 from step2_reward.train import train
-from tests.step2_reward.labelled import rows_of, save_base, task, write_csv, write_jsonl
+from tests.step2_reward.labelled import rows_of, task, write_csv
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["Human", "Assistant", "Add", "and", "Sure", "It", "is", "Go", "away", ":", ".", "!", ","]
@@ -84,20 +84,3 @@ def test_an_encoder_learns_classes_and_scores_as_plain_transformers_do(
         assert line["scores"][0] == pytest.approx(expected.item(), abs=1e-5)
         (score,) = score_responses(str(config.output_dir), [(prompt, line["responses"][0])])
         assert score == pytest.approx(expected.item(), abs=1e-5)
-
-
-def test_an_encoder_learns_pairs_and_its_score_has_the_unit_of_an_actor_with_other_tokens(
-    tmp_path: Path,
-) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", rows_of("pairs"))
-    config = task(tmp_path, data, save_bert(tmp_path / "bert"), max_steps=20)
-    actor = FrozenModelConfig(path=str(save_base(tmp_path / "actor")))
-
-    train(replace(config, actor=actor))
-
-    result = json.loads((config.output_dir / "result.json").read_text())["eval"]
-    assert result["accuracy_after"] == 1.0
-    assert result["score_stop_rate"] is not None
-    scorer, chat = load_scorer(str(config.output_dir))
-    assert chat.begins_with_cls
-    assert scorer.model.config.score_std > 0

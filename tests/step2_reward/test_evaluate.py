@@ -9,7 +9,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.errors import ModelError
 from pipeline.models.export import export
 from pipeline.models.load import load_for_inference, load_reward_for_inference
 from pipeline.models.reward_model import load_scorer
@@ -78,8 +77,3 @@ def test_pairs_get_the_accuracy_and_the_means_of_their_scores(
     assert figures["accuracy"] == 100 * right / 2
     assert figures["mean chosen"] == pytest.approx(sum(chosen) / 2, abs=1e-4)
     assert figures["mean rejected"] == pytest.approx(sum(rejected) / 2, abs=1e-4)
-
-
-def test_a_language_model_is_not_taken_for_a_reward_model(actor_dir: Path) -> None:
-    with pytest.raises(ModelError, match="is not a reward model"):
-        load_scorer(str(actor_dir))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import DataError, UserError
 from pipeline.report.write import write_report
 from step2_reward.lab.__main__ import main
 from step2_reward.train import train
@@ -71,27 +70,3 @@ def test_the_command_measures_an_exported_model_as_the_step_did(
     }
     for row in held_out:
         assert again[row["origin"]] == pytest.approx(row["probabilities"], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "sentence"),
-    [
-        (["--data-path", "pairs.jsonl"], DataError, "none of its 48 rows has a label"),
-        (["--data-path", "other.jsonl"], DataError, "label odd is none of the model's classes"),
-        (["--rows", "0"], UserError, "rows must be above 0"),
-        (["--actor", "x", "--data-path", "classes.jsonl"], UserError, "actor needs data_path"),
-    ],
-)
-def test_wrong_input_of_the_command_is_named(
-    trained: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    error: type[Exception],
-    sentence: str,
-) -> None:
-    rows = [{"prompt": "Q", "response": "R", "label": "odd"}]
-    write_jsonl(trained / "other.jsonl", rows)
-    monkeypatch.chdir(trained)
-
-    with pytest.raises(error, match=sentence):
-        main(["--path", str(trained / "classes" / "step2_reward"), *options])

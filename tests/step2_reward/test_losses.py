@@ -82,13 +82,6 @@ def test_focal_loss_by_hand() -> None:
     assert pair.item() == pytest.approx(0.25**2 * math.log(4 / 3), rel=1e-6)
 
 
-def test_class_balanced_weights_by_hand() -> None:
-    assert balanced_weights([1, 3], beta=0.5) == pytest.approx([14 / 11, 8 / 11])
-    # Towards 1 they are the inverse of the counts, and their mean stays 1.
-    assert balanced_weights([10, 30], beta=1 - 1e-9) == pytest.approx([1.5, 0.5], rel=1e-6)
-    assert balanced_weights([0, 30], beta=0.9)[0] == balanced_weights([1, 30], beta=0.9)[0]
-
-
 @pytest.mark.parametrize("kappa", [1e-4, 0.3, 2.0])
 def test_a_win_a_tie_and_a_loss_have_probabilities_that_sum_to_1(kappa: float) -> None:
     difference = (CHOSEN - REJECTED).double()

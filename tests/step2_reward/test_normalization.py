@@ -76,19 +76,3 @@ def test_answers_without_an_end_do_not_enter_the_moments(tmp_path: Path) -> None
     assert (moments.mean, moments.std) == pytest.approx(mean_and_std(ended), rel=1e-5)
     assert moments.mean != pytest.approx(mean_and_std(every)[0], rel=1e-3)
     assert moments.stop_rate == len(ended) / 15
-
-
-def test_where_no_answer_ends_the_datas_own_are_scored_and_it_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = task(tmp_path, ends=False)
-    own = replace(config, actor=FrozenModelConfig())
-    _, chat = load_chat(config.model, DataConfig())
-    examples = load_examples(config.data, step=2, seed=config.seed).train
-
-    moments = measure_scores(scorer(config), chat, examples, config, PAIRS)
-
-    of_data = measure_scores(scorer(config), chat, examples, own, PAIRS)
-    assert (moments.mean, moments.std) == (of_data.mean, of_data.std)
-    assert (moments.stop_rate, of_data.stop_rate) == (0.0, None)
-    assert "only 0 of 15 responses of step 1's model ended within max_new_tokens 4" in caplog.text

@@ -11,7 +11,6 @@ from transformers import AutoModelForSequenceClassification
 
 from pipeline.config import RowColumns
 from pipeline.data.batches import collate
-from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
@@ -28,18 +27,13 @@ from step2_reward.step_objective import (
     StepObjective,
     StepRow,
     collate_steps,
-    encode_steps,
-    known_separators,
-    within,
 )
 from step2_reward.train import train
 from step3_ppo.reward_model import RewardModel
 from tests.step2_reward.labelled import rows_of, save_base, task, write_jsonl
 
 TOKENIZER = build_tokenizer()
-CHAT = resolve_format(TOKENIZER, "auto")
 CPU = torch.device("cpu")
-PROMPT = (Message("user", "Add 1\nand 1."),)
 
 
 def read(columns: dict[str, Any], *, labels: bool = True) -> Example | None:
@@ -59,23 +53,6 @@ def test_rows_of_trl_and_rows_with_ratings_are_read_as_steps_and_demonstrate_not
         (("a",), (0.25,)),
     ]
     assert not any(each.chosen or each.rejected for each in found if each)
-
-
-def test_a_separator_inside_of_a_step_becomes_a_space_so_that_rl_reads_as_many_steps() -> None:
-    example = Example(PROMPT, steps=("1 + 1", "is\n\n2", "So: 2"), step_labels=(1.0, None, 0.0))
-    separators = known_separators(CHAT, "\n")
-
-    row = encode_steps(example, CHAT, RewardConfig(), separators)
-
-    text = TOKENIZER.decode(row.sequence.input_ids)
-    assert "1 + 1\nis 2\nSo: 2" in text
-    assert len(row.ends) == len(row.targets) == 2
-    assert row.ends[-1] == len(row.sequence) - 1
-    assert row.sequence.input_ids[row.ends[0]] in separators
-    # What is cut off takes its steps along.
-    short = within(row, len(row.sequence) - row.ends[0] - 1)
-    assert (short.targets, short.ends) == ((0.0,), (len(short.sequence) - 1,))
-    assert within(row, len(row.sequence) - row.ends[0]).ends[0] == 0
 
 
 def test_all_labelled_steps_weigh_alike_however_rows_are_cut() -> None:

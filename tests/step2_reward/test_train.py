@@ -17,7 +17,7 @@ from pipeline.config import (
     TrainedModelConfig,
 )
 from pipeline.data.batches import EncodedPair, collate_pairs
-from pipeline.data.examples import Encoded, Example, Message
+from pipeline.data.examples import Encoded
 from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.chat import load_chat
@@ -26,7 +26,6 @@ from pipeline.models.load import load_classifier
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.objectives import evaluate
-from step2_reward.rows import encode
 from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.families import random_rows, tiny_causal_lm
@@ -70,36 +69,6 @@ def logged(config: RewardConfig, name: str) -> list[float]:
 def pair(chosen: int, rejected: int, *, seed: int = 0) -> EncodedPair:
     first, second = random_rows((chosen, rejected), seed=seed)
     return EncodedPair(first, second, margin=float(seed))
-
-
-def test_chosen_sequences_come_first_and_scores_split_again_into_pairs() -> None:
-    pairs = [pair(3, 5, seed=1), pair(2, 1, seed=2)]
-
-    batch = collate_pairs(pairs, spare=pairs[0])
-    chosen, rejected = batch.split(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-
-    assert batch.tokens.lengths == (3, 2, 5, 1)
-    assert chosen.tolist() == [1, 2]
-    assert rejected.tolist() == [3, 4]
-    assert batch.margin.tolist() == [1, 2]
-
-
-def test_a_dialogue_that_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
-    config = small_task(tmp_path)
-    _, chat = load_chat(config.model, DataConfig())
-    example = Example(
-        prompt=(Message("user", "Hi"),),
-        chosen=(Message("assistant", "Sure! It is 2."),),
-        rejected=(Message("assistant", "Go away."),),
-        margin=0.5,
-    )
-    short = replace(config, data=replace(config.data, max_length=5))
-
-    (whole,), (cut_off,) = (encode([example], chat, settings) for settings in (config, short))
-
-    assert cut_off.chosen.input_ids == whole.chosen.input_ids[-5:]
-    assert cut_off.rejected.input_ids == whole.rejected.input_ids[-5:]
-    assert cut_off.margin == 0.5
 
 
 @torch.no_grad()

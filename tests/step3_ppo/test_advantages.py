@@ -155,12 +155,6 @@ def test_dr_grpo_by_hand_and_rloo_of_two_is_twice_that() -> None:
     assert advantages_of("rloo", returns, group_size=2) == [2 * each for each in of_pairs]
 
 
-def test_the_best_of_a_group_counts_1_and_equal_best_ones_share_it() -> None:
-    returns = [1.0, 3.0, 2.0, 5.0, 5.0, 0.0, -1.0, -1.0, -1.0]
-
-    assert advantages_of("best", returns, group_size=3) == [0, 1, 0, 0.5, 0.5, 0, 0, 0, 0]
-
-
 def test_reinforce_pp_has_the_rewards_to_come() -> None:
     spread = rewarded([2.0, 1.0], [3, 2], group_size=1)
     spread.rewards[:, 0] = -1.0  # as a KL penalty lies on every token
@@ -169,12 +163,6 @@ def test_reinforce_pp_has_the_rewards_to_come() -> None:
 
     assert estimate.advantages.tolist() == [[1.0, 2.0, 2.0], [0.0, 1.0, 0.0]]
     assert estimate.returns is None
-
-
-def test_reinforce_pp_takes_the_mean_score_of_the_group_off_first() -> None:
-    found = advantages_of("reinforce_pp", [1.0, 4.0, 7.0, 7.0], group_size=2, group_baseline=True)
-
-    assert found == [-1.5, 1.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", [*GROUPED, "reinforce_pp"])

@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.engine.best import BestWeights
 from pipeline.errors import ConfigError
 from pipeline.origin import training_at
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train
-from tests.step3_ppo.toy import toy_config, toy_models
+from tests.step3_ppo.toy import toy_config
 
 
 def harmful(toy: Path, out: Path, **changes: Any) -> PPOConfig:
@@ -94,17 +93,3 @@ def test_a_run_that_goes_on_insists_on_the_model_that_it_began_from(
     train(replace(config, resume=True))
 
     assert json.loads(first)["began_from"] == training_at(str(actor))
-
-
-def test_a_value_that_is_not_finite_is_never_the_best(toy: Path) -> None:
-    best = BestWeights(toy_models(toy_config(toy)).actor)
-
-    for step, value in enumerate(
-        [float("inf"), float("nan"), 3.0, float("nan"), 2.0, float("-inf")]
-    ):
-        best.update(value, step=step)
-
-    assert (best.value, best.step, best.worse_in_a_row) == (2.0, 4, 1)
-    copy = BestWeights(best.engine)
-    copy.load_state_dict(json.loads(json.dumps(best.state_dict())))
-    assert copy.state_dict() == best.state_dict()

@@ -10,12 +10,10 @@ import torch
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.demo.model import build_tokenizer
-from pipeline.errors import ModelError
 from pipeline.models.forward import base_model
 from pipeline.models.load import load_classifier
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Critic, load_critic, load_reward
-from tests.step2_reward.test_encoders import save_bert
 from tests.step3_ppo.toy import toy_config
 
 CPU = torch.device("cpu")
@@ -50,13 +48,6 @@ def test_the_score_of_classes_is_their_expected_value(toy: Path, tmp_path: Path)
     assert reward.scores([BATCH])[0].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_classes_without_values_are_no_reward(toy: Path, tmp_path: Path) -> None:
-    config = of_classes(toy, tmp_path, values=None)
-
-    with pytest.raises(ModelError, match="its 3 classes have no values, so that it gives no score"):
-        load_reward(config, build_tokenizer(), device=CPU)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_critic_from_a_model_of_classes_has_a_head_of_its_own(
     toy: Path, tmp_path: Path, stage: int
@@ -74,11 +65,3 @@ def test_a_critic_from_a_model_of_classes_has_a_head_of_its_own(
     made = Critic(critic, normalize=True)
     assert (made.mean, made.std) == (0.0, 1.0)  # of the other head they mean nothing
     assert made(BATCH).isfinite().all()
-
-
-def test_an_encoder_is_no_critic(toy: Path, tmp_path: Path) -> None:
-    config = toy_config(toy)
-    config = replace(config, critic=replace(config.critic, path=str(save_bert(tmp_path))))
-
-    with pytest.raises(ModelError, match="a critic values every token of it; set ppo"):
-        load_critic(config, build_tokenizer(), device=CPU)

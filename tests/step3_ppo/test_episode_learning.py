@@ -11,9 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.config import ParallelConfig
 from pipeline.data.examples import Encoded, Message
-from pipeline.parallel.mesh import cut_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.experience import compute_advantages, score_responses
@@ -21,7 +19,6 @@ from step3_ppo.metrics import rollout_statistics
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.train import train
 from step3_ppo.update import update_minibatch
-from tests.distributed import run_ranks
 from tests.step3_ppo.games import game_config, game_models
 from tests.step3_ppo.toy import END, distance, gradients
 
@@ -142,12 +139,6 @@ def of_game(toy: Path, out: Path, **changes: Any) -> PPOConfig:
     return game_config(toy, "Counting", **settings | changes)
 
 
-def _train(config: PPOConfig) -> None:
-    parallel = config.parallel
-    with cut_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
-        train(config)
-
-
 @pytest.mark.jobs
 def test_a_run_that_was_cut_ends_in_the_same_weights_and_its_samples_show_the_dialogue(
     toy: Path, tmp_path: Path
@@ -178,20 +169,3 @@ def test_a_run_that_was_cut_ends_in_the_same_weights_and_its_samples_show_the_di
     texts = [answer["text"] for row in sample for answer in row["answers"].values()]
     assert any("[user] go on" in text for text in texts)
     assert all(row["prompt"][0]["content"].isdigit() for row in sample)
-
-
-@pytest.mark.parametrize(
-    "division", [{}, *(pytest.param({axis: 2}, marks=pytest.mark.grid) for axis in ("tp", "pp"))]
-)
-def test_two_processes_learn_a_game_as_one_does(
-    division: dict[str, int], toy: Path, tmp_path: Path
-) -> None:
-    config = of_game(toy, tmp_path / "1")
-    train(config)
-
-    parallel = ParallelConfig(**division)
-    run_ranks(_train, replace(config, output_dir=tmp_path / "2", parallel=parallel))
-
-    one, two = exported(tmp_path / "1"), exported(tmp_path / "2")
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3)

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError
-from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.experience import score_responses
@@ -109,24 +107,6 @@ def test_what_was_sampled_is_never_encoded_again_and_observations_come_as_the_fo
     assert gap < 1e-5
 
 
-def test_random_numbers_go_on_over_the_turns_and_observations_show_what_the_answer_was(
-    toy: Path,
-) -> None:
-    """An environment's episode is that of one continued by hand, with no number drawn twice."""
-    config = game_config(toy, "Counting")
-    with playing(config) as models:
-        episodes = played(models, config, *[{"turns": 2}] * 8)
-        longer = [each for each in episodes if len(answer_ids(each)) == 2]
-        again = played(models, config, *[{"turns": 2}] * 8)
-
-    assert longer
-    assert [each.sequence for each in again] == [each.sequence for each in episodes]
-    # Were the second turn drawn with the numbers of the first, alike prompts would be answered
-    # alike; here the openings differ, so that it is seen in how often first tokens agree.
-    same = [turns[0][0] == turns[1][0] for turns in map(answer_ids, longer)]
-    assert sum(same) < len(same)
-
-
 def test_limits_end_an_episode_without_its_environment_s_consent(toy: Path) -> None:
     endless = {"turns": 99}
     config = game_config(toy, "Counting", max_turns=2)
@@ -217,31 +197,3 @@ def test_two_processes_play_what_one_plays(toy: Path) -> None:
     first, second = run_ranks(share, str(toy))
 
     assert [*first, *second] == expected
-
-
-def check_own_file(directory: str) -> str:
-    """What a process says that has edited its file."""
-    config = game_config(Path(directory), "Counting")
-    file = Path(directory) / f"games-{rank()}.py"
-    file.write_text((Path(directory) / "games.py").read_text() + f"EDIT = {rank()}\n")
-    with RewardSources(replace(config, environment=f"{file}:Counting")) as sources:
-        try:
-            sources.check_alike(current_mesh().world)
-        except ConfigError as error:
-            return str(error)
-    return ""
-
-
-def test_processes_with_different_files_are_refused(toy: Path) -> None:
-    game_config(toy, "Counting")
-
-    answers = run_ranks(check_own_file, str(toy))
-
-    assert (
-        answers
-        == [
-            "processes have read different files of ppo.environment; bring the same one to all"
-            " machines, leave it alone until the step has begun, and start again"
-        ]
-        * 2
-    )

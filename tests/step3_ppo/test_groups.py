@@ -1,20 +1,17 @@
 """Several responses to each prompt, without a critic: cut, trained and written."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.parallel.group import Group
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import compute_advantages, score_responses
 from step3_ppo.rewards import reward_of
 from step3_ppo.rollout import generate_responses
 from step3_ppo.train import train
-from step3_ppo.update import own_rows
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
 GROUP = {"advantage": "grpo", "group_size": 4}
@@ -68,20 +65,3 @@ def test_the_responses_to_a_prompt_differ_and_stand_together(toy: Path) -> None:
     torch.testing.assert_close(
         of_response.argmax(dim=1), rollout.reward_score.view(2, 4).argmax(dim=1)
     )
-
-
-def rows_of(slots: Iterable[int], *, rank: int, processes: int) -> list[int]:
-    return own_rows(list(slots), Group(rank, tuple(range(processes))), group_size=2)
-
-
-def test_groups_go_round_the_processes_whole() -> None:
-    """Slots 0 to 11 are groups 0 to 5; processes 0 and 1 have every other one."""
-    assert rows_of(range(12), rank=0, processes=1) == list(range(12))
-    assert rows_of(range(12), rank=0, processes=2) == list(range(6))
-    assert rows_of(range(12), rank=1, processes=2) == list(range(6))
-
-
-def test_a_minibatch_of_some_slots_has_its_rows_where_the_groups_are() -> None:
-    # Slots 2 and 3 are group 1, the first of process 1; slot 9 is of group 4, the third of 0.
-    assert rows_of([2, 3, 9], rank=0, processes=2) == [5]
-    assert rows_of([2, 3, 9], rank=1, processes=2) == [0, 1]

@@ -1,12 +1,10 @@
 """What a guard says of a run, once until it recovers, and when it has the run go back."""
 
-import json
 from typing import Any
 
 import pytest
 
-from pipeline.guards.guards import MAX_ROLLBACKS, QUIET, Guards
-from pipeline.guards.settings import completed
+from pipeline.guards.guards import QUIET, Guards
 from step3_ppo.guard_settings import WARNING, GuardConfig
 from step3_ppo.guards import RLSignals, diverges
 
@@ -125,38 +123,3 @@ def test_a_run_diverges_where_its_reward_rises_and_gold_falls_beyond_their_error
     assert not found(up, down, stderr=0.08)  # 0.2 is less than 2 of its standard errors, 0.113
     lacking = [measured(0.5, 0.5), {"score": 0.6, "score_stderr": 0.01}, measured(0.7, 0.3)]
     assert not diverges(lacking, errors=2.0)
-
-
-def acting(action: str, **changes: Any) -> Guards:
-    settings = {"signal": "repetition", "limit": 0.3, "window": 2, "action": action, **changes}
-    return Guards(completed([GuardConfig(**settings)], WARNING), RLSignals())
-
-
-def test_a_guard_that_acts_comes_first_and_a_run_is_unhealthy_for_its_window() -> None:
-    guards = acting("rollback")
-    bad = SOUND | {"repetition": 0.5, "ratio_max": 30.0}
-    healthy, said = [], []
-    for step, metrics in enumerate([SOUND, bad, SOUND, SOUND, bad, bad], start=1):
-        said.append(guards.check(step, metrics))
-        healthy.append(guards.is_healthy)
-
-    assert [(trip.signal, trip.action) for trip in said[-1]] == [("repetition", "rollback")]
-    assert healthy == [True, False, False, True, False, False]
-    assert (guards.window, Guards(WARNING, RLSignals()).window) == (2, None)
-    ended = acting("stop").check(1, bad), acting("stop", window=1).check(1, bad)
-    assert [[trip.action for trip in trips] for trips in ended] == [["warn"], ["stop", "warn"]]
-
-
-def test_after_two_rollbacks_the_next_one_ends_the_run() -> None:
-    guards, bad = acting("rollback", window=1), SOUND | {"repetition": 0.5}
-    guards.check(1, SOUND)
-
-    actions = []
-    for _ in range(MAX_ROLLBACKS + 1):
-        (trip,) = guards.check(2, bad)
-        actions.append(trip.action)
-        guards.load_state_dict(json.loads(json.dumps(guards.after(trip, to=1))))
-
-    assert actions == ["rollback", "rollback", "stop"]
-    assert (guards.rollbacks, guards.stopped, guards.is_healthy) == (2, True, True)
-    assert guards.first == {name: SOUND[name] for name in guards.first}

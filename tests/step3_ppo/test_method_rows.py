@@ -28,11 +28,6 @@ def test_a_row_is_what_its_name_stands_for_and_gives_way_to_what_is_said(method:
     assert method in TITLES
 
 
-def test_a_method_that_there_is_not_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"method.*grpo"):
-        parse_step(PPOConfig, ["--method", "grop"])
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -81,29 +81,6 @@ def test_equal_rewards_give_a_gradient_of_exactly_0(
     assert not found.any()
 
 
-def test_the_kl_of_the_loss_is_weighed_like_the_rest_of_it(
-    toy: Path, experience: Experience
-) -> None:
-    """Of equal rewards: the gradient is that of the KL alone, and k2's is known."""
-    config = grouped(toy, kl_in="loss", kl_coef=0.5, kl_estimator="k2", aggregate="sequence")
-    rollout = rewarded_rollout(experience, config, torch.zeros(8))
-    shifted = replace(rollout.experience, ref_logprobs=rollout.experience.logprobs - 0.2)
-    models = toy_models(config)
-
-    metrics = updated(models, replace(rollout, experience=shifted), config).metrics
-
-    # half of 0.2 squared at every token, and weights that add up to 1
-    assert metrics["kl_loss"] == pytest.approx(0.02, rel=1e-4)
-    as_advantages = replace(
-        rollout,
-        advantages=torch.where(shifted.mask, -0.5 * 0.2, 0.0),  # k2's gradient is 0.2 grad log pi
-        kl_coef=0.0,
-    )
-    plain_models = toy_models(config)
-    updated(plain_models, as_advantages, replace(config, kl_in="none"))
-    assert distance(gradient(models.actor), gradient(plain_models.actor)) < 1e-4
-
-
 def test_a_correction_weighs_tokens_and_says_how_much(toy: Path, experience: Experience) -> None:
     config = grouped(toy, correction="truncate", correction_cap=4.0)
     rarer = replace(experience, sampled_logprobs=experience.logprobs - torch.tensor(2.0).log())
@@ -134,35 +111,6 @@ def test_a_response_without_a_reward_is_as_if_it_were_not_there(
     assert made.advantages[:3, 0].tolist() == [0.75, -0.75, 0.0]
     assert distance(found[0], found[1]) < 1e-5
     assert rollout_statistics(made)["uncounted"] == 1 / 8
-
-
-def test_a_critic_does_not_learn_from_what_has_no_reward(toy: Path) -> None:
-    config = toy_config(toy)
-    experience = toy_rollout(toy_models(config), config).experience
-    counted = torch.tensor([True] * 7 + [False])
-
-    def learned(last: float) -> Tensor:
-        rewards = torch.tensor([*REWARDS[:7].tolist(), last])
-        made = compute_advantages(experience, rewards, config, kl_coef=0.1, counted=counted)
-        models = toy_models(config)
-        updated(models, made, config)
-        assert models.critic is not None
-        return gradient(models.critic)
-
-    assert torch.equal(learned(0.0), learned(50.0))
-
-
-def test_responses_without_an_end_are_left_out_or_lose_for_their_length(
-    toy: Path, experience: Experience
-) -> None:
-    masks = grouped(toy, overlong="mask")
-    scores = grouped(toy, overlong_buffer=0.5)  # of 8 tokens
-
-    masked, scored = (rewarded_rollout(experience, each) for each in (masks, scores))
-
-    assert torch.equal(masked.counted, experience.stopped)
-    lost = (experience.mask.sum(dim=1) - 4).clamp(min=0) / 4
-    torch.testing.assert_close(scored.reward_score, REWARDS - lost)
 
 
 @pytest.mark.parametrize(("gap", "corrected"), [(5e-4, False), (2e-3, True)])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.config import LoraConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from step3_ppo.config import PPOConfig
@@ -46,13 +46,6 @@ def test_with_lora_the_reference_is_the_actor_with_its_adapter_off(toy: Path) ->
     assert torch.equal(models.actor(BATCH, temperature=0.5).logprobs, adapted)
 
 
-def test_reference_and_reward_model_have_no_gradients(toy: Path) -> None:
-    models = toy_models(toy_config(toy))
-
-    for frozen in (models.reference.engine.model, models.reward.engine.model):
-        assert not any(param.requires_grad for param in frozen.parameters())
-
-
 def test_the_critic_starts_as_the_normalized_reward_model(toy: Path) -> None:
     models = toy_models(toy_config(toy))
 
@@ -64,16 +57,3 @@ def test_the_critic_starts_as_the_normalized_reward_model(toy: Path) -> None:
         expected = models.reward.normalized(models.reward.scores([prefix])[0])[0]
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     assert (models.reward.mean, models.reward.std) == (0.5, 2.0)
-
-
-def test_a_model_given_in_python_without_an_optimizer_learns_at_ppos_rate() -> None:
-    config = PPOConfig(
-        actor=TrainedModelConfig(path="somewhere", zero_stage=2),
-        critic=TrainedModelConfig(path="elsewhere"),
-    )
-
-    assert config.actor == replace(PPOConfig().actor, path="somewhere", zero_stage=2)
-    assert (config.actor.optim.lr, config.critic.optim.lr) == (1e-6, 9e-6)
-    assert config.actor.optim.eps == 1e-5
-    own = OptimConfig(lr=1e-5)  # said, though it is what the class has
-    assert PPOConfig(actor=TrainedModelConfig(optim=own)).actor.optim.lr == 1e-5

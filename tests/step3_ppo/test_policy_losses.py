@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from step3_ppo.losses import LOSSES, TrustRegion, correction_weights, effective_share
+from step3_ppo.losses import LOSSES, TrustRegion, correction_weights
 
 F64 = torch.float64
 MASK = torch.tensor([[True, True, False], [True, True, True]])
@@ -91,9 +91,3 @@ def test_correction_weights_by_hand() -> None:
     torch.testing.assert_close(
         of("truncate", "sequence"), torch.tensor([[mean, mean, mean], [0.5, 1, 1]])
     )
-
-
-def test_weights_that_differ_teach_as_fewer_tokens_do() -> None:
-    assert effective_share(4.0, 4.0, 4.0) == 1.0
-    assert effective_share(2.0, 4.0, 4.0) == 0.25  # one token of weight 2 among four
-    assert effective_share(0.0, 0.0, 4.0) == 0.0

@@ -108,20 +108,3 @@ def test_each_model_is_run_once_for_scores_and_first_update(toy: Path) -> None:
 
     assert passes(reuse=False) == 2
     assert passes(reuse=True) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "processes", "reuses"),
-    [
-        ({"rollout_size": 8, "batch_size": 8, "micro_batch_size": 8}, 1, True),
-        ({"rollout_size": 8, "batch_size": 8, "micro_batch_size": 4}, 1, False),
-        ({"rollout_size": 8, "batch_size": 8, "micro_batch_size": 4}, 2, True),
-        ({"rollout_size": 9, "batch_size": 9, "micro_batch_size": 4}, 2, False),
-        ({"rollout_size": 8, "batch_size": 4, "micro_batch_size": 8}, 1, False),
-        ({"rollout_size": 8, "batch_size": 8, "reuse_forward": False}, 1, False),
-    ],
-)
-def test_only_a_rollout_of_one_micro_batch_is_kept(
-    settings: dict[str, Any], processes: int, reuses: bool
-) -> None:
-    assert PPOConfig(**settings).reuses_forward(processes=processes) is reuses

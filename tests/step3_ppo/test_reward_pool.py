@@ -11,7 +11,6 @@ import torch
 
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.errors import ConfigError
 from rewards.config import Pool, RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.reward_model import pooled
@@ -96,21 +95,3 @@ def test_a_run_is_rewarded_by_the_pool_also_after_a_resume(directory: Path, tmp_
     scores = [line["reward_taste"] for line in first if "reward_taste" in line]
     assert len(scores) == 2
     assert scores == [line["reward_taste"] for line in second if "reward_taste" in line]
-
-
-def test_settings_of_a_pool_that_can_not_be_are_refused(directory: Path) -> None:
-    member = str(directory / "reward_2")
-    for of, sentence in (
-        ({"members": (), "pool": "min"}, "pool min needs rewards.taste.members"),
-        ({"members": (member, member)}, "members names a model twice"),
-        ({"path": member}, "members names a model twice"),
-        ({"pool_lambda": 0.5}, "pool_lambda is a setting of pool uwo; mean does not read it"),
-        ({"pool": "uwo", "pool_lambda": -1.0}, "pool_lambda must be 0 or more"),
-        ({"kind": "math"}, "members is a setting of kind model; math does not read it"),
-    ):
-        with pytest.raises(ConfigError, match=sentence):
-            source(directory, **of)
-    with pytest.raises(ConfigError, match="which is the first reward model already"):
-        pool_config(directory, of={"members": (str(directory / "reward"),)})
-    with pytest.raises(ConfigError, match=r"leave ppo\.normalize_score on"):
-        pool_config(directory, normalize_score=False)

@@ -138,15 +138,6 @@ def test_a_step_with_a_function_alone_loads_no_reward_model_and_logs_what_it_gav
     assert not (out / "critic").exists()
 
 
-def test_rewards_are_in_the_order_of_the_responses_whatever_order_they_end_in(
-    toy: Path, file: Path
-) -> None:
-    found = rewarded(grouped(toy, function(file, "wanted")), 1.0, 2.0, 3.0, 4.0, 5.0)
-
-    assert found.reward.tolist() == found.score.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert found.known.all()
-
-
 def test_a_model_s_normalized_score_is_one_more_source(toy: Path, file: Path) -> None:
     taste = RewardConfig(name="taste", kind="model", weight=0.5)
     config = grouped(toy, function(file, "wanted", weight=2.0), taste)
@@ -163,20 +154,6 @@ def test_a_model_s_normalized_score_is_one_more_source(toy: Path, file: Path) ->
         "reward_wanted": [1.0, None, 3.0],
         "reward_taste": [-0.25, 0.25, -1.0],
     }
-
-
-def test_a_response_without_a_reward_is_known_as_such_and_counts_in_no_mean(
-    toy: Path, file: Path
-) -> None:
-    config = grouped(toy, function(file, "wanted"), max_reward_failures=1.0)
-
-    found = rewarded(config, 1.0, None, 4.0)
-
-    assert found.known.tolist() == [True, False, True]
-    assert found.reward.tolist() == [1.0, 0.0, 4.0]
-    figures = found.metrics()
-    assert figures["reward_wanted"] == 2.5
-    assert figures["reward_failures"] == pytest.approx(1 / 3)
 
 
 def test_sources_normalized_by_themselves_weigh_alike_and_figures_keep_their_unit(

@@ -79,14 +79,6 @@ def test_it_scores_the_text_in_its_own_tokens_as_plain_transformers_does(
     assert experience.score.tolist() == scores.tolist()
 
 
-def test_without_a_chat_template_it_is_refused(toy: Path, foreign: Path, tmp_path: Path) -> None:
-    metaspace().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text((foreign / "config.json").read_text())
-
-    with pytest.raises(ModelError, match="has another tokenizer than the actor and no chat temp"):
-        toy_models(config_with(toy, tmp_path))
-
-
 def test_a_critic_must_read_the_actors_tokens(toy: Path, foreign: Path) -> None:
     config = toy_config(toy)
     config = replace(config, critic=replace(config.critic, path=str(foreign)))

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline.config import OptimConfig
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardConfig
-from step3_ppo.rewards import standard_error
 from step3_ppo.train import train
 from tests.step3_ppo.toy import toy_config
 from tests.test_resume import metrics
@@ -83,13 +81,3 @@ def test_a_reward_for_length_is_caught_and_gold_is_no_lower_in_the_end(
     again = places.index(first["to"] + 1, first["step"])
     assert places[:again] == list(range(1, first["step"] + 1))
     assert [logged[again][name] for name in ("lr", "kl_coef")] == [0.015, 2e-3]
-
-
-def test_the_error_of_a_mean_counts_prompts_and_what_is_known() -> None:
-    nan = float("nan")
-    # Alone: variance (1 + 1 + 4) / 2 = 3 over 3. In pairs: sums less their means are -2, 1, 1.
-    assert standard_error(torch.tensor([0.0, 0.0, 3.0, nan]), group_size=1) == pytest.approx(1.0)
-    assert standard_error(
-        torch.tensor([0.0, 0.0, 1.0, 2.0, 3.0, 0.0]), group_size=2
-    ) == pytest.approx((6 * 3 / 2) ** 0.5 / 6)
-    assert standard_error(torch.tensor([1.0, nan, nan, nan]), group_size=2) == 0.0

@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation.held_out import Prompt
-from evaluation.scored import HeldOutResponses, ScoredResponse, summarize
 from inference.generation import Response
-from pipeline.data.examples import Message
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step3_ppo.config import PPOConfig
-from step3_ppo.evaluate import HeldOut
 from step3_ppo.models import Models
 from step3_ppo.rewards import counted_scores, measured_moments, raw_scores, reward_of
 from tests.step3_ppo.resumed import run_whole_and_resumed
@@ -45,31 +41,6 @@ def test_a_response_without_an_end_never_gains_by_it(models: Models, toy: Path) 
     assert counted(missing_eos_score=None) == [2.5, 4.5, -40.5]
     assert rewards() == [1.0, -1.0, -5.0]
     assert rewards(normalize_score=False, score_clip=None) == [2.5, -1.0, -40.5]
-
-
-def test_held_out_figures_count_unfinished_answers_as_the_reward_does(
-    models: Models, toy: Path
-) -> None:
-    config = toy_config(toy)
-    prompts = [Prompt((Message("user", "two and two"),), ids) for ids in PROMPTS[:2]]
-    held_out = HeldOut(models, prompts, config)
-    whole = Response([30, END], [-1.0, -1.0], stopped=True)
-    cut_off = Response([30, 31], [-1.0, -1.0], stopped=False)
-    raw = raw_scores(models, PROMPTS[:2], [whole, cut_off], config).tolist()
-    models.reward.mean = raw[1] - 3.0  # so that the raw score of the unfinished one is high
-
-    first, second = held_out.scored([whole, cut_off])
-
-    assert first.score == raw[0]
-    assert second.score == pytest.approx(models.reward.mean - 2.0)
-    assert second.score < raw[1]
-    sampled = [ScoredResponse("", 0.0, 2, stopped=True)] * 2
-    before = HeldOutResponses([first, replace(second, score=raw[0] - 1)], sampled, kl=0.0)
-    after = HeldOutResponses([first, second], sampled, kl=0.0)
-    figures = summarize(before, after)
-    assert figures["score_after"] == pytest.approx((raw[0] + second.score) / 2)
-    assert figures["win_rate"] == (0.5 + (second.score > raw[0] - 1)) / 2
-    assert figures["stop_rate"] == 0.5
 
 
 def test_moments_are_those_of_the_responses_that_ended(models: Models, toy: Path) -> None:

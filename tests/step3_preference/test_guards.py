@@ -1,13 +1,11 @@
 """Guards of a run that learns from preferences: what they look at, say and do."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evaluation.scored import repeated_trigrams
 from pipeline.guards.guards import Guards
 from step3_preference.config import WARNING, GuardConfig, PreferenceConfig
 from step3_preference.guards import PreferenceSignals
@@ -58,24 +56,6 @@ def test_each_usual_signal_is_one_sentence_once_its_window_of_evaluations_is_ove
     assert spoke[0].sentence.startswith(sentence)
     assert (spoke[0].window, spoke[0].unit) == (5 * window, "step")
     assert watched.check(25, SOUND) == []
-
-
-def test_what_an_evaluation_found_holds_for_the_steps_until_the_next() -> None:
-    watched = guards(replace(ALWAYS, signal="kl", limit=3.0, window=2))
-    healthy = []
-    for place, kl in enumerate([1.0, 4.0, 1.0, 1.0], start=1):
-        watched.check(5 * place, {**SOUND, "kl": kl})
-        healthy.append(watched.is_healthy)
-
-    assert healthy == [True, False, False, True]
-    assert watched.window == 10  # steps: of two evaluations
-
-
-def test_a_response_that_repeats_three_tokens_counts_where_they_end() -> None:
-    assert repeated_trigrams([1, 2, 3, 4]) == 0
-    assert repeated_trigrams([1, 2, 3, 1, 2, 3]) == 1
-    assert repeated_trigrams([7] * 6) == 3
-    assert repeated_trigrams([7, 7]) == 0
 
 
 def guarded(toy: Path, out: Path, **changes: Any) -> PreferenceConfig:

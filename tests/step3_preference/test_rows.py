@@ -9,7 +9,6 @@ import torch
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.sharing.steps import StageData
-from pipeline.errors import DataError
 from pipeline.models.chat import load_chat
 from step3_preference.config import PreferenceConfig
 from step3_preference.objective import kto_weights
@@ -36,38 +35,6 @@ def lengths(toy: Path) -> tuple[int, int, int]:
     return len(chat.encode_prompt((USER,))), *whole
 
 
-def test_a_row_that_is_too_long_loses_the_same_beginning_on_both_sides(toy: Path) -> None:
-    prompt, chosen, rejected = lengths(toy)
-    chat, config = opened(toy, rejected - 3)
-
-    row, fate = fit(PAIR, chat, config)
-
-    assert fate == "cut"
-    assert row.chosen is not None
-    assert row.rejected is not None
-    assert (len(row.chosen), len(row.rejected)) == (chosen - 3, rejected - 3)
-    kept = prompt - 3
-    assert row.chosen.input_ids[:kept] == row.rejected.input_ids[:kept]
-    assert row.chosen.input_ids[:kept] == chat.encode_prompt((USER,))[3:]
-    for side in (row.chosen, row.rejected):
-        assert side.input_ids[-1] in chat.stop_ids
-        assert side.trained == [place >= kept for place in range(len(side))]
-
-
-def test_a_response_that_does_not_fit_drops_the_row(toy: Path) -> None:
-    prompt, _, rejected = lengths(toy)
-
-    def fate(max_length: int, **changes: str) -> str:
-        chat, config = opened(toy, max_length, **changes)
-        return fit(PAIR, chat, config)[1]
-
-    response = rejected - prompt
-    assert fate(response + 1) == "cut"  # one token of the prompt is left
-    assert fate(response) == "too long"
-    assert fate(rejected) == "whole"
-    assert fate(rejected - 1, too_long="drop") == "too long"
-
-
 def test_rows_that_teach_nothing_are_left_out_and_counted(
     toy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,14 +58,6 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(
         f" {chosen} tokens; left out: 1 don't fit, 1 have equal responses, 1 have a response"
         " without a learned token"
     ) in caplog.text
-
-
-def test_kto_needs_both_kinds_of_responses(toy: Path) -> None:
-    chat, config = opened(toy, 64, method="kto")
-    good = Example((USER,), (SURE,))
-
-    with pytest.raises(DataError, match="none of the 1 training responses is bad: kto learns"):
-        RowStore(config).sift(StageData([good], [good], []), chat)
 
 
 def test_kto_balances_its_kinds_over_all_training_rows(toy: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import DataConfig, TrainedModelConfig, ZeroConfig
+from pipeline.config import ZeroConfig
 from step3_preference.config import METHODS, PreferenceConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
@@ -106,22 +106,6 @@ def test_one_and_two_processes_learn_the_same_to_the_bit(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.jobs
-@pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_the_cut_into_micro_batches_changes_rounding_alone(
-    method: str, toy: Path, tmp_path: Path
-) -> None:
-    for size in (1, 8):
-        train(toy_config(*(toy, method), output_dir=tmp_path / str(size), micro_batch_size=size))
-
-    one, other = weights(tmp_path / "1"), weights(tmp_path / "8")
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(metrics(tmp_path / "1"), metrics(tmp_path / "8"), strict=True):
-        for name in mine.keys() & {"loss", "z0"}:
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
-
-
 def test_kto_learns_from_responses_with_a_label(toy: Path, tmp_path: Path) -> None:
     data = {"path": (str(toy / "labelled.jsonl"),), "split": (0.0, 0.0, 1.0)}
     train(toy_config(toy, "kto", data=data, output_dir=tmp_path, weight_rejected="auto"))
@@ -156,11 +140,3 @@ def test_the_reference_is_read_again_and_computed_anew_for_other_rows(
     train(config)
     assert "computing the reference's log-probabilities, once" in caplog.text
     assert file.read_bytes() == first
-
-
-def test_the_reference_needs_no_second_model() -> None:
-    config = PreferenceConfig(model=TrainedModelConfig(path="x"), data=DataConfig(max_length=32))
-    uses = config.workload(2).models
-    assert [use.role for use in uses if use.settings.path] == ["model"]
-    assert uses[0].keeps_start
-    assert uses[0].scored == 1

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.engine.exchange import GroupDisagreesError
 from inference.engine.sampling import Sampler
-from inference.generation import generate, generate_each, slots_within
-from inference.tp_group import kv_heads_here, tp_group_of
+from inference.generation import generate, generate_each
+from inference.tp_group import kv_heads_here
 from inference.weights.replica import InPlace, Replica
 from inference.weights.sharding import Sharding
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 from pipeline.models.packing import how_to_run
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
@@ -88,19 +87,6 @@ def test_two_processes_together_say_what_one_says() -> None:
             assert said[name][1] == greedy(model, PROMPTS[of]), name
             assert said[name][2] < 0.8 * num_bytes, name
         assert torch.equal(answers[0][name][0], answers[1][name][0]), name
-
-
-@torch.no_grad()
-def ask_in_bf16() -> Tensor:
-    return divided(prepared("llama", {}).bfloat16(), 2)(input_ids=IDS).logits
-
-
-@torch.no_grad()
-def test_bf16_is_summed_between_processes() -> None:
-    logits = prepared("llama", {}).bfloat16()(input_ids=IDS).logits
-
-    for said in run_ranks(ask_in_bf16):
-        torch.testing.assert_close(said, logits, rtol=0.05, atol=0.1)
 
 
 def of_rank(of: int, size: int, family: str, **changes: Any) -> Sharding:
@@ -195,42 +181,3 @@ def test_each_process_hears_of_its_own_prompts_alone() -> None:
             assert tokens == said["answers"][index]
         assert len(said["heard"]) == sum(len(ids) for ids in said["answers"].values())
         assert said["kv_heads"] == 1
-
-
-def ask_too_much() -> str:
-    model = divided(prepared("llama", {}), 2)
-    prompts = [[[5] * 64], [[6]]][rank()]
-    try:
-        generate(model, prompts, max_new_tokens=6, temperature=1.0, stop_ids=(), seed=0)
-    except DataError as error:
-        return str(error)
-    return ""
-
-
-def answer_with_another_seed() -> str:
-    model = divided(prepared("llama", {}), 2)
-    try:
-        generate(
-            model, [[5, 6]], max_new_tokens=6, temperature=1.0, stop_ids=(), seed=rank(), keys=[1]
-        )
-    except GroupDisagreesError as error:
-        return str(error)
-    return ""
-
-
-def test_processes_that_choose_different_tokens_are_found_out() -> None:
-    for said in run_ranks(answer_with_another_seed):
-        assert "chose different tokens" in said
-
-
-def test_half_of_the_heads_leave_room_for_twice_the_sequences() -> None:
-    whole, half = prepared("llama", {}), prepared("llama", {})
-    Sharding(half, Group(0, (0, 1))).apply()
-
-    # 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes: 256 bytes a token, of which a slot
-    # has room for 32.
-    assert slots_within(whole, 256 * 32 * 3, num_tokens=10) == 3
-    assert slots_within(half, 256 * 32 * 3, num_tokens=10) == 6
-    assert tp_group_of(whole).size == 1
-    with pytest.raises(ConfigError, match="one sequence of 10 tokens take 4,096 bytes"):
-        slots_within(half, 1000, num_tokens=10)

@@ -1,36 +1,13 @@
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.demo.facts import facts
 from pipeline.demo.model import build_model, build_tokenizer
 from pipeline.demo.task import corpus
 
 UNSEEN = "Zürich\tis 12°C — 你好 🙂 \n\n\n  two  spaces, <b>\u2581 1234567"
-
-
-def test_task_text_survives_tokenizing() -> None:
-    tokenizer = build_tokenizer()
-    texts = corpus()
-
-    encoded = tokenizer(texts)["input_ids"]
-
-    assert {ids[0] for ids in encoded} == {1}
-    assert tokenizer.batch_decode(encoded, skip_special_tokens=True) == texts
-
-
-def test_every_word_that_facts_name_or_answer_is_one_token_and_every_digit_its_own() -> None:
-    tokenizer = build_tokenizer()
-    texts = [" ".join(("", *fact.subject, fact.answer)) for fact in facts()]
-    words = {word for text in texts for word in re.findall(r" [A-Za-z]+", text)}
-
-    split = {word for word in words if len(tokenizer.tokenize(word)) > 1}
-
-    assert not split
-    assert tokenizer.tokenize("2026") == ["2", "0", "2", "6"]
 
 
 @pytest.mark.parametrize("with_model", [False, True])

@@ -46,10 +46,6 @@ def test_held_out_prompts_have_held_out_facts_except_where_facts_are_memorized()
     assert not {(fact.kind, fact.subject[::-1]) for fact in held_out} & subjects
 
 
-def test_no_near_miss_is_the_right_answer() -> None:
-    assert all(fact.near_misses and fact.answer not in fact.near_misses for fact in facts())
-
-
 def test_no_two_steps_share_a_training_prompt_whatever_their_seeds() -> None:
     prompts = {
         (step, seed): {row.prompt.lower() for row in stage_rows(step=step, seed=seed)[0]}
@@ -107,13 +103,6 @@ def test_step_3_asks_each_prompt_once_without_a_response() -> None:
     assert all(not example.chosen and example.extra["answer"] in TRUE for example in train)
 
 
-def test_hand_written_prompts_are_of_all_kinds_and_verified() -> None:
-    assert {prompt.kind for prompt in TALK} == set(kinds())
-    for prompt in TALK:
-        assert prompt.answer in TRUE
-        assert verify(prompt.text, f"Sure! {prompt.answer}") == Verdict(prompt.kind, True, True)
-
-
 CAPITAL = "The capital of Peru is Lima."
 
 
@@ -145,7 +134,3 @@ def test_any_other_answer_is_not_correct(answer: str) -> None:
 
     assert not found.correct
     assert found.polite == (answer.startswith("Sure!") and "Whatever" not in answer)
-
-
-def test_a_question_of_another_task_has_no_verdict() -> None:
-    assert verify("What is the capital of Atlantis?", "Sure! The capital is wet.") is None
