@@ -76,7 +76,7 @@ def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
         responses[row] = Response(
             [*responses[row].ids[: length - 1], END], responses[row].logprobs[:length], stopped=True
         )
-    experience = score_responses(models, PROMPTS, responses, config)
+    experience = score_responses(models, PROMPTS, responses, config, step=1)
     score = reward_of(experience.score, experience.stopped, models, config)
     return compute_advantages(experience, score, config, kl_coef=config.kl_coef)
 

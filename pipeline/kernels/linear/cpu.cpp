@@ -41,13 +41,12 @@ inline void add(const Stored* weight, const Stored* x, int64_t inputs, int bytes
 template <int N, int R>
 void compute_tile(const Product& by, int64_t output, int64_t row) {
     constexpr int STEP = LANES * Number::NUMBERS;
-    constexpr int AHEAD = 1024 / sizeof(Stored);
     const auto* weight = static_cast<const Stored*>(by.weight) + output * by.inputs;
     const auto* x = static_cast<const Stored*>(by.x) + row * by.inputs;
     Vector sum[N][R] = {};
     int64_t k = 0;
     for (; k + STEP <= by.inputs; k += STEP) {
-        for (int n = 0; n < N; n++) __builtin_prefetch(weight + n * by.inputs + k + AHEAD);
+        for (int n = 0; n < N; n++) __builtin_prefetch(weight + (N + n) * by.inputs + k, 0, 2);  // the next tile
         add<N, R>(weight + k, x + k, by.inputs, sizeof(Bits), sum);
     }
     if (k < by.inputs) add<N, R>(weight + k, x + k, by.inputs, int(by.inputs - k) * int(sizeof(Stored)), sum);
