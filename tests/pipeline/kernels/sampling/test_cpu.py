@@ -16,6 +16,14 @@ from pipeline.kernels.sampling import cpu, dispatch
 KEYS = [0, 1, 7, 123456789, 2**63, 2**64 - 1]
 
 
+@pytest.fixture(name="built")
+def _built() -> Built:
+    built = cpu.library()
+    if not isinstance(built, Built):
+        pytest.skip(str(built))
+    return built
+
+
 def drawn(
     built: Built, logprobs: Tensor, keys: Sequence[int], positions: int | Sequence[int] = 3
 ) -> tuple[Tensor, Tensor]:
@@ -94,6 +102,13 @@ def probabilities(vocabulary: int) -> Tensor:
     logits[4] *= 200
     logits[5] = 0
     return logits.softmax(dim=-1).double()
+
+
+@pytest.fixture(name="cuts")
+def _cuts() -> None:
+    found = cpu.cut_library()
+    if not isinstance(found, Built):
+        pytest.skip(str(found))
 
 
 @pytest.mark.usefixtures("cuts")
