@@ -12,7 +12,6 @@ from torch import Tensor
 from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import cut_mesh
 from step1_sft.config import SFTConfig
 from step1_sft.train import train
@@ -94,12 +93,3 @@ def cut_off(whole: Path, out: Path) -> Path:
     shutil.rmtree(out / "checkpoints" / "step_00000003")
     (out / "result.json").unlink()
     return out
-
-
-def held_bytes(engine: Engine) -> dict[str, int]:
-    """Of the weights and moments that this process has."""
-    flats = [flat for unit in engine.zero.units for flat in unit.flats]
-    return {
-        "weights": sum(flat.full.nbytes for flat in flats),
-        "moments": sum(each.nbytes for group in engine.groups for each in group.moments()),
-    }

@@ -49,12 +49,6 @@ class Plain(Counting):
         return row["dialogue"]
 
 
-class Elsewhere(Counting):
-    # Says something else in each process, as a tool may.
-    def step(self, answer):
-        return user(str(os.getpid())) if super().step(answer) else None
-
-
 class Broken(Counting):
     # Fails in the way that the row says.
     def reset(self, row, *, seed):
