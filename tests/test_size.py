@@ -8,6 +8,24 @@ from tests.sources import PACKAGES, ROOT
 
 LOOP_LINES, FUNCTION_LINES, FILE_LINES, DOC_COLUMNS = 40, 60, 700, 100
 
+PACKAGE_LINES = {
+    "pipeline": 46_500,
+    "inference": 10_700,
+    "rewards": 5_600,
+    "evaluation": 2_700,
+    "step0_pretrain": 500,
+    "step1_sft": 500,
+    "step2_reward": 4_000,
+    "step3_ppo": 6_050,
+    "step3_preference": 2_050,
+    "benchmarks": 3_300,
+    "tests": 36_000,
+    "docs": 5_000,
+}
+"""Lines of source files and pages; lower a limit when a package shrinks."""
+
+SUFFIXES = {".py", ".cpp", ".cu", ".cuh", ".h", ".js", ".css", ".html", ".jinja"}
+
 
 def functions(file: Path) -> Iterator[tuple[str, int]]:
     """Names and lengths of the functions of a file, those within others included."""
@@ -57,3 +75,16 @@ def test_a_page_of_the_documentation_fits_a_screen_of_100_columns() -> None:
 
     assert len(pages) > 15
     assert not wide, "\n".join(wide)
+
+
+def test_no_package_outgrows_its_limit() -> None:
+    lines = {
+        package: sum(
+            file.read_text(encoding="utf-8").count("\n")
+            for file in (ROOT / package).rglob("*")
+            if file.suffix in SUFFIXES or (package == "docs" and file.suffix == ".md")
+        )
+        for package in PACKAGE_LINES
+    }
+
+    assert {name: count for name, count in lines.items() if count > PACKAGE_LINES[name]} == {}

@@ -66,8 +66,11 @@ def main(argv: list[str]) -> int:
     try:
         run(options)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        _, first = error.get_first_failure()
+        # One poll may find a killed process and another that stopped because of it.
+        codes = [failure.exitcode for failure in error.failures.values()]
+        code = next((each for each in codes if each < 0), first.exitcode)
+        return code if code > 0 else 128 - code
     except SignalException as stopped:
         _kill_children()
         return EXIT_REQUEUE if stopped.sigval in STOP_SIGNALS else EXIT_INTERRUPTED

@@ -62,6 +62,7 @@ def test_answers_are_the_same_by_the_kernels(
     # The engine looks for the sampler and for attention, and then the operators themselves do.
     passes = launched.count("sampling") // 2
     assert passes >= 8
-    assert launched.count("the cache") == passes * model.config.num_hidden_layers
+    # Prefill appends to the cache without sampling.
+    assert launched.count("the cache") >= passes * model.config.num_hidden_layers
     assert launched.count("attention") >= 2 * 7 * model.config.num_hidden_layers
     assert launched[-1] == "sampling"
