@@ -14,6 +14,7 @@ import argparse
 import logging
 import os
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -66,11 +67,8 @@ def main(argv: list[str]) -> int:
     try:
         run(options)
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        # One poll may find a killed process and another that stopped because of it.
-        codes = [failure.exitcode for failure in error.failures.values()]
-        code = next((each for each in codes if each < 0), first.exitcode)
-        return code if code > 0 else 128 - code
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        return select_exit_code([failure.exitcode for failure in failures])
     except SignalException as stopped:
         _kill_children()
         return EXIT_REQUEUE if stopped.sigval in STOP_SIGNALS else EXIT_INTERRUPTED
@@ -81,6 +79,17 @@ def main(argv: list[str]) -> int:
         complain(f"error: the nodes could not meet{_place(options)}: {_reason(error)}")
         return EXIT_USER_ERROR
     return 0
+
+
+def select_exit_code(codes: Sequence[int]) -> int:
+    """Return the code of the process that failed by itself, given all codes in order of time.
+
+    One poll may find the failed process, those that stopped because of it, and those that torchrun
+    has already ended with SIGTERM. A killed process takes precedence, with 128 plus its signal.
+    """
+    failed = [code for code in codes if code != -signal.SIGTERM] or list(codes)
+    code = next((code for code in failed if code < 0), failed[0])
+    return code if code > 0 else 128 - code
 
 
 def _kill_children() -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from pipeline.launch.child import SIGNALS, Ending, run_child
+from pipeline.launch.torchrun import select_exit_code
 
 ROOT = Path(__file__).parents[3]
 NODE = [sys.executable, "-m", "pipeline.launch.node", sys.executable, "-c"]
@@ -272,3 +273,10 @@ def test_signals_reach_every_machine(number: signal.Signals, heard: signal.Signa
 
     assert process.returncode == 75
     assert sorted(out.splitlines()) == ["worker-0: saved", "worker-1: saved"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [([2, 2], 2), ([-15, 2], 2), ([1, -9], 137), ([-15, -15], 143)]
+)
+def test_exit_code_is_of_the_process_that_failed_by_itself(codes: list[int], expected: int) -> None:
+    assert select_exit_code(codes) == expected
