@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline.config.model import TrainedModelConfig
 from pipeline.config.optim import ELEMENT_WISE
-from pipeline.config.schedules import SCHEDULES
+from pipeline.config.schedules import SCHEDULES, WITHOUT_FINAL_RATIO
 from pipeline.config.step import Tracker
 from pipeline.errors import ConfigError, require, suggestion
 from pipeline.settings.build import Layer, typed_settings
@@ -42,128 +42,73 @@ FP16_KEYS = (
 
 ZERO = "zero_optimization."
 OFFLOADS = {"optimizer": f"{ZERO}offload_optimizer.", "params": f"{ZERO}offload_param."}
+OFFLOAD_KEYS = ("device", "nvme_path", "pin_memory")
 
-ACTING = {
-    BATCH_KEYS[0]: "batch_size",
-    BATCH_KEYS[1]: "micro_batch_size",
-    BATCH_KEYS[2]: "batch_size or micro_batch_size, whichever is missing",
-    "gradient_clipping": "optim.max_grad_norm; 0 is null",
-    "optimizer.type": "optim.name",
-    "optimizer.params": "optim.lr, betas, eps, weight_decay; the rest in optim.params",
-    "scheduler.type": "optim.schedule",
-    "scheduler.params": "optim.lr, warmup_steps, final_lr_ratio; the rest in optim.schedule_params",
-    "fp16.enabled": "precision fp16",
-    **{f"fp16.{name}": f"fp16.{name}" for name in FP16_KEYS},
-    "bf16.enabled": "precision bf16",
-    "communication_data_type": "zero.reduce_dtype; bfp16 is bf16",
-    f"{ZERO}stage": "zero_stage",
-    f"{ZERO}offload_optimizer.device": "zero.offload.optimizer, and from stage 2 gradients",
-    f"{ZERO}offload_optimizer.nvme_path": "zero.offload.nvme_path",
-    f"{ZERO}offload_optimizer.pin_memory": "zero.offload.pin_memory",
-    f"{ZERO}offload_param.device": "zero.offload.params",
-    f"{ZERO}offload_param.nvme_path": "zero.offload.nvme_path",
-    f"{ZERO}offload_param.pin_memory": "zero.offload.pin_memory",
-    f"{ZERO}stage3_prefetch_bucket_size": "zero.prefetch_units 0 where it is 0",
-    "tensorboard.enabled": "trackers tensorboard",
-    "wandb.enabled": "trackers wandb",
-}
-"""Keys that set something, and what they set."""
+ACTING = (
+    *BATCH_KEYS,
+    *("gradient_clipping", "communication_data_type"),
+    *("optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"),
+    *("fp16.enabled", *(f"fp16.{name}" for name in FP16_KEYS), "bf16.enabled"),
+    *(f"{ZERO}stage", f"{ZERO}stage3_prefetch_bucket_size"),
+    *(f"{prefix}{key}" for prefix in OFFLOADS.values() for key in OFFLOAD_KEYS),
+    *("tensorboard.enabled", "wandb.enabled"),
+)
+"""Keys that set something; `docs/deepspeed.md` lists what."""
 
-IGNORED = {
-    "optimizer.legacy_fusion": "parameters are always stored in flat vectors",
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": "the optimizer is torch's own",
-    "fp16.auto_cast bf16.auto_cast": "a language model's inputs are token ids",
-    "bf16.loss_scale* bf16.*hysteresis bf16.initial_scale_power bf16.min_loss_scale": "bf16 has the"
-    " range of fp32 and needs no loss scale",
-    "bf16.immediate_grad_update bf16.check_* data_types.grad_accum_dtype fp32_allreduce": "all"
-    " gradients accumulate in fp32, and non-finite ones always skip the step",
-    "prescale_gradients gradient_predivide_factor": "losses are divided by the tokens of the whole"
-    " step before the backward pass, so gradients are summed",
-    "sparse_gradients": "embedding gradients are part of the flat vectors",
-    "disable_allgather graph_harvesting use_data_before_expert_parallelism"
-    " seq_parallel_communication_data_type": "it configures DeepSpeed's own engine",
-    " ".join(
+IGNORED = (
+    *("optimizer.legacy_fusion", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *("fp16.auto_cast", "bf16.auto_cast", "bf16.loss_scale*", "bf16.*hysteresis"),
+    *("bf16.initial_scale_power", "bf16.min_loss_scale", "bf16.immediate_grad_update"),
+    *("bf16.check_*", "data_types.grad_accum_dtype", "fp32_allreduce", "prescale_gradients"),
+    *("gradient_predivide_factor", "sparse_gradients", "disable_allgather", "graph_harvesting"),
+    *("use_data_before_expert_parallelism", "seq_parallel_communication_data_type"),
+    *(
         ZERO + name
         for name in (
             *("allgather_*", "*bucket_size", "reduce_scatter", "contiguous_gradients"),
             *("overlap_comm", "round_robin_gradients", "grad_hooks", "sub_group_size"),
             *("use_multi_rank_bucket_allreduce", "legacy_stage1", "stage3_allgather_sequential"),
-            "*use_all_reduce_for_fetch_params",
+            *("*use_all_reduce_for_fetch_params", "*max_live_parameters", "*max_reuse_distance"),
+            *("*_threshold", "leaf_module*", "memory_efficient_linear", "*weights_on_model_save"),
+            *("elastic_checkpoint", "load_from_fp32_weights", "pipeline_loading_checkpoint"),
+            *("*_unused_parameters", "override_module_apply", "log_trace_cache_warnings"),
+            *("enable_sanity_checks", "save_muon_momentum_buffer_in_memory"),
+            *("offload_optimizer.*", "offload_param.*"),
         )
-    ): "a transformer block is one contiguous bucket, gathered and reduced by one collective",
-    " ".join(
-        ZERO + name
-        for name in (
-            *("*max_live_parameters", "*max_reuse_distance", "*_threshold", "leaf_module*"),
-            "memory_efficient_linear",
-        )
-    ): "weights are gathered by transformer block and freed after use; zero.unit_classes chooses"
-    " other units",
-    f"{ZERO}*weights_on_model_save": "a saved model is always complete",
-    f"{ZERO}elastic_checkpoint {ZERO}load_from_fp32_weights {ZERO}pipeline_loading_checkpoint"
-    " checkpoint": "checkpoints have their own format, with fp32 masters",
-    f"{ZERO}*_unused_parameters {ZERO}override_module_apply {ZERO}log_trace_cache_warnings"
-    f" {ZERO}enable_sanity_checks {ZERO}save_muon_momentum_buffer_in_memory": "it configures"
-    " DeepSpeed's own bookkeeping",
-    f"{ZERO}offload_optimizer.* {ZERO}offload_param.* aio": "offloaded state is read and written"
-    " unit by unit, with two buffers",
-    "compile.*": "models are not compiled",
-    "steps_per_print": "metrics.jsonl gets a line every log_every steps",
-    "wall_clock_breakdown timers csv_monitor": "metrics.jsonl always has tokens per second",
-    "memory_breakdown": "train.py --dry-run estimates the memory of each step",
-    "dump_state log_level vocabulary_size": "the resolved settings are in config.yaml",
-    "tensorboard.*": "event files go to the step's output directory",
-    "wandb.*": "W&B takes WANDB_ENTITY, WANDB_RUN_GROUP and WANDB_PROJECT from the environment",
-    "flops_profiler comms_logger": "there is no profiler here; use torch.profiler",
-    "activation_checkpointing": "activations are recomputed where gradient_checkpointing is set",
-    "hybrid_engine.*": "step 3 generates with its own settings, such as max_new_tokens",
-    "dataloader_drop_last": "every row is used",
-}
-"""Patterns of keys, or of whole sections, that change nothing here, and why."""
+    ),
+    *("checkpoint", "aio", "compile.*", "steps_per_print", "wall_clock_breakdown", "timers"),
+    *("csv_monitor", "memory_breakdown", "dump_state", "log_level", "vocabulary_size"),
+    *("tensorboard.*", "wandb.*", "flops_profiler", "comms_logger", "activation_checkpointing"),
+    *("hybrid_engine.*", "dataloader_drop_last"),
+)
+"""Patterns of keys, or of complete sections, that have no effect here; the page has the reasons."""
 
-_TRAINED_ONLY = "is not available: models are trained, not compressed; remove it"
-_ORDER = "is not available: rows come in an order drawn from the seed; remove it"
-_EXPERTS = "is not available; remove it and take zero_optimization.stage 3"
-_MASTERS = "would lose what fp32 master weights are for; remove it, and offload the optimizer"
-_ROUNDS = "would round what processes exchange; remove it, or set communication_data_type bf16"
+_NOT_HERE = "is not available here; remove it"
 
 REFUSED = {
-    "amp": "needs NVIDIA's Apex; remove it and enable bf16 or fp16",
-    "torch_autocast": "is not available; remove it and enable bf16 or fp16",
-    "fp16.fp16_master_weights_and_grads": _MASTERS,
-    "bf16.bf16_master_weights_and_grads": _MASTERS,
-    "bf16.bf16_optimizer_states": "rounds Adam's moments; remove it, and set optim.moments bf16",
-    "data_types.buffer_dtype": "would round buffers such as rotary frequencies; remove it",
-    f"{ZERO}zero_quantized_weights": _ROUNDS,
-    f"{ZERO}zero_quantized_gradients": _ROUNDS,
-    f"{ZERO}zero_quantized_nontrainable_weights": "would round frozen weights; remove it",
-    f"{ZERO}zeropp_loco_param": "belongs to quantized gradients; remove it",
-    f"{ZERO}zenflow": "would use gradients of earlier steps; remove it",
-    f"{ZERO}mics_hierarchical_params_gather": "belongs to MiCS; remove it",
-    f"{ZERO}mics_shard_size": "shards within groups; remove it and set --replicas to their number",
-    f"{ZERO}zero_hpz_partition_size": "keeps a second copy of the weights; remove it",
-    "compile.passes": "is not available; remove it",
-    "gradient_allreduce_op": "must be mean; remove it",
-    "managed_gradient_accumulation": "must be true: the step accumulates itself; remove it",
-    "comet": "is not available; remove it and enable tensorboard or wandb",
+    **dict.fromkeys(
+        (
+            *("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"),
+            *("data_types.buffer_dtype", f"{ZERO}zero_quantized_nontrainable_weights"),
+            *(f"{ZERO}zero_quantized_weights", f"{ZERO}zero_quantized_gradients"),
+            *(f"{ZERO}zeropp_loco_param", f"{ZERO}zenflow", f"{ZERO}zero_hpz_partition_size"),
+            *(f"{ZERO}mics_hierarchical_params_gather", "compile.passes", "progressive_layer_drop"),
+            *("gradient_allreduce_op", "managed_gradient_accumulation", "sequence_parallel_size"),
+            *("sparse_attention", "compression_training", "quantize_training", "eigenvalue"),
+            *("weight_quantization", "curriculum_learning", "data_efficiency", "nebula"),
+            *("datastates_ckpt", "expert_parallel", "moe"),
+        ),
+        _NOT_HERE,
+    ),
+    **dict.fromkeys(("amp", "torch_autocast"), f"{_NOT_HERE} and enable bf16 or fp16"),
+    "bf16.bf16_optimizer_states": f"{_NOT_HERE} and set optim.moments bf16",
+    f"{ZERO}mics_shard_size": "is --replicas here; remove it and pass the number of groups",
+    "comet": f"{_NOT_HERE} and enable tensorboard or wandb",
     "hybrid_engine.inference_tp_size": "must be 1 here; pass --ppo.inference_tp_size instead",
-    "sequence_parallel_size": "is not available; set it to 1",
     "tensor_parallel": "is an option here; remove it and pass --tensor-parallel N",
     "pipeline": "is an option here; remove it and pass --pipeline-parallel N",
-    "expert_parallel": _EXPERTS,
-    "moe": _EXPERTS,
-    "sparse_attention": "is not available; remove it and choose a model with sliding windows",
-    "elasticity": "would choose the batch size; remove it and set train_batch_size",
-    "autotuning": "is DeepSpeed's own search; remove it and pass --autotune tune",
-    "compression_training": _TRAINED_ONLY,
-    "quantize_training": _TRAINED_ONLY,
-    "weight_quantization": _TRAINED_ONLY,
-    "eigenvalue": _TRAINED_ONLY,
-    "progressive_layer_drop": "is not available; remove it",
-    "curriculum_learning": _ORDER,
-    "data_efficiency": _ORDER,
-    "nebula": "is a checkpoint service that is not available; remove it",
-    "datastates_ckpt": "is a checkpoint library that is not available; remove it",
+    "elasticity": f"{_NOT_HERE} and set train_batch_size",
+    "autotuning": f"{_NOT_HERE} and pass --autotune tune",
 }
 """Keys and sections of features that are not available, and the rest of the sentence."""
 
@@ -189,8 +134,6 @@ DEEPSPEED_SCHEDULES = {
     "WarmupLR": "warmup",
     "WarmupDecayLR": "warmup_decay",
     "WarmupCosineLR": "warmup_cosine",
-    "OneCycle": "one_cycle",
-    "LRRangeTest": "lr_range_test",
 }
 """DeepSpeed's schedules by our names."""
 
@@ -214,7 +157,7 @@ class DeepSpeedFile:
 
     origin: str
     acting: dict[str, Any] = field(default_factory=dict[str, Any])
-    ignored: dict[str, str] = field(default_factory=dict[str, str])
+    ignored: list[str] = field(default_factory=list[str])
 
     def get(self, key: str) -> Any:  # noqa: ANN401
         """The value of an acting key; None where the file has none or "auto"."""
@@ -292,17 +235,13 @@ def deepspeed_layer(
 
 
 def notice_of(path: Path) -> str | None:
-    """The keys of a file that have no effect, by reason; None where there are none.
+    """The sentence on the keys of a file that have no effect; None where there are none.
 
     Raises:
         ConfigError: the file can't be read, or has an unknown or a refused key.
     """
-    file = read_file(path)
-    by_reason: dict[str, list[str]] = {}
-    for key, reason in file.ignored.items():
-        by_reason.setdefault(reason, []).append(key)
-    lines = [f"  {', '.join(keys)}: {reason}" for reason, keys in by_reason.items()]
-    return "\n".join([f"these keys of {path} have no effect here:", *lines]) if lines else None
+    keys = read_file(path).ignored
+    return f"these keys of {path} have no effect here: {', '.join(keys)}" if keys else None
 
 
 def model_settings(file: DeepSpeedFile, *, lr: float) -> dict[str, Any]:
@@ -448,19 +387,11 @@ def _schedule(file: DeepSpeedFile, *, own_lr: float | None, lr: float) -> dict[s
     given = file.params("scheduler.params")
     given.pop("last_batch_iteration", None)
     settings: dict[str, Any] = {"optim.schedule": DEEPSPEED_SCHEDULES.get(name, name)}
-    schedule = SCHEDULES[settings["optim.schedule"]]
-    if not schedule.has_warmup:
-        settings["optim.warmup_steps"] = None
-    if name in DEEPSPEED_SCHEDULES or not schedule.has_final_ratio:
-        settings["optim.final_lr_ratio"] = 0.0
-    if name == "OneCycle":
-        settings |= _one_cycle(file, given)
-    elif name == "LRRangeTest":
-        lowest = given.pop("lr_range_test_min_lr", MAX_LR)
-        settings |= {} if lowest == AUTO else {"optim.lr": lowest}
-        given = {key.removeprefix("lr_range_test_"): value for key, value in given.items()}
-    elif name in DEEPSPEED_SCHEDULES:
+    if name in DEEPSPEED_SCHEDULES:
+        settings |= {"optim.final_lr_ratio": 0.0}
         settings |= _warmup(file, name, given, own_lr=own_lr, lr=lr)
+    elif name in WITHOUT_FINAL_RATIO:
+        settings["optim.final_lr_ratio"] = 0.0
     params = {key: value for key, value in given.items() if value != AUTO}
     return {**settings, "optim.schedule_params": params}
 
@@ -484,17 +415,6 @@ def _warmup(
         rate = (own_lr or lr) if peak == AUTO else peak
         given["warmup_min_ratio"] = _ratio(file, "warmup_min_lr", low, rate)
     return settings
-
-
-def _one_cycle(file: DeepSpeedFile, given: dict[str, Any]) -> dict[str, Any]:
-    """Take the learning rates out of `given`, and return the peak."""
-    peak, low = given.pop("cycle_max_lr", AUTO), given.pop("cycle_min_lr", AUTO)
-    if AUTO in (peak, low):
-        raise file.error("scheduler", "is OneCycle, which needs cycle_min_lr and cycle_max_lr")
-    if given.get("decay_mom_rate") == 0:
-        del given["decay_mom_rate"]
-    given["cycle_min_ratio"] = _ratio(file, "cycle_min_lr", low, peak)
-    return {"optim.lr": peak}
 
 
 def _ratio(file: DeepSpeedFile, name: str, low: object, peak: object) -> float:
@@ -579,9 +499,9 @@ def _sort(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> 
         elif name in REFUSED:
             if not _is_off(value, OFF.get(name, ())):
                 raise file.error(name, REFUSED[name])
-        elif (reason := _ignored(name)) is not None:
+        elif any(fnmatch(name, pattern) for pattern in IGNORED):
             if not (isinstance(value, Mapping) and value.get("enabled") is False):
-                file.ignored[name] = reason
+                file.ignored.append(name)
         else:
             _sort(_section(name, value, file), file, f"{name}.")
 
@@ -594,18 +514,6 @@ def _section(name: str, value: object, file: DeepSpeedFile) -> Mapping[str, Any]
     if not isinstance(value, Mapping):
         raise file.error(name, f"must hold settings, {{...}}, got {value!r}")
     return value
-
-
-def _ignored(name: str) -> str | None:
-    """Why a key has no effect; None where no pattern has it."""
-    return next(
-        (
-            reason
-            for patterns, reason in IGNORED.items()
-            if any(fnmatch(name, pattern) for pattern in patterns.split())
-        ),
-        None,
-    )
 
 
 def _is_off(value: object, off: tuple[object, ...]) -> bool:

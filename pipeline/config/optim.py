@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.config.schedules import SCHEDULES, check_schedule_params
+from pipeline.config.schedules import SCHEDULES, WITHOUT_FINAL_RATIO, check_schedule_params
 from pipeline.errors import ConfigError, require, suggestion
 
 ELEMENT_WISE = (
@@ -114,16 +114,15 @@ class OptimConfig:
 
     schedule: str = "cosine"
     """Course of the learning rate (lr_scheduler_type): linear, cosine, cosine_with_restarts,
-    polynomial, constant or constant_with_warmup as in transformers; warmup, warmup_decay,
-    warmup_cosine, one_cycle or lr_range_test as in DeepSpeed; noam or exponential as in BMTrain.
-    `pipeline/config/schedules.py` has the formulas."""
+    polynomial, constant or constant_with_warmup as in transformers; warmup, warmup_decay or
+    warmup_cosine as in DeepSpeed. `pipeline/config/schedules.py` has the formulas."""
 
     schedule_params: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Parameters of the schedule where it has any: `{"power": 2}` with polynomial."""
 
     warmup_steps: int | None = None
     """Steps of the warm-up to `lr` (num_warmup_steps, warmup_num_steps); null takes
-    `warmup_ratio`. one_cycle and lr_range_test have none."""
+    `warmup_ratio`."""
 
     warmup_ratio: float = 0.03
     """Share of the steps spent in the warm-up."""
@@ -168,18 +167,13 @@ class OptimConfig:
             f"optim.schedule {self.schedule} is not a schedule;"
             f" {suggestion(self.schedule, SCHEDULES)}",
         )
-        schedule = SCHEDULES[self.schedule]
         require(
             self.warmup_steps is None or self.warmup_steps >= 0,
             f"optim.warmup_steps must not be below 0, got {self.warmup_steps}",
         )
         require(
-            not self.warmup_steps or schedule.has_warmup,
-            f"optim.warmup_steps must be null or 0: the schedule {self.schedule} has no warm-up",
-        )
-        require(
-            self.final_lr_ratio == 0 or schedule.has_final_ratio,
-            f"optim.final_lr_ratio must be 0: the schedule {self.schedule} does not heed it",
+            self.final_lr_ratio == 0 or self.schedule not in WITHOUT_FINAL_RATIO,
+            f"optim.final_lr_ratio must be 0: the schedule {self.schedule} ignores it",
         )
         check_schedule_params(self.schedule, self.schedule_params)
         require(

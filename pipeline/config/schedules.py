@@ -6,7 +6,6 @@ gradient does not move a schedule, as in DeepSpeed. What comes back is a share o
 and ranges.
 """
 
-import functools
 import inspect
 import math
 import typing
@@ -19,9 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pipeline.errors import ConfigError, suggestion
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]
 WarmupType = Literal["log", "linear"]
@@ -137,124 +134,21 @@ def warmup_cosine(
     return span.final_ratio + (1.0 - span.final_ratio) * shape
 
 
-def one_cycle(
-    step: int,
-    span: Span,  # noqa: ARG001
-    *,
-    cycle_min_ratio: Ratio = 0.1,
-    cycle_first_step_size: Count = 2000,
-    cycle_second_step_size: CountOrZero | None = None,
-    cycle_first_stair_count: CountOrZero = 0,
-    cycle_second_stair_count: CountOrZero | None = None,
-    decay_step_size: CountOrZero = 0,
-    decay_lr_rate: NotNegative = 0.0,
-) -> float:
-    """DeepSpeed's OneCycle (Smith 2018): up to the peak, down again, then a slow decay.
-
-    low + (1 - low) s, where s rises from 0 to 1 over the first half and falls to 0 over the second,
-    in stairs where a count of them is given; the second half is as the first where not given. d
-    steps after the cycle: low / (1 + decay_lr_rate d / decay_step_size), or low where that size
-    is 0.
-    """
-    cycle = _cycle(cycle_first_step_size, cycle_second_step_size)
-    if step < sum(cycle):
-        stairs = _cycle(cycle_first_stair_count, cycle_second_stair_count)
-        return cycle_min_ratio + (1.0 - cycle_min_ratio) * _height(step, cycle, stairs)
-    if decay_step_size == 0:
-        return float(cycle_min_ratio)
-    return cycle_min_ratio / (1.0 + decay_lr_rate * (step - sum(cycle)) / decay_step_size)
-
-
-def one_cycle_momentum(
-    step: int,
-    *,
-    cycle_momentum: bool = True,
-    cycle_min_mom: BelowOne = 0.8,
-    cycle_max_mom: BelowOne = 0.9,
-    cycle_first_step_size: Count = 2000,
-    cycle_second_step_size: CountOrZero | None = None,
-    cycle_first_stair_count: CountOrZero = 0,
-    cycle_second_stair_count: CountOrZero | None = None,
-) -> float | None:
-    """The first of Adam's betas under `one_cycle`: high - (high - low) s, then high.
-
-    It is lowest where the rate is highest. None where `cycle_momentum` is off. DeepSpeed starts the
-    first step at the lowest momentum, against the formula, and sets the second beta to 0.99; here
-    the formula holds from the start and the second beta is left alone.
-    """
-    if not cycle_momentum:
-        return None
-    cycle = _cycle(cycle_first_step_size, cycle_second_step_size)
-    stairs = _cycle(cycle_first_stair_count, cycle_second_stair_count)
-    height = _height(step, cycle, stairs) if step < sum(cycle) else 0.0
-    return float(cycle_max_mom) - (cycle_max_mom - cycle_min_mom) * height
-
-
-def lr_range_test(
-    step: int,
-    span: Span,  # noqa: ARG001
-    *,
-    step_size: Count = 2000,
-    step_rate: NotNegative = 1.0,
-    staircase: bool = False,
-) -> float:
-    """DeepSpeed's LRRangeTest (Smith 2018): 1 + step_rate step / step_size, without an end.
-
-    With `staircase` step / step_size is rounded down. `optim.lr` is the lowest rate here.
-    """
-    return 1.0 + step_rate * (step // step_size if staircase else step / step_size)
-
-
-def noam(step: int, span: Span) -> float:
-    """BMTrain's Noam (Vaswani et al. 2017): step / W^1.5 in the warm-up, then 1 / sqrt(step).
-
-    The rate peaks at `optim.lr` / sqrt(W).
-    """
-    if step < span.warmup_steps:
-        return step / span.warmup_steps**1.5
-    return 1.0 / math.sqrt(max(1, step))
-
-
-def exponential(step: int, span: Span, *, gamma: Ratio = 0.95) -> float:
-    """BMTrain's Exponential: step / W in the warm-up, then gamma^(step - W)."""
-    if step < span.warmup_steps:
-        return step / span.warmup_steps
-    return float(gamma) ** (step - span.warmup_steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A schedule and which of the common settings it heeds."""
-
-    share: Callable[..., float]
-    """Takes the step, a Span and parameters; gives the share of the peak rate."""
-
-    momentum: Callable[..., float | None] | None = None
-    """Takes the step and parameters; gives the momentum where the schedule moves that too."""
-
-    has_warmup: bool = True
-    """It heeds `warmup_steps` and `warmup_ratio`."""
-
-    has_final_ratio: bool = False
-    """It heeds `final_lr_ratio`."""
-
-
-SCHEDULES = {
-    "linear": Schedule(share=linear, has_final_ratio=True),
-    "cosine": Schedule(share=cosine, has_final_ratio=True),
-    "cosine_with_restarts": Schedule(share=cosine_with_restarts, has_final_ratio=True),
-    "polynomial": Schedule(share=polynomial, has_final_ratio=True),
-    "constant": Schedule(share=constant),
-    "constant_with_warmup": Schedule(share=constant),
-    "warmup": Schedule(share=warmup),
-    "warmup_decay": Schedule(share=warmup_decay),
-    "warmup_cosine": Schedule(share=warmup_cosine, has_final_ratio=True),
-    "one_cycle": Schedule(share=one_cycle, momentum=one_cycle_momentum, has_warmup=False),
-    "lr_range_test": Schedule(share=lr_range_test, has_warmup=False),
-    "noam": Schedule(share=noam),
-    "exponential": Schedule(share=exponential),
+SCHEDULES: Mapping[str, Callable[..., float]] = {
+    "linear": linear,
+    "cosine": cosine,
+    "cosine_with_restarts": cosine_with_restarts,
+    "polynomial": polynomial,
+    "constant": constant,
+    "constant_with_warmup": constant,
+    "warmup": warmup,
+    "warmup_decay": warmup_decay,
+    "warmup_cosine": warmup_cosine,
 }
-"""By the name that `optim.schedule` gives them."""
+"""By the name in `optim.schedule`: share of the peak rate at a step, for a Span and parameters."""
+
+WITHOUT_FINAL_RATIO = ("constant", "constant_with_warmup", "warmup", "warmup_decay")
+"""Schedules that ignore `final_lr_ratio`."""
 
 
 def check_schedule_params(schedule: str, given: Mapping[str, Any]) -> None:
@@ -277,20 +171,11 @@ def check_schedule_params(schedule: str, given: Mapping[str, Any]) -> None:
 
 
 def schedule_params(schedule: str) -> dict[str, Any]:
-    """The parameters that a schedule takes, with their annotated types."""
-    found: dict[str, Any] = {}
-    for function in (SCHEDULES[schedule].share, SCHEDULES[schedule].momentum):
-        if function is not None:
-            hints = typing.get_type_hints(function, include_extras=True)
-            found |= {name: hints[name] for name in keyword_only(function)}
-    return found
-
-
-@functools.cache
-def keyword_only(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the arguments that can only be given by name."""
+    """Keyword-only parameters of a schedule, with their annotated types."""
+    function = SCHEDULES[schedule]
+    hints = typing.get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
-    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+    return {each.name: hints[each.name] for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def _warmed_up(step: int, span: Span, shape: Callable[[float], float]) -> float:
@@ -317,15 +202,3 @@ def _rise(iteration: int, span: Span, warmup_type: str) -> float | None:
     if warmup_type == "log":
         return math.log(iteration + 1) / math.log(warmup_steps)
     return iteration / warmup_steps
-
-
-def _cycle(first: int, second: int | None) -> tuple[int, int]:
-    return first, first if second is None else second
-
-
-def _height(step: int, cycle: tuple[int, int], stairs: tuple[int, int]) -> float:
-    """Height of a cycle at `step`, from 0 at its ends to 1 at its top."""
-    rising = step <= cycle[0]
-    distance, length = (step, cycle[0]) if rising else (sum(cycle) - step, cycle[1])
-    count = stairs[0] if rising else stairs[1]
-    return (distance * count // length) / count if count else distance / length

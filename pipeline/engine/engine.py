@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.config import Kernels, OptimConfig, TrainedModelConfig
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.collectives import make_collectives
-from pipeline.engine.lr import lr_factor, momentum
+from pipeline.engine.lr import lr_factor
 from pipeline.engine.norms import NormsOfParts, added_up, squares_of_pieces
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.rollout_offload import KINDS, Kind, RolloutOffload
@@ -257,13 +257,10 @@ class Engine:
         limit = self.optim.max_grad_norm
         clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
         multiplier = clip / self.scaler.scale
-        beta1 = momentum(self.steps, optim=self.optim)
         self.comm.synchronize()  # before weights change that are being copied to the GPU
         begun: dict[TrainedParams, list[Shard]] = {}
         for group in self.visit():
-            begun[group] = group.begin_step(
-                multiplier=multiplier, lr_share=lr_share, momentum=beta1
-            )
+            begun[group] = group.begin_step(multiplier=multiplier, lr_share=lr_share)
             if not group.steps_in_place:
                 self._finish_update(begun, multiplier, lr_share)
                 begun.clear()

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from pipeline.config import OptimConfig
-from pipeline.config.schedules import SCHEDULES, Span, keyword_only
+from pipeline.config.schedules import SCHEDULES, Span
 
 
 def lr_factor(step: int, *, total_steps: int, optim: OptimConfig) -> float:
@@ -12,23 +12,12 @@ def lr_factor(step: int, *, total_steps: int, optim: OptimConfig) -> float:
 
     `step` counts the steps that were applied: the rate waits for one that was skipped.
     """
-    function = SCHEDULES[optim.schedule].share
     span = Span(
         total_steps=total_steps,
         warmup_steps=warmup_steps(total_steps, optim),
         final_ratio=optim.final_lr_ratio,
     )
-    names = keyword_only(function)
-    return function(step, span, **{k: v for k, v in optim.schedule_params.items() if k in names})
-
-
-def momentum(step: int, *, optim: OptimConfig) -> float | None:
-    """The first of Adam's betas at step `step`; None where it is `optim.betas[0]` throughout."""
-    function = SCHEDULES[optim.schedule].momentum
-    if function is None:
-        return None
-    names = keyword_only(function)
-    return function(step, **{k: v for k, v in optim.schedule_params.items() if k in names})
+    return SCHEDULES[optim.schedule](step, span, **optim.schedule_params)
 
 
 def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
@@ -43,7 +32,7 @@ def goes_on_alike(total_steps: int, longer: int, *, optim: OptimConfig) -> bool:
 
     So are schedules without an end, with no warm-up or a fixed number of warm-up steps.
     """
-    if optim.warmup_steps is None and optim.warmup_ratio and SCHEDULES[optim.schedule].has_warmup:
+    if optim.warmup_steps is None and optim.warmup_ratio:
         return False
     return all(
         lr_factor(step, total_steps=total_steps, optim=optim)

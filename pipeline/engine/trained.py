@@ -171,9 +171,7 @@ class TrainedParams:
             and not (placement.shard_params and placement.param_device != placement.device)
         )
 
-    def begin_step(
-        self, *, multiplier: float, lr_share: float, momentum: float | None
-    ) -> list[Shard]:
+    def begin_step(self, *, multiplier: float, lr_share: float) -> list[Shard]:
         """Prepare one step, which the caller runs by the AdamW kernel before `end_step`.
 
         Other optimizers step here, and return nothing.
@@ -181,12 +179,9 @@ class TrainedParams:
         Args:
             multiplier: of the gradient.
             lr_share: of this vector's learning rate.
-            momentum: replaces the optimizer's beta1, where a schedule cycles it.
         """
         (settings,) = self.optimizer.param_groups
         settings["lr"] = self.flat.settings.lr * lr_share
-        if momentum is not None and "betas" in settings:
-            settings["betas"] = (momentum, settings["betas"][1])
         gradient = self._gradient()
         if not self.flat.placement.shard_optimizer and self.comm.size > 1:
             gradient = self._gathered_gradient = self._gathered(gradient)

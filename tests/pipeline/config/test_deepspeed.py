@@ -104,7 +104,7 @@ def test_deepspeed_chat_configuration(tmp_path: Path) -> None:
     assert config.trackers == ("tensorboard",)
     notice = notice_of(path)
     assert notice is not None
-    assert "  hybrid_engine.enabled, hybrid_engine.max_out_tokens: " in notice
+    assert "hybrid_engine.enabled, hybrid_engine.max_out_tokens" in notice
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_an_optimizer_and_a_schedule_replace_others_completely(tmp_path: Path) -
         {
             "optimizer": {"type": "adam", "params": {"lr": 1e-4, "torch_adam": True}},
             "scheduler": {
-                "type": "OneCycle",
+                "type": "WarmupDecayLR",
                 "params": {
-                    "cycle_min_lr": 1e-4,
-                    "cycle_max_lr": 1e-3,
-                    "cycle_first_step_size": 10,
-                    "decay_mom_rate": 0,
+                    "warmup_min_lr": 1e-4,
+                    "warmup_max_lr": 1e-3,
+                    "warmup_num_steps": 7,
+                    "total_num_steps": 90,
                     "last_batch_iteration": -1,
                 },
             },
@@ -160,10 +160,12 @@ def test_an_optimizer_and_a_schedule_replace_others_completely(tmp_path: Path) -
 
     optim = applied(path, below).model.optim
 
-    assert (optim.name, optim.params, optim.schedule) == ("AdamW", {}, "one_cycle")
-    assert (optim.lr, optim.warmup_steps, optim.final_lr_ratio) == (1e-3, None, 0.0)
-    assert optim.schedule_params["cycle_min_ratio"] == pytest.approx(0.1)
-    assert optim.schedule_params["cycle_first_step_size"] == 10
+    assert (optim.name, optim.params, optim.schedule) == ("AdamW", {}, "warmup_decay")
+    assert (optim.lr, optim.warmup_steps, optim.final_lr_ratio) == (1e-3, 7, 0.0)
+    assert optim.schedule_params == {
+        "warmup_min_ratio": pytest.approx(0.1),
+        "total_num_steps": 90,
+    }
 
 
 @pytest.mark.parametrize(
@@ -174,10 +176,6 @@ def test_an_optimizer_and_a_schedule_replace_others_completely(tmp_path: Path) -
         (
             {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7, "cos_min_ratio": 0.2}},
             ("warmup_cosine", 1e-5, 7, 0.2),
-        ),
-        (
-            {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-6}},
-            ("lr_range_test", 1e-6, None, 0.0),
         ),
         ({"type": "linear"}, ("linear", 1e-5, None, 0.0)),
     ],
@@ -213,8 +211,7 @@ def test_schedules_have_deepspeeds_defaults(
             },
             "warmup_min_lr in FILE must be a number up to the peak rate 0.1, got 1",
         ),
-        ({"scheduler": {"type": "OneCycle"}}, "needs cycle_min_lr and cycle_max_lr"),
-        ({"scheduler": {"type": "Step"}}, "scheduler.type in FILE Step is not available"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type in FILE OneCycle is not available"),
         # Values are checked as our settings.
         ({"zero_optimization": {"stage": 4}}, "model.zero_stage in FILE must be one of 0, 1, 2, 3"),
         ({"optimizer": {"type": "Lamb"}}, "model.optim.name in FILE can't be Lamb"),
@@ -257,5 +254,4 @@ def test_a_refused_key_is_named_unless_it_leaves_the_feature_off(tmp_path: Path,
 def test_the_documentation_shows_every_key() -> None:
     text = (ROOT / "docs" / "deepspeed.md").read_text(encoding="utf-8")
 
-    patterns = [pattern for patterns in IGNORED for pattern in patterns.split()]
-    assert [key for key in (*ACTING, *REFUSED, *patterns) if f"`{key}`" not in text] == []
+    assert [key for key in (*ACTING, *REFUSED, *IGNORED) if f"`{key}`" not in text] == []
