@@ -80,7 +80,7 @@ def build_model(args: argparse.Namespace) -> Any:  # noqa: ANN401
 def settings(stage: int, **offload: Any) -> Any:  # noqa: ANN401
     """Settings of the engine."""
     from pipeline.config import OptimConfig, TrainedModelConfig
-    from pipeline.config.zero import OffloadConfig, ZeroConfig
+    from pipeline.config.model import OffloadConfig, ZeroConfig
 
     return TrainedModelConfig(
         zero_stage=stage,  # pyright: ignore[reportArgumentType]

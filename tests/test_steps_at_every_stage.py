@@ -14,7 +14,7 @@ from pipeline.config import (
     OptimConfig,
     TrainedModelConfig,
 )
-from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.run import CHECKPOINTS
 from step1_sft.config import SFTConfig

@@ -18,21 +18,25 @@ from pipeline.config.model import (
     FrozenModelConfig,
     Kernels,
     LoraConfig,
+    OffloadConfig,
     Precision,
     Quantize,
     TrainedModelConfig,
+    ZeroConfig,
 )
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.step import (
     LENGTH,
+    Generation,
+    ModelUse,
+    RowCounts,
     SaveInterval,
     StepConfig,
     Tracker,
+    Workload,
     affects_result,
 )
-from pipeline.config.workload import Generation, ModelUse, RowCounts, Workload
-from pipeline.config.zero import OffloadConfig, ZeroConfig
 
 __all__ = [
     "DEFAULT_OPTIM",

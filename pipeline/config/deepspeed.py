@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.model import TrainedModelConfig
-from pipeline.config.optim import ELEMENT_WISE
-from pipeline.config.schedules import SCHEDULES, WITHOUT_FINAL_RATIO
+from pipeline.config.optim import ELEMENT_WISE, SCHEDULES, WITHOUT_FINAL_RATIO
 from pipeline.config.step import Tracker
 from pipeline.errors import ConfigError, require, suggestion
 from pipeline.settings.build import Layer, typed_settings

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pipeline.config.zero import ZeroConfig
+from pipeline.config.model import ZeroConfig
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Collectives, GroupCollectives, Work
 from pipeline.engine.shared_memory import SharedMemoryCollectives, on_one_machine

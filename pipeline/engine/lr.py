@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from pipeline.config import OptimConfig
-from pipeline.config.schedules import SCHEDULES, Span
+from pipeline.config.optim import SCHEDULES, Span
 
 
 def lr_factor(step: int, *, total_steps: int, optim: OptimConfig) -> float:

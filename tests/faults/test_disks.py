@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import StepConfig
-from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
 from tests.faults.jobs import (
     PEER_SECONDS,
     Forked,

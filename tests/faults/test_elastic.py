@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import StepConfig
-from pipeline.config.zero import ZeroConfig
+from pipeline.config.model import ZeroConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from tests.faults.jobs import (
     Command,

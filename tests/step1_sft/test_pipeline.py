@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.config import LoraConfig, ParallelConfig
-from pipeline.config.zero import ZeroConfig
+from pipeline.config.model import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.models.divided_vocabulary import LARGE
 from pipeline.next_token import next_token_nll

@@ -12,7 +12,7 @@ from pipeline.config import (
     OptimConfig,
     TrainedModelConfig,
 )
-from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine
 from pipeline.models.export import named_weights

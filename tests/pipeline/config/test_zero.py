@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from pipeline.parallel.device import local_device
 from tests.families import VOCAB, tiny_causal_lm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import LoraConfig, TrainedModelConfig
-from pipeline.config.zero import OffloadConfig
+from pipeline.config.model import OffloadConfig
 from pipeline.engine.engine import Engine
 from pipeline.models.lora import add_lora
 from tests.distributed import rank, run_ranks, world_size

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.pipeline.engine.test_stages import DTYPES, build, loss_of
 

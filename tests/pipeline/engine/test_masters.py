@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.pipeline.engine.test_kernels import settings, trained
 from tests.pipeline.engine.test_stages import DTYPES, build

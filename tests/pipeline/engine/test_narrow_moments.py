@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.config import OptimConfig
-from pipeline.config.zero import OffloadConfig
+from pipeline.config.model import OffloadConfig
 from tests.distributed import run_ranks, world_size
 from tests.pipeline.engine.test_invariance import digest
 from tests.pipeline.engine.test_state import engine_at, resume, save, train, weights

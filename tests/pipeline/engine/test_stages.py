@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
-from pipeline.config.zero import ZeroConfig
+from pipeline.config.model import ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.distributed import rank, run_ranks, world_size
 from tests.families import VOCAB, recompute_activations, tiny_causal_lm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import Kernels, LoraConfig, OptimConfig, TrainedModelConfig
-from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
-from pipeline.config.zero import ZeroConfig
+from pipeline.config.model import ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config.zero import ZeroConfig
+from pipeline.config.model import ZeroConfig
 from tests.distributed import run_ranks
 from tests.pipeline.models.quantized_models import (
     WAYS,
