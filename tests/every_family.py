@@ -99,7 +99,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xlm-roberta-xl": _DECODER,
     "xmod": {**_DECODER, "default_language": "en_XX"},
 }
-"""What a family's defaults leave open, or have as no model that is trained to generate has it."""
+"""Settings that a family's defaults omit, or set as no generative model has them."""
 
 
 _FEW_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}

@@ -71,7 +71,7 @@ PADDED_FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "gemma2": {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW},
 }
-"""Model types that are padded instead, with attention of their own; GPT-J's from 5.24 on is not."""
+"""Model types with custom attention, which are padded instead; GPT-J's from 5.24 on is not."""
 
 FAMILIES = {**RAGGED_FAMILIES, **PADDED_FAMILIES}
 
@@ -105,7 +105,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:
-    """Whether what a model says of a token depends on one behind it.
+    """Return whether the output for a token depends on a later token.
 
     In some versions of `transformers` the code of a family that is trained to generate does.
     """
@@ -147,14 +147,14 @@ def _drawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 
 def recompute_activations(model: PreTrainedModel, *, reentrant: bool = False) -> None:
-    """Have blocks run again in the backward pass, as transformers does it."""
+    """Recompute blocks in the backward pass, as transformers does."""
     # Its name before transformers 5.23 was gradient_checkpointing_enable.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
 
 
 def saved(model: PreTrainedModel, directory: Path) -> str:
-    """Where the model was saved."""
+    """Directory of the saved model."""
     model.save_pretrained(directory)
     return str(directory)
 

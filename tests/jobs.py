@@ -1,4 +1,4 @@
-"""Jobs of several processes as a launcher starts them: exit codes and what stands on stderr."""
+"""Jobs of several processes as a launcher starts them: exit codes and stderr."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Machines of their own on this one: addresses, host names, processes, and a link that can be cut.
+"""Virtual machines on this one: addresses, host names, processes, and a link that can be cut.
 
 Each is a network namespace of Linux, whose programs see nothing of the others but what comes over
 the network. It takes root to make them.
@@ -74,7 +74,7 @@ class Machines:
         return [str(self.ssh), name, " ".join(words)]
 
     def cut(self) -> None:
-        """Cut the cable: what is sent gets lost, and nobody is told."""
+        """Cut the cable: packets are lost without notice."""
         self._cable("down")
 
     def reconnect(self) -> None:

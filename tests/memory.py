@@ -1,4 +1,4 @@
-"""How much memory tensors take."""
+"""Memory of tensors."""
 
 import gc
 

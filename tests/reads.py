@@ -1,4 +1,4 @@
-"""Where code reads a tensor's numbers on the host, which on a GPU waits for all before it."""
+"""Finds code that reads a tensor on the host, which on a GPU waits for all earlier work."""
 
 import sys
 from collections import Counter

@@ -11,4 +11,4 @@ PACKAGES = tuple(
         if file.parent.name not in {"tests", "benchmarks"}
     )
 )
-"""What a user installs."""
+"""Packages that a user installs."""

@@ -1,4 +1,4 @@
-"""What holds of every step that runs through the stages of a pipeline."""
+"""Checks of every step that runs through pipeline stages."""
 
 import shutil
 from pathlib import Path

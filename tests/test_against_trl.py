@@ -1,4 +1,4 @@
-"""Where TRL has the same function, it gives the same numbers."""
+"""Functions that TRL has too, against TRL."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -97,7 +97,7 @@ REFERENCE = torch.tensor([-3.5, -8.0, -0.5]), torch.tensor([-3.0, -4.0, -5.0])
 
 
 def trainer(**settings: object) -> SimpleNamespace:
-    """What TRL's losses read of their trainer."""
+    """Attributes of the trainer that TRL's losses read."""
     same = SimpleNamespace(gather=_same, gather_for_metrics=_same, device="cpu")
     metrics = defaultdict(lambda: defaultdict(list))
     return SimpleNamespace(accelerator=same, _metrics=metrics, aux_loss_enabled=False, **settings)

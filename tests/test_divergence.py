@@ -1,4 +1,4 @@
-"""A run that leaves the finite numbers ends with a code of its own and keeps its best weights."""
+"""A run with non-finite values ends with a dedicated exit code and keeps its best weights."""
 
 import json
 import subprocess

@@ -30,7 +30,7 @@ FILES = {
     "hosts": "worker-0 slots=8\nworker-1 slots=8\n",
     "out/autotune/best.yaml": "sft: {micro_batch_size: 4}\n",
 }
-"""What a user would have written before."""
+"""Files that a user would have written before."""
 
 
 def lines() -> Iterator[tuple[str, str]]:
@@ -55,7 +55,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def wrong_with(words: list[str]) -> str:
-    """What of a command does not exist or is refused; empty if nothing."""
+    """Return what a command names that does not exist or is refused; empty if nothing."""
     program, *rest = words
     if Path(program).name in ("python", "python3", "torchrun") and "-m" in rest:
         module, *options = rest[rest.index("-m") + 1 :]

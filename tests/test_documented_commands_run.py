@@ -110,7 +110,7 @@ def is_short(command: str) -> bool:
 def shortened(command: str) -> str:
     """A command of a page, without its ellipsis, that trains for a few steps.
 
-    It goes into a directory of its own if the page names none.
+    It goes into a new directory if the page names none.
     """
     name = "out-" + re.sub(r"\W+", "-", command)[-80:]
     command = command.replace(" ... ", " ").removesuffix(" ...")
@@ -181,7 +181,7 @@ CHECK = """
 def check(episodes):
     return [float(len(episode.response) > 3) for episode in episodes]
 """
-"""The reward function that several pages name, beside the one that docs/rewards.md gives."""
+"""The reward function that several pages name, in addition to that of docs/rewards.md."""
 
 
 def run(command: str, home: Path) -> subprocess.CompletedProcess[str]:

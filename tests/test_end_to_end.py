@@ -61,7 +61,7 @@ def metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def greedy(directory: Path, text: str) -> str:
-    """What plain transformers generates from a directory."""
+    """Generate with plain transformers from a directory."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)

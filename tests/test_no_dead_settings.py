@@ -1,4 +1,4 @@
-"""A setting that no code reads is a promise that nobody keeps."""
+"""Every setting is read by code."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The wheel as a user installs it: no checkout, another directory, commands of its own."""
+"""The wheel as a user installs it: no checkout, another directory, installed commands."""
 
 import json
 import os

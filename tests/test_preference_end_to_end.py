@@ -67,7 +67,7 @@ def test_two_processes_learn_from_labels_with_adapters_and_resume_skips_what_is_
 
     assert done.returncode == 0, done.stderr
     figures = summary(out)["step3_kto"]["eval"]
-    assert figures["win_rate"] is None  # nobody judges
+    assert figures["win_rate"] is None  # no judge
     assert figures["pairs"] == 4  # rows held out
     assert (out / "step3_kto" / "actor" / "adapter" / "adapter_config.json").is_file()
     AutoModelForCausalLM.from_pretrained(out / "step3_kto" / "actor")

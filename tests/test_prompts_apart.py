@@ -39,7 +39,7 @@ def write(path: Path, name: str, count: int) -> str:
     return str(path)
 
 
-def hash_of(text: str) -> int:
+def hash_text(text: str) -> int:
     """As docs/data.md has it."""
     digest = hashlib.sha256(" ".join(text.split()).casefold().encode()).digest()
     return struct.unpack("<Q", digest[:8])[0]
@@ -58,7 +58,7 @@ def count_overlaps(out: Path) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-def config_of(step: int, tmp_path: Path, data: DataConfig, **changes: Any) -> StepConfig:
+def make_config(step: int, tmp_path: Path, data: DataConfig, **changes: Any) -> StepConfig:
     out = tmp_path / "out"
     settings: dict[str, Any] = {
         1: {},
@@ -78,7 +78,7 @@ def texts_of_steps(
     """Prompts that each step trains on and evaluates, and the notes, by the steps' own loading."""
     trained, evaluated, notes = {}, {}, []
     for step in (1, 2, 3):
-        config = config_of(step, tmp_path, data_of(step), seed=seeds.get(step, 1234))
+        config = make_config(step, tmp_path, data_of(step), seed=seeds.get(step, 1234))
         config.output_dir.mkdir(parents=True, exist_ok=True)
         rows = load_step_rows(config, step=step)
         record_prompts(rows.prompts, config)
@@ -125,8 +125,8 @@ def test_no_step_holds_out_what_any_step_trains_on(change: str, tmp_path: Path) 
     assert min(map(len, [*trained.values(), *evaluated.values()])) > 0
     assert not learned & set.union(*evaluated.values())
     directory = tmp_path / "out" / NAMES[3]
-    assert recorded(directory, "trained") == set(map(hash_of, learned))
-    assert recorded(directory, "held_out") == set(map(hash_of, set.union(*evaluated.values())))
+    assert recorded(directory, "trained") == set(map(hash_text, learned))
+    assert recorded(directory, "held_out") == set(map(hash_text, set.union(*evaluated.values())))
     code, printed = count_overlaps(tmp_path / "out")
     assert code == 0
     assert printed.count("both: 0\n") == printed.count("\n") == 9
@@ -151,7 +151,7 @@ def test_the_script_counts_an_overlap(tmp_path: Path) -> None:
 def test_held_out_rows_that_were_all_trained_on_are_refused(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", "a", 60)
     data = DataConfig(path=(rows,), split=(1.0, 0.0, 1.0))
-    first = config_of(1, tmp_path, data)
+    first = make_config(1, tmp_path, data)
     first.output_dir.mkdir(parents=True)
     loaded = load_step_rows(first, step=1)
     record_prompts(loaded.prompts, first)
@@ -161,7 +161,7 @@ def test_held_out_rows_that_were_all_trained_on_are_refused(tmp_path: Path) -> N
     )
 
     with pytest.raises(DataError) as raised:
-        load_step_rows(config_of(3, tmp_path, replace(data, eval_path=(str(own),))), step=3)
+        load_step_rows(make_config(3, tmp_path, replace(data, eval_path=(str(own),))), step=3)
     assert str(raised.value).startswith(
         f"an earlier step trained on the prompts of all {len(loaded.train)} rows for evaluation;"
         " give --eval-path with other prompts"
@@ -171,7 +171,7 @@ def test_held_out_rows_that_were_all_trained_on_are_refused(tmp_path: Path) -> N
 def test_a_record_is_found_above_an_exported_actor(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", "a", 60)
     elsewhere = replace(
-        config_of(1, tmp_path, DataConfig(path=(rows,))), output_dir=tmp_path / "elsewhere"
+        make_config(1, tmp_path, DataConfig(path=(rows,))), output_dir=tmp_path / "elsewhere"
     )
     elsewhere.output_dir.mkdir()
     loaded = load_step_rows(elsewhere, step=1)
@@ -179,7 +179,7 @@ def test_a_record_is_found_above_an_exported_actor(tmp_path: Path) -> None:
     actor = TrainedModelConfig(path=str(tmp_path / "elsewhere" / "actor"))
     data = DataConfig(path=(rows,), split=(0.0, 0.0, 1.0))
 
-    own = load_step_rows(config_of(3, tmp_path, data, actor=actor), step=3)
+    own = load_step_rows(make_config(3, tmp_path, data, actor=actor), step=3)
 
     repeated = len(loaded.train)
     assert any(note.startswith(f"{repeated} of its {len(own.train)}") for note in own.notes)
@@ -196,7 +196,7 @@ def test_three_real_steps_hold_out_nothing_that_any_trained_on(tmp_path: Path) -
 
     def run(step: int, data: DataConfig, **settings: Any) -> Path:
         steps: dict[int, Callable[[Any], Path]] = {1: train_sft, 2: train_reward, 3: train_ppo}
-        return steps[step](config_of(step, tmp_path, data, **common, **settings))
+        return steps[step](make_config(step, tmp_path, data, **common, **settings))
 
     run(1, replace(small, path=(first, second, extra)), model=model)
     run(2, small, model=model, normalization_prompts=4, max_new_tokens=4)
@@ -215,5 +215,5 @@ def test_three_real_steps_hold_out_nothing_that_any_trained_on(tmp_path: Path) -
     samples = json.loads((out / "samples.json").read_text())["rows"]
     answered = [row["prompt"][0]["content"] for row in samples]
     assert answered
-    assert not set(map(hash_of, answered)) & recorded(out, "trained")
-    assert set(map(hash_of, answered)) <= recorded(out, "held_out")
+    assert not set(map(hash_text, answered)) & recorded(out, "trained")
+    assert set(map(hash_text, answered)) <= recorded(out, "held_out")

@@ -26,7 +26,7 @@ OF_A_GROUP = {
 
 
 def wrong(source: str) -> Iterator[str]:
-    """Where code maps ranks by itself, or means the whole job without saying so."""
+    """Return places that compute ranks outside the mesh, or use the default group."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(attr=name) | ast.alias(name=name) if name in MAPS:

@@ -13,7 +13,7 @@ from step3_preference.train import train as train_preference
 from tests.reads import Reads
 from tests.step1_sft.test_train import small_task as sft_task
 from tests.step2_reward.test_train import small_task as reward_task
-from tests.step3_ppo.test_every_method import config_of as ppo_method
+from tests.step3_ppo.test_every_method import make_config as ppo_method
 from tests.step3_ppo.toy import save_models
 from tests.step3_preference.toy import save_toy
 from tests.step3_preference.toy import toy_config as preference_method
@@ -26,7 +26,7 @@ OF_THE_HOST = {
     "pipeline/models/attention.py: _padded",
     "step3_ppo/experience.py: minibatch",
 }
-"""What these read are rows and lengths, of the host everywhere."""
+"""These read rows and lengths, which are always on the host."""
 
 
 def _preference(method: str) -> Task:

@@ -1,4 +1,4 @@
-"""A run that was cut off goes on as if nothing had happened: weights, moments and metrics."""
+"""An interrupted run resumes exactly: weights, moments and metrics."""
 
 import json
 import shutil
@@ -130,7 +130,7 @@ def saved(out: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def cut_off(whole: Path, out: Path) -> None:
-    """What is left of a run that was killed some time after its first checkpoint."""
+    """Output of a run that was killed some time after its first checkpoint."""
     shutil.copytree(whole, out)
     for path in (out / "checkpoints").glob(f"step_*{2 * CUT}"):
         shutil.rmtree(path)
@@ -256,7 +256,7 @@ EXPORTED_LAST: dict[str, dict[str, str]] = {
     "reward": {"model": "."},
     "ppo": {"actor": "actor", "critic": "critic"},
 }
-"""Where a step exports what its engines end with, unless it keeps the best weights."""
+"""Output directory of the final weights of a step that does not keep the best."""
 
 
 def exported(directory: Path) -> dict[str, bytes]:

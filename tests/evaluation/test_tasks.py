@@ -1,4 +1,4 @@
-"""What the tasks ask, and how they grade."""
+"""Prompts and grading of the tasks."""
 
 import json
 from collections import Counter

@@ -41,7 +41,7 @@ from tests.test_resume import COMMON, CONFIGS, exported, metrics, run, saved, se
 ROOT = Path(__file__).parents[2]
 
 PEER_SECONDS = 10
-"""In which a process notices that another one is gone, or a job ends after its fault."""
+"""Limit for a process to notice that another one is gone, or for a job to end after its fault."""
 
 
 ROWS = 60
@@ -49,7 +49,7 @@ WORDS = ("sun", "moon", "rain", "wind", "bread", "water", "stone", "river", "clo
 
 
 def make_start(directory: Path) -> None:
-    """What jobs start from: random models, and so few rows that every pass is over soon."""
+    """Inputs of the jobs: random models, and few rows, so that every pass is short."""
     save_models(directory)
     draw = random.Random(1)
 
@@ -77,7 +77,7 @@ JOBS = {**CONFIGS, "pretrain": pretrain}
 
 
 def small(start: Path, step: str, **changes: Any) -> Any:
-    """A job with all that has a state: dropout, accumulation, warm-up, loss scale, evaluations.
+    """A job with all kinds of state: dropout, accumulation, warm-up, loss scale, evaluations.
 
     It saves after every step and keeps everything, so that what another run saves can be compared.
     """
@@ -134,7 +134,7 @@ class Forked:
     def wait(self, seconds: float = 60) -> list[int]:
         """The exit codes; -n where signal n ended it.
 
-        When one has failed, the others are told by SIGTERM, as by torchrun.
+        When one has failed, the others receive SIGTERM, as from torchrun.
         """
         fine = (None, 0, EXIT_REQUEUE, EXIT_INTERRUPTED)
         end = time.monotonic() + seconds
@@ -184,7 +184,7 @@ def run_forked(config: StepConfig, **options: Any) -> list[int]:
 
 
 class Command:
-    """A command in a session of its own, which is killed on exit, if still there."""
+    """A command in a new session, which is killed on exit if it is still running."""
 
     def __init__(self, *words: str, fault: str | None = None, **environment: str) -> None:
         self._log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115
@@ -222,7 +222,7 @@ class Command:
             raise AssertionError(f"it did not end within {seconds:g} s:\n{self.output()}") from None
 
     def output(self) -> str:
-        """All that it wrote."""
+        """Its full output."""
         return Path(self._log.name).read_text()
 
 
@@ -236,7 +236,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def step_words(config: StepConfig, *, processes: int | None = 2) -> list[str]:
-    """The command line of a step; its settings are written beside its output."""
+    """The command line of a step; its settings are written next to its output."""
     file = config.output_dir.with_name(f"{config.output_dir.name}.yaml")
     write_config(config, file)
     modules = {
@@ -253,14 +253,14 @@ def step_words(config: StepConfig, *, processes: int | None = 2) -> list[str]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on, just now."""
+    """A free port of this machine."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
 
 
 OF_TIME = ("seconds", "seconds_trained", "logged_at", "metrics_bytes")
-"""What of a run's state the clock decides, or the length of the numbers it gives."""
+"""State that depends on the clock, or on how many digits its readings have."""
 
 
 def assert_prefix(out: Path, reference: Path) -> int:

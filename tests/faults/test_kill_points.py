@@ -1,4 +1,4 @@
-"""A process that is killed at a named point of training ends the job; the next start goes on."""
+"""A process that is killed at a named point of training ends the job; the next start resumes."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Several machines, each with an address, a name and processes of its own."""
+"""Several machines, each with its address, name and processes."""
 
 import json
 import sys

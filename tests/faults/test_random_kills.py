@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Tally:
-    """What the kills hit."""
+    """Targets of the kills."""
 
     kills: int = 0
     in_a_save: int = 0
@@ -51,7 +51,7 @@ def kill_at_random(config: StepConfig, seconds: float, draw: random.Random) -> b
         killed = [rank for rank in victims if job.processes[rank].is_alive()]
         for rank in killed:
             job.processes[rank].kill()
-        codes = job.wait(PEER_SECONDS)  # whoever is left ends as well
+        codes = job.wait(PEER_SECONDS)  # the remaining processes end as well
     died = [rank for rank, code in enumerate(codes) if code == -9]
     assert set(died) <= set(killed)
     assert died or codes == [0, 0]

@@ -1,4 +1,4 @@
-"""What a new start must not go on with is refused in a sentence, with exit code 2."""
+"""A restart that must not continue is refused in one sentence, with exit code 2."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.faults.jobs import DATA, Forked, run_forked, small
 
 
 def started(start: Path, tmp_path: Path) -> StepConfig:
-    """A job that was cut off in step 3 of 4, on rows of its own."""
+    """A job that was interrupted in step 3 of 4, on separate rows."""
     rows = tmp_path / DATA
     rows.write_text((start / DATA).read_text())
     data = DataConfig(path=(str(rows),), max_eval_rows=6, max_length=64)
@@ -21,7 +21,7 @@ def started(start: Path, tmp_path: Path) -> StepConfig:
 
 
 def refusal(config: StepConfig) -> str:
-    """What the job says before it ends with exit code 2; nothing of its output has changed."""
+    """Return the message of the job, which ends with exit code 2 and keeps its output."""
     before = {path: path.stat().st_mtime_ns for path in saved_files(config)}
     with Forked(config, world_size=1) as job:
         assert job.wait() == [2], job.output()

@@ -1,4 +1,4 @@
-"""Ctrl-C or a scheduler's signal, whenever it comes: the state is saved, --resume goes on.
+"""Ctrl-C or a scheduler's signal, whenever it comes: the state is saved, --resume continues.
 
 The exit code is 130 after Ctrl-C, 75 after a scheduler's signal.
 """
@@ -28,8 +28,8 @@ from tests.test_resume import metrics
 STEPS = 30
 
 
-def job_of(start: Path, out: Path) -> StepConfig:
-    """Saves only because it is told to stop."""
+def make_job(start: Path, out: Path) -> StepConfig:
+    """Saves only because of the signal."""
     return small(start, "sft", output_dir=out, max_steps=STEPS, save_every=None)
 
 
@@ -73,7 +73,7 @@ def exit_code(number: signal.Signals) -> int:
 def test_a_signal_in_the_loop_saves_the_step_at_hand(
     number: signal.Signals, start: Path, long_reference: Path, tmp_path: Path
 ) -> None:
-    config = job_of(start, tmp_path)
+    config = make_job(start, tmp_path)
 
     with Forked(config) as job:
         wait_for_lines(tmp_path, 4, job)
@@ -104,7 +104,7 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
     start: Path, tmp_path: Path
 ) -> None:
     """One process sleeps in its third step, the other waits for it in a collective."""
-    with Forked(job_of(start, tmp_path), fault="engine.step:1:3:hang") as job:
+    with Forked(make_job(start, tmp_path), fault="engine.step:1:3:hang") as job:
         wait_for(lambda: "engine.step hangs\n" in job.output(), job)
         job.signal(signal.SIGINT)
         wait_for(lambda: "finishes the current step, saves its state" in job.output(), job)
@@ -122,7 +122,7 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
 def test_a_signal_while_one_process_is_in_the_loop_and_another_is_not_is_no_failure(
     number: signal.Signals, start: Path, tmp_path: Path
 ) -> None:
-    with Forked(job_of(start, tmp_path), fault="steps.begin:1:1:hang") as job:
+    with Forked(make_job(start, tmp_path), fault="steps.begin:1:1:hang") as job:
         wait_for(lambda: "steps.begin hangs\n" in job.output(), job)
         time.sleep(0.5)  # the first process comes to its loop
         job.signal(number)

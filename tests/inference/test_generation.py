@@ -1,4 +1,4 @@
-"""Generation says what plain transformers says, and a row never depends on the rows beside it."""
+"""Generation equals plain transformers, and a row never depends on the other rows."""
 
 from pathlib import Path
 
@@ -145,7 +145,7 @@ def test_a_sampled_answer_does_not_depend_on_order_or_the_number_of_slots(
 
 
 def sampled_share(rank: int, world_size: int, directory: Path) -> dict[int, list[int]]:
-    """What a process answers that has every `world_size`-th prompt; by prompt."""
+    """Return the responses of a process that has every `world_size`-th prompt, by prompt."""
     path = FrozenModelConfig(path=str(directory))
     rows = list(range(len(PROMPTS)))[rank::world_size]
     responses = generate(

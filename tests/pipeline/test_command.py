@@ -1,4 +1,4 @@
-"""The command line of a program beside training."""
+"""The command line of programs other than training."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A process fails where and how it was told to."""
+"""A process fails at the requested point in the requested way."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The Hub is asked only where it answers; what is on the machine needs no network."""
+"""The Hub is contacted only where it responds; local files need no network."""
 
 import os
 import socket

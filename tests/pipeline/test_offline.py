@@ -16,7 +16,7 @@ from pipeline.offline import EVALUATIONS, SHARE, evaluation_interval
         (None, 4, 0.25, 4),  # one would be 6 %, and the last is due anyway
         (None, 10_000, 0.01, 1000),
         (0, 800, 1.0, 800),
-        (7, 800, 1e9, 7),  # what was asked for is done, whatever it costs
+        (7, 800, 1e9, 7),  # a requested option applies, whatever it costs
     ],
 )
 def test_an_evaluation_is_due_after_so_many_steps(

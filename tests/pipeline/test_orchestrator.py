@@ -64,7 +64,7 @@ def test_resume_alone_repeats_the_options_of_the_last_run(
     shown = capsys.readouterr()
     assert "step 1 is finished, skipped" in shown.out
     assert shown.err == f"the options are those of the run, in {out}/command.txt\n"
-    # An option beside it: the command is as it stands.
+    # With another option: the command is unchanged.
     with pytest.raises(ConfigError, match=r"with sft\.data\.fields\.prompt a b where this run has"):
         run(out, "--resume", "--step", "1", "--seed", "7")
 

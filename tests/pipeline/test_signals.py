@@ -1,4 +1,4 @@
-"""Which signal means what, in a process of its own that hears them for real."""
+"""Effects of signals, in a separate process that receives them."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B beside metrics.jsonl."""
+"""TensorBoard and W&B in addition to metrics.jsonl."""
 
 import importlib.util
 import logging

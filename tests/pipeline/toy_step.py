@@ -14,7 +14,7 @@ from train import STAGES
 
 def main(argv: Sequence[str]) -> None:
     out = Path(argv[1]).parent  # --config OUT/<step>/config.yaml
-    # Of several methods each has a directory of its own; those that are run here are of PPO's step.
+    # Each of several methods has a separate directory; those that run here are of PPO's step.
     stage = next(stage for stage in STAGES if stage.name[:5] == out.name[:5])
     config = parse_step(stage.config_class, argv)
     match os.environ.get("TOY") if os.environ.get("TOY_STEP") in (None, out.name) else None:

@@ -5,11 +5,13 @@ import psutil
 
 def descendants() -> list[psutil.Process]:
     """The processes of rewards; the test run has others, which other tests started."""
-    own = [each for each in psutil.Process().children() if "rewards.supervisor" in words_of(each)]
+    own = [
+        each for each in psutil.Process().children() if "rewards.supervisor" in read_command(each)
+    ]
     return [process for each in own for process in (each, *each.children(recursive=True))]
 
 
-def words_of(process: psutil.Process) -> list[str]:
+def read_command(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:  # it has ended

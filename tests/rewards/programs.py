@@ -40,7 +40,7 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def returns(solution_str, ground_truth):
-    """What the test wrote into the response."""
+    """Return the number in the response."""
     return eval(solution_str)
 
 
@@ -60,5 +60,5 @@ def by_text(solution_str, ground_truth):
 
 
 def batch(episodes):
-    """What the test wrote into the first response."""
+    """Return the number in the first response."""
     return eval(episodes[0].response)

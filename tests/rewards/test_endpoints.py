@@ -21,7 +21,7 @@ from rewards.sources import read_source, scorer_of
 
 @dataclass
 class Server:
-    """What a server was asked, and how it answers."""
+    """Requests that a server received, and its responses."""
 
     answer: Callable[["Server", BaseHTTPRequestHandler, Any], None]
     url: str = ""

@@ -16,7 +16,7 @@ from rewards.environments.guessing import GuessingGame
 from rewards.environments.messages import Played
 from rewards.environments.pool import Environments
 from rewards.environments.tools import ToolEnvironment
-from tests.rewards.processes import alive, descendants, words_of
+from tests.rewards.processes import alive, descendants, read_command
 
 GAME = """
 import os, subprocess, sys, time
@@ -117,7 +117,7 @@ def test_an_episode_that_fails_costs_no_other_its_state(
         environments.step(good, "three")
         assert shown(replies(environments, 1)[good]) == "one two three"
         below = descendants()
-        hanging = [each for each in below if "time.sleep(600)" in " ".join(words_of(each))]
+        hanging = [each for each in below if "time.sleep(600)" in " ".join(read_command(each))]
     assert not hanging
     assert not [each for each in below if alive(each)]
 
@@ -190,7 +190,7 @@ CALLS: Sequence[tuple[str, str]] = (
     ('<tool_call>{"name": "pay", "arguments": [3]}</tool_call>', 'error: pay: "arguments" must be'),
     ('<tool_call>{"name": "pay"', "error: the call is not JSON"),
 )
-"""What a model may write, and what it reads next."""
+"""Messages of the model, and the following observations."""
 
 
 @pytest.mark.parametrize(("answer", "result"), CALLS)

@@ -20,19 +20,19 @@ def read(
 
 
 HELPER = """
-def text_of(completion):
+def get_text(completion):
     return completion[0]["content"]
 
 def score(completions, **kwargs):
-    return [len(text_of(each)) for each in completions]
+    return [len(get_text(each)) for each in completions]
 
 def another(episodes):
     return [each.extra["label"] for each in episodes]
 """
-"""A function whose helper says how completions look, beside one that has nothing to do with it."""
+"""A function whose helper annotates completions, next to an unrelated one."""
 
 BESIDE = (
-    "def text_of(c): return c['content']\ndef score(completions): return [1 for c in completions]"
+    "def get_text(c): return c['content']\ndef score(completions): return [1 for c in completions]"
 )
 
 FORMS = (

@@ -14,7 +14,7 @@ from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
 ANSWERS = {"a": 'I think {"score": 2}', "b": '{"score": 8.5}', "c": "no idea"}
-"""What the model was taught to answer about three responses."""
+"""Trained verdicts of the model about three responses."""
 
 
 def episode(response: str, slot: int = 0) -> Episode:
@@ -51,7 +51,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def config_of(judge: Path, **settings: object) -> RewardConfig:
+def make_config(judge: Path, **settings: object) -> RewardConfig:
     template = str(judge / "template.txt")
     return RewardConfig(
         name="taste", kind="generative", path=str(judge), template=template, **settings
@@ -60,7 +60,7 @@ def config_of(judge: Path, **settings: object) -> RewardConfig:
 
 @pytest.mark.jobs
 def test_a_model_on_disk_scores_responses_on_its_scale(judge: Path) -> None:
-    with Rewards([config_of(judge)], timeout_seconds=60.0) as rewards:
+    with Rewards([make_config(judge)], timeout_seconds=60.0) as rewards:
         rewards.submit([episode(response, slot) for slot, response in enumerate("abc")])
         scored = rewards.results().sources["taste"]
 
@@ -71,7 +71,7 @@ def test_a_model_on_disk_scores_responses_on_its_scale(judge: Path) -> None:
 
 @pytest.mark.jobs
 def test_a_question_that_does_not_fit_the_model_fails_its_response_alone(judge: Path) -> None:
-    with Rewards([config_of(judge, concurrency=1)], timeout_seconds=60.0) as rewards:
+    with Rewards([make_config(judge, concurrency=1)], timeout_seconds=60.0) as rewards:
         rewards.submit([episode("b"), episode("x" * 400, slot=1)])
         scored = rewards.results().sources["taste"]
 

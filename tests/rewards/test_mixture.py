@@ -174,7 +174,7 @@ def test_nothing_outlives_a_killed_training_process_or_supervisor(victim: str) -
     assert until(lambda: len(below.children(recursive=True)) == 4 and len(not_marked()) == 3)
     processes = below.children(recursive=True)
 
-    # Without the supervisor a process that a function made independent is nobody's.
+    # Without the supervisor nothing ends a process that a function detached.
     ours = not_marked()
 
     os.kill(trainer.pid if victim == "trainer" else processes[0].pid, signal.SIGKILL)

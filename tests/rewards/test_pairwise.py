@@ -10,7 +10,7 @@ from rewards.pairwise import PairwiseJudge, pairwise_judge
 from tests.rewards.test_endpoints import Server, episodes, judged, say, serving
 
 
-def judge_of(server: Server, cache_dir: Path | None = None, **settings: Any) -> PairwiseJudge:
+def make_judge(server: Server, cache_dir: Path | None = None, **settings: Any) -> PairwiseJudge:
     config = RewardConfig(name="judge", kind="judge", path=server.url, model="m", **settings)
     return pairwise_judge(config, cache_dir=cache_dir, timeout_seconds=5.0)
 
@@ -30,10 +30,10 @@ def test_both_orders_must_agree_else_it_is_a_tie() -> None:
     ours = episodes("a long one", "short", "biased a", "same", "abc")
     theirs = episodes("short", "a long one", "biased b", " same\n", "xyz")
     with serving(prefers_long) as server:
-        outcomes = judge_of(server).compare(ours, theirs)
+        outcomes = make_judge(server).compare(ours, theirs)
 
     assert outcomes == [Outcome(1.0), Outcome(0.0), Outcome(0.5), Outcome(0.5), Outcome(0.5)]
-    assert len(server.asked) == 2 * 4  # nothing is asked about equal texts
+    assert len(server.asked) == 2 * 4  # no request is made for equal texts
 
 
 def test_no_verdict_is_a_failure_and_is_not_kept(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_no_verdict_is_a_failure_and_is_not_kept(tmp_path: Path) -> None:
         say(handler, judged(next(words)))
 
     with serving(answer) as server:
-        judge = judge_of(server, tmp_path, concurrency=1)
+        judge = make_judge(server, tmp_path, concurrency=1)
         (failed,) = judge.compare(episodes("a"), episodes("b"))
         (won,) = judge.compare(episodes("a"), episodes("b"))
         again = judge.compare(episodes("a"), episodes("b"))

@@ -1,4 +1,4 @@
-"""The sources that read the response alone or beside a column: exact, regex, length, repetition."""
+"""The sources that read the response alone or with a column: exact, regex, length, repetition."""
 
 from pipeline.data.examples import Message
 from rewards.config import RewardConfig

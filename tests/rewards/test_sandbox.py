@@ -172,7 +172,7 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 def test_a_kernel_without_namespaces_is_said_and_nothing_is_run(tmp_path: Path) -> None:
-    """As within the sandbox itself, where no namespaces are to be had."""
+    """As within the sandbox, where no namespaces are available."""
     if not is_possible():
         with pytest.raises(SandboxError, match="the sandbox can't be built"):
             run("print(1)")

@@ -126,7 +126,7 @@ def test_the_bound_is_reached_where_no_two_answers_are_alike() -> None:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """A file of prompts, beside the directory of a tiny model."""
+    """A file of prompts, and the directory of a tiny model."""
     dialogue = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},

@@ -1,4 +1,4 @@
-"""Step 0 beside the other steps: what each begins with, what the plan says, what is refused."""
+"""Step 0 with the other steps: starting models, plans, refusals."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def plan(out: Path, *argv: str) -> Plan:
     return make_plan(["--output-dir", str(out), *argv], STAGES)
 
 
-def path_of(plan: Plan, name: str) -> str:
+def get_path(plan: Plan, name: str) -> str:
     config: Any = plan.configs[name]
     return config.model.path
 
@@ -70,16 +70,16 @@ def test_models_come_from_step_0_where_it_runs_or_has_run(texts: Path, tmp_path:
     alone = plan(tmp_path / "alone", "--step", "1", *given)
 
     directory = tmp_path / "both" / "step0_pretrain"
-    assert path_of(both, "step0_pretrain") == "some/model"
-    assert path_of(both, "step1_sft") == str(directory)
-    assert path_of(alone, "step1_sft") == "some/model"
+    assert get_path(both, "step0_pretrain") == "some/model"
+    assert get_path(both, "step1_sft") == str(directory)
+    assert get_path(alone, "step1_sft") == "some/model"
     assert "step0_pretrain" not in alone.configs
     directory.mkdir(parents=True)
     write_config(both.configs["step0_pretrain"], directory / "config.yaml")
     for name in ("result.json", "config.json"):
         (directory / name).write_text("{}")
     later = plan(tmp_path / "both", "--step", "1", *given)
-    assert path_of(later, "step1_sft") == str(directory)
+    assert get_path(later, "step1_sft") == str(directory)
 
 
 def test_what_step_0_can_not_use_is_refused_in_the_plan(

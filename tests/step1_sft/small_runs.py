@@ -18,7 +18,7 @@ from step1_sft.train import train
 from tests.families import tiny_causal_lm
 
 BLOCKS = {"gpt2": "n_layer"}
-"""Families with a name of their own for the number of blocks."""
+"""Families with another name for the number of blocks."""
 
 
 def make(directory: Path, family: str, *, blocks: int = 3, **changes: Any) -> Path:
@@ -88,7 +88,7 @@ def saved(out: Path, step: int) -> dict[str, Tensor]:
 
 
 def cut_off(whole: Path, out: Path) -> Path:
-    """What is left of a run that was killed after its checkpoint of two steps."""
+    """Output of a run that was killed after its checkpoint of two steps."""
     shutil.copytree(whole, out)
     shutil.rmtree(out / "checkpoints" / "step_00000003")
     (out / "result.json").unlink()

@@ -122,7 +122,7 @@ def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
 
 TREE = {"zero": ZeroConfig(reduction="deterministic"), "precision": "bf16"}
 MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    # Processes, division, and settings of the model, beside two processes to a layer.
+    # Processes, sharding, and settings of the model, with two processes per layer.
     "stages": (
         4,
         {"pp": 2},

@@ -82,7 +82,7 @@ def test_perplexity_is_the_exponential_of_the_mean_over_all_target_tokens(
     assert engine.model.training
 
 
-def losses_of(config: SFTConfig) -> list[float]:
+def train_losses(config: SFTConfig) -> list[float]:
     train(config)
     current_mesh().world.barrier()  # the first process writes what both read
     return logged(config, "loss") + logged(config, "eval_perplexity")
@@ -90,10 +90,10 @@ def losses_of(config: SFTConfig) -> list[float]:
 
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     """Five rows a step: the two processes never have equally many."""
-    alone = losses_of(small_task(tmp_path, batch_size=5, output_dir=tmp_path / "alone"))
+    alone = train_losses(small_task(tmp_path, batch_size=5, output_dir=tmp_path / "alone"))
 
     config = small_task(tmp_path, batch_size=5, output_dir=tmp_path / "together")
-    first, second = run_ranks(losses_of, config)
+    first, second = run_ranks(train_losses, config)
 
     assert first == second == pytest.approx(alone, rel=1e-4)
 

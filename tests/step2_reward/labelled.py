@@ -13,7 +13,7 @@ from tests.families import tiny_causal_lm
 POLITE, CURT, RUDE = "Sure! It is {}.", "It is {}.", "Go away. It is {}."
 
 
-def rows_of(kind: str, *, count: int = 48) -> list[dict[str, Any]]:
+def make_rows(kind: str, *, count: int = 48) -> list[dict[str, Any]]:
     """Rows with labels of that kind."""
     return [_row(kind, number) for number in range(count)]
 

@@ -23,7 +23,7 @@ from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.models.reward_model import score_responses
 from step2_reward.train import train
-from tests.step2_reward.labelled import rows_of, task, write_csv
+from tests.step2_reward.labelled import make_rows, task, write_csv
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["Human", "Assistant", "Add", "and", "Sure", "It", "is", "Go", "away", ":", ".", "!", ","]
@@ -62,7 +62,7 @@ def save_bert(directory: Path) -> Path:
 def test_an_encoder_learns_classes_and_scores_as_plain_transformers_do(
     tmp_path: Path, lora: LoraConfig | None
 ) -> None:
-    data = write_csv(tmp_path / "rows.csv", rows_of("classes"))
+    data = write_csv(tmp_path / "rows.csv", make_rows("classes"))
     values = {"class_list": ("rude", "curt", "polite"), "class_values": (0.0, 1.0, 2.0)}
     config = task(tmp_path, data, save_bert(tmp_path / "bert"), max_steps=25, **values)
     config = replace(config, model=replace(config.model, lora=lora))

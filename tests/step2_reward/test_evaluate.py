@@ -1,4 +1,4 @@
-"""What a reward model says of pairs and of single answers."""
+"""Evaluation of a reward model on pairs and on single responses."""
 
 import json
 from pathlib import Path

@@ -9,7 +9,7 @@ import pytest
 from pipeline.report.write import write_report
 from step2_reward.lab.__main__ import main
 from step2_reward.train import train
-from tests.step2_reward.labelled import rows_of, save_base, task, write_jsonl
+from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out")
     base = save_base(out / "base")
     for kind in ("pairs", "classes"):
-        data = write_jsonl(out / f"{kind}.jsonl", rows_of(kind))
+        data = write_jsonl(out / f"{kind}.jsonl", make_rows(kind))
         train(task(out, data, base, output_dir=out / kind / "step2_reward"))
     return out
 

@@ -11,7 +11,7 @@ import pytest
 from step2_reward.lab.__main__ import main
 from step2_reward.lab.bench import BenchRow, PromptScores, bench_figures, read_bench, ties_score
 from step2_reward.train import train
-from tests.step2_reward.labelled import POLITE, RUDE, rows_of, save_base, task, write_jsonl
+from tests.step2_reward.labelled import POLITE, RUDE, make_rows, save_base, task, write_jsonl
 
 
 def row(subset: str = "Math", **changes: Any) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_the_command_scores_a_trained_model_by_subset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     polite, rude = ([text.format(n) for n in range(3)] for text in (POLITE, RUDE))
-    pairs = write_jsonl(tmp_path / "pairs.jsonl", rows_of("pairs"))
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", make_rows("pairs"))
     config = task(tmp_path, pairs, save_base(tmp_path / "base"))
     train(replace(config, output_dir=tmp_path / "step2_reward"))
     bench = write_jsonl(

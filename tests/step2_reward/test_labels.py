@@ -17,7 +17,7 @@ from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.step2_reward.labelled import rows_of, save_base, task, write_jsonl
+from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
 
 KINDS = ("ties", "classes", "ordinal", "scalar", "rankings", "steps")
 
@@ -40,7 +40,7 @@ def logged(config: RewardConfig, name: str) -> list[float]:
 def test_it_learns_from_rows_of_each_kind_and_exports_a_plain_classifier(
     tmp_path: Path, base: Path, kind: str
 ) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))
+    data = write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
     chosen = {"labels": "ordinal"} if kind == "ordinal" else {}  # the others follow from the rows
     values = {"class_list": ("rude", "curt", "polite"), "class_values": (0.0, 1.0, 4.0)}
     steps = {"max_steps": 30 if kind == "ordinal" else 15}
@@ -67,7 +67,7 @@ def test_it_learns_from_rows_of_each_kind_and_exports_a_plain_classifier(
 def test_the_score_of_classes_is_their_expected_value_by_plain_transformers(
     tmp_path: Path, base: Path
 ) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", rows_of("classes"))
+    data = write_jsonl(tmp_path / "rows.jsonl", make_rows("classes"))
     values = (0.0, 1.0, 4.0)
     config = task(tmp_path, data, base, class_list=("rude", "curt", "polite"), class_values=values)
     train(config)
@@ -99,7 +99,7 @@ def labels_alike(config: RewardConfig) -> list[float]:
 )
 def test_two_processes_and_stage_3_train_as_one_does(tmp_path: Path, base: Path, kind: str) -> None:
     """Five rows a step in parts of two: never equally many for both."""
-    data = write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))
+    data = write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
     config = task(tmp_path, data, base, labels=kind, batch_size=5, max_steps=3)
     alone = labels_alike(replace(config, output_dir=tmp_path / "alone"))
     config = replace(
@@ -117,7 +117,7 @@ def test_two_processes_and_stage_3_train_as_one_does(tmp_path: Path, base: Path,
 def test_an_interrupted_run_goes_on_with_its_cutpoints_to_the_bit(
     tmp_path: Path, base: Path
 ) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", rows_of("ordinal"))
+    data = write_jsonl(tmp_path / "rows.jsonl", make_rows("ordinal"))
     config = task(tmp_path, data, base, labels="ordinal", max_steps=4, save_every=2)
     train(config)
     whole = json.loads((config.output_dir / "config.json").read_text())["cutpoints"]

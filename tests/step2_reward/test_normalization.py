@@ -1,4 +1,4 @@
-"""The zero and the unit of the score come from answers that ended by themselves."""
+"""Mean and scale of the score come from responses that ended with the end token."""
 
 from dataclasses import replace
 from pathlib import Path

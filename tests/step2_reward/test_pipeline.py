@@ -21,7 +21,7 @@ from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.staged import lose_the_end, require_less_memory
-from tests.step2_reward.labelled import rows_of, save_base, write_jsonl
+from tests.step2_reward.labelled import make_rows, save_base, write_jsonl
 
 
 def settings(
@@ -91,7 +91,7 @@ TIERS: dict[str, Any] = {
     "classes, adapters": pytest.mark.jobs,
     "pairs, of OPT 350m": pytest.mark.jobs,
 }
-"""Where a case runs; the others are the grid."""
+"""Default cases; the others run in the grid tier."""
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_two_stages_end_as_one_process(case: str, division: dict[str, Any], tmp_
     kind, model = CASES[case]
     family = OPT_350M if case.endswith("of OPT 350m") else {}
     save_base(tmp_path / "base", num_hidden_layers=4 if division else 2, **family)
-    write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))
+    write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
     alone = settings(tmp_path, tmp_path / "alone", kind, pp=1, model=model)
     staged = settings(tmp_path, tmp_path / "staged", kind, pp=2, model=model, **division)
     run(alone)

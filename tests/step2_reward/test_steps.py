@@ -30,7 +30,7 @@ from step2_reward.step_objective import (
 )
 from step2_reward.train import train
 from step3_ppo.reward_model import RewardModel
-from tests.step2_reward.labelled import rows_of, save_base, task, write_jsonl
+from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
 
 TOKENIZER = build_tokenizer()
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RewardConfig:
     """A model that knows polite steps from rude ones."""
     directory = tmp_path_factory.mktemp("steps")
     base = save_base(directory / "base")
-    data = write_jsonl(directory / "rows.jsonl", rows_of("steps"))
+    data = write_jsonl(directory / "rows.jsonl", make_rows("steps"))
     config = task(directory, data, base, max_steps=15)
     train(config)
     return config

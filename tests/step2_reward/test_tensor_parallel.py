@@ -13,7 +13,7 @@ from pipeline.parallel.mesh import cut_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.step2_reward.labelled import rows_of, save_base, write_jsonl
+from tests.step2_reward.labelled import make_rows, save_base, write_jsonl
 from tests.step2_reward.test_pipeline import ended, settings
 
 CASES: dict[str, tuple[str, dict[str, Any], float]] = {
@@ -37,7 +37,7 @@ def run(config: RewardConfig) -> None:
 def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
     kind, model, bound = CASES[case]
     save_base(tmp_path / "base")
-    write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))
+    write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
     alone = settings(tmp_path, tmp_path / "alone", kind, pp=1, model=model)
     together = replace(
         settings(tmp_path, tmp_path / "together", kind, pp=1, model=model),

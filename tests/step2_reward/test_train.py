@@ -128,7 +128,7 @@ def test_the_stored_moments_are_those_of_the_exported_models_scores(tmp_path: Pa
     assert exported.config.score_std == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
 
 
-def figures_of(config: RewardConfig) -> list[float]:
+def read_figures(config: RewardConfig) -> list[float]:
     train(config)
     current_mesh().world.barrier()  # the first process writes what both read
     names = ("loss", "accuracy", "eval_mean_chosen", "eval_accuracy")
@@ -144,8 +144,8 @@ def test_two_processes_train_and_measure_as_one_does(tmp_path: Path) -> None:
     """Five pairs a step, and step 1's model answers five prompts: never equally many for both."""
     config = small_task(tmp_path, batch_size=5, normalization_prompts=5)
     config = replace(config, actor=FrozenModelConfig(path=config.model.path))
-    alone = figures_of(replace(config, output_dir=tmp_path / "alone"))
+    alone = read_figures(replace(config, output_dir=tmp_path / "alone"))
 
-    first, second = run_ranks(figures_of, replace(config, output_dir=tmp_path / "together"))
+    first, second = run_ranks(read_figures, replace(config, output_dir=tmp_path / "together"))
 
     assert first == second == pytest.approx(alone, rel=1e-3, abs=1e-5)

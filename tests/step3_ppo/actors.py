@@ -60,7 +60,7 @@ class Actor:
 
     @torch.no_grad()
     def logits(self) -> Tensor:
-        """What the trained model says, adapters and all."""
+        """Return the output of the trained model, adapters included."""
         with self.engine.gathered():
             return self.model(input_ids=IDS).logits
 

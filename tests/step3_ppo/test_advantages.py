@@ -40,7 +40,7 @@ def rewarded(
     )
 
 
-def advantages_of(name: str, returns: list[float], **settings: Any) -> list[float]:
+def estimate_returns(name: str, returns: list[float], **settings: Any) -> list[float]:
     """Of responses of one token each."""
     rows = rewarded(returns, [1] * len(returns), **settings)
     return ESTIMATORS[name](rows).advantages.flatten().tolist()
@@ -121,7 +121,7 @@ def mean_and_true_gradient(name: str, group_size: int) -> tuple[torch.Tensor, to
     probability = logprobs.detach()[groups].sum(dim=1).exp()
 
     returns = rewards[groups].flatten().tolist()
-    advantages = torch.tensor(advantages_of(name, returns, group_size=group_size)).double()
+    advantages = torch.tensor(estimate_returns(name, returns, group_size=group_size)).double()
     taken = logprobs[groups].flatten()
     ratio = torch.ones_like(taken)
     losses = LOSSES["none"].losses(ratio, taken, advantages, TrustRegion(0.2, 0.2))
@@ -150,9 +150,9 @@ def test_dr_grpos_mean_gradient_is_a_known_share_of_it(group_size: int) -> None:
 def test_dr_grpo_by_hand_and_rloo_of_two_is_twice_that() -> None:
     returns = [1.0, 4.0, -2.0, 5.0]
 
-    assert advantages_of("dr_grpo", returns, group_size=4) == [-1.0, 2.0, -4.0, 3.0]
-    of_pairs = advantages_of("dr_grpo", returns, group_size=2)
-    assert advantages_of("rloo", returns, group_size=2) == [2 * each for each in of_pairs]
+    assert estimate_returns("dr_grpo", returns, group_size=4) == [-1.0, 2.0, -4.0, 3.0]
+    of_pairs = estimate_returns("dr_grpo", returns, group_size=2)
+    assert estimate_returns("rloo", returns, group_size=2) == [2 * each for each in of_pairs]
 
 
 def test_reinforce_pp_has_the_rewards_to_come() -> None:
@@ -168,11 +168,13 @@ def test_reinforce_pp_has_the_rewards_to_come() -> None:
 @pytest.mark.parametrize("name", [*GROUPED, "reinforce_pp"])
 def test_a_response_without_a_reward_is_in_no_baseline_and_learns_nothing(name: str) -> None:
     settings = {"group_baseline": name == "reinforce_pp"}
-    kept = advantages_of(name, [1.0, 2.0, 6.0], group_size=3, **settings)
+    kept = estimate_returns(name, [1.0, 2.0, 6.0], group_size=3, **settings)
     counted = [True, False, True, True]
 
-    of_four = advantages_of(name, [1.0, 999.0, 2.0, 6.0], group_size=4, counted=counted, **settings)
-    alone = advantages_of(name, [3.0, 999.0], group_size=2, counted=[True, False], **settings)
+    of_four = estimate_returns(
+        name, [1.0, 999.0, 2.0, 6.0], group_size=4, counted=counted, **settings
+    )
+    alone = estimate_returns(name, [3.0, 999.0], group_size=2, counted=[True, False], **settings)
 
     assert of_four == [kept[0], 0.0, kept[1], kept[2]]
     assert alone == [0.0, 0.0]  # one response has nothing to be compared with

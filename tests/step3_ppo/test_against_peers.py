@@ -1,4 +1,4 @@
-"""Where TRL and verl have the same loss or advantage, it gives the same numbers.
+"""Losses and advantages against TRL and verl.
 
 Neither is needed by the project: `pip install trl` and `pip install verl` bring them.
 """

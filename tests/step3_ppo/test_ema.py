@@ -9,7 +9,7 @@ from pipeline.engine.engine import Engine
 from step3_ppo.ema import Ema
 
 
-def engine_of(model: nn.Module) -> Engine:
+def make_engine(model: nn.Module) -> Engine:
     return Engine(model, TrainedModelConfig(optim=OptimConfig(lr=1e-3)), total_steps=1)
 
 
@@ -18,7 +18,7 @@ def fill(engine: Engine, value: float) -> None:
 
 
 def test_the_average_moves_by_one_minus_decay_of_the_way() -> None:
-    engine = engine_of(nn.Linear(1, 1, bias=False))
+    engine = make_engine(nn.Linear(1, 1, bias=False))
     fill(engine, 1.0)
     ema = Ema(engine, decay=0.75)
     averages = []
@@ -34,7 +34,7 @@ def test_the_average_moves_by_one_minus_decay_of_the_way() -> None:
 
 def test_the_models_own_weights_come_back_to_the_bit_also_after_an_error() -> None:
     model = nn.Linear(3, 2).bfloat16()
-    engine = engine_of(model)
+    engine = make_engine(model)
     ema = Ema(engine, decay=0.5)
     engine.load_masters([master + 1 / 3 for master in engine.masters()])
     ema.update()

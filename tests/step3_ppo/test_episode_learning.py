@@ -1,4 +1,4 @@
-"""What is learned from episodes of several turns: estimates, masks, whole runs."""
+"""Learning from episodes of several turns: estimates, masks, end-to-end runs."""
 
 import json
 import shutil

@@ -127,7 +127,7 @@ def test_limits_end_an_episode_without_its_environment_s_consent(toy: Path) -> N
     for each in by_tokens:
         after = len(each.sequence) - each.sequence.trained.index(True)
         assert after <= 40
-        assert each.sequence.trained[-1]  # no observation that nobody answers
+        assert each.sequence.trained[-1]  # no final observation without a response
     assert figures["ended_by_tokens"] == 1.0
     assert figures["turns"] == sum(each.num_turns for each in by_tokens) / 8
     observed = sum(len(each.sequence) - len(each.ids) for each in by_tokens)
@@ -146,7 +146,7 @@ FAILURES = {
     "nan": "it gave nan, which is not finite",
     "word": "it gave str 'good' where a number",
 }
-"""What an environment does, and the sentence of its failure."""
+"""Faults of an environment, and the error message of each."""
 
 
 def test_what_fails_in_an_environment_is_masked_and_said_and_costs_nobody_else(toy: Path) -> None:

@@ -25,7 +25,7 @@ CASES = [
 OF_TIME = ("seconds", "tokens_per_second", "memory_gb", "mfu", "hfu")
 
 
-def config_of(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:
+def make_config(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:
     """The method's row on groups of two; scores count by their sign, so that some are equal.
 
     Rates are small, so that rounding stays so.
@@ -85,7 +85,7 @@ def test_a_method_that_was_cut_off_ends_as_the_whole_run(
     method: str, toy: Path, tmp_path: Path
 ) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
-    config = config_of(method, toy, whole, save_every=STEPS // 2)
+    config = make_config(method, toy, whole, save_every=STEPS // 2)
     train(config)
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / f"step_{STEPS:08d}")
@@ -104,7 +104,7 @@ def test_a_method_learns_the_same_on_one_and_two_processes(
     method: str, toy: Path, tmp_path: Path
 ) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
-    config = config_of(method, toy, alone)
+    config = make_config(method, toy, alone)
     train(config)
     run_ranks(_train, at_stage(config, 3, together))
 

@@ -24,7 +24,7 @@ def grouped(toy: Path, out: Path, **changes: object) -> PPOConfig:
     return replace(config, data=replace(config.data, max_eval_rows=4))
 
 
-def metrics_of(out: Path) -> list[dict[str, float]]:
+def read_metrics(out: Path) -> list[dict[str, float]]:
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "policy_loss" in line]
 
@@ -38,7 +38,7 @@ def test_without_a_critic_none_is_loaded_trained_or_written(toy: Path, tmp_path:
 
     train(without)
 
-    lines = metrics_of(tmp_path)
+    lines = read_metrics(tmp_path)
     assert len(lines) == 2
     assert not {"value", "value_loss", "explained_variance", "critic_lr"} & set(lines[-1])
     assert lines[0]["group_std"] > 0

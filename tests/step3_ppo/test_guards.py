@@ -1,4 +1,4 @@
-"""What a guard says of a run, once until it recovers, and when it has the run go back."""
+"""Guards report a run once until it recovers, and roll it back."""
 
 from typing import Any
 

@@ -69,7 +69,7 @@ def test_adapters_are_merged_as_the_export_merges_them(llama: str) -> None:
 def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
     """Whether 100 syncs with learning between them leave the frozen weights, and bytes more.
 
-    After all of them the replica still says what the trained model says.
+    After all of them the replica still equals the trained model.
     """
     actor = Actor(path, **changes)
     actor.learn()

@@ -21,7 +21,7 @@ from step3_ppo.losses import (
 F64 = torch.float64
 
 
-def mask_of(lengths: list[int], width: int) -> Tensor:
+def make_mask(lengths: list[int], width: int) -> Tensor:
     return torch.arange(width) < torch.tensor(lengths)[:, None]
 
 
@@ -43,14 +43,14 @@ def test_gae_is_the_discounted_sum_of_later_td_errors(gamma: float, lam: float) 
     rewards, values = torch.randn(2, 5, 7, dtype=F64, generator=generator)
     lengths = [7, 4, 1, 6, 2]
 
-    advantages, returns = gae(rewards, values, mask_of(lengths, 7), gamma=gamma, lam=lam)
+    advantages, returns = gae(rewards, values, make_mask(lengths, 7), gamma=gamma, lam=lam)
 
     for row, length in enumerate(lengths):
         expected = advantages_by_definition(
             rewards[row, :length].tolist(), values[row, :length].tolist(), gamma, lam
         )
         torch.testing.assert_close(advantages[row, :length], torch.tensor(expected, dtype=F64))
-    torch.testing.assert_close(returns, (advantages + values) * mask_of(lengths, 7))
+    torch.testing.assert_close(returns, (advantages + values) * make_mask(lengths, 7))
 
 
 def test_gae_by_hand() -> None:
@@ -68,7 +68,7 @@ def test_the_score_falls_on_the_last_token_and_the_kl_on_every_one() -> None:
     ref_logprobs = torch.tensor([[-2.0, -2.0, 0.0], [-1.0, -2.0, -1.0], [-2.0, 0.0, 0.0]])
     score = torch.tensor([10.0, 20.0, 30.0])
 
-    rewards = token_rewards(score, logprobs, ref_logprobs, mask_of([2, 3, 1], 3), kl_coef=0.5)
+    rewards = token_rewards(score, logprobs, ref_logprobs, make_mask([2, 3, 1], 3), kl_coef=0.5)
 
     assert rewards.tolist() == [[-0.5, 10, 0], [0, -0.5, 21], [31, 0, 0]]
 
@@ -76,7 +76,7 @@ def test_the_score_falls_on_the_last_token_and_the_kl_on_every_one() -> None:
 def test_whitening_gives_mean_0_and_variance_1_over_real_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     values = 3 * torch.randn(4, 6, dtype=F64, generator=generator) + 7
-    mask = mask_of([6, 3, 1, 4], 6)
+    mask = make_mask([6, 3, 1, 4], 6)
     real = values[mask]
     mean, variance = real.mean().item(), real.var(correction=0).item()
 

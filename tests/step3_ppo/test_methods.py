@@ -1,4 +1,4 @@
-"""What methods learn on the toy models: losses that agree, weights, KL, what has no reward."""
+"""Training of the methods on toy models: losses, weights, KL, missing rewards."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ def rewarded_rollout(
     return compute_advantages(experience, rewards, config, kl_coef=config.kl_coef)
 
 
-def gradient_of(
+def compute_gradient(
     experience: Experience,
     config: PPOConfig,
     rewards: Tensor = REWARDS,
@@ -63,7 +63,8 @@ def test_no_cut_into_micro_batches_changes_a_gradient(
 ) -> None:
     settings = {"loss": loss, "aggregate": aggregate, "kl_in": "loss", "positive_nll_coef": 0.1}
     whole, cut = (
-        gradient_of(experience, grouped(toy, **settings, micro_batch_size=size)) for size in (8, 1)
+        compute_gradient(experience, grouped(toy, **settings, micro_batch_size=size))
+        for size in (8, 1)
     )
 
     assert distance(cut, whole) < 1e-5
@@ -76,7 +77,7 @@ def test_equal_rewards_give_a_gradient_of_exactly_0(
     baseline = "group" if advantage == "reinforce_pp" else "none"
     config = grouped(toy, advantage=advantage, baseline=baseline)
 
-    found = gradient_of(experience, config, torch.full((8,), 0.7))
+    found = compute_gradient(experience, config, torch.full((8,), 0.7))
 
     assert not found.any()
 
@@ -85,9 +86,9 @@ def test_a_correction_weighs_tokens_and_says_how_much(toy: Path, experience: Exp
     config = grouped(toy, correction="truncate", correction_cap=4.0)
     rarer = replace(experience, sampled_logprobs=experience.logprobs - torch.tensor(2.0).log())
 
-    found = gradient_of(rarer, config)
+    found = compute_gradient(rarer, config)
 
-    assert distance(found, 2 * gradient_of(experience, grouped(toy))) < 1e-5
+    assert distance(found, 2 * compute_gradient(experience, grouped(toy))) < 1e-5
     statistics = rollout_statistics(rewarded_rollout(rarer, config))
     assert statistics["correction"] == pytest.approx(2.0, rel=1e-5)
     assert statistics["correction_effective"] == pytest.approx(1.0, rel=1e-5)

@@ -28,4 +28,4 @@ def test_a_file_of_prompts_is_answered_before_and_after_and_trained_on_by_nobody
     result = json.loads((config.output_dir / "result.json").read_text())["eval"]
     assert result["prompts"] == 3
     trained = (config.output_dir / "trained_prompts.hashes").read_bytes()
-    assert len(trained) == 8 + 8 * 29  # of the thirty rows one is asked in the evaluation
+    assert len(trained) == 8 + 8 * 29  # one of the thirty rows is held out for the evaluation

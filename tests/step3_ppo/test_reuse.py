@@ -34,8 +34,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def config_of(toy: Path, *, reuse: bool, **changes: Any) -> PPOConfig:
-    """What a model has of the changes goes to actor and critic."""
+def make_config(toy: Path, *, reuse: bool, **changes: Any) -> PPOConfig:
+    """Settings that apply to a model go to actor and critic."""
     of_models = ("precision", "lora", "gradient_checkpointing", "zero_stage")
     own = {name: changes.pop(name) for name in of_models if name in changes}
     config = toy_config(toy, reuse_forward=reuse, **changes)
@@ -48,7 +48,7 @@ def config_of(toy: Path, *, reuse: bool, **changes: Any) -> PPOConfig:
 
 def two_iterations(directory: str, changes: Mapping[str, Any], *, reuse: bool) -> dict[str, Any]:
     """Masters of both models, metrics, and how often each model was run with a graph."""
-    config = config_of(Path(directory), reuse=reuse, **changes)
+    config = make_config(Path(directory), reuse=reuse, **changes)
     models = toy_models(config)
     engines = {"actor": models.actor, "critic": models.critic}
     passes = dict.fromkeys(engines, 0)

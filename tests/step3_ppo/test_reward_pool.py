@@ -24,7 +24,7 @@ THREE = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 3.0]])
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Toy models, and two more reward models with moments of their own."""
+    """Toy models, and two more reward models with different means and scales."""
     directory = tmp_path_factory.mktemp("models")
     save_models(directory)
     for number, (mean, std) in enumerate([(-1.0, 0.5), (3.0, 4.0)], start=2):

@@ -82,7 +82,7 @@ def grouped(toy: Path, *rewards: RewardConfig, **changes: Any) -> PPOConfig:
     return replace(config, data=replace(config.data, max_eval_rows=4))
 
 
-def models_of(config: PPOConfig, sources: RewardSources) -> Models:
+def make_models(config: PPOConfig, sources: RewardSources) -> Models:
     loaded = toy_models(config)
     return replace(loaded, sources=sources)
 
@@ -96,7 +96,7 @@ def rewarded(config: PPOConfig, *wanted: float | None, **options: Any) -> Respon
     """Of one response of two tokens to each prompt; the third is not ended."""
     responses = [Response([30, END], [-1.0, -1.0], stopped=row != 2) for row in range(len(wanted))]
     with RewardSources(config) as sources:
-        models = models_of(config, sources)
+        models = make_models(config, sources)
         submit = sources.submitting(prompts(*wanted), models.tokenizer)
         for index in reversed(range(len(wanted))):
             submit(index, responses[index])

@@ -1,4 +1,4 @@
-"""Which prompts a rollout has, and which groups give way to others."""
+"""Prompts of a rollout, and replacement of groups."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.distributed import rank, run_ranks
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
 
-def prompts_of(num_rows: int = 20) -> Prompts:
+def make_prompts(num_rows: int = 20) -> Prompts:
     """Rollouts of four groups of two; the prompt of row r is the token r."""
     return Prompts(
         train=[Prompt((), [row]) for row in range(num_rows)],
@@ -33,7 +33,7 @@ def by_key(*batches: PromptBatch) -> dict[int, list[int]]:
 
 
 def test_further_prompts_are_the_next_ones_with_keys_of_their_own() -> None:
-    prompts = prompts_of()
+    prompts = make_prompts()
     order = RowStream(num_rows=20, batch_size=10, seed=0).take(10)
 
     first, refill, second = prompts.next_batch(), prompts.next_batch([1, 3]), prompts.next_batch()
@@ -46,7 +46,7 @@ def test_further_prompts_are_the_next_ones_with_keys_of_their_own() -> None:
 
 def own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
     """Of this process: its prompts by key, its groups of a refill; and the dead groups of all."""
-    prompts = prompts_of()
+    prompts = make_prompts()
     first, refill = prompts.next_batch(), prompts.next_batch([0, 1, 2])
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0]) if rank() == 0 else torch.tensor([0.0, 1, 2, 2])
     dead = dead_groups(rewards, torch.ones(4).bool(), group_size=2)
@@ -68,7 +68,7 @@ def sampled(toy: Path, rounds: int) -> tuple[Sampled, list[int], int]:
         dynamic_sampling=rounds,
         seed=3,
     )
-    models, prompts = toy_models(config), prompts_of()
+    models, prompts = toy_models(config), make_prompts()
     for row, prompt in enumerate(prompts.train):
         prompt.input_ids[:] = [*PROMPTS[row % len(PROMPTS)], 30 + row]
     rollout = sample_rollout(models, prompts, config)
@@ -94,7 +94,7 @@ def test_groups_of_equal_rewards_give_way_to_further_prompts(toy: Path) -> None:
 
 
 def test_two_processes_answer_the_prompts_of_one() -> None:
-    prompts = prompts_of()
+    prompts = make_prompts()
     alone = by_key(prompts.next_batch(), prompts.next_batch([0, 1, 2]))
 
     (mine, my_groups, dead), (theirs, their_groups, same) = run_ranks(own_prompts)

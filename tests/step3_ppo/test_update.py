@@ -69,11 +69,11 @@ def test_gradients_are_those_of_the_formulas_one_sequence_at_a_time(toy: Path) -
         (0.5 * (values - rollout.returns[row, :length]).square().sum() / num_tokens).backward()
     for engine, plain in ((models.actor, actor), (models.critic, critic)):
         grads = {name: p.grad for name, p in plain.named_parameters()}
-        expected = [_grad_of(name, grads).flatten() for name in gradients(engine)]
+        expected = [_get_grad(name, grads).flatten() for name in gradients(engine)]
         assert distance(gradient(engine), torch.cat(expected)) < 1e-5
 
 
-def _grad_of(name: str, grads: dict[str, Tensor | None]) -> Tensor:
+def _get_grad(name: str, grads: dict[str, Tensor | None]) -> Tensor:
     found = grads[name.removeprefix("scorer.").removeprefix("model.")]
     assert found is not None
     return found
@@ -211,7 +211,7 @@ def test_an_iteration_on_two_processes_is_the_one_on_a_single_process(toy: Path)
 
 
 def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
-    """Half of the tokens have an even number; they are what is asked for."""
+    """Even tokens, half of the vocabulary, are rewarded."""
     optim = OptimConfig(lr=0.01, eps=1e-5, schedule="constant", warmup_ratio=0.0)
     config = toy_config(
         toy,

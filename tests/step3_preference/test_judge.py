@@ -27,7 +27,7 @@ class OwnModel(LlamaForSequenceClassification):
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A reward model whose classes are in a file beside its weights."""
+    """A reward model whose classes are in a file next to its weights."""
     tokenizer, path = build_tokenizer(), tmp_path / "reward"
     model = tiny_classifier("llama", vocab_size=len(tokenizer))
     model.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""What of a row is learned from, and what is left out, and said."""
+"""Trained and skipped parts of rows, and the messages about them."""
 
 import logging
 from pathlib import Path

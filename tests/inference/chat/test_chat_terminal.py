@@ -20,13 +20,13 @@ CTRL_C = "\x03"
 
 
 class Chat:
-    """chat.py in a terminal of its own."""
+    """chat.py in a new terminal."""
 
     def __init__(self, home: Path) -> None:
         self.ours, theirs = pty.openpty()
         self.shown = ""
         self._read_up_to = 0
-        # The one who opens it first in a session of its own has the terminal, and its Ctrl-C.
+        # The first process that opens it in a new session controls the terminal and gets Ctrl-C.
         opened = (
             "import os, runpy, sys; os.close(os.open(os.ttyname(0), os.O_RDWR));"
             " sys.argv[0] = 'chat.py'; runpy.run_path('chat.py', run_name='__main__')"
@@ -47,7 +47,7 @@ class Chat:
         os.write(self.ours, keys.encode())
 
     def until(self, text: str) -> str:
-        """What is shown from the last call to the next `text`."""
+        """Return the output from the last call up to `text`."""
         limit = time.monotonic() + SECONDS
         while (place := self.shown.find(text, self._read_up_to)) < 0:
             if time.monotonic() > limit or not self._read():

@@ -1,4 +1,4 @@
-"""What every test of generation starts from."""
+"""Fixtures of the generation tests."""
 
 import pytest
 

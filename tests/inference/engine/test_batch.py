@@ -189,7 +189,7 @@ def test_a_request_that_can_not_be_answered_is_refused_in_one_sentence(
 def test_what_the_policy_says_is_reported_at_temperature_1_with_the_likeliest_tokens(
     llama: PreTrainedModel,
 ) -> None:
-    """Whatever the sampler does to the logits, and beside rows that report nothing."""
+    """Whatever the sampler does to the logits, and next to rows that report nothing."""
     batch = opened(llama)
     biased = Sampler(temperature=0.3, seed=1, logit_bias=((7, 100.0),))
     ticket = batch.submit(Request(PROMPTS[0], biased, key=0, max_new_tokens=3, num_top=4))

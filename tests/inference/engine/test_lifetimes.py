@@ -1,4 +1,4 @@
-"""What generation keeps goes when it is over, at once and without Python's collector of cycles."""
+"""Generation frees its memory when it ends, without the cyclic garbage collector."""
 
 import gc
 import weakref

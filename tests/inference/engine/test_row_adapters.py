@@ -34,7 +34,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [adapter(tmp_path_factory.mktemp("a"), kind, seed) for seed, kind in enumerate(KINDS)]
 
 
-def batch_of(directories: Sequence[Path]) -> OpenBatch:
+def make_batch(directories: Sequence[Path]) -> OpenBatch:
     base = load_causal_lm(FrozenModelConfig(path="embedded"), device=CPU)
     model, rows = with_adapters_by_row(base, [with_adapter(base, each) for each in directories])
     return OpenBatch(model, num_slots=6, capacity=64, chunk=16, reuses=True, adapters=rows)
@@ -60,9 +60,9 @@ def assert_same(found: Sequence[Ticket], expected: Sequence[Ticket]) -> None:
 def test_rows_of_all_adapters_have_the_responses_that_each_has_alone(
     directories: list[Path],
 ) -> None:
-    batch = batch_of(directories)
+    batch = make_batch(directories)
     requests = [request(row, row % 3) for row in range(6)]
-    alone = [responses(batch_of(directories), [each])[0] for each in requests]
+    alone = [responses(make_batch(directories), [each])[0] for each in requests]
     base = load_causal_lm(FrozenModelConfig(path="embedded"), device=CPU)
     plain = OpenBatch(base, num_slots=6, capacity=64)
 
@@ -76,11 +76,11 @@ def test_rows_of_all_adapters_have_the_responses_that_each_has_alone(
 
 
 def test_a_prompt_takes_over_nothing_that_another_adapter_stored(directories: list[Path]) -> None:
-    batch = batch_of(directories)
+    batch = make_batch(directories)
     responses(batch, [request(5, 1)])
 
     (same,) = responses(batch, [request(5, 1)])
     (other,) = responses(batch, [request(5, 2)])
 
     assert (same.num_reused > 0, other.num_reused) == (True, 0)
-    assert_same([other], responses(batch_of(directories), [request(5, 2)]))
+    assert_same([other], responses(make_batch(directories), [request(5, 2)]))

@@ -1,4 +1,4 @@
-"""What a trace replays, leaves out and refuses."""
+"""Operators that a trace replays, omits and refuses."""
 
 from collections.abc import Callable
 

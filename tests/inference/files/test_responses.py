@@ -80,7 +80,7 @@ def test_a_killed_run_goes_on_from_its_last_whole_line(
     expected, got = read(whole), read(resumed)
     assert got[0].pop("kept")
     for ours, other in zip(got, expected, strict=True):
-        # Other rows were computed beside them: rounding may differ, the answers may not.
+        # Other rows are in the batch: rounding may differ, the responses may not.
         assert ours.pop("logprobs")[0] == pytest.approx(other.pop("logprobs")[0], abs=1e-5)
         assert ours == other
     assert not partial.exists()

@@ -1,4 +1,4 @@
-"""The file of ratings, what is exported of it, and what it says of its raters."""
+"""The file of ratings, its exports, and agreement of raters."""
 
 import json
 import os

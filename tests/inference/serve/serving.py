@@ -1,4 +1,4 @@
-"""A server in this process, on a port of its own, and raw requests to it."""
+"""A server in this process on a free port, and raw requests to it."""
 
 import asyncio
 import json
@@ -159,7 +159,7 @@ def request_bytes(
 
 @dataclass
 class Answer:
-    """What came back."""
+    """The response."""
 
     status: int
     headers: dict[str, str]

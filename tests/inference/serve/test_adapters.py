@@ -23,7 +23,7 @@ NAMES = ("tiny", "polite", "terse")
 
 
 def step_with_lora(directory: Path, seed: int) -> PeftModel:
-    """What a step with LoRA leaves: the merged model and, below it, the adapter."""
+    """Output of a step with LoRA: the merged model and, below it, the adapter."""
     model = with_random_adapter(LoraConfig(rank=4, alpha=8), seed=seed)
     export(model, load_tokenizer(EMBEDDED), directory)
     return model.eval()

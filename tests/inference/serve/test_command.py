@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 
 def refused(*argv: str) -> str:
-    """What a command line is answered with that ends in a sentence and exit code 2."""
+    """Return the one-sentence error of a command line that exits with code 2."""
     out = io.StringIO()
     with contextlib.redirect_stderr(out), pytest.raises(SystemExit) as ended:
         run_main(main, argv)

@@ -71,7 +71,7 @@ FIELDS = (
 PATHS = (CHAT, CHAT, COMPLETIONS, COMPLETIONS, "/tokenize", "/detokenize", "/v1/score")
 
 
-def request_of(chance: random.Random) -> bytes:
+def make_request(chance: random.Random) -> bytes:
     """A request that is right but for a few of its fields, or anything at all."""
     path = chance.choice(PATHS)
     if chance.random() < 0.1:
@@ -94,7 +94,7 @@ def request_of(chance: random.Random) -> bytes:
 def check_requests(server: Running, count: int, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(count):
-        data = request_of(chance)
+        data = make_request(chance)
         with server.connect() as connection:
             connection.settimeout(20)
             connection.sendall(data)

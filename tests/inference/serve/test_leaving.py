@@ -56,13 +56,13 @@ def leave_together(server: Running, count: int) -> None:
             thread.join()
 
 
-def tokens_of(server: Running) -> list[str]:
+def read_tokens(server: Running) -> list[str]:
     (choice,) = post(server, CHAT, CANARY).json["choices"]
     return [each["token"] for each in choice["logprobs"]["content"]]
 
 
 def check_nothing_is_left(server: Running, count: int) -> None:
-    before = tokens_of(server)
+    before = read_tokens(server)
     num_threads = threading.active_count()
 
     leave_together(server, count)
@@ -71,7 +71,7 @@ def check_nothing_is_left(server: Running, count: int) -> None:
     assert until(lambda: server.state.broker.num_open == 0)
     assert until(lambda: threading.active_count() <= num_threads)
     assert until(lambda: len(server.server.server_state.connections) == 0)
-    assert tokens_of(server) == before
+    assert read_tokens(server) == before
 
 
 def test_of_100_clients_that_leave_at_random_instants_nothing_is_left(server: Running) -> None:

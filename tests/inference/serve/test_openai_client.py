@@ -1,4 +1,4 @@
-"""What OpenAI's own client makes of the server: its models validate every response strictly."""
+"""The server through OpenAI's client, whose models validate every response strictly."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ from inference.serve.served import ServedModel
 from tests.inference.serve.serving import COMPLETIONS, Running, chat, events, post, serving
 
 
-def client_of(server: Running) -> openai.OpenAI:
+def make_client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
@@ -32,7 +32,7 @@ MESSAGES: Any = [{"role": "user", "content": "What is 2 plus 2?"}]
 
 def ask(server: Running, **fields: Any) -> ChatCompletion:
     """A chat completion, held to the types of the client."""
-    with client_of(server) as client:
+    with make_client(server) as client:
         raw = client.chat.completions.with_raw_response.create(
             model="tiny", messages=MESSAGES, **fields
         )
@@ -87,7 +87,7 @@ def test_a_stream_joins_to_the_plain_response_of_the_same_seed(server: Running, 
             [entry["logprob"] for entry in whole], abs=1e-4
         )
     texts = {choice.message.content for choice in plain.choices}
-    assert len(texts) == count  # each is a sample of its own
+    assert len(texts) == count  # each is a separate sample
 
 
 def test_temperature_0_is_the_greedy_response_of_transformers(server: Running) -> None:
@@ -118,7 +118,7 @@ def test_temperature_0_is_the_greedy_response_of_transformers(server: Running) -
 def test_completions_continue_texts_and_token_ids(server: Running) -> None:
     served = server.state.models["tiny"]
     prompts = ["The sun", "It rains"]
-    with client_of(server) as client:
+    with make_client(server) as client:
         texts = client.completions.with_raw_response.create(
             model="tiny", prompt=prompts, seed=3, max_tokens=12, logprobs=2
         ).text
@@ -149,7 +149,7 @@ def test_completions_continue_texts_and_token_ids(server: Running) -> None:
 
 
 def test_errors_become_the_exceptions_of_the_client(server: Running) -> None:
-    with client_of(server) as client:
+    with make_client(server) as client:
         with pytest.raises(openai.NotFoundError) as missing:
             client.chat.completions.create(model="other", messages=MESSAGES)
         with pytest.raises(openai.BadRequestError) as wrong:
@@ -172,7 +172,7 @@ def test_errors_become_the_exceptions_of_the_client(server: Running) -> None:
 
 def test_a_wrong_key_is_an_authentication_error_and_a_full_queue_a_rate_limit() -> None:
     with serving(api_key=("secret-key",), queue=1) as server:
-        with client_of(server) as client, pytest.raises(openai.AuthenticationError):
+        with make_client(server) as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
         right = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret-key", max_retries=0)
         with right as client, server.paused():

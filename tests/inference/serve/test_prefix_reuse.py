@@ -1,4 +1,4 @@
-"""Next turns take over keys and values of earlier ones: the same responses, and what is told."""
+"""Later turns reuse keys and values of earlier ones: same responses, reported token counts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,12 +27,12 @@ def anew() -> Iterator[Running]:
         yield running
 
 
-def client_of(server: Running) -> openai.OpenAI:
+def make_client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def answer(server: Running, messages: Any, **fields: Any) -> ChatCompletion:
-    with client_of(server) as client:
+    with make_client(server) as client:
         raw = client.chat.completions.with_raw_response.create(
             model="tiny",
             messages=messages,

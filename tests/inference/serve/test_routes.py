@@ -1,4 +1,4 @@
-"""Routes beside completions: scores, metrics, health, what there is not."""
+"""Routes other than completions: scores, metrics, health, unknown paths."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Who is let in, and what a request can't make the server do: the promises of docs/serving.md."""
+"""Access control and limits of requests, as promised in docs/serving.md."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a request may say to the chat template of its model."""
+"""Chat template arguments that a request may pass."""
 
 from collections.abc import Iterator
 from pathlib import Path

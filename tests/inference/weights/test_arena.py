@@ -1,4 +1,4 @@
-"""Copies of weights lie in blocks of a bounded size, the same ones each time."""
+"""Copies of weights are stored in blocks of bounded size, reused each time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def test_tensors_share_blocks_and_a_larger_one_has_its_own(monkeypatch: pytest.M
 
 
 class Requests(TorchDispatchMode):
-    """Bytes of each vector of bytes that is asked for."""
+    """Sizes of the requested byte vectors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model divided among processes says what the whole one says, for every family with a plan."""
+"""A sharded model equals the unsharded one, for every family with a plan."""
 
 from typing import Any
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_divided_is_one_sentence(
 
 
 def listen() -> dict[str, Any]:
-    """What callbacks hear on each process, and what its answers are."""
+    """Arguments of the callbacks on each process, and its responses."""
     model = divided(prepared("llama", {}), 2)
     heard: list[tuple[int, int]] = []
     finished = generate_each(

@@ -1,4 +1,4 @@
-"""What a machine has, as it is written and as it is found."""
+"""Descriptions of machines, given and detected."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
 
 
 def driver(directory: Path, monkeypatch: pytest.MonkeyPatch, *free: str) -> None:
-    """A tool that tells the free memory of the GPUs that it is asked for."""
+    """A tool that reports the free memory of the requested GPUs."""
     tool = directory / "nvidia-smi"
     cases = "\n".join(f"{number}) echo '{each}';;" for number, each in enumerate(free))
     each_asked = f'for id in $asked; do case "$id" in\n{cases}\nesac; done\n'

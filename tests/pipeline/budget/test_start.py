@@ -1,4 +1,4 @@
-"""A step that is started by itself looks at memory too, once."""
+"""A step that is started directly checks memory too, once."""
 
 import pytest
 

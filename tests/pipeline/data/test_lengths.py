@@ -1,4 +1,4 @@
-"""What is cut is told before a step trains, and a step that would learn nothing is refused."""
+"""Truncation is reported before training, and a step without trainable tokens is refused."""
 
 import json
 from functools import partial

@@ -18,7 +18,7 @@ LABELLED = {
 
 
 def prompts_of_steps(path: Path, labels: tuple[Any, ...], *, known: bool) -> dict[int, set[str]]:
-    """What each step trains on; a fifth of the rows are pairs."""
+    """Training rows of each step; a fifth of the rows are pairs."""
     rows = [
         {"prompt": f"q {n}", "response": f"a {n}", "label": labels[n % len(labels)]}
         if n % 5

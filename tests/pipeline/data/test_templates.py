@@ -156,7 +156,7 @@ def test_tokens_do_not_depend_on_the_day() -> None:
 
     assert default.segments((USER,))[0].text.startswith("Today is 01 Jan 2026.")
     assert said.segments((USER,))[0].text.startswith("Today is 26 Jul 2024.")
-    # What is saved with the model says so too, on every day.
+    # The template saved with the model gives the same text on any date.
     default.attach(tokenizer)
     message = [{"role": "user", "content": USER.content}]
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)

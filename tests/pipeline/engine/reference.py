@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Trained:
-    """What training left."""
+    """Result of training."""
 
     weights: dict[str, Tensor]
     norms: list[float]

@@ -1,4 +1,4 @@
-"""What a step moves between processes, in which order, and how much is gathered at once."""
+"""Volume and order of communication in a step, and the size of what is gathered at once."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from pipeline.engine.comm import tree_sum
 from pipeline.engine.engine import Engine
 from tests.distributed import rank, run_ranks
-from tests.pipeline.engine.test_stages import build, loss_of, settings
+from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
 def sizes(engine: Engine) -> dict[str, int]:
@@ -20,7 +20,7 @@ def moved_in_a_step(stage: int, zero: dict[str, Any]) -> tuple[dict[str, int], d
     engine = Engine(build("llama", "fp32"), settings(stage, max_norm=1.0, **zero), total_steps=2)
     for step in range(2):
         with engine.comm.log.recording() as log:
-            engine.backward(loss_of(engine, step, 0, rank()))
+            engine.backward(compute_loss(engine, step, 0, rank()))
             engine.step()
     return dict(log.num_bytes), sizes(engine)
 

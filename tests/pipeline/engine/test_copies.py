@@ -11,7 +11,7 @@ from pipeline.parallel.mesh import cut_mesh
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine import test_state
 from tests.pipeline.engine.test_invariance import digest
-from tests.pipeline.engine.test_stages import STEPS, build, loss_of, settings
+from tests.pipeline.engine.test_stages import STEPS, build, compute_loss, settings
 
 Ended = tuple[str, list[float]]
 """Digest of the weights, and the gradient norms."""
@@ -28,7 +28,7 @@ def train(dtype: str, stage: int, *, copies: int, shared_memory: bool) -> Ended:
         norms: list[float] = []
         for step in range(STEPS):
             for micro_batch in range(2):
-                engine.backward(loss_of(engine, step, micro_batch, rank()))
+                engine.backward(compute_loss(engine, step, micro_batch, rank()))
             norms.append(engine.step().grad_norm)
         return digest(test_state.weights(engine)), norms
 

@@ -9,13 +9,13 @@ from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
 from pipeline.position import SAME_ORDER, DesyncError
 from tests.distributed import rank, run_ranks
-from tests.pipeline.engine.test_stages import build, loss_of, settings
+from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
 def swapped(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bool]:
     """Rank 1 uses two engines of one model the other way around.
 
-    What is said of it, after how many seconds, and whether the weights are what they were.
+    The message, the seconds until it came, and whether the weights are unchanged.
     """
     config = settings(stage, max_norm=None, shared_memory=shared_memory)
     engines = [Engine(build("llama", "fp32"), config, total_steps=1) for _ in range(2)]
@@ -24,7 +24,7 @@ def swapped(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bo
     start = time.monotonic()
     try:
         for number, engine in enumerate(ordered):
-            loss = loss_of(engine, 0, number, 0)
+            loss = compute_loss(engine, 0, number, 0)
             if where == "update":
                 engine.backward(loss)
         if where == "update":

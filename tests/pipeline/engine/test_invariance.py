@@ -1,4 +1,4 @@
-"""What must not change a bit: processes, offload, prefetch, transport, and who calls backward."""
+"""Settings that must not change a bit: processes, offload, prefetch, transport, backward calls."""
 
 import hashlib
 import tempfile
@@ -14,7 +14,7 @@ from pipeline.config.model import OffloadConfig
 from pipeline.engine.engine import Engine
 from pipeline.models.lora import add_lora
 from tests.distributed import rank, run_ranks, world_size
-from tests.pipeline.engine.test_stages import STEPS, build, loss_of, settings, train
+from tests.pipeline.engine.test_stages import STEPS, build, compute_loss, settings, train
 
 MICRO_BATCHES = 8
 
@@ -31,7 +31,7 @@ def shared_out(dtype: str, stage: int, family: str) -> tuple[str, list[float]]:
     """The same eight micro-batches, dealt to the processes one after the other."""
 
     def loss(engine: nn.Module, step: int, micro_batch: int, of_rank: int) -> Tensor:
-        return loss_of(engine, step, micro_batch * world_size() + of_rank, 0)
+        return compute_loss(engine, step, micro_batch * world_size() + of_rank, 0)
 
     got = train(
         build(family, dtype),
@@ -83,13 +83,13 @@ def half_way(dtype: str, stage: int, **zero: Any) -> tuple[str, str]:
     for _ in range(2):
         with engine.gathered():
             seen.append(digest(dict(engine.model.named_parameters())))
-        engine.backward(0 * loss_of(engine, 0, 0, rank()))
+        engine.backward(0 * compute_loss(engine, 0, 0, rank()))
         engine.step()
     return seen[0], seen[1]
 
 
 def ways_to_train(ways: dict[str, dict[str, Any]], dtype: str, stage: int) -> list[str]:
-    """Which ways end in other weights than plain stage 2."""
+    """Return the settings whose final weights differ from those of plain stage 2."""
     plain = train(build("llama", dtype), settings(2, max_norm=0.5), accumulation=2)
     ties = half_way(dtype, 2)
     assert ties[0] == ties[1]
@@ -157,10 +157,10 @@ def two_forwards(stage: int, checkpointing: str) -> str:
     model = build("llama", "fp32", checkpointing=checkpointing)
     engine = Engine(model, settings(stage, max_norm=None), total_steps=STEPS)
     for step in range(STEPS):
-        chosen = loss_of(engine, step, 0, rank())
-        rejected = loss_of(engine, step, 1, rank())
+        chosen = compute_loss(engine, step, 0, rank())
+        rejected = compute_loss(engine, step, 1, rank())
         with torch.no_grad():
-            loss_of(engine, step, 2, rank())
+            compute_loss(engine, step, 2, rank())
         engine.backward(-nn.functional.logsigmoid(rejected - chosen))
         engine.step()
     with engine.gathered():
@@ -180,7 +180,7 @@ def adapters(stage: int) -> tuple[str, str, int]:
     config = TrainedModelConfig(zero_stage=stage)  # pyright: ignore[reportArgumentType]
     engine = Engine(model, config, total_steps=STEPS)
     for step in range(STEPS):
-        engine.backward(loss_of(engine, step, 0, rank()))
+        engine.backward(compute_loss(engine, step, 0, rank()))
         engine.step()
     with engine.gathered():
         weights = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -212,12 +212,12 @@ def slept(stage: int, dtype: str) -> tuple[bool, list[int]]:
     moved: list[int] = []
     for step in range(STEPS):
         for micro_batch in range(2):
-            engine.backward(loss_of(engine, step, micro_batch, rank()))
+            engine.backward(compute_loss(engine, step, micro_batch, rank()))
             engine.offload_states()
             moved.append(engine.rollout_offload.num_bytes)
             assert all(param.isnan().all() for param in model.parameters())
             with pytest.raises(RuntimeError, match="call reload_states"):
-                loss_of(engine, step, 0, rank())
+                compute_loss(engine, step, 0, rank())
             engine.reload_states()
         norms.append(engine.step().grad_norm)
     with engine.gathered():

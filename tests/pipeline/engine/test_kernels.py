@@ -9,7 +9,7 @@ import torch
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
-from tests.pipeline.engine.test_stages import DTYPES, build, loss_of
+from tests.pipeline.engine.test_stages import DTYPES, build, compute_loss
 
 STEPS = 3
 
@@ -32,7 +32,7 @@ def trained(
     engine = Engine(model, settings(stage, kernels, **zero), total_steps=STEPS)
     for step in range(STEPS):
         for micro_batch in range(micro_batches):
-            engine.backward(loss_of(engine, step, micro_batch, 0))
+            engine.backward(compute_loss(engine, step, micro_batch, 0))
         engine.step()
     state = [
         tensor.clone()

@@ -18,13 +18,13 @@ def kinds(engine: Engine) -> set[str]:
     return {group.masters.kind for group in engine.groups}
 
 
-def engine_of(stage: int, kernels: str = "auto", dtype: str = "bf16", **zero: Any) -> Engine:
+def make_engine(stage: int, kernels: str = "auto", dtype: str = "bf16", **zero: Any) -> Engine:
     return Engine(build("llama", dtype), settings(stage, kernels, **zero), total_steps=3)
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_bf16_weights_are_half_of_their_masters_at_every_stage(stage: int) -> None:
-    engine = engine_of(stage)
+    engine = make_engine(stage)
 
     assert kinds(engine) == {"split"}
     for group in engine.groups:
@@ -40,7 +40,7 @@ def test_offload_to_a_disk_has_whole_masters_with_the_same_bits(
 ) -> None:
     places = OffloadConfig(**offload, nvme_path=tmp_path)
 
-    assert kinds(engine_of(3, offload=places)) == {"whole"}
+    assert kinds(make_engine(3, offload=places)) == {"whole"}
     here, there = trained(3, "auto", "bf16"), trained(3, "auto", "bf16", offload=places)
     assert all(map(torch.equal, here, there))
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine
 from tests.distributed import rank, run_ranks
-from tests.pipeline.engine.test_stages import build, loss_of
+from tests.pipeline.engine.test_stages import build, compute_loss
 
 
-def engine_of(stage: int, dtype: str, **changes: Any) -> Engine:
+def make_engine(stage: int, dtype: str, **changes: Any) -> Engine:
     config = TrainedModelConfig(
         zero_stage=stage,  # pyright: ignore[reportArgumentType]
         optim=OptimConfig(lr=1e-2, schedule="linear", warmup_ratio=0.0),
@@ -32,19 +32,19 @@ def state(engine: Engine) -> list[Tensor]:
 
 
 def overflow_on_one_rank(stage: int, dtype: str) -> dict[str, Any]:
-    engine = engine_of(stage, dtype)
-    engine.backward(loss_of(engine, 0, 0, rank()))
+    engine = make_engine(stage, dtype)
+    engine.backward(compute_loss(engine, 0, 0, rank()))
     first = engine.step()
     before = state(engine)
 
     for micro_batch in range(2):
-        loss = loss_of(engine, 1, micro_batch, rank())
+        loss = compute_loss(engine, 1, micro_batch, rank())
         engine.backward(loss * float("inf") if rank() == 1 and micro_batch == 0 else loss)
     skipped = engine.step()
 
     unchanged = all(map(torch.equal, before, state(engine)))
     steps, scale = engine.steps, engine.scaler.scale
-    engine.backward(loss_of(engine, 2, 0, rank()))
+    engine.backward(compute_loss(engine, 2, 0, rank()))
     third = engine.step()
     return {
         "skipped": (first.skipped, skipped.skipped, third.skipped),

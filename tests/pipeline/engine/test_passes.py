@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Three blocks in an order of their own."""
+    """Three blocks in a given order."""
 
     def __init__(self, order: tuple[int, ...]) -> None:
         super().__init__()

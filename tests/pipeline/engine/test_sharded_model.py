@@ -1,11 +1,11 @@
-"""What a user sees of a model whose weights are sharded."""
+"""The user-facing view of a model whose weights are sharded."""
 
 import pytest
 from torch import nn
 
 from pipeline.engine.engine import Engine
 from pipeline.errors import ConfigError
-from tests.pipeline.engine.test_stages import build, loss_of, settings
+from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
 def sharded(**changes: object) -> tuple[nn.Module, Engine]:
@@ -38,13 +38,13 @@ def test_a_model_changed_behind_the_engines_back_is_refused_by_name(
     CHANGES[change](model)
 
     with pytest.raises(ConfigError, match=sentence):
-        loss_of(engine, 0, 0, 0)
+        compute_loss(engine, 0, 0, 0)
 
 
 def test_an_update_between_forward_and_backward_is_refused() -> None:
     _, engine = sharded()
-    loss = loss_of(engine, 0, 0, 0)
-    engine.backward(loss_of(engine, 0, 1, 0))
+    loss = compute_loss(engine, 0, 0, 0)
+    engine.backward(compute_loss(engine, 0, 1, 0))
     engine.step()
 
     with pytest.raises(RuntimeError, match="updated between a forward pass and its backward"):
@@ -57,15 +57,15 @@ def test_after_a_backward_pass_that_failed_nothing_goes_on_before_discard() -> N
     def fail(*_: object) -> None:
         raise MemoryError
 
-    loss = loss_of(engine, 0, 0, 0)
+    loss = compute_loss(engine, 0, 0, 0)
     handle = model.model.layers[0].mlp.up_proj.weight.register_hook(fail)
     with pytest.raises(MemoryError):
         engine.backward(loss)
     handle.remove()
 
-    for use in (engine.step, lambda: loss_of(engine, 0, 0, 0), engine.masters):
+    for use in (engine.step, lambda: compute_loss(engine, 0, 0, 0), engine.masters):
         with pytest.raises(RuntimeError, match=r"call discard\(\), then repeat"):
             use()
     engine.discard()
-    engine.backward(loss_of(engine, 0, 0, 0))
+    engine.backward(compute_loss(engine, 0, 0, 0))
     assert not engine.step().skipped

@@ -30,12 +30,12 @@ SCALE = 16.0
 
 
 def tokens(step: int, micro_batch: int, of_rank: int) -> Tensor:
-    """Two sequences of seven tokens, of their own for each step, micro-batch and rank."""
+    """Two sequences of seven tokens, different for each step, micro-batch and rank."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro_batch + of_rank)
     return torch.randint(0, VOCAB, (2, 7), generator=generator)
 
 
-def loss_of(model: nn.Module, step: int, micro_batch: int, of_rank: int) -> Tensor:
+def compute_loss(model: nn.Module, step: int, micro_batch: int, of_rank: int) -> Tensor:
     """Sum of the token losses of one micro-batch, over the tokens of all of them."""
     ids = tokens(step, micro_batch, of_rank)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
@@ -74,7 +74,7 @@ def train(
     config: TrainedModelConfig,
     *,
     accumulation: int,
-    loss: Callable[[Any, int, int, int], Tensor] = loss_of,
+    loss: Callable[[Any, int, int, int], Tensor] = compute_loss,
 ) -> Trained:
     engine = Engine(model, config, total_steps=STEPS)
     norms: list[float] = []
@@ -100,7 +100,7 @@ def differences(got: Trained, expected: Trained) -> list[str]:
 def plain(family: str, dtype: str, accumulation: int, max_norm: float | None) -> Trained:
     return train_plainly(
         build(family, dtype),
-        loss_of,
+        compute_loss,
         steps=STEPS,
         world_size=world_size(),
         accumulation=accumulation,

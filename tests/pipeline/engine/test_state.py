@@ -1,4 +1,4 @@
-"""State saved at one ZeRO stage by some processes goes on at any other stage in any number."""
+"""State saved at one ZeRO stage resumes at any other stage on any number of processes."""
 
 from functools import partial
 from itertools import product
@@ -20,7 +20,7 @@ from pipeline.models.lora import add_lora
 from pipeline.parallel.mesh import current_mesh
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.test_invariance import digest
-from tests.pipeline.engine.test_stages import build, loss_of
+from tests.pipeline.engine.test_stages import build, compute_loss
 
 MICRO_BATCHES = 4
 """Of a step, whatever the number of processes."""
@@ -49,7 +49,7 @@ def train(engine: Engine, steps: range) -> list[float]:
     norms: list[float] = []
     for step in steps:
         for micro_batch in range(rank(), MICRO_BATCHES, world_size()):
-            engine.backward(loss_of(engine, step, micro_batch, 0))
+            engine.backward(compute_loss(engine, step, micro_batch, 0))
         norms.append(engine.step().grad_norm)
     return norms
 

@@ -1,4 +1,4 @@
-"""What comes back from the disk is what was written last, or a sentence."""
+"""Reading returns what was written last, or fails with one sentence."""
 
 import random
 from pathlib import Path

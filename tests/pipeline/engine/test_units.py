@@ -1,4 +1,4 @@
-"""Which parameters form a unit."""
+"""Grouping of parameters into units."""
 
 import pytest
 

@@ -47,7 +47,7 @@ def policy(kernels: Any) -> Policy:
     return Policy(model, kernels=kernels, tile=4 * WORDS)
 
 
-def loss_of(engine: Any, seed: int) -> Tensor:
+def compute_loss(engine: Any, seed: int) -> Tensor:
     """Of sequences of unlike lengths: the model, which knows only padding, runs several times."""
     batch = collate(random_rows((40, 3, 21, 5), seed=2 * seed + rank()))
     return engine(batch).logprobs.square().sum() / 64
@@ -65,8 +65,8 @@ def learned(stage: int, kernels: Any) -> tuple[dict[str, Tensor], list[int], int
         unit.module.register_forward_hook(
             lambda *_: seen.append(engine.zero.gathered_bytes), prepend=True
         )
-    engine.backward(loss_of(engine, 0))
-    engine.backward(loss_of(engine, 1) + loss_of(engine, 2))
+    engine.backward(compute_loss(engine, 0))
+    engine.backward(compute_loss(engine, 1) + compute_loss(engine, 2))
     gradients = engine.gradients()
     assert engine.zero.gathered_bytes == 0
     table = sum(4 * flat.numel for flat in engine.zero.units[0].flats)

@@ -1,4 +1,4 @@
-"""ONNX files, run by onnxruntime on texts of their own, against transformers and our own Scorer."""
+"""ONNX files, run by onnxruntime on new texts, against transformers and our own Scorer."""
 
 import json
 from pathlib import Path

@@ -27,7 +27,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def answer(source: Path, number: int = 42) -> tuple[int, bool]:
-    """What the library returns, and whether it was compiled."""
+    """Return the result of the library, and whether it was compiled."""
     built = found(source, {"ANSWER": number})
     assert isinstance(built, Built)
     return built.library.answer(), built.seconds is not None

@@ -1,4 +1,4 @@
-"""The kernels on a GPU, where there is one: what the emulator was asked, of the device."""
+"""The kernels on a GPU, where there is one: the cases of the emulator on the device."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import torch
 
 from pipeline.kernels.adamw.cuda import ShardTable, adamw_, scalars_of
 from pipeline.kernels.gpu import Gpu, gpu_of
-from tests.pipeline.kernels.adamw.cases import CPU, STEP, Case, by_definition, copied, shards_of
+from tests.pipeline.kernels.adamw.cases import CPU, STEP, Case, by_definition, copied, make_shards
 from tests.pipeline.kernels.test_cases import CASES
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def gpu() -> Gpu:
 def test_what_is_computed_is_the_definitions_and_the_same_every_time(name: str, gpu: Gpu) -> None:
     cases, wrong = CASES[name], []
     for case in cases.GRID:
-        inputs = [cases.inputs_of(case, gpu.device) for _ in range(3)]
+        inputs = [cases.make_inputs(case, gpu.device) for _ in range(3)]
         out, again = (cases.run(case, each, gpu) for each in inputs[:2])
         if not cases.is_right(case, inputs[2], out) or not all(map(torch.equal, out, again)):
             wrong.append(str(case))
@@ -33,7 +33,7 @@ def test_what_is_computed_is_the_definitions_and_the_same_every_time(name: str, 
 
 
 def test_a_graph_reads_new_scalars_and_lengths(gpu: Gpu) -> None:
-    shards, expected = (shards_of(Case(), (1000,), device=each) for each in (gpu.device, CPU))
+    shards, expected = (make_shards(Case(), (1000,), device=each) for each in (gpu.device, CPU))
     table, scalars = ShardTable(shards, gpu), scalars_of(STEP, gpu.device)
     others = ShardTable([copied(shard) for shard in shards], gpu)
     adamw_(others, scalars, betas=STEP.betas, eps=STEP.eps)  # compiled and loaded before a graph

@@ -44,7 +44,7 @@ def run(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture
 def srun(tmp_path: Path) -> Path:
-    """What stands for SLURM's srun: the command once for each machine, one after the other."""
+    """A replacement of SLURM's srun: the command once per machine, one after the other."""
     program = tmp_path / "srun"
     program.write_text(
         "#!/bin/sh\n"

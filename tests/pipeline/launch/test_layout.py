@@ -1,4 +1,4 @@
-"""Where processes run: host files, their filters, SLURM's lists, GPUs, and variables."""
+"""Placement of processes: host files, their filters, SLURM's lists, GPUs, and variables."""
 
 from pathlib import Path
 

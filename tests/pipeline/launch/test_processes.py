@@ -203,7 +203,7 @@ sys.exit(run_everywhere(errands, fewest=FEWEST))
 
 
 def start(*programs: str | list[str], fewest: int | None = None) -> "subprocess.Popen[str]":
-    """Run programs side by side; a list is a command of its own instead of one on a machine."""
+    """Run programs side by side; a list is a plain command instead of one on a machine."""
     program = f"PROGRAMS = {[_dedented(each) for each in programs]!r}\nFEWEST = {fewest!r}\n{RUNS}"
     return subprocess.Popen(
         [sys.executable, "-c", program],

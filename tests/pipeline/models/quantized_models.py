@@ -51,14 +51,14 @@ def learned(config: TrainedModelConfig, *, steps: int = 3) -> tuple[nn.Module, E
     return model, engine
 
 
-def module_of(model: nn.Module, name: str) -> Any:
+def get_module(model: nn.Module, name: str) -> Any:
     return base_model(model).get_submodule(name)
 
 
-def layers_of(model: nn.Module) -> dict[str, QuantizedLinear]:
+def get_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     named = base_model(model).named_modules()
     return {name: each for name, each in named if isinstance(each, QuantizedLinear)}
 
 
 def plain_names(model: nn.Module) -> set[str]:
-    return {name.removesuffix(".base_layer") for name in layers_of(model)}
+    return {name.removesuffix(".base_layer") for name in get_layers(model)}

@@ -21,7 +21,7 @@ def heads(dtype: torch.dtype, device: torch.device, *, shared_by: int, size: int
 
 
 def as_documented(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """What torch says of `varlen_attn`, whose kernel needs a GPU: rows of (tokens, heads, size)."""
+    """Reference of `varlen_attn`, whose kernel needs a GPU: rows of (tokens, heads, size)."""
     starts, key_starts, longest, longest_keys = rest
     scale, (left, right) = options["scale"], options["window_size"]
     assert starts.dtype == torch.int32
@@ -70,7 +70,7 @@ def test_the_call_without_padding_is_that_of_the_padded_ones(
 
 
 class Watched(torch.autograd.Function):
-    """Keeps whether an operator without one order only warned on the way back."""
+    """Restore whether nondeterministic operators only warn."""
 
     warns: list[bool]
 

@@ -1,4 +1,4 @@
-"""What is missing or broken in a model's directory is one sentence that names the file."""
+"""A missing or broken file of a model's directory is named in one sentence."""
 
 import json
 import os

@@ -10,7 +10,7 @@ FIGURES = {"rows": 256, "perplexity_after": 1.31512345, "judge": {"step1_sft": 0
 SETTINGS = {"max_steps": 500, "model.optim.lr": 3e-3, "data.format": "/home/me/a.jinja"}
 
 
-def card_of(directory: Path, base: str, *data: str) -> ModelCard:
+def read_card(directory: Path, base: str, *data: str) -> ModelCard:
     card = Card("Chat model", "Fine-tuned.", base, ("sft",))
     write_card(directory, card, data=data, figures=FIGURES, settings=SETTINGS)
     assert [file.name for file in directory.iterdir()] == ["README.md"]
@@ -18,7 +18,7 @@ def card_of(directory: Path, base: str, *data: str) -> ModelCard:
 
 
 def test_the_hub_reads_what_the_card_says(tmp_path: Path) -> None:
-    card = card_of(tmp_path, "facebook/opt-1.3b", "Dahoas/rm-static", "rows.jsonl:2")
+    card = read_card(tmp_path, "facebook/opt-1.3b", "Dahoas/rm-static", "rows.jsonl:2")
 
     assert card.data.to_dict() == {
         "library_name": "transformers",

@@ -48,7 +48,7 @@ def engines(
 
 
 def differences(first: Engine, second: Engine) -> list[str]:
-    """What isn't the same in two engines."""
+    """Return the names of state that differs between two engines."""
     plain, expected = (
         base_model(cast("Policy | Scorer", each.model).model) for each in (first, second)
     )

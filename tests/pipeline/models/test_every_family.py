@@ -1,4 +1,4 @@
-"""Every causal language model of `transformers`: a batch says what each sequence says alone."""
+"""Every causal language model of `transformers`: a batch equals each sequence alone."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def test_the_documentation_says_which_transformers_it_lists() -> None:
 
 
 def hangs_on_length(model: PreTrainedModel) -> bool:
-    """Whether the number of tokens behind one changes what plain `transformers` says of it."""
+    """Return whether later tokens change plain `transformers`' output for a token."""
     ids = torch.tensor([rows(seed=0)[2].input_ids])
     whole = model(input_ids=ids).logits
     found = (model(input_ids=ids[:, :n]).logits - whole[:, :n] for n in range(1, ids.shape[1]))

@@ -112,7 +112,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def engine_of(
+def make_engine(
     path: str, stage: int, task: str, changes: dict[str, Any]
 ) -> tuple[nn.Module, Engine]:
     """A model after two steps on two micro-batches that the processes share."""
@@ -136,7 +136,7 @@ def engine_of(
 
 def export_trained(paths: dict[str, str], out: str, stage: int) -> None:
     for name, (task, changes) in TRAINED.items():
-        model, engine = engine_of(paths[task], stage, task, changes)
+        model, engine = make_engine(paths[task], stage, task, changes)
         export(model, build_tokenizer(), Path(out) / name, weights=engine)
 
 

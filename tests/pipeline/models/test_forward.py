@@ -1,4 +1,4 @@
-"""A batch of many lengths says what plain `transformers` says of each sequence alone."""
+"""A batch of many lengths equals plain `transformers` on each sequence alone."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
 
 def target_logprobs(model: torch.nn.Module, row: Encoded) -> list[float]:
-    """What the plain model says of one sequence's trained tokens."""
+    """Return the plain model's output for one sequence's trained tokens."""
     probabilities = model(input_ids=torch.tensor([row.input_ids])).logits[0].double().softmax(-1)
     return [
         probabilities[position - 1, token].log().item()

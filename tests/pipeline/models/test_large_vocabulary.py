@@ -1,4 +1,4 @@
-"""A policy whose logits come tile by tile says what its whole logits say."""
+"""A policy whose logits are computed in tiles equals one with full logits."""
 
 import logging
 from pathlib import Path

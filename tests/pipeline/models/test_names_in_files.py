@@ -28,7 +28,7 @@ def empty(auto: Any, path: str, dtype: torch.dtype = torch.float32) -> PreTraine
 
 
 def loaded(auto: Any, path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, set[str]]:
-    """What `from_pretrained` makes of a directory, and the names it had nothing for."""
+    """Load a directory by `from_pretrained`; return the model and the missing names."""
     settings = {"num_labels": 1} if auto is AutoModelForSequenceClassification else {}
     model, info = auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **settings)
     return model, set(info["missing_keys"])

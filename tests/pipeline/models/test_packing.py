@@ -80,7 +80,7 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
 
 
 def logprobs_alone(model: PreTrainedModel, rows: list[Encoded]) -> torch.Tensor:
-    """What the plain model says of each sequence's tokens after the first."""
+    """Return the plain model's output for each sequence's tokens after the first."""
     said: list[torch.Tensor] = []
     for row in rows:
         ids = torch.tensor(row.input_ids)

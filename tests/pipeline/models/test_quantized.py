@@ -31,9 +31,9 @@ from tests.pipeline.models.quantized_models import (
     VOCAB,
     WAYS,
     base,
-    layers_of,
+    get_layers,
+    get_module,
     learned,
-    module_of,
     plain_names,
     settings,
 )
@@ -80,9 +80,9 @@ def test_the_export_is_the_dequantized_base_and_the_adapter_added_in_fp32_and_ro
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
 
     assert not any("codes" in name or "scale" in name for name in merged.state_dict())
-    for name, layer in layers_of(model).items():
+    for name, layer in get_layers(model).items():
         name = name.removesuffix(".base_layer")  # noqa: PLW2901
-        adapter = module_of(model, name)
+        adapter = get_module(model, name)
         a, b = adapter.lora_A["default"].weight, adapter.lora_B["default"].weight
         expected = (layer.dequantized() + 2.0 * (b @ a)).to(layer.dtype)
         assert b.abs().max() > 0
@@ -128,14 +128,14 @@ def test_a_reward_model_learns_its_head_whole_over_a_quantized_base(tmp_path: Pa
     config = settings(path, **NF4)
     model = trained_classifier(config, TOKENIZER, device=CPU, seed=0)
     engine = Engine(Scorer(model), config, total_steps=1)
-    before = module_of(model, "score").modules_to_save.default.weight.clone()
+    before = get_module(model, "score").modules_to_save.default.weight.clone()
     engine.backward(engine(BATCH).square().mean())
     engine.step()
     export(model, TOKENIZER, tmp_path / "out", weights=engine)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
 
     assert plain_names(model)
-    assert not any("score" in name for name in layers_of(model))
+    assert not any("score" in name for name in get_layers(model))
     assert not torch.equal(loaded.score.weight, before)
     torch.testing.assert_close(
         loaded(input_ids=IDS).logits, model.eval()(input_ids=IDS).logits, rtol=1e-4, atol=1e-4

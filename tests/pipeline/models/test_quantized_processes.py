@@ -12,7 +12,7 @@ from tests.distributed import run_ranks
 from tests.pipeline.models.quantized_models import (
     WAYS,
     base,
-    layers_of,
+    get_layers,
     learned,
     settings,
 )
@@ -28,7 +28,7 @@ def ends(path: str) -> dict[str, Tensor]:
         )
         with engine.gathered():
             weights = {key: param for key, param in model.named_parameters() if "lora_" in key}
-            weights |= {key: layer.dequantized() for key, layer in layers_of(model).items()}
+            weights |= {key: layer.dequantized() for key, layer in get_layers(model).items()}
             found |= {f"{number} {stage} {key}": each.clone() for key, each in weights.items()}
     return found
 

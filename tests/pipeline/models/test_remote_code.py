@@ -32,7 +32,7 @@ class OwnModel(LlamaForCausalLM):
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A directory with a model whose classes are in a file beside its weights."""
+    """A directory with a model whose classes are in a file next to its weights."""
     path = saved(tiny_causal_lm("llama"), tmp_path / "model")
     byte_level().save_pretrained(path)
     config = Path(path) / "config.json"

@@ -1,4 +1,4 @@
-"""A model cut into stages says what it says whole, and what can't be cut says so."""
+"""A model split into stages equals the full one; one that can't be split is refused."""
 
 import copy
 
@@ -17,7 +17,7 @@ PROJECTIONS = "opt with projections"
 """As OPT 350m is: embeddings are narrower than hidden states, and norms come after the sums."""
 
 
-def model_of(family: str, blocks: int = 3) -> nn.Module:
+def make_model(family: str, blocks: int = 3) -> nn.Module:
     name = "n_layer" if family == "gpt2" else "num_hidden_layers"
     own = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
     changes = {name: blocks, **(own if family == PROJECTIONS else {})}
@@ -34,7 +34,7 @@ def batch() -> TokenBatch:
 
 @pytest.mark.parametrize("family", [*RAGGED_FAMILIES, PROJECTIONS])
 def test_stages_of_every_packed_family_say_what_the_whole_model_says(family: str) -> None:
-    whole = model_of(family)
+    whole = make_model(family)
     with torch.no_grad():
         expected = Policy(whole, kernels="off")(batch()).logprobs
     names = {name for name, _ in whole.named_parameters()}
@@ -60,7 +60,7 @@ def test_stages_of_every_packed_family_say_what_the_whole_model_says(family: str
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_stages_of_two_chunks_say_what_the_whole_model_says(family: str) -> None:
-    whole = model_of(family, blocks=5)
+    whole = make_model(family, blocks=5)
     with torch.no_grad():
         expected = Policy(whole, kernels="off")(batch()).logprobs
     parts = [copy.deepcopy(whole) for _ in range(2)]

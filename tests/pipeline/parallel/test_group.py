@@ -46,7 +46,7 @@ def test_two_processes_agree_and_share_the_work() -> None:
     assert first["rows"] == second["rows"]
     assert sorted(row for part in first["cut"] + second["cut"] for row in part) == [0, 1, 2, 3, 4]
     assert len(first["cut"]) == len(second["cut"])
-    # The second process has a single sequence and runs an empty pass beside the first one's second.
+    # The second process has a single sequence and runs an empty pass during the first one's second.
     assert first["local"] == [[0], [1, 2]]
     assert second["local"] == [[0], []]
 

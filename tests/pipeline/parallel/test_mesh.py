@@ -1,4 +1,4 @@
-"""The mesh says which processes share what, and its groups keep to themselves."""
+"""Axes of the mesh, and independence of its groups."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.distributed import run_ranks
 
 
 def place() -> dict[str, Any]:
-    """What the axes of a process are, and what they add up to."""
+    """Return the axes of a process and their sums."""
     mesh = current_mesh()
     before = HERE.number
     pair = mesh.tp_group(2, timeout_seconds=60.0)
@@ -42,7 +42,7 @@ def test_axes_know_their_places_in_the_job() -> None:
 
 
 def go_apart() -> str:
-    """What the second group hears of two processes that did not do the same."""
+    """Return the error of the second group when two processes diverge."""
     group = subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
     HERE.enter_collective("all_gather", "weights", 8 * (1 + (current_mesh().world.rank == 3)))
     try:

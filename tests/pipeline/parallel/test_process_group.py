@@ -1,4 +1,4 @@
-"""Which GPU a process takes, and how it ends where that waits for others."""
+"""Choice of the GPU of a process, and its end while others wait."""
 
 import os
 import subprocess

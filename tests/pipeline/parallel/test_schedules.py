@@ -55,7 +55,7 @@ def test_the_orders_are_those_of_pytorch(schedule: Schedule) -> None:
 def interleaved_of_pytorch(
     stages: int, count: int, chunks: int
 ) -> list[list[tuple[str, int, int]]] | None:
-    """None where PyTorch's has no order for so many micro-batches."""
+    """None where PyTorch's has no order for that number of micro-batches."""
     made = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
     made.pp_group_size, made.n_local_stages = stages, chunks
     made._n_microbatches = count

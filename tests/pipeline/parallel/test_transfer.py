@@ -1,4 +1,4 @@
-"""What stages send each other arrives, whatever else is on the way between them."""
+"""Tensors that stages send each other arrive, whatever else is in flight."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -24,8 +24,8 @@ class Call(NamedTuple):
     other: int
 
 
-def calls_of(stage: int, order: Sequence[Instruction], stages: int, chunks: int) -> list[Call]:
-    """What a stage sends and receives in a step, in order."""
+def list_calls(stage: int, order: Sequence[Instruction], stages: int, chunks: int) -> list[Call]:
+    """Return the sends and receives of a stage in a step, in order."""
     calls: list[Call] = []
     for kind, number, own in order:
         at, back = own * stages + stage, kind == "backward"
@@ -84,7 +84,7 @@ def test_no_stage_waits_forever_where_sends_wait_for_receives(
 ) -> None:
     for count in (1, stages, 2 * stages, 2 * stages + 1):
         orders = orders_of(schedule, stages=stages, count=count, chunks=chunks)
-        calls = [calls_of(at, order, stages, chunks) for at, order in enumerate(orders)]
+        calls = [list_calls(at, order, stages, chunks) for at, order in enumerate(orders)]
         assert {Channel(*each) for each in CHANNELS} >= {
             Channel(call.what, at < call.other if call.sends else call.other < at)
             for at, own in enumerate(calls)

@@ -110,7 +110,7 @@ WRONG: tuple[tuple[str, str], ...] = (
         "ppo.rollout_size 8 in groups of 8 leaves some of 2 processes without a prompt; raise it",
     ),
 )
-"""What is wrong in a later step, and what its sentence has."""
+"""Errors of later steps, and a part of each message."""
 
 
 @pytest.mark.parametrize(("argv", "sentence"), WRONG)
@@ -149,7 +149,7 @@ def test_all_that_is_wrong_is_said_together_a_line_for_each(
 EQUAL = {"chosen": "Yes.", "rejected": "Yes."}
 UNLABELLED: dict[str, Any] = {"chosen": "Yes.", "rejected": "No."}
 TEACH_NOTHING: dict[str, tuple[list[str], dict[str, Any], str]] = {
-    # Options, the rest of each row, and what is said of them.
+    # Options, the rest of each row, and the message.
     "targets": (
         ["--step", "1", "--max-length", "4"],
         UNLABELLED,

@@ -1,4 +1,4 @@
-"""The plan counts before it starts, refuses what can't fit, and chooses where it is told to."""
+"""The plan estimates memory first, refuses what can't fit, and chooses on request."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which steps run by default, and what step 3 starts from, by what rewards its responses."""
+"""Default steps, and the start of step 3, by the source of its rewards."""
 
 import pytest
 

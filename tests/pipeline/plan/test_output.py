@@ -28,7 +28,7 @@ def complaint(out: Path, *argv: str) -> str:
 
 
 def run_step(out: Path, number: int, *argv: str, done: bool = True) -> Path:
-    """What a step leaves: settings, a metrics file and, where it is done, a result."""
+    """Write the output of a step: settings, a metrics file and, where it is done, a result."""
     parsed = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
     name = THREE_STEPS[number - 1].name
     write_config(step_configs(parsed, THREE_STEPS)[name], out / name / "config.yaml")

@@ -1,4 +1,4 @@
-"""Which model commands take where a run's output directory is named."""
+"""Choice of the model in a run's output directory."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the report shows of a run whose guards spoke up."""
+"""The report of a run with raised guards."""
 
 import json
 from pathlib import Path

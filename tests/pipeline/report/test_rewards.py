@@ -1,4 +1,4 @@
-"""What the report shows of a run whose rewards came from programs."""
+"""The report of a run with programmatic rewards."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What DeepSpeed-Chat's options are here: the table, its sentences and its page."""
+"""DeepSpeed-Chat's options: the table, its messages and its page."""
 
 from pathlib import Path
 

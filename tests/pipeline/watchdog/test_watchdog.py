@@ -17,7 +17,7 @@ from pipeline.watchdog.monitors import WINDOW, slow_ranks
 from pipeline.watchdog.notices import Sighting, find_late
 from tests.distributed import rank
 from tests.jobs import Job, run_job
-from tests.pipeline.engine.test_stages import build, loss_of, settings
+from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
 def lines(job: Job) -> list[str]:
@@ -27,7 +27,7 @@ def lines(job: Job) -> list[str]:
 def train(steps: int = 2) -> Engine:
     engine = Engine(build("llama", "fp32"), settings(3, max_norm=None), total_steps=10)
     for _ in range(steps):
-        engine.backward(loss_of(engine, 0, 0, rank()))
+        engine.backward(compute_loss(engine, 0, 0, rank()))
         engine.step()
     return engine
 
@@ -36,7 +36,7 @@ def loss_fails() -> None:
     engine = train()
     if rank() == 1:
         raise ValueError("labels are all masked")
-    engine.backward(loss_of(engine, 0, 0, rank()))
+    engine.backward(compute_loss(engine, 0, 0, rank()))
 
 
 def test_the_error_of_one_rank_is_shown_and_named_by_the_others() -> None:
@@ -75,7 +75,7 @@ def killed() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     engine.model.model.layers[1].register_full_backward_hook(die)
-    engine.backward(loss_of(engine, 0, 0, rank()))
+    engine.backward(compute_loss(engine, 0, 0, rank()))
 
 
 def test_a_killed_rank_is_named() -> None:
@@ -90,7 +90,7 @@ def hangs() -> None:
     engine = train()
     if rank() == 1:
         time.sleep(1000)
-    engine.backward(loss_of(engine, 0, 0, rank()))
+    engine.backward(compute_loss(engine, 0, 0, rank()))
 
 
 def test_a_rank_that_hangs_is_named_with_all_stacks_and_ended() -> None:

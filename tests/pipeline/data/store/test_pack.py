@@ -27,7 +27,7 @@ def packed(source: Path | list[Path], out: Path, **settings: object) -> TokenFil
     return pack(find_sources([str(name) for name in names]), VOCABULARY, out, **settings).file  # pyright: ignore[reportArgumentType]
 
 
-def texts_of(file: TokenFile) -> list[str]:
+def read_texts(file: TokenFile) -> list[str]:
     encoder = Tokenizer.from_str(VOCABULARY.definition)
     documents = [file.tokens(n).tolist() for n in range(file.documents)]
     assert all(document[-1] == EOS for document in documents)
@@ -53,7 +53,7 @@ def test_documents_are_the_texts_of_the_rows_in_order(
     plain = packed(tmp_path / "a.jsonl", tmp_path / "plain")
     zipped = packed(tmp_path / "a.jsonl.gz", tmp_path / "zipped")
 
-    assert texts_of(plain) == texts_of(zipped) == TEXTS
+    assert read_texts(plain) == read_texts(zipped) == TEXTS
 
 
 def test_the_files_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_files_are_the_same_for_any_number_of_workers(tmp_path: Path) -> Non
 
     files = [packed(tmp_path / "*.jsonl", tmp_path / f"{n}", workers=n) for n in (1, 2)]
 
-    assert texts_of(files[0]) == [*TEXTS, *TEXTS[::-1]]
+    assert read_texts(files[0]) == [*TEXTS, *TEXTS[::-1]]
     assert written(tmp_path / "1") == written(tmp_path / "2")
 
 
@@ -83,7 +83,7 @@ def test_resume_keeps_finished_pieces_and_refuses_other_sources(tmp_path: Path) 
 
     assert len(pieces) > 20
     assert times == sorted(times)
-    assert texts_of(file) == TEXTS[:-1]
+    assert read_texts(file) == TEXTS[:-1]
     assert not (tmp_path / "x.pieces").exists()
     with pytest.raises(DataError):
         packed(bad, tmp_path / "y")

@@ -1,4 +1,4 @@
-"""What was saved is read by any number of processes, bit for bit."""
+"""Any number of processes reads a checkpoint, bit for bit."""
 
 import itertools
 import random

@@ -24,7 +24,7 @@ STEP = AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, mul
 
 @dataclass(frozen=True)
 class Case:
-    """What of AdamW a specialisation of the kernel does, and how."""
+    """Options of one specialisation of the kernel."""
 
     gradient: torch.dtype = F32
     moments: torch.dtype = F32
@@ -83,7 +83,7 @@ SPECIALISATIONS: list[Macros] = [
 """Of the kernel for GPUs; as the engine steps bf16 weights first."""
 
 
-def shard_of(case: Case, size: int, *, seed: int, device: torch.device = CPU) -> Shard:
+def make_shard(case: Case, size: int, *, seed: int, device: torch.device = CPU) -> Shard:
     """Random vectors, made on the CPU, between others' numbers."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -113,11 +113,11 @@ def shard_of(case: Case, size: int, *, seed: int, device: torch.device = CPU) ->
     )
 
 
-def shards_of(
+def make_shards(
     case: Case, sizes: Sequence[int] = SIZES, *, device: torch.device = CPU
 ) -> list[Shard]:
     """One of each size."""
-    return [shard_of(case, size, seed=seed, device=device) for seed, size in enumerate(sizes)]
+    return [make_shard(case, size, seed=seed, device=device) for seed, size in enumerate(sizes)]
 
 
 def copied(shard: Shard) -> Shard:
@@ -132,13 +132,13 @@ def by_definition(shard: Shard, step: AdamW) -> None:
     definition.adamw_(shard.weights, shard.gradient, own)
 
 
-def inputs_of(case: Case, device: torch.device) -> Inputs:
+def make_inputs(case: Case, device: torch.device) -> Inputs:
     """Shards of all sizes."""
-    return Inputs(shards_of(case, device=device))
+    return Inputs(make_shards(case, device=device))
 
 
 def run(case: Case, inputs: Inputs, gpu: Gpu) -> list[Tensor]:
-    """What the kernel makes of the weights, in place."""
+    """Run the kernel on the weights, in place."""
     del case
     scalars = scalars_of(STEP, gpu.device)
     cuda.adamw_(ShardTable(inputs.shards, gpu), scalars, betas=STEP.betas, eps=STEP.eps)
@@ -148,7 +148,7 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> list[Tensor]:
 def is_right(case: Case, inputs: Inputs, out: Sequence[Tensor]) -> bool:
     """The bits of the definition on a CPU."""
     del inputs
-    expected = Inputs(shards_of(case))
+    expected = Inputs(make_shards(case))
     for shard in expected.shards:
         by_definition(shard, STEP)
     return all(map(torch.equal, (each.cpu() for each in out), expected.tensors()))

@@ -17,8 +17,8 @@ from tests.pipeline.kernels.adamw.cases import (
     Inputs,
     by_definition,
     copied,
-    shard_of,
-    shards_of,
+    make_shard,
+    make_shards,
 )
 from tests.pipeline.kernels.emulator.emulated import Emulator
 
@@ -48,7 +48,7 @@ def assert_equal(ours: Sequence[Shard], theirs: Sequence[Shard]) -> None:
 def test_a_step_is_that_of_the_formula_in_float64(
     gradient: torch.dtype, emulator: Emulator
 ) -> None:
-    shard = shard_of(Case(gradient), 1000, seed=1)
+    shard = make_shard(Case(gradient), 1000, seed=1)
     weights = {name: each.double() for name, each in shard.weights.tensors().items()}
     grad = 0.25 * shard.gradient.double()
 
@@ -73,7 +73,7 @@ def test_bias_is_corrected_with_the_bits_of_the_reference_at_any_step(
 ) -> None:
     # Multiplied by squares, 0.999999^11585 is a number whose correction has other bits in fp32.
     numbers = dataclasses.replace(STEP, step=step, betas=betas, lr=1.0)
-    ours = shards_of(Case(), sizes=(400,))
+    ours = make_shards(Case(), sizes=(400,))
     theirs = [copied(shard) for shard in ours]
 
     by_definition(theirs[0], numbers)

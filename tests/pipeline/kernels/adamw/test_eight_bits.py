@@ -30,7 +30,7 @@ def noise(share: float, numel: int, codes: Codes) -> Tensor:
 
 
 def both(share: float, values: Tensor, codes: Codes) -> Tensor:
-    """What values become, and are read as."""
+    """Codes of values, and the values that they decode to."""
     return decode(*encode(values, noise(share, values.numel(), codes), codes), codes)
 
 

@@ -1,4 +1,4 @@
-"""What AdamW rounds to 16 bits: each number, ties, NaN."""
+"""Rounding of AdamW to 16 bits: every number, ties, NaN."""
 
 import math
 from dataclasses import replace

@@ -42,7 +42,7 @@ class Inputs:
         return (*self.cache, *self.states, self.places)
 
 
-def inputs_of(case: Case, device: torch.device) -> Inputs:
+def make_inputs(case: Case, device: torch.device) -> Inputs:
     """Tensors of these shapes; some places are in no slot."""
     generator = torch.Generator().manual_seed(case.tokens)
     slots, width = 3, case.tokens + 5

@@ -48,7 +48,7 @@ class Inputs:
         return (self.query, self.key, self.value, self.scores.lengths)
 
 
-def inputs_of(case: Case, device: torch.device) -> Inputs:
+def make_inputs(case: Case, device: torch.device) -> Inputs:
     """The layout of the slot cache, wider than what is used; what may not be read is NaN."""
     generator = torch.Generator().manual_seed(case.seed)
     batch, width = len(case.lengths), max(case.lengths) + 3
@@ -70,7 +70,7 @@ def inputs_of(case: Case, device: torch.device) -> Inputs:
 
 
 def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
-    """What the kernel makes of it."""
+    """Run the kernel."""
     return cuda.decode_attention(
         inputs.query,
         inputs.key,

@@ -46,8 +46,8 @@ class Inputs:
         return (self.logits, self.keys, self.positions)
 
 
-def inputs_of(case: Case, device: torch.device) -> Inputs:
-    """Rows of five kinds, beside words that are none; an odd stride."""
+def make_inputs(case: Case, device: torch.device) -> Inputs:
+    """Rows of five kinds, next to padding; an odd stride."""
     generator = torch.Generator().manual_seed(case.seed + case.num_words)
     logits = torch.full((6, case.num_words + 3), torch.nan)
     rows = 3 * torch.randn(6, case.num_words, generator=generator)
@@ -65,7 +65,7 @@ def inputs_of(case: Case, device: torch.device) -> Inputs:
 
 
 def run(case: Case, inputs: Inputs, gpu: Gpu) -> tuple[Tensor, Tensor]:
-    """What the kernel makes of it."""
+    """Run the kernel."""
     return cuda.sample(inputs.logits, inputs.keys, inputs.positions, case.draw, gpu=gpu)
 
 
@@ -80,7 +80,7 @@ def is_right(case: Case, inputs: Inputs, out: tuple[Tensor, Tensor]) -> bool:
 
 
 def draws() -> list[Draw]:
-    """Every option by itself and with the others."""
+    """Every option alone and with the others."""
     options: Sequence[dict[str, float]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
