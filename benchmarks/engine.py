@@ -27,11 +27,29 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.engine_systems import DDP, DEEPSPEED, FSDP2, OURS, SYSTEMS
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.engine_systems import (
+    DDP,
+    DEEPSPEED,
+    FSDP2,
+    OURS,
+    SYSTEMS,
+    Step,
+    build_model,
+    make_step,
+)
+from benchmarks.memory import live_bytes, peak_bytes_of, peak_rss, reset_peak_rss
+
+WARM_UP = 3
+"""Steps before the clock starts."""
 
 Rounds = dict[str, list[dict[str, float]]]
 """By system: the figures of every round."""
@@ -42,6 +60,65 @@ TRY_DEEPSPEED = "import deepspeed, torch; print(deepspeed.__version__, torch.__v
 TRY_ADAM = "from deepspeed.ops.adam import DeepSpeedCPUAdam as Adam; import torch;" + (
     "Adam([torch.nn.Parameter(torch.zeros(8))])"
 )
+
+
+def batches(args: argparse.Namespace, rank: int) -> list[Tensor]:
+    """Random token ids, the same in every system."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    shape = (args.steps + WARM_UP + 2, args.micro_batch, args.sequence)
+    vocabulary = 512 if args.tiny else 12_288
+    return list(torch.randint(0, vocabulary, shape, generator=generator))
+
+
+def measure(step: Step, ids: list[Tensor]) -> dict[str, float]:
+    """Time the steps; then weigh the tensors after one and during one."""
+    for batch in ids[:WARM_UP]:
+        step(batch)
+    reset_peak_rss()
+    seconds: list[float] = []
+    processor: list[float] = []
+    for batch in ids[WARM_UP:-2]:
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        step(batch)
+        processor.append(time.process_time() - used)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    rss = peak_rss()
+    step(ids[-2])
+    after = live_bytes()
+    peak = peak_bytes_of(lambda: step(ids[-1]))
+    return {
+        "seconds": statistics.median(seconds),
+        "cpu_seconds": statistics.median(processor),
+        "bytes": after,
+        "peak_bytes": peak,
+        "peak_rss": rss,
+    }
+
+
+def run_inside(args: argparse.Namespace) -> None:
+    """Measure one system on the processes that torchrun started; rank 0 writes the result."""
+    torch.set_num_threads(1)
+    if args.system in DEEPSPEED:
+        import deepspeed  # pyright: ignore[reportMissingImports]
+
+        deepspeed.init_distributed(dist_backend="gloo")
+    else:
+        dist.init_process_group("gloo")
+    model = build_model(tiny=args.tiny)
+    step = make_step(args.system, model, args.precisions[0], args.deepspeed_adam)
+    figures = measure(step, batches(args, dist.get_rank()))
+    gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, figures)
+    if dist.get_rank() == 0:
+        tokens = args.micro_batch * args.sequence * len(gathered)
+        worst = {key: max(row[key] for row in gathered) for key in figures}
+        args.output.write_text(json.dumps({"tokens": tokens / worst["seconds"], **worst}))
+    dist.barrier()
+    # Not by the interpreter's end: gloo's threads sometimes abort there, with all work done.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def find_deepspeed(python: str | None) -> tuple[str, str] | None:
@@ -82,10 +159,10 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
         command = [python, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(args.processes), "-m", "benchmarks.engine_worker"]
-        command += ["--system", system, "--precision", precision, "--adam", adam]
+        command += ["--nproc-per-node", str(args.processes), "-m", "benchmarks.engine"]
+        command += ["--system", system, "--precisions", precision, "--deepspeed-adam", adam]
         command += ["--steps", str(args.steps), "--micro-batch", str(args.micro_batch)]
-        command += ["--sequence", str(args.sequence), "--result", str(result)]
+        command += ["--sequence", str(args.sequence), "--output", str(result)]
         command += ["--tiny"] if args.tiny else []
         done = call(command)
         if done.returncode != 0:
@@ -174,7 +251,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1M parameters")
     parser.add_argument("--quick", action="store_true", help="one round of five steps")
     parser.add_argument("--output", type=Path, default=Path("output/engine.json"))
+    parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.system:
+        run_inside(args)
     if args.quick:
         args.rounds, args.steps = 1, 5
     wanted = list(args.systems or SYSTEMS)

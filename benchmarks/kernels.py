@@ -1,17 +1,13 @@
-"""The CPU kernels against PyTorch, and DeepSpeed where it is installed, side by side.
+"""AdamW on the CPU against PyTorch, and DeepSpeed where it is installed, side by side.
 
     python -m benchmarks.kernels [--parameters 10000000 100000000] [--rounds 24]
     python -m benchmarks.kernels --quick
 
-AdamW: each round runs every implementation once, starting with another one than the round before,
-and times the second of two steps. `mixed` is an optimizer step in mixed precision: bf16 gradient to
+Each round runs every implementation once, starting with another one than the round before, and
+times the second of two steps. `mixed` is an optimizer step in mixed precision: bf16 gradient to
 fp32 times a clip coefficient, AdamW on fp32 masters and moments, weights rounded to bf16; `split`
 stores the master as these weights and 16 more bits; `bf16-moments` and `8bit-moments` store the
 Adam moments in fewer bits. Ratios are taken within a round.
-
-Log-probabilities: forward and backward passes of 2,048 tokens, hidden size 512, 50,272 words,
-against a linear layer and `log_softmax`: seconds, the peak of tensor memory beyond the inputs, and
-the largest error of a gradient relative to its largest element in float64.
 """
 
 import argparse
@@ -26,14 +22,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.memory import peak_bytes_of
 from pipeline.engine.setup import keep_freed_memory
 from pipeline.kernels.adamw.definition import AdamW, Weights, new_moments, split_master
 from pipeline.kernels.adamw.dispatch import adamw_
-from pipeline.kernels.logprobs import definition as logprobs
-from pipeline.kernels.logprobs.dispatch import linear_logprobs
 
 BYTES = {
     "fp32": 28,
@@ -139,67 +132,6 @@ def show_ratios(slow: Sequence[float], fast: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def gradients_of(
-    compute: Callable[..., tuple[Tensor, Tensor | None]],
-    leaves: Sequence[Tensor],
-    targets: Tensor,
-    weights: Tensor,
-    **settings: Any,  # noqa: ANN401
-) -> list[Tensor]:
-    """Gradients of a weighted sum of log-probabilities."""
-    for leaf in leaves:
-        leaf.grad = None
-    output, _ = compute(leaves[0], leaves[1], None, targets, **settings)
-    (output * weights).sum().backward()
-    return [leaf.grad for leaf in leaves if leaf.grad is not None]
-
-
-def in_float64(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor) -> tuple[Tensor, None]:
-    """The plain computation without rounding to fp32."""
-    logits = nn.functional.linear(hidden, weight, bias)
-    return logits.log_softmax(dim=1).gather(1, targets[:, None]).squeeze(1), None
-
-
-def measure_logprobs(*, quick: bool, rounds: int) -> str:
-    """A row of the table."""
-    tokens, width, words = (256, 64, 8192) if quick else (2048, 512, 50_272)
-    torch.manual_seed(0)
-    hidden = torch.randn(tokens, width).requires_grad_()
-    weight = (torch.randn(words, width) * width**-0.5).requires_grad_()
-    targets, weights = torch.randint(0, words, (tokens,)), torch.randn(tokens)
-    leaves = (hidden, weight)
-    ways: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-        (logprobs.linear_logprobs, {"temperature": 1.0, "entropy": False}),
-        (linear_logprobs, {"tile": tokens * words // 12} if quick else {}),
-    ]
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = gradients_of(in_float64, exact, targets, weights)
-    got = gradients_of(ways[1][0], leaves, targets, weights, **ways[1][1])
-    error = max(
-        ((a.double() - b).abs().max() / b.abs().max()).item()
-        for a, b in zip(got, expected, strict=True)
-    )
-    del exact, expected, got
-    seconds: list[list[float]] = [[], []]
-    peaks: list[float] = []
-    for compute, settings in ways:
-        hidden.grad = weight.grad = None
-        peak = peak_bytes_of(
-            lambda c=compute, s=settings: gradients_of(c, leaves, targets, weights, **s)
-        )
-        peaks.append((peak - hidden.nbytes - weight.nbytes) / 2**20)
-    for number in range(rounds // 2 + 1):
-        for way in rotated([0, 1], number):
-            started = time.perf_counter()
-            gradients_of(ways[way][0], leaves, targets, weights, **ways[way][1])
-            seconds[way].append(time.perf_counter() - started)
-    plain, ours = (statistics.median(each) for each in seconds)
-    return (
-        f"| {plain:.2f} | {ours:.2f} | {show_ratios(*seconds)} | {peaks[0]:.0f} | {peaks[1]:.0f} |"
-        f" {error:.1e} |"
-    )
-
-
 def main(argv: Sequence[str]) -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(
@@ -231,12 +163,9 @@ def main(argv: Sequence[str]) -> None:
                     ratio = "" if name == "ours" else show_ratios(times, seconds["ours"])
                     cells = (f"{parameters // 10**6}M", threads, form, name, f"{1e3 * median:.1f}")
                     print("| " + " | ".join(map(str, (*cells, rate, ratio))) + " |", flush=True)
-    row = measure_logprobs(quick=args.quick, rounds=args.rounds)
-    print("\n| plain, s | ours, s | ratio | plain, MiB | ours, MiB | error |")
-    print(f"|---|---|---|---|---|---|\n{row}")
     print(f"\nload after: {os.getloadavg()[0]:.1f}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"adamw": results, "logprobs": row}, indent=1))
+    args.output.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

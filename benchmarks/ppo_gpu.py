@@ -25,8 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.revision import revision
-
 PROMPT, ANSWER = 256, 256
 VOCABULARY = 50_272
 
@@ -82,7 +80,6 @@ def save_models(directory: Path, *, tiny: bool) -> int:
 
 def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> dict[str, Any]:
     """What iterations take, and what a token takes alone."""
-    from benchmarks.iteration import iterate
     from pipeline.config import FrozenModelConfig, TrainedModelConfig
     from pipeline.models.chat import load_chat
     from step3_ppo.config import PPOConfig
@@ -104,15 +101,7 @@ def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> dict[
     tokenizer, chat = load_chat(config.actor, config.data)
     models = load_models(config, tokenizer, chat, iterations=args.iterations + 1)
     rounds = [
-        iterate(
-            models,
-            config,
-            step=step,
-            num_prompts=args.rollout,
-            prompt_length=prompt,
-            vocabulary=vocabulary,
-            wait=wait,
-        )
+        iterate(models, config, step=step, count=args.rollout, length=prompt, vocabulary=vocabulary)
         for step in range(1, args.iterations + 2)
     ][1:]
     medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
@@ -123,6 +112,42 @@ def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> dict[
             "generation_share": medians["generation"] / medians["iteration"],
             **alone(actor, prompt, answer),
         }
+
+
+def iterate(
+    models: Any,  # noqa: ANN401
+    config: Any,  # noqa: ANN401
+    *,
+    step: int,
+    count: int,
+    length: int,
+    vocabulary: int,
+) -> dict[str, float]:
+    """Seconds of an iteration on `count` random prompts of `length` tokens, and of its phases."""
+    from pipeline.progress import Clock
+    from step3_ppo.experience import compute_advantages, score_responses
+    from step3_ppo.rewards import reward_of
+    from step3_ppo.rollout import generate_responses
+    from step3_ppo.update import update_policy
+
+    generator = torch.Generator().manual_seed(step)
+    prompts = torch.randint(3, vocabulary, (count, length), generator=generator).tolist()
+    wait()
+    clock = Clock()
+    keys = range(step * count, (step + 1) * count)
+    responses = generate_responses(models, prompts, config, keys=keys)
+    wait()
+    clock.end("generation")
+    experience = score_responses(models, prompts, responses, config)
+    score = reward_of(experience.score, experience.stopped, models, config)
+    rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
+    wait()
+    clock.end("experience")
+    update_policy(models, rollout, config, step=step, forward=experience.forward)
+    wait()
+    clock.end("training")
+    phases = clock.seconds
+    return {"sync": models.hybrid_engine.seconds, **phases, "iteration": sum(phases.values())}
 
 
 def alone(actor: nn.Module, prompt: int, answer: int) -> dict[str, float]:
@@ -217,7 +242,7 @@ def main(argv: Sequence[str]) -> int:
         vocabulary = save_models(Path(scratch), tiny=args.tiny)
         found = measure(Path(scratch), vocabulary, args)
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    found |= {"card": card, "commit": revision(), "torch": torch.__version__}
+    found |= {"card": card, "torch": torch.__version__}
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "results.json").write_text(json.dumps(found, indent=1))
     print("| iteration | sync | generation | experience | training | sequences/s | token alone |")

@@ -1,26 +1,32 @@
 #!/usr/bin/env bash
-# On one GPU, without network: everything, in parts of at most nine minutes (under 40 in all) with one page at
-# the end; or one of: the engine (overlap, overhead over plain PyTorch; under 20 minutes),
-# the CUDA kernels (right, speed against what memory allows; under 10 minutes), or an iteration of PPO
-# (OPT-1.3B with a reward model of 350M; under 20 minutes).
-# Usage: measure_gpu.sh [engine] [OPTIONS of benchmarks/engine_gpu.py]; --tiny --device cpu needs no GPU.
-#        measure_gpu.sh kernels [OPTIONS of benchmarks/kernels_gpu.py].
-#        measure_gpu.sh all [OPTIONS of benchmarks/gpu_all.py]; --tiny needs no GPU.
-#        measure_gpu.sh ppo [OPTIONS of benchmarks/ppo_gpu.py]; --tiny needs no GPU.
+# On one GPU, without network: the engine's overhead over plain PyTorch, the CUDA kernels, generation, or an
+# iteration of PPO (OPT-1.3B with a reward model of 350M), each under 20 minutes; or all of them.
+# Usage: measure_gpu.sh [engine | kernels | ppo | generation] [OPTIONS of benchmarks/*_gpu.py, generation.py]
+#        measure_gpu.sh all [--tiny]    The output of each part also goes to output/gpu/PART.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 part=engine
 case "${1:-}" in
-all | engine | kernels | ppo)
+all | engine | kernels | ppo | generation)
     part=$1
     shift
     ;;
 esac
 ROOT=$PWD
 source scripts/python.sh
-case $part in
-all) module=gpu_all ;;
-*) module=${part}_gpu ;;
-esac
-"$PYTHON" -m "benchmarks.$module" "$@"
+measure() {
+    local module=${1}_gpu
+    [ "$1" != generation ] || module=generation
+    "$PYTHON" -m "benchmarks.$module" "${@:2}"
+}
+if [ "$part" != all ]; then
+    measure "$part" "$@"
+    exit
+fi
+mkdir -p output/gpu
+failed=0
+for part in engine kernels ppo generation; do
+    measure "$part" "$@" 2>&1 | tee "output/gpu/$part.log" || failed=1
+done
+exit $failed
