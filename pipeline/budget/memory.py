@@ -318,8 +318,7 @@ class ModelMemory:
     @property
     def _micro_batches_in_flight(self) -> int:
         """Micro-batches whose activations the first stage of a pipeline keeps."""
-        parallel, count = self.workload.parallel, self.workload.micro_batches
-        return count if parallel.schedule == "gpipe" else min(self._pp, count)
+        return min(self._pp, self.workload.micro_batches)
 
     def _logits(self, targets: int, *, trains: bool, entropy: bool) -> float:
         shape = self.model.shape

@@ -142,10 +142,8 @@ def check_cut(module: "nn.Module", parallel: ParallelConfig, *, follows: bool = 
     if parallel.tp > 1:
         cut_for_plan(copy.deepcopy(module), parallel.tp, sequence=parallel.sequence)
     if parallel.pp > 1:
-        blocks = blocks_of(
-            module, parallel.pp, parallel.partition, chunks=parallel.chunks, follows=follows
-        )
-        cut_stage(copy.deepcopy(module), number=0, blocks=blocks, stages=parallel.pp)
+        blocks = blocks_of(module, parallel.pp, parallel.partition, follows=follows)
+        cut_stage(copy.deepcopy(module), number=0, blocks=blocks)
 
 
 def _size(config: object, *names: str, default: int = 0) -> int:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from pipeline.config.model import TrainedModelConfig
 from pipeline.errors import require
-from pipeline.parallel.schedules import Schedule
 
 FILL = 4
 """Micro-batches for each stage that a step has at least, unless the settings say otherwise: stages
@@ -33,19 +32,9 @@ class ParallelConfig:
     """With `tp`: each process keeps hidden states of tokens of its own between these parts
     (sequence_parallel), and norms them; false keeps all on each."""
 
-    schedule: Schedule = "1f1b"
-    """With `pp`: 1f1b runs each backward pass as soon as it can, and keeps the activations
-    of `pp` of them at most; gpipe goes forward with all first; interleaved is 1f1b with several
-    `chunks`."""
-
-    chunks: int = 1
-    """With `schedule` interleaved: parts of the model that each stage has (num_chunks, virtual
-    stages), which don't follow each other; stages wait 1/`chunks` of the time, and send `chunks`
-    times as much."""
-
     partition: tuple[int, ...] | None = None
-    """With `pp`: blocks of each stage, or of each chunk of a stage, in the model's order, such as
-    12 12 14 10; null gives all about as much to compute."""
+    """With `pp`: blocks of each stage, such as 12 12 14 10; null gives all about as much to
+    compute."""
 
     micro_batches: int | None = None
     """Micro-batches of an optimizer step on each process, or each pipeline, at least; null takes as
@@ -53,7 +42,7 @@ class ParallelConfig:
     `zero.reduction` is fast."""
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "pp", "tp", "chunks", "micro_batches"):
+        for name in ("replicas", "pp", "tp", "micro_batches"):
             value = getattr(self, name)
             require(
                 value is None or value > 0, f"parallel.{name} must be above 0 or null, got {value}"
@@ -62,37 +51,11 @@ class ParallelConfig:
             self.partition is None or self.pp > 1,
             "parallel.partition says which stage has which blocks, and needs parallel.pp above 1",
         )
-        self._check_chunks()
         require(
-            self.partition is None or len(self.partition) == self.pp * self.chunks,
-            f"parallel.partition has {len(self.partition or ())} numbers for the {self._parts};"
-            " give one for each",
+            self.partition is None or len(self.partition) == self.pp,
+            f"parallel.partition has {len(self.partition or ())} numbers for the {self.pp} stages"
+            " of parallel.pp; give one for each",
         )
-
-    def _check_chunks(self) -> None:
-        is_interleaved = self.schedule == "interleaved"
-        require(
-            self.chunks == 1 or is_interleaved,
-            f"parallel.chunks {self.chunks} needs parallel.schedule interleaved, not"
-            f" {self.schedule}",
-        )
-        require(
-            self.chunks > 1 or not is_interleaved,
-            "parallel.schedule interleaved needs parallel.chunks above 1; set it 2, or take 1f1b",
-        )
-        require(
-            self.pp > 1 or not is_interleaved,
-            "parallel.schedule interleaved orders the stages of a pipeline, and needs parallel.pp"
-            " above 1",
-        )
-
-    @property
-    def _parts(self) -> str:
-        """The meaning of the numbers of a partition, in words."""
-        of_stages = f"{self.pp} stages of parallel.pp"
-        if self.chunks == 1:
-            return of_stages
-        return f"{self.pp * self.chunks} chunks (parallel.chunks) of the {of_stages}"
 
     @property
     def least_micro_batches(self) -> int | None:

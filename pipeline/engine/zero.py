@@ -96,7 +96,8 @@ class ZeroModel:
         model.register_load_state_dict_pre_hook(self._before_load_state_dict)
         self._reaches_root = True
         """True if the current backward pass reaches parameters outside of the blocks."""
-        self.enter_by(model)
+        model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True)
         for unit in self.others:
             users = [each for each in model.modules() if isinstance(each, UsesHead)]
             for module in (unit.module, *users) if unit is self.head else (unit.module,):
@@ -104,11 +105,6 @@ class ZeroModel:
                     self._hook(self._before_unit, unit), prepend=True, with_kwargs=True
                 )
                 module.register_forward_hook(self._hook(self._after_unit, unit), with_kwargs=True)
-
-    def enter_by(self, module: nn.Module) -> None:
-        """Treat calls of a module, such as the model, as forward passes of the engine."""
-        module.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._after_model, with_kwargs=True, always_call=True)
 
     @staticmethod
     def _hook(method: Callable[..., object], unit: Unit) -> Callable[..., object]:

@@ -22,14 +22,13 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.models.deferred import read_stored
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.scores import Cutpoints
-from pipeline.models.stages import Chunk, Passage, Stage, blocks_of, cut_stage
+from pipeline.models.stages import Passage, Stage, blocks_of, cut_stage
 from pipeline.models.tensor_cut import cut_layers, cut_where_possible
 from pipeline.models.trained import trained_causal_lm
-from pipeline.parallel.channels import What
 from pipeline.parallel.device import local_device, read_scalars
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.schedules import Instruction, Schedule, most_sent, orders_of, turns
+from pipeline.parallel.schedules import instructions, most_sent
 from pipeline.parallel.transfer import Transfers
 
 AHEAD = 4
@@ -116,29 +115,23 @@ class StagedForwardPasses(ForwardPasses):
         engine: of the stage.
         stage: what the process has of the model.
         stages: the processes that have the stages.
-        passage: what hands hidden states on where the engine's own model ends with the head; the
-            engine without it.
     """
 
-    def __init__(
-        self, engine: Runs, stage: Stage, stages: Group, passage: nn.Module | None = None
-    ) -> None:
+    def __init__(self, engine: Runs, stage: Stage, stages: Group) -> None:
         self._run = engine
-        self._pass_on: Callable[[TokenBatch], Tensor] = engine if passage is None else passage
         self._stage, self._stages = stage, stages
         self._transfers = Transfers(stages)
-        self._waiting: dict[tuple[int, int], Waiting] = {}
-        """By micro-batch and chunk."""
+        self._waiting: dict[int, Waiting] = {}
+        """By micro-batch."""
         self._followed = -1
         """How often the weights had changed when the last stage's copy was brought up to date."""
 
     def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
         """What is found of each batch; only the last stage has it."""
         self._follow()
-        batches, outputs = list(batches), list[Tensor]()
-        for number, chunk in turns(self._stage.count, len(batches), len(self._stage.chunks)):
-            batch, at = batches[number], Instruction("forward", number, chunk)
-            outputs += self._forward(at, batch.tokens, lambda batch=batch: found(batch))
+        outputs: list[Tensor] = []
+        for number, batch in enumerate(batches):
+            outputs += self._forward(number, batch.tokens, lambda batch=batch: found(batch))
             self._waiting.clear()
             self._transfers.settle(but=AHEAD)
         self._transfers.settle()
@@ -168,10 +161,9 @@ class StagedForwardPasses(ForwardPasses):
     def everywhere(self, batch: TokenBatch, found: Callable[[], Tensor], out: Tensor) -> Tensor:
         """What `found` computes on the last stage from a batch, on every stage; in `out`."""
         self._follow()
-        for chunk in range(len(self._stage.chunks)):
-            for output in self._forward(Instruction("forward", 0, chunk), batch, found):
-                out.copy_(output)
-            self._waiting.clear()
+        for output in self._forward(0, batch, found):
+            out.copy_(output)
+        self._waiting.clear()
         self._transfers.settle()
         return self.shared(out)
 
@@ -180,40 +172,25 @@ class StagedForwardPasses(ForwardPasses):
         self._stages.broadcast(tensor, source=self._stages.size - 1)
         return tensor
 
-    def _forward(
-        self, at: Instruction, batch: TokenBatch, found: Callable[[], Tensor]
-    ) -> list[Tensor]:
-        """Take a micro-batch on; on the last stage, where it ends, what is found there."""
-        stage, number, chunk = self._stage, at.micro_batch, self._stage.chunks[at.chunk]
+    def _forward(self, number: int, batch: TokenBatch, found: Callable[[], Tensor]) -> list[Tensor]:
+        """Run the forward pass of a micro-batch; on the last stage the result of `found`."""
+        stage = self._stage
         received: Tensor | None = None
         if isinstance(self._run.model, Policy):  # before it has what came for this micro-batch
             self._run.model.settle(batch)
-        if chunk.inlet is not None:
+        if stage.inlet is not None:
             received = torch.empty(
                 1, batch.num_tokens, stage.width, dtype=stage.dtype, device=batch.input_ids.device
             )
-            self._receive(received, "hidden states", number, chunk, from_chunk=chunk.number - 1)
-            chunk.inlet.received = received.requires_grad_(torch.is_grad_enabled())
-        with chunk.at_work():
-            output = found() if chunk.is_last else self._pass_on(batch)
-        tied = stage.tied if chunk.is_first else None
-        tied = None if tied is None else tied.view_as(tied)
-        self._waiting[number, at.chunk] = Waiting(output, received, tied)
-        if chunk.is_last:
+            self._transfers.receive(received, stage.number - 1, "hidden states", number)
+            stage.inlet.received = received.requires_grad_(torch.is_grad_enabled())
+        output = found() if stage.is_last else self._run(batch)
+        tied = None if stage.tied is None else stage.tied.view_as(stage.tied)
+        self._waiting[number] = Waiting(output, received, tied)
+        if stage.is_last:
             return [output.detach()]
-        self._send(output, "hidden states", number, chunk.number + 1)
+        self._transfers.send(output, stage.number + 1, "hidden states", number)
         return []
-
-    def _send(self, tensor: Tensor, what: What, number: int, to_chunk: int) -> None:
-        """Send a micro-batch's tensor to the stage that has this chunk of the whole model."""
-        self._transfers.send(tensor, to_chunk % self._stage.count, what, number, to_chunk)
-
-    def _receive(
-        self, out: Tensor, what: What, number: int, chunk: Chunk, *, from_chunk: int
-    ) -> None:
-        """Have in `out` what comes for one of this stage's chunks from another chunk."""
-        stage = from_chunk % self._stage.count
-        self._transfers.receive(out, stage, what, number, chunk.number)
 
     def _follow(self) -> None:
         """Have the last stage's copy of a shared weight be what the first stage has now."""
@@ -263,12 +240,9 @@ class StagedPasses(StagedForwardPasses, Passes):
         engine: Engine,
         stage: Stage,
         stages: Group,
-        schedule: Schedule,
-        passage: nn.Module | None = None,
     ) -> None:
         Passes.__init__(self, engine)
-        StagedForwardPasses.__init__(self, engine, stage, stages, passage)
-        self._schedule: Schedule = schedule
+        StagedForwardPasses.__init__(self, engine, stage, stages)
         self._took = 0.0
         """Seconds of the passes of the last optimizer step."""
 
@@ -277,19 +251,17 @@ class StagedPasses(StagedForwardPasses, Passes):
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
         batches = list(batches)
-        chunks = len(self._stage.chunks)
-        orders = orders_of(
-            self._schedule, stages=self._stage.count, count=len(batches), chunks=chunks
-        )
-        most = most_sent(self._stage.count, chunks)
+        stage, count = self._stage.number, self._stage.count
         losses: list[Tensor] = []
-        for each in orders[self._stage.number]:
-            if each.kind == "forward":
-                batch = batches[each.micro_batch]
-                losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
+        for at in instructions(stage=stage, stages=count, count=len(batches)):
+            if at.kind == "forward":
+                batch = batches[at.micro_batch]
+                losses += self._forward(
+                    at.micro_batch, batch.tokens, lambda batch=batch: loss_of(batch)
+                )
             else:
-                self._back(each, divisor)
-            self._transfers.settle(but=most)
+                self._backward(at.micro_batch, divisor)
+            self._transfers.settle(but=most_sent(count))
         self._transfers.settle()
         self._took = time.perf_counter() - began
         return losses
@@ -299,28 +271,25 @@ class StagedPasses(StagedForwardPasses, Passes):
         waited, took = self._stages.sums([self._transfers.waited, self._took])
         return {"bubble": waited / max(took, 1e-9)}
 
-    def _back(self, at: Instruction, divisor: float) -> None:
-        """Go back through a micro-batch, and hand on the gradient of what was received."""
-        stage, number, chunk = self._stage, at.micro_batch, self._stage.chunks[at.chunk]
-        waiting = self._waiting.pop((number, at.chunk))
-        if chunk.is_last:
-            with chunk.at_work():  # of blocks that are run again
-                self.engine.backward(waiting.output / divisor)
+    def _backward(self, number: int, divisor: float) -> None:
+        """Run the backward pass of a micro-batch, and send the gradient of what was received."""
+        stage, waiting = self._stage, self._waiting.pop(number)
+        if stage.is_last:
+            self.engine.backward(waiting.output / divisor)
             self._send_tied(number)
         else:
             roots, gradients = [waiting.output], [torch.empty_like(waiting.output)]
-            self._receive(gradients[0], "gradients", number, chunk, from_chunk=chunk.number + 1)
+            self._transfers.receive(gradients[0], stage.number + 1, "gradients", number)
             if waiting.tied is not None and waiting.tied.requires_grad:
                 roots.append(waiting.tied)
                 gradients.append(torch.empty_like(waiting.tied))
                 self._transfers.receive(gradients[1], stage.count - 1, "tied gradients", number)
             if any(root.requires_grad for root in roots):
-                with chunk.at_work():
-                    self.engine.backward_from(roots, gradients, blocks_alone=not chunk.is_first)
+                self.engine.backward_from(roots, gradients, blocks_alone=not stage.is_first)
         if waiting.received is not None:
             gradient = waiting.received.grad
             gradient = torch.zeros_like(waiting.received) if gradient is None else gradient
-            self._send(gradient, "gradients", number, chunk.number - 1)
+            self._transfers.send(gradient, stage.number - 1, "gradients", number)
 
     def _send_tied(self, number: int) -> None:
         """Send the first stage what this micro-batch found for the weight it has."""
@@ -339,9 +308,6 @@ class Own(NamedTuple):
     """The module that its engine trains: the model, or this stage of it."""
 
     stage: Stage
-
-    passage: nn.Module | None = None
-    """What runs chunks without the head, on a process that has the head too."""
 
 
 def own_part(
@@ -372,13 +338,11 @@ def own_part(
     """
     if stages.size == 1:
         return Own(whole(model), Stage())
-    blocks = blocks_of(
-        model, stages.size, parallel.partition, chunks=parallel.chunks, follows=follows
-    )
-    stage = cut_stage(model, number=stages.rank, blocks=blocks, stages=stages.size)
-    passage = Passage(model, kernels=kernels)
+    blocks = blocks_of(model, stages.size, parallel.partition, follows=follows)
+    stage = cut_stage(model, number=stages.rank, blocks=blocks)
     if stage.is_last:
-        return Own(whole(model), stage, passage if parallel.chunks > 1 else None)
+        return Own(whole(model), stage)
+    passage = Passage(model, kernels=kernels)
     return Own(passage if passing is None else passing(passage), stage)
 
 
@@ -447,9 +411,7 @@ def passes_of(
     )
     if stages.size == 1:
         return Passes(engine)
-    if own.passage is not None:
-        engine.zero.enter_by(own.passage)
-    return StagedPasses(engine, own.stage, stages, parallel.schedule, own.passage)
+    return StagedPasses(engine, own.stage, stages)
 
 
 def frozen_passes(
@@ -481,7 +443,7 @@ def frozen_passes(
     engine = FrozenEngine(own.part, like, name=name)
     if own.stage.count == 1:
         return engine, ForwardPasses()
-    return engine, StagedForwardPasses(engine, own.stage, stages, own.passage)
+    return engine, StagedForwardPasses(engine, own.stage, stages)
 
 
 class StagedScorer(Scorer):

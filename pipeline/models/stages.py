@@ -6,18 +6,12 @@ Embeddings of later stages are zeros of the right shape, norm and head of earlie
 parameter has the name that it has in the whole model. Which modules come before the blocks and
 which after shows a small copy of the model, as does whether its blocks hand on more than hidden
 states: a model that does can't be cut.
-
-A stage may have several chunks of blocks that don't follow each other: chunk n of a model is on
-stage n modulo their number. All of a stage's are in its model, except during a pass, which is
-through one of them (`Chunk.at_work`).
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -100,52 +94,6 @@ class Absent(nn.Module):
         return torch.zeros(*shape, self.width, dtype=self.dtype, device=given.device)
 
 
-class Place(NamedTuple):
-    """A module of a stage, and what stands for it while another chunk is at work."""
-
-    parent: nn.Module
-    name: str
-    own: nn.Module
-    other: nn.Module
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Blocks that follow each other, between two transfers of hidden states."""
-
-    number: int = 0
-    """Among those of all stages, in the model's order."""
-
-    count: int = 1
-
-    inlet: Inlet | None = None
-    """Where hidden states come in; None where tokens are read."""
-
-    places: tuple[Place, ...] = ()
-    """Where the modules of the stage's other chunks belong."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it reads tokens."""
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it has the head."""
-        return self.number == self.count - 1
-
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Leave this chunk alone in the stage's model, for a pass forward or back."""
-        for place in self.places:
-            setattr(place.parent, place.name, place.other)
-        try:
-            yield
-        finally:
-            for place in self.places:
-                setattr(place.parent, place.name, place.own)
-
-
 LENGTHS = (7, 5)
 """Lengths of the sequences on which stages are compared with the whole model."""
 
@@ -174,8 +122,8 @@ class Stage:
 
     count: int = 1
 
-    chunks: tuple[Chunk, ...] = (Chunk(),)
-    """In the model's order; most stages have one."""
+    inlet: Inlet | None = None
+    """Destination of received hidden states; None on the first stage."""
 
     tied: Tensor | None = None
     """On the first stage: the embedding that is the last one's output matrix too."""
@@ -192,20 +140,16 @@ class Stage:
     @property
     def is_first(self) -> bool:
         """Whether it reads tokens."""
-        return self.chunks[0].is_first
+        return self.number == 0
 
     @property
     def is_last(self) -> bool:
         """Whether it has the head."""
-        return self.chunks[-1].is_last
+        return self.number == self.count - 1
 
 
-def cut_stage(
-    model: nn.Module, *, number: int, blocks: Sequence[int], stages: int | None = None
-) -> Stage:
-    """Leave in a model what stage `number` has of its chunks, of that many blocks each.
-
-    There are as many `stages` as chunks, unless a divisor of that is given.
+def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
+    """Leave in a model what stage `number` has of it; `blocks` are the numbers of all stages.
 
     Raises:
         ModelError: models of its family can't be cut.
@@ -224,27 +168,20 @@ def cut_stage(
     settings = small_settings(plain.config)
     settings.name_or_path = ""
     family = Family(type(plain), settings.to_json_string(use_diff=False), settings)
-    stages = stages or len(blocks)
-    require_exact(family, tuple(blocks), stages)
-    return _cut(plain, order_of(family), number=number, blocks=blocks, stages=stages)
+    require_exact(family, tuple(blocks))
+    return _cut(plain, order_of(family), number=number, blocks=blocks)
 
 
 def blocks_of(
-    model: nn.Module,
-    stages: int,
-    given: Sequence[int] | None = None,
-    *,
-    chunks: int = 1,
-    follows: bool = False,
+    model: nn.Module, stages: int, given: Sequence[int] | None = None, *, follows: bool = False
 ) -> list[int]:
-    """Blocks of each chunk of each stage: as given, or so that all take about as long.
+    """Number of blocks of each stage: as given, or so that all take about as long.
 
     A block's time goes with its weights in matrices, in codes or not, as does that of the output
-    matrix. With
-    `follows` those given are of another model, which has perhaps more or fewer.
+    matrix. With `follows` those given are of another model, with perhaps more or fewer blocks.
 
     Raises:
-        ConfigError: there are fewer blocks than chunks, or those given don't add up.
+        ConfigError: there are fewer blocks than stages, or those given don't add up.
     """
     plain = base_model(model)
     _, every = block_list(plain)
@@ -253,37 +190,24 @@ def blocks_of(
             f"parallel.pp {stages} is more than the {len(every)} blocks of the model; take"
             f" {len(every)} at most"
         )
-    count = stages * chunks
-    if len(every) < count:
-        raise ConfigError(
-            f"{stages} stages of {chunks} chunks (parallel.chunks) are more than the {len(every)}"
-            f" blocks of the model; take {_chunks_at_most(len(every), stages)}"
-        )
     if given is not None and not (follows and sum(given) != len(every)):
-        if len(given) != count or sum(given) != len(every) or min(given) < 1:
-            into = f"{stages} stages" if chunks == 1 else f"{count} chunks"
+        if len(given) != stages or sum(given) != len(every) or min(given) < 1:
             raise ConfigError(
                 f"parallel.partition {' '.join(map(str, given))} doesn't cut the model's"
-                f" {len(every)} blocks into {into}; give {count} numbers from 1 on that"
+                f" {len(every)} blocks into {stages} stages; give {stages} numbers from 1 on that"
                 f" add up to {len(every)}"
             )
         return list(given)
     head = plain.get_output_embeddings()
     costs = [_matrix_weights(each) for each in every]
     last = 0 if head is None else sum(param.numel() for param in head.parameters())
-    return balanced(costs, count, last=last)
+    return balanced(costs, stages, last=last)
 
 
 def _matrix_weights(block: nn.Module) -> int:
     """Weights of a block's matrices."""
     coded = sum(each.shape.numel() for each in quantized_layers(block).values())
     return coded + sum(param.numel() for param in block.parameters() if param.ndim > 1)
-
-
-def _chunks_at_most(blocks: int, stages: int) -> str:
-    """What to set where there are too many chunks."""
-    most = blocks // stages
-    return f"{most} at most" if most > 1 else "schedule 1f1b, with chunks 1"
 
 
 def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -359,12 +283,10 @@ def order_of(family: Family) -> Order:
     return Order(frozenset(before), frozenset(after), as_tuple=any(tuples))
 
 
-def _cut(
-    plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[int], stages: int
-) -> Stage:
+def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[int]) -> Stage:
     list_name, every = block_list(plain)
-    ranges = [range(*each) for each in pairwise(accumulate(blocks, initial=0))]
-    own = ranges[number::stages]
+    first, last = sum(blocks[:number]), sum(blocks[: number + 1])
+    stages = len(blocks)
     is_first, is_last = number == 0, number == stages - 1
     embedding = plain.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):  # as one with an adapter
@@ -373,46 +295,26 @@ def _cut(
     tied = head is not None and head.weight is embedding.weight
     width, dtype = plain.config.get_text_config().hidden_size, embedding.weight.dtype
     outside = _outside(plain, order, list_name)  # before anything has gone
-    inlet = Inlet(every[0], as_tuple=order.as_tuple)
-    others = [
-        inlet if index == 0 else Passed(block, as_tuple=order.as_tuple)
-        for index, block in enumerate(every)
-    ]
-    places = [
-        [Place(every, str(index), every[index], others[index]) for index in each] for each in own
-    ]
-    for index, other in enumerate(others):
-        if not any(index in each for each in own):
-            every[index] = other
+    inlet = None if is_first else Inlet(every[0], as_tuple=order.as_tuple)
+    for index, block in enumerate(every):
+        if not first <= index < last:
+            passed = Passed(block, as_tuple=order.as_tuple)
+            every[index] = inlet if index == 0 and inlet is not None else passed
     borrowed = _borrow(cast("nn.Linear", head)) if tied and is_last and not is_first else None
     for name, module, early in outside:
-        other = _stand_in(module, of_tokens=module is embedding) if early else nn.Identity()
-        if is_first if early else is_last:
-            parent, _, leaf = name.rpartition(".")
-            places[0 if early else -1].append(
-                Place(plain.get_submodule(parent), leaf, module, other)
-            )
-        else:
+        if not (is_first if early else is_last):
+            is_table = module is embedding
+            other = _stand_in(module, of_tokens=is_table) if early else nn.Identity()
             plain.set_submodule(name, other)
     return Stage(
         number,
         stages,
-        tuple(_chunks(places, inlet, number=number, stages=stages)),
+        inlet,
         tied=embedding.weight if tied and is_first and not is_last else None,
         borrowed=borrowed,
         width=width,
         dtype=dtype,
     )
-
-
-def _chunks(
-    places: Sequence[list[Place]], inlet: Inlet, *, number: int, stages: int
-) -> Iterator[Chunk]:
-    """The chunks of a stage, of whose modules these are the places."""
-    for at in range(len(places)):
-        others = chain(*places[:at], *places[at + 1 :])
-        received = None if number == at == 0 else inlet
-        yield Chunk(at * stages + number, len(places) * stages, received, tuple(others))
 
 
 def _outside(
@@ -463,25 +365,20 @@ def _borrow(head: nn.Linear) -> Tensor:
 
 @functools.cache
 @torch.no_grad()
-def require_exact(family: Family, blocks: tuple[int, ...], stages: int) -> None:
-    """Return if a small copy, cut, gives the hidden states of the whole one, bit for bit.
+def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
+    """Return if a small copy, cut, gives the hidden states of the full one, bit for bit.
 
     Raises:
         ModelError: it doesn't.
     """
     expected = _run(family.copy())
-    parts = [family.copy() for _ in range(stages)]
-    cut = [
-        _cut(part, order_of(family), number=number, blocks=blocks, stages=stages)
-        for number, part in enumerate(parts)
-    ]
     hidden: Tensor | None = None
-    for at in range(len(blocks)):
-        chunk = cut[at % stages].chunks[at // stages]
-        if chunk.inlet is not None:
-            chunk.inlet.received = hidden
-        with chunk.at_work():
-            hidden = _run(parts[at % stages])
+    for number in range(len(blocks)):
+        part = family.copy()
+        stage = _cut(part, order_of(family), number=number, blocks=blocks)
+        if stage.inlet is not None:
+            stage.inlet.received = hidden
+        hidden = _run(part)
     if hidden is None or not torch.equal(hidden, expected):
         raise ModelError(_unlike(family.copy(), "its blocks read more than hidden states"))
 

@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float64
 from torch import Tensor
 
-from pipeline.parallel.channels import Channel
 from pipeline.parallel.device import local_device
 from pipeline.parallel.gather import all_gather
 from pipeline.position import HERE, SAME_ORDER, DesyncError
@@ -207,11 +206,24 @@ class DataGroup(Group):
     """The processes that have the same shard as this one, one of each copy."""
 
 
+What = Literal["hidden states", "gradients", "tied gradients", "tied weights"]
+"""Kinds of transfers between the stages of a pipeline.
+
+NCCL knows no tags: what a process sends and receives in one communicator takes place in the order
+of the calls, and a tensor larger than NCCL's buffers is sent when the other side has come to its
+receive. A stage that sends hidden states to the next one while that one sends gradients back would
+wait forever. So each kind has a separate communicator, in which the order of sending is that of
+receiving.
+"""
+
+WHATS: tuple[What, ...] = ("hidden states", "gradients", "tied gradients", "tied weights")
+
+
 @dataclass(frozen=True)
 class StageGroup(Group):
     """The stages of a pipeline, with process groups for what they send each other."""
 
-    channels: Mapping[Channel, dist.ProcessGroup] = field(kw_only=True)
+    channels: Mapping[What, dist.ProcessGroup] = field(kw_only=True)
     """By kind of tensor and direction; empty where one group separates transfers by tags."""
 
 

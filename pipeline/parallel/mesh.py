@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.errors import require
-from pipeline.parallel.channels import CHANNELS, Channel
-from pipeline.parallel.group import ALONE, DataGroup, Group, StageGroup
+from pipeline.parallel.group import ALONE, WHATS, DataGroup, Group, StageGroup, What
 
 SECOND_WORD_SECONDS = 30
 """By which torch's timeout is longer than the watchdog's, which can name a process."""
@@ -170,16 +169,16 @@ def pipeline_of(
         rows: ranks of each pipeline, stage by stage.
         timeout_seconds: how long one process may keep the others waiting.
         apart: whether each kind of transfer has a separate process group
-            (`pipeline.parallel.channels`).
+            (`pipeline.parallel.group.What`).
     """
     group, *others = (
         subgroup(rows, timeout_seconds=timeout_seconds)
-        for _ in range(1 + (len(CHANNELS) if apart else 0))
+        for _ in range(1 + (len(WHATS) if apart else 0))
     )
-    channels: dict[Channel, dist.ProcessGroup] = {}
-    for channel, other in zip(CHANNELS, others, strict=False):
+    channels: dict[What, dist.ProcessGroup] = {}
+    for what, other in zip(WHATS, others, strict=False):
         assert other.process_group is not None
-        channels[channel] = other.process_group
+        channels[what] = other.process_group
     return StageGroup(
         group.rank, group.ranks, group.process_group, in_step=False, channels=channels
     )

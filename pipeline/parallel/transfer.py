@@ -1,8 +1,8 @@
 """Tensors that stages of a pipeline send each other.
 
-Before each goes a header of three numbers, the micro-batch, the chunk of the model and the
-elements: so a stage that is at another micro-batch than its neighbour, or has cut the rows
-otherwise, is found before its numbers are used. Tensors may be of any length, each of its own.
+Before each goes a header of two numbers, the micro-batch and the elements: so a stage that is at
+another micro-batch than its neighbour, or has cut the rows otherwise, is found before its numbers
+are used. Tensors may be of any length, each of its own.
 """
 
 import time
@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.parallel.channels import Channel, What
-from pipeline.parallel.group import Group, StageGroup
+from pipeline.parallel.group import Group, StageGroup, What
 from pipeline.position import HERE, DesyncError
 
 TAGS: dict[What, int] = {
@@ -48,14 +47,7 @@ class Transfers:
         self.waited = 0.0
         """Seconds, for other stages."""
 
-    def send(
-        self,
-        tensor: Tensor,
-        to: int,
-        what: What,
-        micro_batch: int,
-        chunk: int = 0,
-    ) -> None:
+    def send(self, tensor: Tensor, to: int, what: What, micro_batch: int) -> None:
         """Begin to send to a stage; `tensor` must not change until it has arrived.
 
         Args:
@@ -63,11 +55,10 @@ class Transfers:
             to: the stage.
             what: the kind of tensor.
             micro_batch: that it is of.
-            chunk: of the whole model, that it goes to.
         """
-        header = torch.tensor([micro_batch, chunk, tensor.numel()], device=tensor.device)
+        header = torch.tensor([micro_batch, tensor.numel()], device=tensor.device)
         tensors = (header, tensor.detach().contiguous())
-        group, rank = self._group(what, self._stages.rank, to), self._stages.ranks[to]
+        group, rank = self._group(what), self._stages.ranks[to]
         works: list[dist.Work] = []
         for each, tag in zip(tensors, (TAGS[what] + 1, TAGS[what]), strict=True):
             work = dist.isend(each, rank, group=group, tag=tag)
@@ -77,26 +68,22 @@ class Transfers:
         while self._sent and all(work.is_completed() for work in self._sent[0].works):
             self._sent.popleft()
 
-    def receive(
-        self, out: Tensor, from_stage: int, what: What, micro_batch: int, chunk: int = 0
-    ) -> Tensor:
+    def receive(self, out: Tensor, from_stage: int, what: What, micro_batch: int) -> Tensor:
         """Wait for what a stage sends, and have it in `out`, which is returned.
 
         Raises:
-            DesyncError: it is of another micro-batch, chunk or length.
+            DesyncError: it is of another micro-batch or length.
         """
-        header = torch.empty(3, dtype=torch.int64, device=out.device)
-        group = self._group(what, from_stage, self._stages.rank)
-        rank = self._stages.ranks[from_stage]
+        header = torch.empty(2, dtype=torch.int64, device=out.device)
+        group, rank = self._group(what), self._stages.ranks[from_stage]
         with self._waiting(rank, f"{what} of micro-batch {micro_batch}"):
             dist.recv(header, rank, group=group, tag=TAGS[what] + 1)
-            found, place, numel = header.tolist()
-            if (found, place, numel) != (micro_batch, chunk, out.numel()):
+            found, numel = header.tolist()
+            if (found, numel) != (micro_batch, out.numel()):
                 raise DesyncError(
                     f"rank {self._stages.global_rank} waited for {what} of micro-batch"
-                    f" {micro_batch}, {out.numel()} numbers for chunk {chunk}, and rank {rank} sent"
-                    f" those of micro-batch {found}, {numel} numbers for chunk {place}; all stages"
-                    " must read the same rows"
+                    f" {micro_batch}, {out.numel()} numbers, and rank {rank} sent those of"
+                    f" micro-batch {found}, {numel} numbers; all stages must read the same rows"
                 )
             dist.recv(out, rank, group=group, tag=TAGS[what])
         HERE.transfers += 1
@@ -112,10 +99,10 @@ class Transfers:
             for work in sent.works:
                 work.wait()
 
-    def _group(self, what: What, sender: int, receiver: int) -> dist.ProcessGroup | None:
+    def _group(self, what: What) -> dist.ProcessGroup | None:
         stages = self._stages
         if isinstance(stages, StageGroup) and stages.channels:
-            return stages.channels[Channel(what, sender < receiver)]
+            return stages.channels[what]
         return stages.process_group
 
     @contextmanager

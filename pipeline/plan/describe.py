@@ -9,7 +9,7 @@ from pipeline.budget.fixes import trained_models
 from pipeline.config import RowShare, StepConfig, TrainedModelConfig
 from pipeline.installation import ROOT
 from pipeline.launch.commands import launch_command, node_command, step_words
-from pipeline.parallel.schedules import bubble, drawn, orders_of
+from pipeline.parallel.schedules import bubble, drawn
 from pipeline.plan.checks import contexts
 from pipeline.plan.estimate import SPREAD, Estimate, estimate, in_words, speed_of
 from pipeline.plan.inputs import model_paths
@@ -110,25 +110,11 @@ def _stages(config: StepConfig, world: int) -> Iterator[str]:
     parallel, workload = config.parallel, config.workload(world)
     if parallel.pp == 1:
         return
-    count, chunks = workload.micro_batches, parallel.chunks
-    share = bubble(parallel.schedule, parallel.pp, count, chunks)
-    waits = f"stages wait {share:.0%} of the time"
-    cut = f"{parallel.pp} stages" if chunks == 1 else f"{parallel.pp} stages of {chunks} chunks"
+    count = workload.micro_batches
     of_steps = f"{count} micro-batches of a step on each of {workload.data_processes}"
-    if chunks == 1:
-        yield _line("pipeline", f"{cut}, {parallel.schedule}, {of_steps}: {waits}")
-    else:
-        yield _line("pipeline", f"{cut}, {parallel.schedule}, {of_steps}")
-        yield _line("", waits)
-    if chunks > 1 and count % parallel.pp:
-        rounded = -(-count // parallel.pp) * parallel.pp
-        fewer = bubble(parallel.schedule, parallel.pp, rounded, chunks)
-        yield _line(
-            "",
-            f"with parallel.micro_batches a multiple of {parallel.pp} they would wait {fewer:.0%}",
-        )
-    orders = orders_of(parallel.schedule, stages=parallel.pp, count=count, chunks=chunks)
-    for number, row in enumerate(drawn(orders)[:MOST_STAGES]):
+    waits = f"stages wait {bubble(parallel.pp, count):.0%} of the time"
+    yield _line("pipeline", f"{parallel.pp} stages, {of_steps}: {waits}")
+    for number, row in enumerate(drawn(parallel.pp, count)[:MOST_STAGES]):
         yield _line("", f"stage {number} {row[:MOST_COLUMNS]}")
 
 

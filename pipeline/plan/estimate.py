@@ -133,8 +133,7 @@ class _Passes:
     @property
     def _bubble(self) -> float:
         """Share of their time in which the stages of a pipeline wait."""
-        parallel, count = self.workload.parallel, self.workload.micro_batches
-        return bubble(parallel.schedule, parallel.pp, count, parallel.chunks)
+        return bubble(self.workload.parallel.pp, self.workload.micro_batches)
 
     def _pass(self, role: str, rows: int, *, trains: bool = False) -> float:
         """Seconds of a pass over rows with their responses."""

@@ -81,7 +81,7 @@ def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
 
 MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     # Processes, division, model, and the processes of the run that it is compared with.
-    "gpipe, one micro-batch": (2, {"schedule": "gpipe", "micro_batches": 1}, {}, 1),
+    "one micro-batch": (2, {"micro_batches": 1}, {}, 1),
     "three stages": (3, {"pp": 3, "micro_batches": 5}, {}, 1),
     "two pipelines": (4, {}, {"zero_stage": 2}, 2),
     "two pipelines, replicas": (4, {"replicas": 2}, {"zero_stage": 1}, 2),
@@ -112,83 +112,17 @@ def test_mixtures_end_as_data_parallelism(name: str, tmp_path: Path) -> None:
     assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
 
 
-INTERLEAVED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    # Family, its settings, division, model.
-    "untied": ("llama", {}, {}, {"precision": "fp32"}),
-    "tied, bf16, checkpointing, deterministic": (
-        "gpt2",
-        {"blocks": 6},
-        {"chunks": 3},
-        {
-            "precision": "bf16",
-            "gradient_checkpointing": True,
-            "zero_stage": 1,
-            "zero": ZeroConfig(reduction="deterministic"),
-        },
-    ),
-    "tied, fp16": (
-        "llama",
-        {"tie_word_embeddings": True},
-        {"micro_batches": 5},
-        {"precision": "fp16"},
-    ),
-    "adapters, a partition": (
-        "opt",
-        {"blocks": 5},
-        {"partition": (1, 2, 1, 1), "micro_batches": 1},
-        {"lora": LoraConfig(rank=2), "precision": "bf16"},
-    ),
-    "dropout, checkpointing": (
-        "llama",
-        {},
-        {"micro_batches": 5},
-        {"lora": LoraConfig(rank=2), "gradient_checkpointing": True},
-    ),
-    "three stages": ("qwen3", {"blocks": 6}, {"pp": 3, "micro_batches": 7}, {}),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(n, marks=() if n.startswith(("tied, bf16", "adap")) else pytest.mark.grid)
-        for n in INTERLEAVED
-    ],
-)
-def test_stages_of_several_chunks_end_as_one_process(case: str, tmp_path: Path) -> None:
-    family, changes, division, model = INTERLEAVED[case]
-    start = make(tmp_path, family, **{"blocks": 4, **changes})
-    parallel = {"pp": 2, "chunks": 2, "micro_batches": 4, **division}
-    plain = ParallelConfig(micro_batches=parallel["micro_batches"])
-    run(settings(start, tmp_path / "alone", model=model, parallel=plain))
-
-    staged = ParallelConfig(schedule="interleaved", **parallel)
-    config = settings(start, tmp_path / "staged", model=model, parallel=staged)
-    run_ranks(run, config, world_size=staged.pp)
-
-    assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
-
-
 @pytest.mark.jobs
 def test_a_run_of_any_stages_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> None:
     start = make(tmp_path, "gpt2", blocks=4)
     often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
     run(settings(start, tmp_path / "alone", pp=1, **often))
     run_ranks(run, settings(start, tmp_path / "staged", pp=2, **often))
-    chunks = ParallelConfig(pp=2, schedule="interleaved", chunks=2, micro_batches=3)
-    run_ranks(run, settings(start, tmp_path / "chunks", parallel=chunks, **often))
     expected = ended(tmp_path / "alone")
 
-    # Of one, two and three stages, and of two with two chunks each.
     one, two, three = (ParallelConfig(pp=pp, micro_batches=3) for pp in (1, 2, 3))
-    for source, parallel in (
-        ("alone", two),
-        ("staged", one),
-        ("staged", three),
-        ("staged", chunks),
-        ("chunks", two),
-    ):
-        out = cut_off(tmp_path / source, tmp_path / f"{source} to {parallel.pp}, {parallel.chunks}")
+    for source, parallel in (("alone", two), ("staged", one), ("staged", three)):
+        out = cut_off(tmp_path / source, tmp_path / f"{source} to {parallel.pp}")
         config = settings(start, out, parallel=parallel, resume=True, **often)
         run_ranks(run, config, world_size=parallel.pp)
 

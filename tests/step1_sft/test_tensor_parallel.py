@@ -128,11 +128,6 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"pp": 2},
         {"precision": "bf16", "zero_stage": 1, "gradient_checkpointing": True},
     ),
-    "stages of two chunks, recomputed": (
-        4,
-        {"pp": 2, "schedule": "interleaved", "chunks": 2},
-        {"gradient_checkpointing": True},
-    ),
     "shards": (4, {"micro_batches": 2}, {**TREE, "zero_stage": 3}),
     "replicas": (4, {"micro_batches": 2, "replicas": 2}, {**TREE, "zero_stage": 2}),
     "stages of 4 bits": (4, {"pp": 2}, {**NF4, "lora": LoraConfig(rank=2), "zero_stage": 1}),

@@ -84,7 +84,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "classes, adapters, of OPT 350m": ("classes", {"lora": LoraConfig(rank=2)}),
 }
 OPT_350M = {"family": "opt", "word_embed_proj_dim": 16, "do_layer_norm_before": False}
-CHUNKS = {"schedule": "interleaved", "chunks": 2}
 TIERS: dict[str, Any] = {
     "pairs": (),
     "thresholds, bf16": pytest.mark.jobs,
@@ -95,20 +94,16 @@ TIERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "division"),
-    [
-        *(pytest.param(name, {}, marks=TIERS.get(name, pytest.mark.grid)) for name in CASES),
-        pytest.param("pairs", CHUNKS, marks=pytest.mark.jobs),
-        pytest.param("thresholds, bf16", CHUNKS, marks=pytest.mark.grid),
-    ],
+    "case",
+    [pytest.param(name, marks=TIERS.get(name, pytest.mark.grid)) for name in CASES],
 )
-def test_two_stages_end_as_one_process(case: str, division: dict[str, Any], tmp_path: Path) -> None:
+def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     kind, model = CASES[case]
     family = OPT_350M if case.endswith("of OPT 350m") else {}
-    save_base(tmp_path / "base", num_hidden_layers=4 if division else 2, **family)
+    save_base(tmp_path / "base", num_hidden_layers=2, **family)
     write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
     alone = settings(tmp_path, tmp_path / "alone", kind, pp=1, model=model)
-    staged = settings(tmp_path, tmp_path / "staged", kind, pp=2, model=model, **division)
+    staged = settings(tmp_path, tmp_path / "staged", kind, pp=2, model=model)
     run(alone)
 
     run_ranks(run, staged)
@@ -117,5 +112,4 @@ def test_two_stages_end_as_one_process(case: str, division: dict[str, Any], tmp_
     lose_the_end(staged.output_dir, last=3)
     run(replace(staged, parallel=alone.parallel, resume=True))
     assert ended(staged.output_dir) == ended(alone.output_dir)
-    if not division:  # chunks keep activations of more blocks than one process with one micro-batch
-        require_less_memory(staged, alone)
+    require_less_memory(staged, alone)

@@ -37,13 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
         "models": {"zero_stage": 1, "gradient_checkpointing": True},
     },
     "generating together": {"inference_tp_size": 2},
-    "chunks": {"parallel": {"schedule": "interleaved", "chunks": 2}},
-    "chunks, grpo, generating together": {
-        "method": "grpo",
-        "group_size": 2,
-        "inference_tp_size": 2,
-        "parallel": {"schedule": "interleaved", "chunks": 2, "micro_batches": 4},
-    },
     "refilled groups, fp16": {
         "method": "dapo",
         "group_size": 2,
@@ -54,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
         "models": {"precision": "fp16"},
     },
 }
-SOME = ("ppo", "grpo, programs, adapters, bf16", "chunks")
+SOME = ("ppo", "grpo, programs, adapters, bf16")
 """That every run of the tests goes through; the others are the grid."""
 
 
@@ -148,7 +141,7 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     "with parts of each layer": (4, {"tp": 2}, {"inference_tp_size": 2}, 2),
     "parts of each layer, generating apart": (4, {"tp": 2}, {}, 2),
     "two pipelines, replicas": (4, {"replicas": 2}, {"models": {"zero_stage": 1}}, 2),
-    "two pipelines generating together": (4, {"schedule": "gpipe"}, {"inference_tp_size": 4}, 2),
+    "two pipelines generating together": (4, {}, {"inference_tp_size": 4}, 2),
 }
 
 

@@ -82,7 +82,7 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     # Processes, division, model, and the processes of the run that it is compared with.
     "with parts of each layer": (4, {"tp": 2}, {}, 2),
     "two pipelines, replicas": (4, {"replicas": 2}, {"zero_stage": 1}, 2),
-    "gpipe, two pipelines": (4, {"schedule": "gpipe"}, {"zero_stage": 2}, 2),
+    "two pipelines": (4, {}, {"zero_stage": 2}, 2),
 }
 
 

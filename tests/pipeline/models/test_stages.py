@@ -45,9 +45,9 @@ def test_stages_of_every_packed_family_say_what_the_whole_model_says(family: str
         part = copy.deepcopy(whole)
         stage = cut_stage(part, number=number, blocks=[1, 1, 1])
         seen += [name for name, _ in part.named_parameters()]
-        assert stage.is_first == (stage.chunks[0].inlet is None)
-        if stage.chunks[0].inlet is not None:
-            stage.chunks[0].inlet.received = hidden
+        assert stage.is_first == (stage.inlet is None)
+        if stage.inlet is not None:
+            stage.inlet.received = hidden
         with torch.no_grad():
             if stage.is_last:
                 found = Policy(part, kernels="off")(batch()).logprobs
@@ -56,34 +56,3 @@ def test_stages_of_every_packed_family_say_what_the_whole_model_says(family: str
 
     assert torch.equal(found, expected)
     assert sorted(seen) == sorted(names)  # each parameter once, under its own name
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_stages_of_two_chunks_say_what_the_whole_model_says(family: str) -> None:
-    whole = make_model(family, blocks=5)
-    with torch.no_grad():
-        expected = Policy(whole, kernels="off")(batch()).logprobs
-    parts = [copy.deepcopy(whole) for _ in range(2)]
-    stages = [
-        cut_stage(part, number=number, blocks=[1, 2, 1, 1], stages=2)
-        for number, part in enumerate(parts)
-    ]
-    own = [dict(part.named_parameters()) for part in parts]
-
-    hidden: Tensor | None = None
-    for place in range(4):
-        part, chunk = parts[place % 2], stages[place % 2].chunks[place // 2]
-        assert (chunk.number, chunk.count) == (place, 4)
-        assert chunk.is_first == (chunk.inlet is None)
-        if chunk.inlet is not None:
-            chunk.inlet.received = hidden
-        with torch.no_grad(), chunk.at_work():
-            if chunk.is_last:
-                found = Policy(part, kernels="off")(batch()).logprobs
-            else:
-                hidden = Passage(part, kernels="off")(batch())
-
-    assert torch.equal(found, expected)
-    # After the passes each has its own parameters again, and each of the model's is on one.
-    assert [dict(part.named_parameters()).keys() for part in parts] == [each.keys() for each in own]
-    assert sorted([*own[0], *own[1]]) == sorted(name for name, _ in whole.named_parameters())

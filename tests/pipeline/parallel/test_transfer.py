@@ -1,15 +1,15 @@
 """Tensors that stages send each other arrive, whatever else is in flight."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from pipeline.parallel.channels import CHANNELS, Channel, What
+from pipeline.parallel.group import WHATS, What
 from pipeline.parallel.mesh import pipeline_of
-from pipeline.parallel.schedules import Instruction, Schedule, orders_of
+from pipeline.parallel.schedules import Instruction, instructions
 from pipeline.parallel.transfer import Transfers
 from tests.distributed import run_ranks
 
@@ -20,31 +20,30 @@ class Call(NamedTuple):
     sends: bool
     what: What
     number: int
-    chunk: int
     other: int
 
 
-def list_calls(stage: int, order: Sequence[Instruction], stages: int, chunks: int) -> list[Call]:
-    """Return the sends and receives of a stage in a step, in order."""
+def calls_of(stage: int, order: Sequence[Instruction], stages: int) -> list[Call]:
+    """What a stage sends and receives in a step, in order."""
     calls: list[Call] = []
-    for kind, number, own in order:
-        at, back = own * stages + stage, kind == "backward"
+    for kind, number in order:
+        back = kind == "backward"
         what: What = "gradients" if back else "hidden states"
-        before, after = (at + 1, at - 1) if back else (at - 1, at + 1)
-        if 0 <= before < stages * chunks:
-            calls.append(Call(False, what, number, at, before % stages))
-        if 0 <= after < stages * chunks:
-            calls.append(Call(True, what, number, after, after % stages))
+        before, after = (stage + 1, stage - 1) if back else (stage - 1, stage + 1)
+        if 0 <= before < stages:
+            calls.append(Call(False, what, number, before))
+        if 0 <= after < stages:
+            calls.append(Call(True, what, number, after))
     return calls
 
 
-def left_over(calls: list[list[Call]], channel_of: Callable[[Channel], Hashable]) -> int:
+def left_over(calls: list[list[Call]]) -> int:
     """Calls that never end where a channel's take place one by one and sends wait for receives.
 
     So NCCL's do, if tensors are larger than its buffers.
     """
     hosts = [deque(each) for each in calls]
-    queues: dict[tuple[int, Hashable], deque[tuple[int, Call]]] = {}
+    queues: dict[tuple[int, What], deque[tuple[int, Call]]] = {}
     waiting: list[Call | None] = [None] * len(calls)
     moved = True
     while moved:
@@ -52,20 +51,18 @@ def left_over(calls: list[list[Call]], channel_of: Callable[[Channel], Hashable]
         for stage, host in enumerate(hosts):
             while host and waiting[stage] is None:
                 call = host.popleft()
-                sender, receiver = (stage, call.other) if call.sends else (call.other, stage)
-                channel = channel_of(Channel(call.what, sender < receiver))
-                queues.setdefault((stage, channel), deque()).append((stage, call))
+                queues.setdefault((stage, call.what), deque()).append((stage, call))
                 waiting[stage] = None if call.sends else call
                 moved = True
-        for (stage, channel), queue in queues.items():
+        for (stage, what), queue in queues.items():
             if not queue:
                 continue
             call = queue[0][1]
-            across = queues.get((call.other, channel))
+            across = queues.get((call.other, what))
             if not across or across[0][1].other != stage or across[0][1].sends == call.sends:
                 continue
             theirs = across[0][1]
-            assert theirs[1:4] == call[1:4], "one stage sends what the other does not expect"
+            assert theirs[1:3] == call[1:3], "one stage sends what the other does not expect"
             queue.popleft()
             across.popleft()
             for process, each in ((stage, call), (call.other, theirs)):
@@ -76,44 +73,32 @@ def left_over(calls: list[list[Call]], channel_of: Callable[[Channel], Hashable]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
-)
-def test_no_stage_waits_forever_where_sends_wait_for_receives(
-    schedule: Schedule, stages: int, chunks: int
-) -> None:
+def test_no_stage_waits_forever_where_sends_wait_for_receives(stages: int) -> None:
     for count in (1, stages, 2 * stages, 2 * stages + 1):
-        orders = orders_of(schedule, stages=stages, count=count, chunks=chunks)
-        calls = [list_calls(at, order, stages, chunks) for at, order in enumerate(orders)]
-        assert {Channel(*each) for each in CHANNELS} >= {
-            Channel(call.what, at < call.other if call.sends else call.other < at)
-            for at, own in enumerate(calls)
-            for call in own
-        }
+        orders = [instructions(stage=at, stages=stages, count=count) for at in range(stages)]
 
-        assert left_over(calls, lambda channel: channel) == 0
+        assert left_over([calls_of(at, order, stages) for at, order in enumerate(orders)]) == 0
 
 
 def exchanged() -> list[list[float]]:
     """Both send all kinds before they receive any, in channels that each has for itself."""
     stages = pipeline_of([(0, 1)], timeout_seconds=60.0, apart=True)
-    assert len({*stages.channels.values(), stages.process_group}) == len(CHANNELS) + 1
+    assert len({*stages.channels.values(), stages.process_group}) == len(WHATS) + 1
     transfers, other = Transfers(stages), 1 - stages.rank
-    for number, (what, to_later) in enumerate(CHANNELS):
-        if to_later == (stages.rank < other):
-            transfers.send(torch.full((3,), float(number)), other, what, micro_batch=number)
+    for number, what in enumerate(WHATS):
+        tensor = torch.full((3,), 10.0 * stages.rank + number)
+        transfers.send(tensor, other, what, micro_batch=number)
     found = [
         transfers.receive(torch.empty(3), other, what, micro_batch=number).tolist()
-        for number, (what, to_later) in reversed(list(enumerate(CHANNELS)))
-        if to_later == (other < stages.rank)
+        for number, what in reversed(list(enumerate(WHATS)))
     ]
     transfers.settle()
     return found
 
 
 @pytest.mark.jobs
-def test_each_kind_has_a_way_of_its_own_in_either_direction() -> None:
+def test_each_kind_has_a_separate_communicator() -> None:
     first, second = run_ranks(exchanged, world_size=2)
 
-    assert first == [[float(n)] * 3 for n in (4, 2, 1)]
-    assert second == [[float(n)] * 3 for n in (5, 3, 0)]
+    assert first == [[10.0 + n] * 3 for n in (3, 2, 1, 0)]
+    assert second == [[float(n)] * 3 for n in (3, 2, 1, 0)]
