@@ -14,11 +14,12 @@ from pipeline.config import RowColumns
 from pipeline.data.examples import Example
 from pipeline.models.load import load_for_inference
 from pipeline.models.reward_model import score_responses
-from rewards.contract import Episode, RewardError
+from rewards.contract import Episode
+from rewards.judge import pairwise_judge
 from rewards.mixture import Rewards
-from rewards.pairwise import pairwise_judge
 from rewards.prompts import episode_of
 from rewards.sources import read_sources, row_columns
+from rewards.workers import RewardError
 
 
 def columns_read(config: WinrateConfig) -> RowColumns:
@@ -107,12 +108,7 @@ def _rewards(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
         cache_dir=config.cache_dir,
     ) as rewards:
         rewards.submit(responses)
-        (scored,) = rewards.results().sources.values()
-        rewards.check_failures(
-            {source.name: scored.num_failed},
-            num_rows=len(responses),
-            first={source.name: scored.first_failure},
-        )
+        (scored,) = rewards.checked_results().values()
     return _numbers(scored.values)
 
 

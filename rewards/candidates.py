@@ -12,10 +12,9 @@ from pipeline.data.examples import Example
 from pipeline.models.load import load_for_inference
 from pipeline.models.reward_model import score_responses
 from pipeline.progress import Progress
-from rewards.combine import weighted_sum, without_failures
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Scored
-from rewards.mixture import Rewards
+from rewards.mixture import Rewards, weighted_sum, without_failures
 from rewards.prompts import episode_of
 from rewards.selection import Candidate, SelectConfig
 
@@ -71,13 +70,7 @@ def _scored_answers(
         for note in rewards.notes:
             logger.info("%s", note)
         answers = _answers(examples, config, rewards.submit)
-        given = dict(rewards.results().sources)
-        rewards.check_failures(
-            {name: each.num_failed for name, each in given.items()},
-            num_rows=sum(map(len, answers)),
-            first={name: each.first_failure for name, each in given.items()},
-        )
-    return answers, given
+        return answers, rewards.checked_results()
 
 
 def _answers(

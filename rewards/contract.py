@@ -5,12 +5,11 @@ has a sentence. Neither is ever counted as 0.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.data.examples import Message
-from pipeline.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,6 @@ class Episode:
 
     slot: int = 0
     """Its place in the rollout; results are ordered by it."""
-
-
-RewardFunction = Callable[
-    [Sequence[Episode]], Sequence[float | None] | Awaitable[Sequence[float | None]]
-]
-"""A user's function: one number for each episode, or None where it does not apply."""
 
 
 @dataclass(frozen=True)
@@ -83,26 +76,6 @@ class Scored:
         return next((sentence for sentence in self.failed if sentence is not None), None)
 
 
-@dataclass(frozen=True)
-class Verdicts:
-    """The rewards of all episodes that were submitted together, ordered by slot."""
-
-    slots: list[int]
-
-    sources: Mapping[str, Scored]
-    """By name, in the order of the settings."""
-
-    gold: Scored | None
-    """What is measured and never trained on."""
-
-    seconds: Mapping[str, float]
-    """By source (and `gold`): the time its calls took, added up over the worker processes."""
-
-
-class RewardError(UserError):
-    """A source of rewards failed on more responses than the settings allow, or can't run."""
-
-
 def outcomes_of(returned: object, count: int) -> list[Outcome]:
     """One outcome for each of `count` episodes from what a function returned for them.
 
@@ -110,7 +83,7 @@ def outcomes_of(returned: object, count: int) -> list[Outcome]:
     that is neither a finite number nor None fails its episode alone.
     """
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
-        return everywhere(f"it returned {_described(returned)}, not a list of numbers", count)
+        return everywhere(f"it returned {described(returned)}, not a list of numbers", count)
     results = list(returned)  # type: ignore[call-overload]
     if len(results) != count:
         return everywhere(f"it returned {len(results)} results for {count} responses", count)
@@ -122,11 +95,11 @@ def outcome_of(result: object) -> Outcome:
     if result is None:
         return Outcome()
     if isinstance(result, str | bytes) or not hasattr(result, "__float__"):
-        return Outcome.failed(f"it gave {_described(result)} where a number or None belongs")
+        return Outcome.failed(f"it gave {described(result)} where a number or None belongs")
     try:
         number = float(result)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        return Outcome.failed(f"it gave {_described(result)}, which is not a number: {error}")
+        return Outcome.failed(f"it gave {described(result)}, which is not a number: {error}")
     if not math.isfinite(number):
         return Outcome.failed(f"it gave {number}, which is not finite")
     return Outcome(number)
@@ -137,40 +110,16 @@ def everywhere(sentence: str, count: int) -> list[Outcome]:
     return [Outcome.failed(sentence)] * count
 
 
-def of_error(error: BaseException, count: int) -> list[Outcome]:
-    """The failure of all episodes of a call that raised."""
-    return everywhere(f"it raised {type(error).__name__}: {error}", count)
-
-
-def member(returned: object, names: Sequence[str]) -> Any:  # noqa: ANN401
-    """What a mapping holds under the first of `names` that it has; other things as they are."""
-    if isinstance(returned, Mapping):
-        return next((returned[name] for name in names if name in returned), returned)
-    return returned
-
-
-def _described(value: object) -> str:
+def described(value: object) -> str:
+    """Type and shortened text of a value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """Scores episodes. It may raise; then all episodes of the call have failed."""
-
-    score: Callable[[Sequence[Episode]], list[Outcome]]
-
-    batched: bool = False
-    """Whether all episodes that are submitted together go into one call, and not each into one."""
+Scorer = Callable[[Sequence[Episode]], list[Outcome]]
+"""Scores the episodes of a call. If it raises, all of them have failed."""
 
 
 def one_by_one(score: Callable[[Episode], float | None]) -> Scorer:
-    """A scorer of single episodes; what `score` raises fails its episode."""
-
-    def outcome(episode: Episode) -> Outcome:
-        try:
-            return outcome_of(score(episode))
-        except Exception as error:  # noqa: BLE001 - a failure is reported, whatever it is
-            return of_error(error, 1)[0]
-
-    return Scorer(lambda episodes: [outcome(each) for each in episodes])
+    """A scorer from a function of one episode."""
+    return lambda episodes: [outcome_of(score(episode)) for episode in episodes]

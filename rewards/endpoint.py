@@ -9,55 +9,15 @@ import random
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.errors import ConfigError, require
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Outcome, Scorer, everywhere, member, outcomes_of
+from rewards.contract import Episode, Outcome, Scorer, everywhere, outcomes_of
 from rewards.functions import prompt_text
-
-
-class Answers:
-    """Files by the hash of what was asked, in a directory that several processes share.
-
-    Args:
-        directory: where; None keeps nothing.
-    """
-
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
-
-    def get(self, request: object) -> Any | None:  # noqa: ANN401
-        """The answer to an equal request; None where there is none, or its file is damaged."""
-        path = self._path(request)
-        if path is None:
-            return None
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-
-    def put(self, request: object, answer: object) -> None:
-        """Keep an answer; a process that is killed meanwhile leaves no part of it."""
-        path = self._path(request)
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(answer, file)
-        Path(name).replace(path)
-
-    def _path(self, request: object) -> Path | None:
-        if self._directory is None:
-            return None
-        text = json.dumps(request, sort_keys=True)
-        name = hashlib.sha256(text.encode()).hexdigest()
-        return self._directory / name[:2] / f"{name}.json"
-
 
 FIRST_PAUSE = 0.5
 """Seconds before the second attempt."""
@@ -65,18 +25,20 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
 """Seconds: a server's Retry-After is followed up to this."""
 
-LARGEST_ANSWER = 16 << 20
-"""Bytes of a server's answer that are read at most."""
+LARGEST_REPLY = 16 << 20
+"""Bytes of a server's reply that are read at most."""
 
-_PASSING = {408, 425, 429, 500, 502, 503, 504}
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+
+T = TypeVar("T")
 
 
 class EndpointError(Exception):
-    """An endpoint gave no usable answer; the message is a sentence."""
+    """An endpoint gave no usable reply; the message is a sentence."""
 
 
-class _PassingError(EndpointError):
-    """An error that may be gone at the next attempt."""
+class _TransientError(EndpointError):
+    """An error that the next attempt may not have."""
 
     def __init__(self, sentence: str, pause: float | None = None) -> None:
         super().__init__(sentence)
@@ -89,21 +51,57 @@ class Endpoint:
 
     url: str
     timeout_seconds: float
-    """Of one request, from its first byte to the last of its answer."""
+    """Of one request."""
 
     attempts: int
     key_variable: str | None
 
-    def post(self, body: object) -> Any:  # noqa: ANN401
-        """The JSON that comes back.
+    cache_dir: Path | None = None
+    """Directory of replies that several processes share; None keeps none."""
+
+    def ask(
+        self,
+        body: object,
+        read: Callable[[Any], T],
+        *,
+        keep: Callable[[T], bool] = lambda _: True,
+    ) -> T:
+        """Return what `read` makes of the reply to a request, or of the cached reply to its equal.
+
+        A reply that `read` raises for, or whose value `keep` rejects, is not cached.
 
         Raises:
-            EndpointError: after the last attempt, or at once where another would fail as well.
+            EndpointError: as `post`.
+        """
+        if self.cache_dir is None:
+            return read(self.post(body))
+        text = json.dumps({"url": self.url, "body": body}, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()
+        path = self.cache_dir / name[:2] / f"{name}.json"
+        try:
+            return read(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            reply = self.post(body)
+        value = read(reply)
+        if keep(value):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A process that is killed meanwhile leaves no part of it.
+            descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(reply, file)
+            Path(temporary).replace(path)
+        return value
+
+    def post(self, body: object) -> Any:  # noqa: ANN401
+        """Send JSON and return the JSON of the reply.
+
+        Raises:
+            EndpointError: after the last attempt, or at once if another would fail as well.
         """
         for attempt in range(1, self.attempts + 1):
             try:
-                return self._once(json.dumps(body).encode())
-            except _PassingError as error:
+                return self._post_once(json.dumps(body).encode())
+            except _TransientError as error:
                 if attempt == self.attempts:
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise EndpointError(f"{error}{tries}") from None
@@ -116,64 +114,55 @@ class Endpoint:
         """The time of all attempts with the longest pauses between them."""
         return self.attempts * self.timeout_seconds + (self.attempts - 1) * LONGEST_PAUSE
 
-    def _once(self, body: bytes) -> Any:  # noqa: ANN401
+    def _post_once(self, body: bytes) -> Any:  # noqa: ANN401
         parts = urllib.parse.urlsplit(self.url)
         secure = parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        host = parts.hostname or ""
-        connection = kind(host, parts.port, timeout=self.timeout_seconds)
-        deadline = time.monotonic() + self.timeout_seconds
-        path = parts.path or "/"
-        try:
-            connection.request(
-                "POST", f"{path}?{parts.query}" if parts.query else path, body, self._headers()
-            )
-            response = connection.getresponse()
-            content = self._read(connection, response, deadline)
-        except TimeoutError:
-            raise _PassingError(
-                f"{self.url} gave no answer within {self.timeout_seconds:g} s"
-            ) from None
-        except (OSError, http.client.HTTPException) as error:
-            raise _PassingError(f"{self.url} can't be reached: {error or type(error)}") from None
-        finally:
-            connection.close()
-        return _answer(self.url, response, content)
-
-    def _headers(self) -> dict[str, str]:
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout_seconds)
+        target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key_variable is not None:
             headers["Authorization"] = f"Bearer {os.environ.get(self.key_variable, '')}"
-        return headers
+        try:
+            connection.request("POST", target, body, headers)
+            response = connection.getresponse()
+            content = response.read(LARGEST_REPLY + 1)
+        except TimeoutError:
+            raise _TransientError(
+                f"{self.url} gave no answer within {self.timeout_seconds:g} s"
+            ) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise _TransientError(f"{self.url} can't be reached: {error or type(error)}") from None
+        finally:
+            connection.close()
+        return self._read(response, content)
 
-    def _read(
-        self,
-        connection: http.client.HTTPConnection,
-        response: http.client.HTTPResponse,
-        deadline: float,
-    ) -> bytes:
-        """The body, within the deadline also from a server that sends a byte at a time."""
-        chunks: list[bytes] = []
-        size = 0
-        while size <= LARGEST_ANSWER:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            if connection.sock is not None:
-                connection.sock.settimeout(left)
-            chunk = response.read1(1 << 16)
-            if not chunk:
-                return b"".join(chunks)
-            chunks.append(chunk)
-            size += len(chunk)
-        raise EndpointError(f"{self.url} answered more than {LARGEST_ANSWER >> 20} MiB")
+    def _read(self, response: http.client.HTTPResponse, content: bytes) -> Any:  # noqa: ANN401
+        replied = f"{self.url} answered {response.status} {response.reason}"
+        if response.status in _TRANSIENT:
+            try:
+                pause = max(0.0, float(response.getheader("Retry-After") or ""))
+            except ValueError:  # none, or a date, which is not followed, since clocks differ
+                pause = None
+            raise _TransientError(replied, pause)
+        text = " ".join(content[:200].decode(errors="replace").split())
+        if response.status != 200:
+            raise EndpointError(f"{replied}: {text}")
+        if len(content) > LARGEST_REPLY:
+            raise EndpointError(f"{self.url} answered more than {LARGEST_REPLY >> 20} MiB")
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise EndpointError(f"{self.url} answered what is not JSON: {text}") from None
 
 
-def endpoint_of(config: RewardConfig, url: str, timeout_seconds: float) -> Endpoint:
+def endpoint_of(
+    config: RewardConfig, url: str, timeout_seconds: float, cache_dir: Path | None = None
+) -> Endpoint:
     """The endpoint of a source.
 
     Raises:
-        ConfigError: the address is none, or would send the data in clear over a network, or the
+        ConfigError: the address is invalid or would send the data in clear over a network, or the
             environment variable of the key is not set.
     """
     where = f"rewards.{config.name}"
@@ -191,34 +180,12 @@ def endpoint_of(config: RewardConfig, url: str, timeout_seconds: float) -> Endpo
     require(
         parts.scheme == "https" or local or config.insecure,
         f"{where}.path: http:// sends prompts and keys in clear to {parts.hostname}; use https://,"
-        " or say insecure: true within a network of your own",
+        " or set insecure: true within your own network",
     )
     variable = config.key_variable
     if variable is not None and not os.environ.get(variable):
         raise ConfigError(f"{where}.key_variable: the environment variable {variable} is not set")
-    return Endpoint(url, timeout_seconds, config.attempts, variable)
-
-
-def _answer(url: str, response: http.client.HTTPResponse, content: bytes) -> Any:  # noqa: ANN401
-    if response.status in _PASSING:
-        pause = _seconds(response.getheader("Retry-After"))
-        raise _PassingError(f"{url} answered {response.status} {response.reason}", pause)
-    if response.status != 200:
-        text = " ".join(content[:200].decode(errors="replace").split())
-        raise EndpointError(f"{url} answered {response.status} {response.reason}: {text}")
-    try:
-        return json.loads(content)
-    except ValueError:
-        text = content[:80].decode(errors="replace")
-        raise EndpointError(f"{url} answered what is not JSON: {text}") from None
-
-
-def _seconds(header: str | None) -> float | None:
-    """Seconds that Retry-After asks for; a date is not followed, since clocks differ."""
-    try:
-        return max(0.0, float(header)) if header is not None else None
-    except ValueError:
-        return None
+    return Endpoint(url, timeout_seconds, config.attempts, variable, cache_dir)
 
 
 def _is_local(host: str) -> bool:
@@ -230,41 +197,31 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def remote_scorer(config: RewardConfig, endpoint: Endpoint, kept: Answers) -> Scorer:
-    """Scores the episodes of a call by one request, but for those whose reward is known.
+def remote_scorer(config: RewardConfig, endpoint: Endpoint) -> Scorer:
+    """Scores all episodes of a call by one request.
 
     `query` has prompts with their responses, `prompts` the prompts, `labels` the column of the
-    rows. The answer is {"rewards": [...]}, in which null says that there is no reward.
+    rows. The reply is {"rewards": [...]}, in which null stands for no reward.
     """
     column = config.reads_column or ""
 
-    def query(episode: Episode) -> dict[str, Any]:
-        prompt = prompt_text(episode.prompt)
-        label = episode.extra.get(column)
-        return {"query": prompt + episode.response, "prompts": prompt, "labels": label}
-
     def score(episodes: Sequence[Episode]) -> list[Outcome]:
-        requests = [query(each) for each in episodes]
-        known = [kept.get({"url": endpoint.url, **each}) for each in requests]
-        missing = [each for each, answer in zip(requests, known, strict=True) if answer is None]
-        scored = iter(_posted(endpoint, missing))
-        outcomes: list[Outcome] = []
-        for each, answer in zip(requests, known, strict=True):
-            outcome = next(scored) if answer is None else Outcome(answer["reward"])
-            if answer is None and outcome.failure is None:
-                kept.put({"url": endpoint.url, **each}, {"reward": outcome.value})
-            outcomes.append(outcome)
-        return outcomes
+        prompts = [prompt_text(episode.prompt) for episode in episodes]
+        body = {
+            "query": [p + each.response for p, each in zip(prompts, episodes, strict=True)],
+            "prompts": prompts,
+            "labels": [episode.extra.get(column) for episode in episodes],
+        }
 
-    return Scorer(score, batched=True)
+        def read(reply: Any) -> list[Outcome]:  # noqa: ANN401
+            rewards = reply.get("rewards", reply) if isinstance(reply, dict) else reply
+            return outcomes_of(rewards, len(episodes))
 
+        try:
+            return endpoint.ask(
+                body, read, keep=lambda outcomes: all(o.failure is None for o in outcomes)
+            )
+        except EndpointError as error:
+            return everywhere(str(error), len(episodes))
 
-def _posted(endpoint: Endpoint, requests: Sequence[dict[str, Any]]) -> list[Outcome]:
-    if not requests:
-        return []
-    body = {name: [each[name] for each in requests] for name in ("query", "prompts", "labels")}
-    try:
-        answer = endpoint.post(body)
-    except EndpointError as error:
-        return everywhere(str(error), len(requests))
-    return outcomes_of(member(answer, ("rewards",)), len(requests))
+    return score

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,7 @@ from typing import Any
 from pipeline.data.examples import Message
 from pipeline.errors import ConfigError, suggestion
 from rewards.config import Form, RewardConfig
-from rewards.contract import Episode, Outcome, Scorer, member, of_error, outcome_of, outcomes_of
-
-ALL_COLUMNS = "*"
-"""Stands for all columns of a row, where a function may read any."""
+from rewards.contract import Episode, Outcome, Scorer, outcomes_of
 
 FORMS: dict[str, str] = {
     "episodes": "(episodes)",
@@ -33,18 +30,18 @@ _GIVEN = {
     "openrlhf": {"queries", "prompts", "labels"},
     "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
 }
-"""Parameters by form that are no columns."""
+"""Parameters by form, without TRL's columns."""
 
 _TRAINERS_OWN = {
     *("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments"),
     *("log_extra", "log_metric"),
 }
-"""What TRL's trainer also passes, and no function here gets."""
+"""Arguments of TRL's trainer that no function receives here."""
 
 
 @dataclass(frozen=True)
 class FunctionFile:
-    """A function as its file has it."""
+    """A function as its file defines it."""
 
     file: str
     name: str
@@ -55,14 +52,11 @@ class FunctionFile:
     takes_any: bool
     """Whether it has **parameters."""
 
-    columns: frozenset[str]
-    """Columns of the rows that it reads; `ALL_COLUMNS` where it may read any."""
-
     text: str
 
     @property
     def sha256(self) -> str:
-        """The hash of the whole file."""
+        """The hash of the file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
@@ -125,60 +119,42 @@ def _described(
     text: str,
 ) -> FunctionFile:
     arguments = node.args
-    positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    positional = [argument.arg for argument in arguments.args]
+    names = (*positional, *(argument.arg for argument in arguments.kwonlyargs))
     optional = set(positional[len(positional) - len(arguments.defaults) :])
-    optional |= {
-        each.arg
-        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is not None
-    }
-    names = (*positional, *(each.arg for each in arguments.kwonlyargs))
-    code = _reached(node, tree)
-    form = _form(set(names), code) if config.form == "auto" else config.form
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        optional |= set() if default is None else {argument.arg}
+    form = _form(set(names), _used_by(node, tree)) if config.form == "auto" else config.form
     family = (form or "").partition("_")[0]
-    unknown = sorted(set(names) - optional - _GIVEN.get(family, set()))
+    unknown = set(names) - optional - _GIVEN.get(family, set())
     if family == "trl":
-        unknown = [each for each in unknown if each in _TRAINERS_OWN]
+        unknown &= _TRAINERS_OWN
     if form is None or unknown or arguments.posonlyargs:
         raise ConfigError(
             f"rewards.{config.name}.path: {node.name}({', '.join(names)}) of {file} has parameters"
-            f" that no form of reward function has{_naming(unknown)}; write (episodes), or use"
-            f" {', '.join(FORMS[each] for each in ('trl', 'openrlhf', 'verl'))}"
+            f" that no form of reward function has ({', '.join(sorted(unknown)) or 'all'}); write"
+            f" (episodes), or use {', '.join(FORMS[each] for each in ('trl', 'openrlhf', 'verl'))}"
         )
-    any_name = arguments.kwarg.arg if arguments.kwarg else None
-    columns = _columns(family, names, optional, any_name, code)
-    if family in ("openrlhf", "verl"):
-        columns.add(config.column or ("label" if family == "openrlhf" else "ground_truth"))
-    elif config.column is not None:
-        columns.add(config.column)
-    return FunctionFile(
-        file, node.name, form, names, any_name is not None, frozenset(columns), text
-    )
+    return FunctionFile(file, node.name, form, names, arguments.kwarg is not None, text)
 
 
-def _naming(unknown: Collection[str]) -> str:
-    return f" ({', '.join(unknown)})" if unknown else ""
-
-
-def _reached(node: ast.stmt, tree: ast.Module) -> ast.Module:
-    """The function, first, and what it uses of its file, by name."""
+def _used_by(node: ast.stmt, tree: ast.Module) -> list[ast.stmt]:
+    """A function and the definitions of its file that it uses, by name."""
     defined: dict[str, ast.stmt] = {}
-    for each in tree.body:
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            defined[each.name] = each
-        elif isinstance(each, ast.Assign):
-            defined |= {name.id: each for name in each.targets if isinstance(name, ast.Name)}
-    reached = [node]
-    for statement in reached:  # which grows meanwhile
-        used = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name)}
-        reached += [
-            defined[name] for name in sorted(used & defined.keys()) if defined[name] not in reached
-        ]
-    return ast.Module(reached, [])
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined[statement.name] = statement
+        elif isinstance(statement, ast.Assign):
+            defined |= {n.id: statement for n in statement.targets if isinstance(n, ast.Name)}
+    used = [node]
+    for statement in used:  # grows during the loop
+        names = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name)}
+        used += [defined[name] for name in names & defined.keys() if defined[name] not in used]
+    return used
 
 
-def _form(names: Collection[str], code: ast.Module) -> Form | None:
-    """The form of a function by the names of its parameters; None where they fit none."""
+def _form(names: Collection[str], code: Iterable[ast.stmt]) -> Form | None:
+    """The form of a function by the names of its parameters; None if they fit none."""
     if "episodes" in names:
         return "episodes"
     if {"queries", "labels"} <= set(names):
@@ -189,70 +165,19 @@ def _form(names: Collection[str], code: ast.Module) -> Form | None:
         return None
     # Functions for messages read the text as completion[0]["content"].
     reads_messages = any(
-        isinstance(node, ast.Constant) and node.value == "content" for node in ast.walk(code)
+        isinstance(node, ast.Constant) and node.value == "content"
+        for statement in code
+        for node in ast.walk(statement)
     )
     return "trl_conversational" if reads_messages else "trl"
 
 
-def _columns(
-    family: str,
-    names: Collection[str],
-    optional: Collection[str],
-    any_name: str | None,
-    code: ast.Module,
-) -> set[str]:
-    """The columns of the rows that a function reads."""
-    if family == "episodes":
-        return set(_keys(code, _is_extra))
-    if family == "verl":
-        return {"data_source", "extra_info"} & set(names)
-    if family != "trl":
-        return set()
-    columns = set(names) - _GIVEN["trl"] - (_TRAINERS_OWN & set(optional))
-    if any_name is not None:
-        columns |= set(
-            _keys(code.body[0], lambda each: isinstance(each, ast.Name) and each.id == any_name)
-        )
-    return columns
-
-
-def _is_extra(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "extra"
-
-
-def _keys(tree: ast.AST, is_mapping: Callable[[ast.AST], bool]) -> Iterator[str]:
-    """Keys that code reads from a mapping: m["key"], m.get("key"); ALL_COLUMNS for other uses."""
-    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-    for node in ast.walk(tree):
-        if not is_mapping(node):
-            continue
-        above = parents.get(node)
-        key: ast.AST | None = None
-        if isinstance(above, ast.Subscript):
-            key = above.slice
-        elif isinstance(above, ast.Compare) and above.comparators == [node]:
-            key = above.left
-        elif isinstance(above, ast.Attribute) and above.attr == "get":
-            call = parents.get(above)
-            key = call.args[0] if isinstance(call, ast.Call) and call.args else None
-        value = key.value if isinstance(key, ast.Constant) else None
-        yield value if isinstance(value, str) else ALL_COLUMNS
-
-
-Function = Callable[..., Any]
-
-
-def load_function(file: FunctionFile) -> Function:
-    """The function, from the text that was read when the run began.
+def load_name(file: str, text: str, name: str) -> Any:  # noqa: ANN401
+    """The object that a file's text defines under a name; `file` is the text's origin.
 
     Raises:
         Exception: whatever the file's own code raises.
     """
-    return load_name(file.file, file.text, file.name)
-
-
-def load_name(file: str, text: str, name: str) -> Any:  # noqa: ANN401
-    """What a file's text defines under a name; `file` is where it came from."""
     path = Path(file).expanduser().resolve()
     sys.path.insert(0, str(path.parent))
     module = types.ModuleType(path.stem)
@@ -264,96 +189,65 @@ def load_name(file: str, text: str, name: str) -> Any:  # noqa: ANN401
 
 
 def function_scorer(file: FunctionFile, column: str | None) -> Scorer:
-    """Scores episodes by a user's function: verl's one by one, the other forms all at once."""
-    function = load_function(file)
-    if file.form == "verl":
-        return Scorer(lambda episodes: [_verl(function, file, column, each) for each in episodes])
-
-    arguments = {
-        "episodes": _ours,
-        "trl": _trl,
-        "trl_conversational": _trl,
-        "openrlhf": _openrlhf,
-    }[file.form]
+    """Score episodes by a user's function: all at once, or in verl's form one episode."""
+    function = load_name(file.file, file.text, file.name)
+    family = file.form.partition("_")[0]
+    results_in = {"openrlhf": ("rewards", "scores"), "verl": ("score",)}.get(family, ())
 
     def score(episodes: Sequence[Episode]) -> list[Outcome]:
-        try:
-            returned = _finished(function(**arguments(file, column, episodes)))
-        except Exception as error:  # noqa: BLE001 - whatever a user's code raises
-            return of_error(error, len(episodes))
-        if file.form == "openrlhf":
-            returned = member(returned, ("rewards", "scores"))
-        return outcomes_of(returned, len(episodes))
+        arguments = _arguments(file, column, episodes)
+        if not file.takes_any:
+            arguments = {name: arguments[name] for name in file.parameters if name in arguments}
+        returned = function(**arguments)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_result(returned))
+        if isinstance(returned, Mapping):
+            returned = next((returned[name] for name in results_in if name in returned), returned)
+        return outcomes_of([returned] if family == "verl" else returned, len(episodes))
 
-    return Scorer(score, batched=True)
-
-
-def _finished(returned: Any) -> Any:  # noqa: ANN401
-    """The result of an async function, which runs on a loop of its own; others as they are."""
-    if not inspect.isawaitable(returned):
-        return returned
-
-    async def wait() -> Any:  # noqa: ANN401
-        return await returned
-
-    return asyncio.run(wait())
+    return score
 
 
-def _ours(file: FunctionFile, column: str | None, episodes: Sequence[Episode]) -> dict[str, Any]:
-    del file, column
-    return {"episodes": list(episodes)}
+async def _result(returned: Awaitable[Any]) -> Any:  # noqa: ANN401
+    return await returned
 
 
-def _trl(file: FunctionFile, column: str | None, episodes: Sequence[Episode]) -> dict[str, Any]:
-    del column
-    if file.form == "trl_conversational":
-        given: dict[str, Any] = {
-            "prompts": [_messages(each.prompt) for each in episodes],
-            "completions": [
-                _messages((*each.turns, Message("assistant", each.response))) for each in episodes
-            ],
-        }
-    else:
-        given = {
-            "prompts": [prompt_text(each.prompt) for each in episodes],
-            "completions": [each.response for each in episodes],
-        }
-    columns = set(file.columns)
-    if ALL_COLUMNS in columns:
-        columns |= {name for each in episodes for name in each.extra}
-    for name in columns - {ALL_COLUMNS} - given.keys():
-        given[name] = [each.extra.get(name) for each in episodes]
-    return given if file.takes_any else _accepted(file, given)
-
-
-def _openrlhf(
+def _arguments(
     file: FunctionFile, column: str | None, episodes: Sequence[Episode]
 ) -> dict[str, Any]:
-    prompts = [prompt_text(each.prompt) for each in episodes]
-    given = {
-        "queries": [prompt + each.response for prompt, each in zip(prompts, episodes, strict=True)],
-        "prompts": prompts,
-        "labels": [each.extra.get(column or "label") for each in episodes],
+    if file.form == "episodes":
+        return {"episodes": list(episodes)}
+    if file.form == "verl":
+        (episode,) = episodes
+        return {
+            "data_source": episode.extra.get("data_source"),
+            "solution_str": episode.response,
+            "ground_truth": episode.extra.get(column or "ground_truth"),
+            "extra_info": episode.extra.get("extra_info"),
+        }
+    prompts = [prompt_text(episode.prompt) for episode in episodes]
+    responses = [episode.response for episode in episodes]
+    if file.form == "openrlhf":
+        return {
+            "queries": [p + response for p, response in zip(prompts, responses, strict=True)],
+            "prompts": prompts,
+            "labels": [episode.extra.get(column or "label") for episode in episodes],
+        }
+    # TRL's functions receive every column of the rows.
+    names = {name for episode in episodes for name in episode.extra}
+    names |= {*file.parameters} - _TRAINERS_OWN
+    columns = {name: [episode.extra.get(name) for episode in episodes] for name in names}
+    if file.form == "trl":
+        return {**columns, "prompts": prompts, "completions": responses}
+    dialogues = [
+        (episode.prompt, (*episode.turns, Message("assistant", episode.response)))
+        for episode in episodes
+    ]
+    return {
+        **columns,
+        "prompts": [_messages(prompt) for prompt, _ in dialogues],
+        "completions": [_messages(completion) for _, completion in dialogues],
     }
-    return _accepted(file, given)
-
-
-def _verl(function: Function, file: FunctionFile, column: str | None, episode: Episode) -> Outcome:
-    given = {
-        "data_source": episode.extra.get("data_source"),
-        "solution_str": episode.response,
-        "ground_truth": episode.extra.get(column or "ground_truth"),
-        "extra_info": episode.extra.get("extra_info"),
-    }
-    try:
-        returned = _finished(function(**_accepted(file, given)))
-    except Exception as error:  # noqa: BLE001 - whatever a user's code raises
-        return of_error(error, 1)[0]
-    return outcome_of(member(returned, ("score",)))
-
-
-def _accepted(file: FunctionFile, given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name in file.parameters}
 
 
 def prompt_text(prompt: Sequence[Message]) -> str:

@@ -1,49 +1,19 @@
-"""The rewards of a run: several sources, weighted, scored by worker processes."""
+"""The rewards of a run: several sources, scored by worker processes, and their weighted sum."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from pipeline.errors import ConfigError
 from rewards.config import RewardConfig, check_limits
-from rewards.contract import Episode, Outcome, RewardError, Scored, Verdicts
-from rewards.link import Link
-from rewards.messages import Collect, Collected, Opened, Setup, Submission
-from rewards.sources import Source, read_sources
+from rewards.contract import Episode, Outcome, Scored, Scorer, everywhere
+from rewards.sources import Source, read_sources, scorer_of
+from rewards.workers import Handler, Lane, RewardError, Tick, Workers
 
-
-class Pool:
-    """Worker processes that score while this process goes on.
-
-    Raises:
-        ConfigError: a source can't be loaded.
-    """
-
-    def __init__(self, sources: Sequence[Source], *, workers: int) -> None:
-        self._link = Link()
-        try:
-            self._link.send(Setup(list(sources), workers))
-            opened: Opened = self._link.receive()
-        except BaseException:
-            self.close()
-            raise
-        for name, text in opened.errors.items():
-            self.close()
-            raise ConfigError(f"rewards.{name} can't be loaded: {' '.join(text.split())}")
-
-    def submit(self, episodes: Sequence[Episode]) -> None:
-        """Have every source score the episodes; returns at once."""
-        self._link.send(Submission(list(episodes)))
-
-    def collect(self) -> Collected:
-        """Wait for the outcomes of all that was submitted since the last call."""
-        self._link.send(Collect())
-        return self._link.receive()
-
-    def close(self) -> None:
-        """End all processes."""
-        self._link.close()
+GOLD = "gold"
+"""Name of the source that is measured and never trained on."""
 
 
 class Rewards:
@@ -53,15 +23,15 @@ class Rewards:
 
     Args:
         sources: what the responses are rewarded for.
-        gold: what is measured beside that and never trained on.
+        gold: a source that is measured in addition.
         timeout_seconds: the time of one call of a function or verifier, or of one request.
         workers: processes that compute.
         max_failures: share of the responses on which a source may fail before the run stops.
-        cache_dir: where answers of endpoints are kept, so that no request is repeated.
+        cache_dir: where replies of endpoints are kept, so that no request is repeated.
 
     Raises:
-        ConfigError: a source can't be used; raised before any worker starts, but for errors that a
-            user's own code raises as it is loaded.
+        ConfigError: a source can't be used; raised before any worker starts, except for errors
+            that a user's own code raises as it is loaded.
     """
 
     def __init__(
@@ -77,62 +47,83 @@ class Rewards:
         check_limits(timeout_seconds=timeout_seconds, workers=workers, max_failures=max_failures)
         configs = [*sources, *([] if gold is None else [gold])]
         self._sources = read_sources(configs, cache_dir=cache_dir, timeout_seconds=timeout_seconds)
-        self._num_trained = len(sources)
+        self._names = [*(source.name for source in sources), *([] if gold is None else [GOLD])]
         self._max_failures = max_failures
         self._slots: list[int] = []
-        self._pool = Pool(self._sources, workers=workers)
+        self._outcomes: list[list[Outcome]] = [[] for _ in self._sources]
+        """By source, in the order of submission."""
+        self._calls: dict[int, tuple[int, range]] = {}
+        """By number of a call: its source and the places of its outcomes."""
+        self._lane_of, lanes = _lanes(self._sources, workers)
+        self._workers = Workers(lanes)
 
     @property
-    def fingerprint(self) -> Mapping[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         """SHA-256 of the files of the sources, by name: what binds a run."""
-        return fingerprint_of(self._sources)
-
-    @property
-    def columns(self) -> frozenset[str]:
-        """Columns that the sources read from `Episode.extra`; "*" where they may read any."""
-        return columns_of(self._sources)
+        prints = {source.name: source.fingerprint for source in self._sources}
+        return {name: value for name, value in prints.items() if value is not None}
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the log: as what each function was recognized."""
+        """Sentences for the log: the form of each function."""
         return [source.note for source in self._sources if source.note is not None]
 
     def submit(self, episodes: Sequence[Episode]) -> None:
         """Begin to score the episodes; returns at once."""
+        if not episodes:
+            return
+        start = len(self._slots)
         self._slots += [episode.slot for episode in episodes]
-        self._pool.submit(episodes)
+        for number, source in enumerate(self._sources):
+            size = len(episodes) if source.is_batched else 1
+            for first in range(0, len(episodes), size):
+                call = self._workers.submit(
+                    (number, episodes[first : first + size]),
+                    lane=self._lane_of[number],
+                    seconds=source.call_seconds(size),
+                )
+                self._calls[call] = number, range(start + first, start + first + size)
+            self._outcomes[number] += [Outcome()] * len(episodes)
 
-    def results(self) -> Verdicts:
-        """Wait for the rewards of all episodes that were submitted since the last call."""
-        collected = self._pool.collect()
+    def results(self) -> dict[str, Scored]:
+        """Wait for the rewards of all episodes that were submitted since the last call.
+
+        Returns:
+            By source in the order of the settings, `gold` last: the results ordered by slot.
+        """
+        while self._calls:
+            for reply in self._workers.receive(wait=True):
+                number, places = self._calls.pop(reply.number)
+                failed = reply.failure is not None
+                outcomes = everywhere(str(reply.failure), len(places)) if failed else reply.value
+                self._outcomes[number][places.start : places.stop] = outcomes
         order = sorted(range(len(self._slots)), key=self._slots.__getitem__)
-        slots = [self._slots[place] for place in order]
-        self._slots = []
-        scored = [_scored(outcomes, order) for outcomes in collected.outcomes]
-        names = [source.name for source in self._sources]
-        trained = scored[: self._num_trained]
-        return Verdicts(
-            slots=slots,
-            sources=dict(zip(names, trained, strict=False)),
-            gold=scored[-1] if len(scored) > len(trained) else None,
-            seconds=dict(zip(names, collected.seconds, strict=True)),
-        )
+        scored = [[outcomes[place] for place in order] for outcomes in self._outcomes]
+        self._slots, self._outcomes = [], [[] for _ in self._sources]
+        return {
+            name: Scored([each.value for each in outcomes], [each.failure for each in outcomes])
+            for name, outcomes in zip(self._names, scored, strict=True)
+        }
 
-    def check_failures(
-        self, failed: Mapping[str, int], *, num_rows: int, first: Mapping[str, str | None]
-    ) -> None:
-        """Stop a command whose rewards are missing, as the function of that name does."""
+    def checked_results(self) -> dict[str, Scored]:
+        """`results` of a command, which ends if a source failed on too many responses.
+
+        Raises:
+            RewardError: a source failed on a larger share than `max_failures`.
+        """
+        results = self.results()
         check_failures(
-            failed,
-            num_rows=num_rows,
-            first=first,
+            {name: scored.num_failed for name, scored in results.items()},
+            num_rows=max((len(scored.values) for scored in results.values()), default=0),
+            first={name: scored.first_failure for name, scored in results.items()},
             max_failures=self._max_failures,
             setting="--max-failures",
         )
+        return results
 
     def close(self) -> None:
         """End all worker processes."""
-        self._pool.close()
+        self._workers.close()
 
     def __enter__(self) -> "Rewards":
         return self
@@ -144,6 +135,43 @@ class Rewards:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _lanes(sources: Sequence[Source], workers: int) -> tuple[dict[int, int], list[Lane]]:
+    """The lane of each source, and the lanes: one with all workers for the sources that compute.
+
+    Every other source has a lane with one worker, so that no computation waits for a network, and
+    a language model is loaded once.
+    """
+    local = {n: source for n, source in enumerate(sources) if not source.is_alone}
+    groups = [local] if local else []
+    groups += [{n: source} for n, source in enumerate(sources) if source.is_alone]
+    lanes = [
+        Lane(
+            ", ".join(f"rewards.{source.name}" for source in group.values()),
+            partial(_load, group),
+            workers if group is local else 1,
+        )
+        for group in groups
+    ]
+    return {n: lane for lane, group in enumerate(groups) for n in group}, lanes
+
+
+def _load(sources: Mapping[int, Source]) -> Handler:
+    """Load the sources of a lane, in a worker process."""
+    scorers: dict[int, Scorer] = {}
+    for number, source in sources.items():
+        try:
+            scorers[number] = scorer_of(source)
+        except Exception as error:
+            sentence = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"rewards.{source.name} can't be loaded: {sentence}") from error
+
+    def score(request: tuple[int, Sequence[Episode]], _tick: Tick) -> list[Outcome]:
+        number, episodes = request
+        return scorers[number](episodes)
+
+    return score
 
 
 def check_failures(
@@ -161,7 +189,7 @@ def check_failures(
         num_rows: all responses of the batch.
         first: by source, the sentence of its first failure.
         max_failures: the share that may fail.
-        setting: which says so, for the message.
+        setting: its name, for the message.
 
     Raises:
         RewardError: a source failed on a larger share.
@@ -175,17 +203,81 @@ def check_failures(
             )
 
 
-def fingerprint_of(sources: Sequence[Source]) -> dict[str, str]:
-    """SHA-256 of the files of the sources, by name."""
-    prints = {source.name: source.fingerprint for source in sources}
-    return {name: value for name, value in prints.items() if value is not None}
+Values = Sequence[float | None]
 
 
-def columns_of(sources: Sequence[Source]) -> frozenset[str]:
-    """Columns that the sources read."""
-    return frozenset[Any]().union(*(source.columns for source in sources))
+def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[float | None]:
+    """For each response sum_k w_k r_k over the sources that apply to it.
+
+    Where some say None the weights of the others are scaled so that the absolute weights add up to
+    what they do over all sources: a row that a source does not apply to is neither better nor worse
+    off. None where no source with a weight applies.
+
+    Args:
+        values: by source, a number or None for each response.
+        weights: by source.
+    """
+    whole = math.fsum(abs(weight) for weight in weights)
+    combined: list[float | None] = []
+    for row in zip(*values, strict=True):
+        present = [(w, r) for w, r in zip(weights, row, strict=True) if r is not None and w != 0]
+        part = math.fsum(abs(weight) for weight, _ in present)
+        scale = 1.0 if part == whole else whole / part if part else 0.0
+        total = math.fsum(weight * value for weight, value in present)
+        combined.append(scale * total if present else None)
+    return combined
 
 
-def _scored(outcomes: Sequence[Outcome], order: Sequence[int]) -> Scored:
-    ordered = [outcomes[place] for place in order]
-    return Scored([each.value for each in ordered], [each.failure for each in ordered])
+def normalize_then_sum(
+    values: Sequence[Values], weights: Sequence[float], *, group_size: int, eps: float = 1e-4
+) -> list[float | None]:
+    """Advantages of GDPO (Liu et al. 2026, arXiv:2601.05242).
+
+    Each source is normalized within its group by itself, A_k = (r_k - mean) / (std + eps), so that
+    none drowns in another's scale; then A = sum_k w_k A_k is normalized over the batch. Responses
+    that a source does not apply to take no part in its means. A group whose values of a source are
+    all equal gets 0 from it, exactly. Deviations are of the sample, n - 1.
+
+    Args:
+        values: by source, a number or None for each response; members of a group are adjacent.
+        weights: by source.
+        group_size: responses to each prompt.
+        eps: added to the deviations.
+    """
+    normalized = [
+        [advantage for group in _groups(each, group_size) for advantage in standardized(group, eps)]
+        for each in values
+    ]
+    return standardized(weighted_sum(normalized, weights), eps)
+
+
+def standardized(values: Values, eps: float) -> list[float | None]:
+    """(v - mean) / (std + eps) of the values that are no None; 0 where they are all equal."""
+    present = [value for value in values if value is not None]
+    if not present or max(present) == min(present):
+        return [None if value is None else 0.0 for value in values]
+    mean = math.fsum(present) / len(present)
+    variance = math.fsum((value - mean) ** 2 for value in present) / (len(present) - 1)
+    scale = math.sqrt(variance) + eps
+    return [None if value is None else (value - mean) / scale for value in values]
+
+
+def without_failures(sources: Sequence[Scored], weights: Sequence[float]) -> list[Values]:
+    """The values of each source, None on responses that a source with a weight failed on.
+
+    A part of a sum is not a reward: such a response has none, from any source.
+    """
+    counted = [each.failed for each, weight in zip(sources, weights, strict=True) if weight != 0]
+
+    def has_failed(row: int) -> bool:
+        return any(failed[row] is not None for failed in counted)
+
+    return [
+        [None if has_failed(row) else value for row, value in enumerate(each.values)]
+        for each in sources
+    ]
+
+
+def _groups(values: Values, group_size: int) -> Iterator[Values]:
+    for first in range(0, len(values), group_size):
+        yield values[first : first + group_size]

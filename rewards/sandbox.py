@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from rewards.processes import kill_descendants, kill_tree
+from rewards.workers import kill_tree
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 PROCESSES = 16
@@ -184,7 +184,7 @@ def _read(process: "subprocess.Popen[bytes]", deadline: float) -> tuple[bytes, b
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """End the program and all that it has started, which its outermost process then waits for."""
     if process.poll() is None:
-        kill_descendants(process.pid)
+        kill_tree(process.pid, itself=False)
         try:
             process.wait(1.0)
         except subprocess.TimeoutExpired:

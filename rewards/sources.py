@@ -11,10 +11,17 @@ from pipeline.errors import require
 from rewards.code_tests import check_sandbox, code_scorer
 from rewards.config import RewardConfig
 from rewards.contract import Scorer
-from rewards.endpoint import Answers, Endpoint, endpoint_of, remote_scorer
-from rewards.functions import ALL_COLUMNS, FORMS, FunctionFile, read_function, read_text
-from rewards.generative import check_generative, generative_scorer
-from rewards.judge import TEMPLATE, columns_in, judge_scorer
+from rewards.endpoint import Endpoint, endpoint_of, remote_scorer
+from rewards.functions import FORMS, FunctionFile, function_scorer, read_function, read_text
+from rewards.judge import (
+    TEMPLATE,
+    check_generative,
+    columns_in,
+    generative_scorer,
+    judge_endpoint,
+    judge_scorer,
+    read_template,
+)
 from rewards.math_answers import math_scorer
 from rewards.verifiers import (
     exact_scorer,
@@ -50,21 +57,26 @@ class Source:
 
     @property
     def waits_for_network(self) -> bool:
-        """Whether it asks an endpoint, and computes next to nothing."""
+        """Whether it requests rewards from an endpoint, and computes next to nothing."""
         return self.config.kind in ("remote", "judge")
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has a worker process of its own: it waits, or is too large for several."""
+        """Whether it has a separate worker process: it waits, or is too large for several."""
         return self.waits_for_network or self.config.kind == "generative"
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether one call scores all episodes that are submitted together, not each alone."""
+        return self.is_alone or (self.function is not None and self.function.form != "verl")
 
     def call_seconds(self, count: int) -> float:
         """The time that a call with `count` episodes may take."""
         if self.config.kind == "code":
-            # Programs have a time of their own: one that hangs is wrong, and no failure.
+            # A program that hangs is wrong, and no failure.
             return self.config.seconds + self.timeout_seconds
         if self.waits_for_network:
-            # Requests end by themselves; this is for what does not.
+            # Requests have their own timeouts; this is a bound on all of them.
             judges = self.config.concurrency if self.config.kind == "judge" else count
             return math.ceil(count / judges) * self.endpoint.longest_seconds + 5.0
         if self.config.kind == "generative":
@@ -73,25 +85,18 @@ class Source:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where a remote service or judge is asked."""
-        url = self.config.path or ""
+        """The endpoint of a remote service or judge."""
+        seconds, cache_dir = self.timeout_seconds, self.cache_dir
         if self.config.kind == "judge":
-            url = f"{url.rstrip('/')}/chat/completions"
-        return endpoint_of(self.config, url, self.timeout_seconds)
-
-    @property
-    def kept(self) -> Answers:
-        """What endpoints have answered before."""
-        return Answers(self.cache_dir)
+            return judge_endpoint(self.config, timeout_seconds=seconds, cache_dir=cache_dir)
+        return endpoint_of(self.config, self.config.path or "", seconds, cache_dir)
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns of the rows that it reads; `functions.ALL_COLUMNS` where it may read any."""
-        if self.function is not None:
-            return self.function.columns
+        """Columns that the rows must have for it; a function receives all that they have."""
         if self.config.kind in ("judge", "generative"):
             return columns_in(self.text or "", self.name)
-        column = self.config.reads_column
+        column = None if self.function is not None else self.config.reads_column
         return frozenset() if column is None else frozenset({column})
 
     @property
@@ -127,8 +132,7 @@ def read_source(
     if config.kind == "json_schema" and config.path is not None:
         text = read_text(Path(config.path), f"rewards.{config.name}.path")
     if config.kind in ("judge", "generative"):
-        where = f"rewards.{config.name}.template"
-        text = TEMPLATE if config.template is None else read_text(Path(config.template), where)
+        text = read_template(config, TEMPLATE)
         columns_in(text, config.name)
     source = Source(config, function, text, cache_dir, timeout_seconds)
     if config.kind == "generative":
@@ -154,27 +158,19 @@ def read_sources(
 
 
 def row_columns(sources: Sequence[Source]) -> RowColumns:
-    """Columns of the rows that the sources read beside the dialogue."""
-    needed: set[str] = set()
-    others: set[str] = set()
-    for source in sources:
-        # A function may do without a column, and is the one to say so.
-        (others if source.function is not None else needed).update(source.columns)
-    return RowColumns(
-        frozenset(needed), frozenset(others - {ALL_COLUMNS}), all=ALL_COLUMNS in others
-    )
+    """Columns of the rows that the sources read in addition to the dialogue."""
+    needed = frozenset[str]().union(*(source.columns for source in sources))
+    return RowColumns(needed, all=any(source.function is not None for source in sources))
 
 
 def scorer_of(source: Source) -> Scorer:
-    """What scores in a worker process.
+    """The function that scores in a worker process.
 
     Raises:
         ConfigError: a pattern or schema can't be used.
         Exception: whatever the file of a user's function raises.
     """
     if source.function is not None:
-        from rewards.functions import function_scorer
-
         return function_scorer(source.function, source.config.column)
     return _SCORERS[source.config.kind](source)
 
@@ -186,10 +182,8 @@ _SCORERS: dict[str, Callable[[Source], Scorer]] = {
     "regex": lambda source: regex_scorer(source.config),
     "json_schema": lambda source: json_schema_scorer(source.config, source.text),
     "code": lambda source: code_scorer(source.config),
-    "remote": lambda source: remote_scorer(source.config, source.endpoint, source.kept),
-    "judge": lambda source: judge_scorer(
-        source.config, source.text or "", source.endpoint, source.kept
-    ),
+    "remote": lambda source: remote_scorer(source.config, source.endpoint),
+    "judge": lambda source: judge_scorer(source.config, source.text or "", source.endpoint),
     "generative": lambda source: generative_scorer(source.config, source.text or ""),
     "length": lambda source: length_scorer(source.config),
     "repetition": lambda source: repetition_scorer(source.config),

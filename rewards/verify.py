@@ -106,7 +106,7 @@ def verify(rewards: Rewards, rows: Rows) -> tuple[dict[str, Summary], float]:
 def _scored(rewards: Rewards, episodes: Sequence[Episode]) -> dict[str, Scored]:
     for start in range(0, len(episodes), CHUNK):
         rewards.submit(episodes[start : start + CHUNK])
-    return dict(rewards.results().sources)
+    return rewards.results()
 
 
 def _episode(prompt: tuple[Message, ...], response: str, row: Row, slot: int) -> Episode:

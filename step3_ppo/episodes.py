@@ -20,9 +20,7 @@ from pipeline.models.chat import decode_response
 from pipeline.models.forward import base_model
 from pipeline.parallel.mesh import current_mesh
 from rewards.contract import Outcome
-from rewards.environments.contract import Verdict
-from rewards.environments.messages import Played
-from rewards.environments.pool import Environments
+from rewards.environments.pool import Environments, Played, Verdict
 from step3_ppo.config import PPOConfig
 
 OnResponse = Callable[[int, Response], None]

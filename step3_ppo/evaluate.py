@@ -37,12 +37,12 @@ from pipeline.offline import evaluation_interval
 from pipeline.origin import training_at
 from pipeline.parallel.device import local_device
 from pipeline.run import Run
+from rewards.mixture import GOLD
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse, play_shared, transcript
 from step3_ppo.experience import score_responses
 from step3_ppo.metrics import parts_of
 from step3_ppo.models import Models
-from step3_ppo.reward_sources import GOLD
 from step3_ppo.rewards import ResponseRewards, raw_scores, reward_of, rewards_of
 
 logger = logging.getLogger(__name__)

@@ -32,10 +32,6 @@ CHUNK = 8
 """Responses that are handed out together, at least."""
 
 
-GOLD = "gold"
-"""What is measured and never trained on is called so."""
-
-
 ENVIRONMENT_FILE = "ppo.environment"
 """By what name its file is known; no source can have it."""
 
@@ -105,11 +101,10 @@ class RewardSources:
         if self._rewards is None:
             return {}
         clock = Clock()
-        verdicts = self._rewards.results()
+        results = self._rewards.results()
         clock.end("rewards")
         self.seconds = clock.metrics()["seconds_rewards"]
-        gold = {} if verdicts.gold is None else {GOLD: verdicts.gold}
-        return {**verdicts.sources, **gold}
+        return results
 
     def _of_first(self, own: T) -> T:
         """What the first of the processes with the same responses has."""

@@ -16,14 +16,12 @@ from inference.generation import Response
 from pipeline.data.batches import collate_part
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from rewards.combine import normalize_then_sum, weighted_sum, without_failures
 from rewards.contract import Scored
-from rewards.mixture import check_failures
+from rewards.mixture import GOLD, check_failures, normalize_then_sum, weighted_sum, without_failures
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import whole_sequence
 from step3_ppo.models import Models, own_micro_batches
 from step3_ppo.reward_settings import ENVIRONMENT, MODEL
-from step3_ppo.reward_sources import GOLD
 
 logger = logging.getLogger(__name__)
 

@@ -1,94 +1,225 @@
-"""The training process's end of the workers that play environments."""
+"""Worker processes that play environments: one object of the user's class for each episode.
 
-import threading
-from collections.abc import Mapping
-from queue import SimpleQueue
-from typing import Any
+Moves of an episode always go to the same worker. A worker that has lost an episode with its
+predecessor plays it again up to the current move.
+"""
 
-from pipeline.errors import ConfigError
-from rewards.environments.file import EnvironmentFile
-from rewards.environments.messages import Loaded, Move, Played, Stage
-from rewards.link import Link
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
-POLL_SECONDS = 0.2
-"""After which the reader looks whether it is still needed."""
+from pipeline.data.examples import Message, Role
+from pipeline.errors import UserError
+from rewards.contract import Outcome, described, outcome_of
+from rewards.environments.file import VERBS, Environment, EnvironmentFile
+from rewards.environments.tools import ToolEnvironment
+from rewards.functions import load_name
+from rewards.workers import Lane, Workers
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of an environment's `reward`."""
+
+    outcome: Outcome
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Of a reward that has several; the outcome is their sum."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """Result of a move."""
+
+    episode: int
+
+    messages: tuple[Message, ...] | None = None
+    """What reset or step returned; None when the episode has ended."""
+
+    failure: str | None = None
+    """A sentence if the environment failed, which ends its episode."""
+
+    verdict: Verdict | None = None
+    """What reward returned."""
+
+
+@dataclass(frozen=True)
+class _Move:
+    """The next method to call, and what is needed to play the episode up to it."""
+
+    episode: int
+    verb: Literal["reset", "step", "reward"]
+    row: Mapping[str, Any]
+    seed: int
+    answers: tuple[str, ...] = ()
+    """Of the episode so far; for `step` including the newest."""
 
 
 class Environments:
     """Worker processes that hold an environment for each episode.
 
-    An episode has one move under way at a time; what comes of it is `receive`d.
+    An episode has one move under way at a time, whose result is `receive`d.
 
     Args:
         file: the user's class.
         workers: processes that play.
-        timeout_seconds: the time of one call of a method, after which its episode has failed.
+        timeout_seconds: time that one call of a method may take.
 
     Raises:
         ConfigError: the class can't be loaded.
     """
 
     def __init__(self, file: EnvironmentFile, *, workers: int, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
         self._count = 0
-        self._received: SimpleQueue[Played | Exception] = SimpleQueue()
-        self._closing = threading.Event()
-        # Both ends may have much to send together: one of them always reads.
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._link = Link()
-        try:
-            self._link.send(Stage(file, workers, timeout_seconds))
-            loaded: Loaded = self._link.receive()
-        except BaseException:
-            self.close()
-            raise
-        if loaded.error is not None:
-            self.close()
-            raise ConfigError(
-                f"ppo.environment: {file.name} of {file.file} can't be loaded:"
-                f" {' '.join(loaded.error.split())}"
-            )
-        self._reader.start()
+        self._last: dict[int, _Move] = {}
+        """By episode."""
+        self._episodes: list[set[int]] = [set() for _ in range(workers)]
+        """By worker."""
+        self._calls: dict[int, int] = {}
+        """Episode by number of a call."""
+        name = f"ppo.environment {file.name} of {file.file}"
+        self._workers = Workers([Lane(name, partial(_Episodes, file))] * workers)
 
     def begin(self, row: Mapping[str, Any], *, seed: int) -> int:
-        """Reset an environment for a new episode; returns its number."""
+        """Reset an environment for a new episode; returns the episode's number."""
         self._count += 1
-        self._link.send(Move(self._count, "reset", row=row, seed=seed))
+        min(self._episodes, key=len).add(self._count)
+        self._submit(_Move(self._count, "reset", row, seed))
         return self._count
 
     def step(self, episode: int, answer: str) -> None:
-        """Hand an answer to an episode's environment."""
-        self._link.send(Move(episode, "step", answer=answer))
+        """Pass an answer to an episode's environment."""
+        last = self._last[episode]
+        self._submit(_Move(episode, "step", last.row, last.seed, (*last.answers, answer)))
 
     def finish(self, episode: int) -> None:
-        """Ask for an episode's reward, its last move."""
-        self._link.send(Move(episode, "reward"))
+        """Request an episode's reward, which is its last move."""
+        last = self._last[episode]
+        self._submit(_Move(episode, "reward", last.row, last.seed, last.answers))
+
+    def _submit(self, move: _Move) -> None:
+        self._last[move.episode] = move
+        lane = next(n for n, episodes in enumerate(self._episodes) if move.episode in episodes)
+        number = self._workers.submit(
+            move, lane=lane, seconds=self._timeout_seconds, name=move.verb
+        )
+        self._calls[number] = move.episode
 
     def receive(self, *, wait: bool) -> list[Played]:
-        """What came of moves since the last call; with `wait` of one at least.
+        """Results of moves since the last call; with `wait` at least one.
 
         Raises:
-            RewardError: the process that keeps the workers has ended.
+            RewardError: the supervisor of the workers has ended.
         """
-        played: list[Played] = []
-        while (wait and not played) or not self._received.empty():
-            message = self._received.get()
-            if isinstance(message, Exception):
-                raise message
-            played.append(message)
-        return played
-
-    def _read(self) -> None:
-        while not self._closing.is_set():
-            try:
-                if self._link.has_message(POLL_SECONDS):
-                    self._received.put(self._link.receive())
-            except Exception as error:  # noqa: BLE001 - whoever waits for a reply must see it
-                self._received.put(error)
-                return
+        results: list[Played] = []
+        for reply in self._workers.receive(wait=wait):
+            episode = self._calls.pop(reply.number)
+            verdict = reply.value if isinstance(reply.value, Verdict) else None
+            messages = reply.value if verdict is None else None
+            results.append(Played(episode, messages, reply.failure, verdict))
+            if reply.failure is not None or verdict is not None:
+                del self._last[episode]
+                for episodes in self._episodes:
+                    episodes.discard(episode)
+        return results
 
     def close(self) -> None:
         """End all processes."""
-        self._closing.set()
-        if self._reader.is_alive():
-            self._reader.join()
-        self._link.close()
+        self._workers.close()
+
+
+class WrongReturnError(UserError):
+    """A method returned a value of a wrong type."""
+
+
+class _Episodes:
+    """The environments of a worker, by episode; called with each move."""
+
+    def __init__(self, file: EnvironmentFile) -> None:
+        self._class: Any = load_name(file.file, file.text, file.name)
+        has_step = callable(getattr(self._class, "step", None))
+        # Where a base of another file decides, the loaded class shows which form it has.
+        self._takes_turns = has_step if file.form is None else file.form == "turns"
+        verbs = VERBS if self._takes_turns else ("reset",)
+        missing = [verb for verb in verbs if not callable(getattr(self._class, verb, None))]
+        if missing:
+            raise TypeError(f"class {file.name} lacks {' and '.join(missing)}")
+        self._playing: dict[int, Environment] = {}
+
+    def __call__(
+        self, move: _Move, tick: Callable[[], None]
+    ) -> tuple[Message, ...] | Verdict | None:
+        """Play a move; an unknown episode is played up to it first, with time for every call."""
+        try:
+            if move.verb == "reset":
+                return messages_of("reset", self._begin(move))
+            if move.episode not in self._playing:
+                self._begin(move)
+                for answer in move.answers[:-1] if move.verb == "step" else move.answers:
+                    tick()
+                    self._playing[move.episode].step(answer)
+                tick()
+            if move.verb == "reward":
+                return verdict_of(self._playing.pop(move.episode).reward())
+            returned = self._playing[move.episode].step(move.answers[-1])
+            return None if returned is None else messages_of("step", returned)
+        except BaseException:
+            self._playing.pop(move.episode, None)
+            raise
+
+    def _begin(self, move: _Move) -> object:
+        user = self._class()
+        environment = user if self._takes_turns else ToolEnvironment(user)
+        self._playing[move.episode] = environment
+        return environment.reset(move.row, seed=move.seed)
+
+
+ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
+"""Plain strings, which the file's subclasses of str may equal."""
+
+
+def messages_of(verb: str, returned: object) -> tuple[Message, ...]:
+    """The value of reset or step as messages.
+
+    Raises:
+        WrongReturnError: it is not a list of messages, or one that can't precede an answer.
+    """
+    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Sequence):
+        raise WrongReturnError(f"{verb} returned {described(returned)}, not a list of messages")
+    messages = tuple(_message(verb, message) for message in returned)
+    if not messages or messages[-1].role != "user":
+        raise WrongReturnError(f"{verb} returned no message of the user at the end")
+    if verb == "step" and any(message.role == "assistant" for message in messages):
+        raise WrongReturnError("step returned a message of the assistant, which the model writes")
+    return messages
+
+
+def _message(verb: str, given: Any) -> Message:  # noqa: ANN401
+    read = given.get if isinstance(given, Mapping) else partial(getattr, given)
+    role, content = read("role", None), read("content", None)
+    if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
+        raise WrongReturnError(
+            f"{verb} returned {described(given)} as a message, which needs a role (system, user or"
+            " assistant) and a text as content"
+        )
+    content = str.__str__(content)  # the file's subclasses of str exist in this process alone
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise WrongReturnError(
+            f"{verb} returned {described(content)}, which is not Unicode text"
+        ) from None
+    return Message(ROLES[role], content)
+
+
+def verdict_of(returned: object) -> Verdict:
+    """The value of reward: a number, None, or numbers by name, whose sum counts."""
+    if not isinstance(returned, Mapping):
+        return Verdict(outcome_of(returned))
+    outcomes = {str(name): outcome_of(value) for name, value in returned.items()}
+    for name, outcome in outcomes.items():
+        if outcome.value is None:
+            return Verdict(Outcome.failed(f"{name}: {outcome.failure or 'it gave None'}"))
+    parts = {name: o.value for name, o in outcomes.items() if o.value is not None}
+    return Verdict(Outcome(sum(parts.values())) if parts else Outcome(), parts)

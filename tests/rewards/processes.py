@@ -6,7 +6,9 @@ import psutil
 def descendants() -> list[psutil.Process]:
     """The processes of rewards; the test run has others, which other tests started."""
     own = [
-        each for each in psutil.Process().children() if "rewards.supervisor" in read_command(each)
+        each
+        for each in psutil.Process().children()
+        if any("workers.supervise" in word for word in read_command(each))
     ]
     return [process for each in own for process in (each, *each.children(recursive=True))]
 

@@ -15,9 +15,7 @@ ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 def outcome(program: str, tests: object, **settings: object) -> Outcome:
     config = RewardConfig(name="runs", kind="code", **settings)  # type: ignore[arg-type]
     response = f"Let me see.\n```python\n{program}\n```\n"
-    (scored,) = scorer_of(read_source(config)).score(
-        [Episode((), response, extra={"tests": tests})]
-    )
+    (scored,) = scorer_of(read_source(config))([Episode((), response, extra={"tests": tests})])
     return scored
 
 
@@ -51,8 +49,7 @@ def test_a_program_that_hangs_is_wrong_and_tests_that_can_not_be_read_are_a_fail
     slow = [{"input": "1", "output": "1"}, {"input": "2", "output": "2"}]
 
     hangs = outcome("x = input()\nwhile x == '2': pass\nprint(x)", slow, seconds=1.0)
-    unread = outcome(SUM, {"question": "?"})
 
     assert hangs == Outcome(0.5)
-    assert unread.value is None
-    assert "neither code nor inputs and outputs" in str(unread.failure)
+    with pytest.raises(ValueError, match="neither code nor inputs and outputs"):
+        outcome(SUM, {"question": "?"})

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rewards.combine import normalize_then_sum, weighted_sum, without_failures
 from rewards.contract import Scored
+from rewards.mixture import normalize_then_sum, weighted_sum, without_failures
 
 
 def test_the_sum_is_weighted_and_the_weights_of_what_does_not_apply_go_to_the_others() -> None:

@@ -51,7 +51,8 @@ def test_sources_are_tried_on_the_answers_of_the_rows(rows: Path) -> None:
     ]
     assert lines[6] == "math: first None: rows.jsonl line 3"
     assert lines[7] == (
-        "score: first failed: rows.jsonl line 2: it raised ZeroDivisionError: division by zero"
+        "score: first failed: rows.jsonl line 2:"
+        " the call raised ZeroDivisionError: division by zero"
     )
     assert "this is not an output" in done.stderr
 

@@ -99,7 +99,7 @@ def scored(
     config: RewardConfig, given: list[Episode], *, cache: Path | None = None, seconds: float = 5.0
 ) -> list[Outcome]:
     source = read_source(config, cache_dir=cache, timeout_seconds=seconds)
-    return scorer_of(source).score(given)
+    return scorer_of(source)(given)
 
 
 def test_a_service_gets_openrlhfs_form_and_its_null_is_no_reward() -> None:

@@ -13,8 +13,7 @@ import pytest
 from rewards.environments.calculator import Calculator
 from rewards.environments.file import read_environment
 from rewards.environments.guessing import GuessingGame
-from rewards.environments.messages import Played
-from rewards.environments.pool import Environments
+from rewards.environments.pool import Environments, Played
 from rewards.environments.tools import ToolEnvironment
 from tests.rewards.processes import alive, descendants, read_command
 

@@ -5,18 +5,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from rewards.config import Form, RewardConfig
-from rewards.functions import ALL_COLUMNS, FunctionFile, read_function
+from rewards.config import RewardConfig
+from rewards.functions import FunctionFile, read_function
 
 
-def read(
-    tmp_path: Path, text: str, *, column: str | None = None, form: Form = "auto"
-) -> FunctionFile:
+def read(tmp_path: Path, text: str) -> FunctionFile:
     file = tmp_path / "mine.py"
     file.write_text(text)
-    path = f"{file}:score"
-    config = RewardConfig(name="mine", kind="function", path=path, column=column, form=form)
-    return read_function(config)
+    return read_function(RewardConfig(name="mine", kind="function", path=f"{file}:score"))
 
 
 HELPER = """
@@ -25,44 +21,24 @@ def get_text(completion):
 
 def score(completions, **kwargs):
     return [len(get_text(each)) for each in completions]
-
-def another(episodes):
-    return [each.extra["label"] for each in episodes]
 """
-"""A function whose helper annotates completions, next to an unrelated one."""
-
-BESIDE = (
-    "def get_text(c): return c['content']\ndef score(completions): return [1 for c in completions]"
-)
 
 FORMS = (
-    ("def score(episodes): return []", "episodes", set()),
-    ("async def score(episodes): return []", "episodes", set()),
-    ("def score(episodes): return [e.extra['answer'] for e in episodes]", "episodes", {"answer"}),
-    ("def score(episodes): return [e.extra.get('a') for e in episodes]", "episodes", {"a"}),
-    ("def score(episodes): return [f(e.extra) for e in episodes]", "episodes", {ALL_COLUMNS}),
-    ("def score(completions, **kwargs): return []", "trl", set()),
-    ("def score(prompts, completions, answer): return []", "trl", {"answer"}),
-    ("def score(completions, **kw): return kw['solution']", "trl", {"solution"}),
-    ("def score(completions, **kw): return other(**kw)", "trl", {ALL_COLUMNS}),
-    ("def score(completions, *, log_metric=None): return []", "trl", set()),
-    (HELPER, "trl_conversational", set()),
-    (BESIDE, "trl", set()),
-    ("def score(queries, prompts, labels): return []", "openrlhf", {"label"}),
-    ("def score(queries, prompts, labels, **kwargs): return []", "openrlhf", {"label"}),
-    ("def score(data_source, solution_str, ground_truth, extra_info=None): return 1", "verl",
-     {"data_source", "ground_truth", "extra_info"}),
-    ("def score(solution_str, ground_truth): return 1", "verl", {"ground_truth"}),
-)  # fmt: skip
+    ("def score(episodes): return []", "episodes"),
+    ("async def score(episodes): return []", "episodes"),
+    ("def score(completions, **kwargs): return []", "trl"),
+    ("def score(prompts, completions, answer): return []", "trl"),
+    ("def score(completions, *, log_metric=None): return []", "trl"),
+    (HELPER, "trl_conversational"),
+    ("def score(queries, prompts, labels, **kwargs): return []", "openrlhf"),
+    ("def score(data_source, solution_str, ground_truth, extra_info=None): return 1", "verl"),
+    ("def score(solution_str, ground_truth): return 1", "verl"),
+)
 
 
-@pytest.mark.parametrize(("text", "form", "columns"), FORMS)
-def test_the_form_and_the_columns_follow_from_the_parameters(
-    tmp_path: Path, text: str, form: str, columns: set[str]
-) -> None:
-    function = read(tmp_path, text)
-
-    assert (function.form, set(function.columns)) == (form, columns)
+@pytest.mark.parametrize(("text", "form"), FORMS)
+def test_the_form_follows_from_the_parameters(tmp_path: Path, text: str, form: str) -> None:
+    assert read(tmp_path, text).form == form
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def make_config(judge: Path, **settings: object) -> RewardConfig:
 def test_a_model_on_disk_scores_responses_on_its_scale(judge: Path) -> None:
     with Rewards([make_config(judge)], timeout_seconds=60.0) as rewards:
         rewards.submit([episode(response, slot) for slot, response in enumerate("abc")])
-        scored = rewards.results().sources["taste"]
+        scored = rewards.results()["taste"]
 
     assert scored.values == [0.2, 0.85, None]
     assert scored.failed[:2] == [None, None]
@@ -73,7 +73,7 @@ def test_a_model_on_disk_scores_responses_on_its_scale(judge: Path) -> None:
 def test_a_question_that_does_not_fit_the_model_fails_its_response_alone(judge: Path) -> None:
     with Rewards([make_config(judge, concurrency=1)], timeout_seconds=60.0) as rewards:
         rewards.submit([episode("b"), episode("x" * 400, slot=1)])
-        scored = rewards.results().sources["taste"]
+        scored = rewards.results()["taste"]
 
     assert scored.values == [0.85, None]
     assert scored.failed[1] is not None

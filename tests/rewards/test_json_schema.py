@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import ConfigError
 from rewards.config import RewardConfig
-from rewards.contract import Episode
+from rewards.contract import Episode, Outcome
 from rewards.sources import read_source, scorer_of
 from rewards.verifiers import read_json, read_schema
 
@@ -77,10 +78,11 @@ def test_the_schema_is_a_file_or_a_column(tmp_path: Path) -> None:
         Episode((), "{}", extra={"schema": {"minLength": "2"}}),
     ]
 
-    assert [each.value for each in scorer_of(from_file).score(rows)] == [0, 1, 1, 1]
-    outcomes = scorer_of(from_column).score(rows)
+    assert [each.value for each in scorer_of(from_file)(rows)] == [0, 1, 1, 1]
+    outcomes = scorer_of(from_column)(rows[:3])
 
-    assert [each.value for each in outcomes] == [1, 0, None, None]
-    assert [each.failure is None for each in outcomes] == [True, True, True, False]
+    assert outcomes == [Outcome(1), Outcome(0), Outcome(None)]
+    with pytest.raises(ConfigError, match="the column schema is not a JSON schema"):
+        scorer_of(from_column)(rows[3:])
     assert (from_file.columns, from_column.columns) == (set(), {"schema"})
     assert from_file.fingerprint is not None

@@ -103,7 +103,7 @@ def test_a_gold_that_can_not_be_read_gives_no_reward_and_no_0(
 ) -> None:
     scorer = math_scorer(RewardConfig(name="correct", kind="math"))
 
-    (outcome,) = scorer.score([Episode((), response, extra={"answer": gold})])
+    (outcome,) = scorer([Episode((), response, extra={"answer": gold})])
 
     assert (outcome.value, outcome.failure) == (reward, None)
 

@@ -57,12 +57,11 @@ def test_functions_of_every_form_run_unchanged() -> None:
         verdicts = rewards.results()
         notes = " ".join(rewards.notes)
 
-    assert verdicts.sources["length"].values == [1, 4]
-    assert verdicts.sources["slow_length"].values == [1, 4]
+    assert verdicts["length"].values == [1, 4]
+    assert verdicts["slow_length"].values == [1, 4]
     for name in ("trl_plain", "trl_messages", "openrlhf", "verl"):
-        assert verdicts.sources[name] == Scored([1.0, 0.0], [None, None]), name
-    assert list(verdicts.sources) == [source.name for source in sources]
-    assert rewards.columns == {"answer", "data_source", "extra_info"}
+        assert verdicts[name] == Scored([1.0, 0.0], [None, None]), name
+    assert list(verdicts) == [source.name for source in sources]
     for form in ("(episodes)", "with text", "with messages", "OpenRLHF's", "verl's"):
         assert form in notes
 
@@ -74,13 +73,13 @@ def test_what_is_no_number_is_a_failure_of_its_response_alone() -> None:
         "{'value': 1}": "it gave dict {'value': 1} where a number or None belongs",
         "float('nan')": "it gave nan, which is not finite",
         "float('-inf')": "it gave -inf, which is not finite",
-        "1 / 0": "it raised ZeroDivisionError: division by zero",
+        "1 / 0": "the call raised ZeroDivisionError: division by zero",
         "exit(3)": "the call ended its process, with code 3",
     }
 
     with Rewards([function("returns")], workers=1) as rewards:
         rewards.submit(episodes(*wrong, "None", "True", "__import__('numpy').float32(2)"))
-        scored = rewards.results().sources["returns"]
+        scored = rewards.results()["returns"]
 
     assert scored.failed == [*wrong.values(), None, None, None]
     assert scored.values == [*[None] * len(wrong), None, 1.0, 2.0]
@@ -96,7 +95,7 @@ def test_one_of_64_calls_that_hangs_costs_its_deadline_and_no_more() -> None:
         verdicts = rewards.results()
         seconds = time.monotonic() - began
 
-    scored = verdicts.sources["by_text"]
+    scored = verdicts["by_text"]
     assert submitted < 0.1
     assert seconds < 1.5
     assert scored.failed[5] == "the call took longer than 1 s"
@@ -107,7 +106,7 @@ def test_one_of_64_calls_that_hangs_costs_its_deadline_and_no_more() -> None:
 def test_a_worker_that_dies_or_spins_is_replaced() -> None:
     with Rewards([function("by_text")], workers=1, timeout_seconds=0.3) as rewards:
         rewards.submit(episodes("exit", "spin", "", "exit", ""))
-        scored = rewards.results().sources["by_text"]
+        scored = rewards.results()["by_text"]
 
     died = "the call ended its process, with code 3"
     late = "the call took longer than 0.3 s"
@@ -121,7 +120,7 @@ def check_memory(count: int, seconds: float) -> None:
         rewards.results()
         before = supervisor.memory_info().rss
         rewards.submit(episodes(*["hang"] * count))
-        scored = rewards.results().sources["by_text"]
+        scored = rewards.results()["by_text"]
         after = supervisor.memory_info().rss
         num_processes = len(descendants())
 
@@ -203,7 +202,7 @@ def test_an_edit_during_the_run_changes_nothing_and_another_file_another_fingerp
         rewards.submit(episodes("end the process"))
         rewards.results()
         rewards.submit(episodes(""))
-        values = rewards.results().sources["mine"].values
+        values = rewards.results()["mine"].values
     with Rewards([config], workers=1) as again:
         after = again.fingerprint
 

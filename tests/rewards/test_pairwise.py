@@ -6,7 +6,7 @@ from typing import Any
 
 from rewards.config import RewardConfig
 from rewards.contract import Outcome
-from rewards.pairwise import PairwiseJudge, pairwise_judge
+from rewards.judge import PairwiseJudge, pairwise_judge
 from tests.rewards.test_endpoints import Server, episodes, judged, say, serving
 
 

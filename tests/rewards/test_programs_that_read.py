@@ -9,7 +9,7 @@ from rewards.sources import read_source, scorer_of
 def reward(config: RewardConfig, response: str, num_tokens: int = 0, **extra: object) -> object:
     prompt = (Message("user", "?"),)
     episode = Episode(prompt, response, extra=extra, num_tokens=num_tokens)
-    (outcome,) = scorer_of(read_source(config)).score([episode])
+    (outcome,) = scorer_of(read_source(config))([episode])
     assert outcome.failure is None
     return outcome.value
 

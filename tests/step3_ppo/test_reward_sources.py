@@ -12,7 +12,7 @@ from evaluation.held_out import Prompt
 from inference.generation import Response
 from pipeline.data.examples import Message
 from rewards.config import RewardConfig
-from rewards.contract import RewardError
+from rewards.workers import RewardError
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.reward_sources import RewardSources

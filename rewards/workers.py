@@ -1,0 +1,439 @@
+"""Worker processes that run users' code: reward functions, verifiers, judges and environments.
+
+The training process starts one supervisor and sends it calls. The supervisor starts the workers,
+kills one whose call passes its deadline, restarts one that ended, and ends with all its descendants
+when the training process ends, however that ends. As a separate process it keeps the deadlines
+while the training process computes. Requests and replies are pickled at the ends and pass the
+supervisor as bytes.
+"""
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from pipeline.errors import ConfigError, UserError
+from pipeline.installation import ROOT
+from pipeline.signals import INTERRUPTS, STOP_SIGNALS
+
+LOAD_SECONDS = 120.0
+"""Time in which a worker must have loaded its code, whose imports may be large."""
+
+CLOSE_SECONDS = 10.0
+"""Time in which the supervisor must end its descendants when the training process closes it."""
+
+
+class RewardError(UserError):
+    """A source of rewards failed on more responses than the settings allow, or can't run."""
+
+
+Tick = Callable[[], None]
+"""Restarts the deadline of the current call."""
+
+Handler = Callable[[Any, Tick], Any]
+"""Returns the reply to a request."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Workers that take calls from one queue, each worker one call at a time."""
+
+    name: str
+    """Of the code that the workers run, for messages."""
+
+    load: Callable[[], Handler]
+    """Runs in each worker when it starts; must be picklable."""
+
+    size: int = 1
+    """Number of workers."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Result of a call: a value or a failure."""
+
+    number: int
+    value: Any = None
+    failure: str | None = None
+    seconds: float = 0.0
+    """Duration of the call."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    number: int
+    lane: int
+    name: str
+    seconds: float
+    """Time until the deadline."""
+
+    request: bytes
+
+
+class Workers:
+    """Worker processes, as the training process uses them.
+
+    Args:
+        lanes: the workers to start.
+
+    Raises:
+        ConfigError: the code of a lane can't be loaded.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._count = 0
+        self._connection, remote = Pipe()
+        self._process = _start_supervisor(remote)
+        remote.close()
+        try:
+            self._send([(lane.name, pickle.dumps(lane.load), lane.size) for lane in lanes])
+            error: str | None = self._receive()
+        except BaseException:
+            self.close()
+            raise
+        if error is not None:
+            self.close()
+            raise ConfigError(" ".join(error.split()))
+
+    def submit(
+        self, request: object, *, lane: int = 0, seconds: float, name: str = "the call"
+    ) -> int:
+        """Queue a call and return its number.
+
+        Args:
+            request: passed to the lane's handler.
+            lane: index of the lane.
+            seconds: time that the call may take.
+            name: of the call, for messages.
+
+        Raises:
+            RewardError: the supervisor has ended.
+        """
+        self._count += 1
+        self._send(_Call(self._count, lane, name, seconds, pickle.dumps(request)))
+        return self._count
+
+    def receive(self, *, wait: bool) -> list[Reply]:
+        """Replies that have arrived since the last call; with `wait` at least one.
+
+        Raises:
+            RewardError: the supervisor has ended.
+        """
+        replies: list[Reply] = []
+        while (wait and not replies) or self._connection.poll():
+            number, value, failure, seconds = self._receive()
+            result = None if value is None else pickle.loads(value)  # noqa: S301 - own worker
+            replies.append(Reply(number, result, failure, seconds))
+        return replies
+
+    def close(self) -> None:
+        """End all processes."""
+        self._connection.close()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            kill_tree(self._process.pid)
+            self._process.wait()
+
+    def _send(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise self._lost() from None
+
+    def _receive(self) -> Any:  # noqa: ANN401
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            raise self._lost() from None
+
+    def _lost(self) -> RewardError:
+        return RewardError(
+            f"the supervisor of the reward workers has ended (code {self._process.poll()}); check"
+            " for a lack of memory, and start again with --resume"
+        )
+
+
+def _start_supervisor(connection: Connection) -> "subprocess.Popen[bytes]":
+    # The kernel ties a child to the thread that started it; only the main thread lives as long as
+    # the process.
+    ends_with_thread = threading.current_thread() is threading.main_thread()
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
+    return _start_python("supervise", connection, int(ends_with_thread), environment=environment)
+
+
+def _start_python(
+    function: str,
+    connection: Connection,
+    *arguments: int,
+    environment: dict[str, str] | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Run a function of this module in a new process, with its pid and one end of a pipe."""
+    # Not `python -m`, which would make a second copy of this module's classes.
+    code = f"from rewards import workers; workers.{function}()"
+    words = map(str, (connection.fileno(), os.getpid(), *arguments))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *words],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[connection.fileno()],
+        # Ctrl-C is for the training process, which needs its rewards to finish its step.
+        start_new_session=True,
+        env=environment,
+    )
+
+
+def supervise() -> None:
+    """Run calls for the training process until it closes its end of the pipe."""
+    descriptor, parent, ends_with_thread = map(int, sys.argv[1:])
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _leave_signals_to(parent)
+    if ends_with_thread:
+        # SIGKILL would leave behind what the workers have started.
+        _end_with_parent(parent, signal.SIGTERM)
+    trainer = Connection(descriptor)
+    try:
+        with contextlib.suppress(EOFError, OSError):  # the training process has ended
+            _serve(trainer)
+    finally:
+        _SPAWN.acquire()
+        _kill_children()
+        os._exit(0)
+
+
+_Result = tuple[int, bytes | None, str | None, float]
+"""Number, pickled value, failure and seconds of a call."""
+
+
+def _serve(trainer: Connection) -> None:
+    loaded: SimpleQueue[str | None] = SimpleQueue()
+    results: SimpleQueue[_Result] = SimpleQueue()
+    queues: list[SimpleQueue[_Call]] = []
+    workers: list[_Worker] = []
+    for name, load, size in trainer.recv():
+        queues.append(SimpleQueue())
+        workers += [_Worker(name, load, queues[-1], loaded, results) for _ in range(size)]
+    for worker in workers:
+        threading.Thread(target=worker.run, daemon=True).start()
+    trainer.send(next(filter(None, [loaded.get() for _ in workers]), None))
+
+    def send_results() -> None:
+        with contextlib.suppress(OSError):  # the pipe is closed, which the main thread sees too
+            while True:
+                trainer.send(results.get())
+
+    # The main thread always receives, so that the training process never waits to send.
+    threading.Thread(target=send_results, daemon=True).start()
+    while True:
+        call: _Call = trainer.recv()
+        queues[call.lane].put(call)
+
+
+_SPAWN = threading.Lock()
+"""Held while a worker starts or adopted processes are reaped, and at the end."""
+
+_WORKERS: set[int] = set()
+"""Pids of the workers, which their threads wait for."""
+
+
+class _Worker:
+    """A worker process, in the supervisor: `run` passes it calls, in a separate thread."""
+
+    def __init__(
+        self,
+        name: str,
+        load: bytes,
+        calls: "SimpleQueue[_Call]",
+        loaded: "SimpleQueue[str | None]",
+        results: "SimpleQueue[_Result]",
+    ) -> None:
+        self._loading = f"loading {name}"
+        self._load = load
+        self._calls = calls
+        self._loaded = loaded
+        self._results = results
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        """Start the worker, then run calls until the supervisor ends."""
+        self._loaded.put(self._start())
+        while True:
+            call = self._calls.get()
+            error = self._start() if self._process is None else None
+            if error is not None:
+                self._fail_all(call, f"its worker can't be started: {error}")
+                continue
+            began = time.monotonic()
+            value, failure = self._exchange(call.request, call.seconds, name=call.name)
+            self._results.put((call.number, value, failure, time.monotonic() - began))
+            if self._process is None:
+                self._start()  # before it takes a call that another worker could run at once
+
+    def _fail_all(self, call: _Call, failure: str) -> None:
+        """Fail a call and all that wait: another worker would fail to start as well."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._results.put((call.number, None, failure, 0.0))
+                call = self._calls.get_nowait()
+
+    def _start(self) -> str | None:
+        """Start the worker; returns why its code can't be loaded."""
+        self._connection, remote = Pipe()
+        with _SPAWN:
+            self._process = _start_python("work", remote)
+            _WORKERS.add(self._process.pid)
+        remote.close()
+        _, failure = self._exchange(self._load, LOAD_SECONDS, name=self._loading)
+        if failure is not None:
+            self._stop()
+        return failure
+
+    def _exchange(
+        self, request: bytes, seconds: float, *, name: str
+    ) -> tuple[bytes | None, str | None]:
+        """Send a request and wait for its value or failure; a process that gives none is ended."""
+        assert self._process is not None
+        connection = self._connection
+        try:
+            connection.send((name, request))
+            deadline = time.monotonic() + seconds
+            while connection.poll(max(0.0, deadline - time.monotonic())):
+                result = connection.recv()
+                if result is not None:
+                    return result
+                deadline = time.monotonic() + seconds
+            failure = f"{name} took longer than {seconds:g} s"
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            failure = f"{name} ended its process, with code {self._process.returncode}"
+        self._stop()
+        return None, failure
+
+    def _stop(self) -> None:
+        """End the worker and its descendants."""
+        if self._process is None:
+            return
+        kill_tree(self._process.pid)
+        self._process.wait()
+        self._connection.close()
+        with _SPAWN:
+            _WORKERS.discard(self._process.pid)
+            for child in psutil.Process().children():
+                if child.pid not in _WORKERS:
+                    _reap(child.pid)
+        self._process = None
+
+
+def work() -> None:
+    """Run the calls that the supervisor sends, on the main thread; the first loads the code."""
+    descriptor, parent = map(int, sys.argv[1:])
+    _end_with_parent(parent, signal.SIGKILL)
+    _leave_signals_to(parent)
+    os.dup2(2, 1)  # what users' code prints is not an output of the command that runs it
+    connection = Connection(descriptor)
+    handler: Handler | None = None
+    with contextlib.suppress(EOFError):
+        while True:
+            name, request = connection.recv()
+            try:
+                received = pickle.loads(request)  # noqa: S301 - from the training process
+                if handler is None:
+                    handler, value = received(), None
+                else:
+                    value = handler(received, lambda: connection.send(None))
+                result = pickle.dumps(value), None
+            except UserError as error:
+                result = None, str(error)
+            except Exception as error:  # noqa: BLE001 - whatever a user's code raises
+                result = None, f"{name} raised {type(error).__name__}: {error}"
+            connection.send(result)
+
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+"""From linux/prctl.h: the second makes a process the parent of its orphaned descendants."""
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _end_with_parent(parent: int, how: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends.
+
+    On Linux alone. On other systems the end of the pipe between them ends it.
+    """
+    _prctl(_PR_SET_PDEATHSIG, how)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _leave_signals_to(parent: int) -> None:
+    """Ignore Ctrl-C and a scheduler's signals while the parent lives; later, end the process tree.
+
+    They may reach every process of a job. The training process stops after its step, for which it
+    needs its rewards. Handlers, unlike ignored signals, are not inherited by child processes.
+    """
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        if os.getppid() != parent:
+            # An exception could interrupt the same work at its end.
+            _kill_children()
+            os._exit(1)
+
+    for number in (*STOP_SIGNALS, *INTERRUPTS):
+        signal.signal(number, handle)
+
+
+def kill_tree(pid: int, *, itself: bool = True) -> None:
+    """Kill a process with its group and its descendants in any session; or the descendants alone.
+
+    Args:
+        pid: of the process.
+        itself: whether to kill the process and its group.
+    """
+    try:
+        process = psutil.Process(pid)
+        descendants = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    if itself:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        descendants.append(process)
+    for descendant in descendants:
+        with contextlib.suppress(psutil.Error):
+            descendant.kill()
+
+
+def _kill_children() -> None:
+    """Kill all descendants of this process and wait for them, 5 seconds at most."""
+    deadline = time.monotonic() + 5.0
+    process = psutil.Process()
+    while (descendants := process.children(recursive=True)) and time.monotonic() < deadline:
+        kill_tree(process.pid, itself=False)
+        for descendant in descendants:
+            _reap(descendant.pid)
+        time.sleep(0.005)
+
+
+def _reap(pid: int) -> None:
+    """Wait for a child that has ended; do nothing for a process that runs or is no child."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
