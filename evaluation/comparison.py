@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from pipeline.report.intervals import Interval, change_interval
+from pipeline.report.figures import Interval, change_interval
 
 ELO = 400 / math.log(10)
 """Points of a strength of 1: ten times the odds are 400 points, as in chess."""

@@ -13,7 +13,7 @@ import transformers
 from evaluation.config import EvaluationConfig
 from evaluation.contract import Grades
 from pipeline import __version__
-from pipeline.report.intervals import Interval, share_interval
+from pipeline.report.figures import Interval, share_interval
 from pipeline.settings.plain import plain
 
 

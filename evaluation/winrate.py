@@ -20,7 +20,7 @@ from pipeline.settings.plain import plain
 
 if TYPE_CHECKING:
     from evaluation.comparison import Match
-    from pipeline.report.intervals import Interval
+    from pipeline.report.figures import Interval
 
 
 def main(argv: Sequence[str]) -> None:

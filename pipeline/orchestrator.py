@@ -261,7 +261,7 @@ def _savings(plan: Plan, stage: Stage) -> str:
 
 
 def _write_report(out: Path) -> None:
-    from pipeline.report.write import write_report
+    from pipeline.report.page import write_report
 
     write_report(out)
 
@@ -269,7 +269,7 @@ def _write_report(out: Path) -> None:
 def _closing_table(plan: Plan) -> Iterator[str]:
     """The steps' numbers, and where everything is."""
     from pipeline.report.findings import findings
-    from pipeline.report.methods import compare_methods, lines
+    from pipeline.report.methods import compare_methods, table
     from pipeline.report.results import model_to_talk_to, read_results
 
     out = plan.request.output_dir
@@ -285,7 +285,7 @@ def _closing_table(plan: Plan) -> Iterator[str]:
     if compared is None or headline != compared.sentence:
         yield f"\n{headline}"
     if compared is not None:
-        yield "\n" + "\n".join(lines(compared))
+        yield f"\n{table(compared)}"
     yield f"\nreport   {out / REPORT}"
     yield f"numbers  {out / SUMMARY}"
     made = [out / stage.name for stage in plan.stages if stage.name in done]

@@ -1,7 +1,7 @@
 """Two models answer the same prompts, side by side.
 
 python -m step1_sft.evaluate --baseline facebook/opt-1.3b --model OUT/step1_sft
-python -m step1_sft.evaluate --baseline DIR --model DIR --prompts IN.jsonl --out comparison.html
+python -m step1_sft.evaluate --baseline DIR --model DIR --prompts IN.jsonl --out comparison.json
 """
 
 import json
@@ -56,15 +56,11 @@ class CompareConfig:
     """Seed of sampling: the same seed draws the same responses."""
 
     out: Path | None = None
-    """File for the comparison, .html or .json; null only prints it."""
+    """JSON file for the comparison; null only prints it."""
 
     def __post_init__(self) -> None:
         require(bool(self.baseline), "--baseline is missing: give the model before training")
         require(bool(self.model), "--model is missing: give the model after training")
-        require(
-            self.out is None or self.out.suffix in {".html", ".json"},
-            f"--out {self.out}: the name must end in .html or .json",
-        )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -139,24 +135,16 @@ def write(
     *,
     paths: Mapping[str, str],
 ) -> None:
-    """Write the comparison as .html or .json.
+    """Write the comparison as JSON.
 
     Raises:
         ConfigError: the file can't be written.
     """
-    from pipeline.report.pages import render_comparison
-
-    if path.suffix == ".json":
-        rows = [
-            {"prompt": prompt.given, **{role: answers[role][row] for role in ROLES}}
-            for row, prompt in enumerate(prompts)
-        ]
-        content = json.dumps({"paths": paths, "rows": rows}, ensure_ascii=False, indent=2) + "\n"
-    else:
-        dialogues = [
-            [(message.role, message.content) for message in prompt.messages] for prompt in prompts
-        ]
-        content = render_comparison(dialogues, answers, titles=paths)
+    rows = [
+        {"prompt": prompt.given, **{role: answers[role][row] for role in ROLES}}
+        for row, prompt in enumerate(prompts)
+    ]
+    content = json.dumps({"paths": paths, "rows": rows}, ensure_ascii=False, indent=2) + "\n"
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:

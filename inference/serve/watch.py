@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.curves import charts_of
-from pipeline.report.results import GuardEvent, StepResult, event_of, finite, mapping
+from pipeline.report.charts import charts_of
+from pipeline.report.results import GuardEvent, event_of, finite, mapping
 
 POINTS = 400
 """Points of a drawn curve at most: more are not seen."""
@@ -152,7 +152,7 @@ class WatchedRun:
         return {
             "step": chosen,
             "steps": [{"name": name, "state": self._state(name)} for name in names],
-            "charts": charts(chosen, tail.series),
+            "charts": charts(tail.series),
             "alarms": [
                 *(sentence for sentence in sentences if sentence),
                 *(sentence_of(event) for event in tail.events[-MOST_EVENTS:]),
@@ -189,11 +189,10 @@ def sentence_of(event: GuardEvent) -> str:
     return f"{event.unit} {event.step}, {event.words}: {event.sentence}"
 
 
-def charts(name: str, series: Mapping[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
+def charts(series: Mapping[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
     """The report's charts of which there are two points or more."""
-    known = StepResult(name=name, finished=False, metrics=(dict.fromkeys(series, 0),))
     drawn: list[dict[str, Any]] = []
-    for chart in charts_of(known):
+    for chart in charts_of(series):
         curves = [
             {"name": title, "points": thinned(series[metric])}
             for metric, title in chart.names.items()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.cli import run_main
 from pipeline.errors import ConfigError
-from pipeline.report.write import write_report
+from pipeline.report.page import write_report
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,39 +1,80 @@
-"""Curves as inline SVG. Colours come from the page's style, so that they follow light and dark."""
+"""Curves as inline SVG, whose colours follow the page's style, and the charts of a step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from markupsafe import Markup
 
+from pipeline.report.results import StepResult
+
 Point = tuple[float, float]
 
 MAX_BINS = 300
-"""Longer curves keep the smallest and the largest value of each of this many pieces."""
+"""Longer curves keep the smallest and the largest value of each of this many bins."""
+
+COLOURS = 4
+"""Further curves have the same colours, dashed."""
+
+METRICS = {
+    "score": ("Score", "mean of sampled responses, by the reward model or all sources of rewards"),
+    "accuracy": ("Accuracy", "pairs in the right order, or rows in their class"),
+    "loss": ("Loss", "nats per token, or per pair"),
+    "perplexity": ("Perplexity", "of held-out responses"),
+    "margin": ("Margin", "implicit rewards, chosen less rejected"),
+    "gold": ("Gold reward", "measured, not trained on"),
+    "reward_failures": ("Reward failures", "share of responses without a reward"),
+    "kl": ("KL to the reference", "nats per response"),
+    "response_length": ("Response length", "tokens"),
+    "entropy": ("Entropy", "nats per token; near 0 is collapse"),
+    "stop_rate": ("Stop rate", "share of responses that end before the length limit"),
+    "clip_fraction": ("Clip fraction", "tokens outside the trust region"),
+    "explained_variance": ("Explained variance", "of returns, by the critic; 1 is all"),
+    "ratio_max": ("Largest ratio", "new to old policy, one token"),
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "rollout_gap": ("Rollout gap", "generation against training, nats"),
+    "dead_right": ("Groups all right", "share of prompts; they have no gradient"),
+    "dead_wrong": ("Groups all wrong", "share of prompts; they have no gradient"),
+    "repetition": ("Repetition", "tokens that end a repeated trigram"),
+    "mfu": ("Model FLOPs utilization", "share of the peak"),
+    "hfu": ("Hardware FLOPs utilization", "share of the peak, recomputation included"),
+    "lr": ("Learning rate", ""),
+}
+"""Metrics with their title and note, the most important first; others follow by name."""
+
+NO_CURVES = {"step", "seconds", "tokens", "skipped"}
+"""Columns of metrics.jsonl that are no measurement."""
 
 
 @dataclass(frozen=True)
-class Frame:
-    """Size and margins of a picture."""
+class Chart:
+    """A chart of one metric, in training and on held-out data."""
 
-    width: int = 360
-    height: int = 180
-    left: int = 46
-    right: int = 10
-    top: int = 8
-    bottom: int = 22
+    title: str
+    note: str
 
-    def x(self, low: float, high: float) -> "Scale":
-        """The horizontal scale."""
-        return Scale(low, high, self.left, self.width - self.right)
+    names: Mapping[str, str]
+    """Titles of the curves by column of metrics.jsonl."""
 
-    def y(self, low: float, high: float, *, logarithmic: bool = False) -> "Scale":
-        """The vertical scale."""
-        return Scale(low, high, self.height - self.bottom, self.top, logarithmic)
+    @property
+    def logarithmic(self) -> bool:
+        """Whether values span orders of magnitude."""
+        return "eval_perplexity" in self.names
 
 
-SMALL = Frame()
+@dataclass(frozen=True)
+class DrawnChart:
+    """A chart with its picture."""
+
+    title: str
+    note: str
+    names: Sequence[str]
+    """Of its curves."""
+
+    picture: Markup
+    last: str = ""
+    """The last value of the last curve."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +87,41 @@ class Curve:
     measured: bool = False
     """Few exact points, such as evaluations: drawn with dots, not smoothed."""
 
-    exact: bool = False
-    """Set rather than measured, such as a learning rate: not smoothed."""
+
+def charts_of(columns: Iterable[str]) -> list[Chart]:
+    """The charts of these columns of metrics.jsonl."""
+    given = set(columns) - NO_CURVES
+    metrics = sorted({column.removeprefix("eval_") for column in given})
+    order = {metric: index for index, metric in enumerate(METRICS)}
+    charts: list[Chart] = []
+    for metric in sorted(metrics, key=lambda name: order.get(name, len(order))):
+        title, note = METRICS.get(metric, (metric.replace("_", " ").capitalize(), ""))
+        curves = {metric: "training", f"eval_{metric}": "held out"}
+        charts.append(Chart(title, note, {c: name for c, name in curves.items() if c in given}))
+    return charts
+
+
+def step_charts(step: StepResult) -> list[DrawnChart]:
+    """Every chart of the step that has a curve of two points or more."""
+    drawn: list[DrawnChart] = []
+    for chart in charts_of(dict.fromkeys(name for line in step.metrics for name in line)):
+        curves = [
+            Curve(name, points, measured=column.startswith("eval_"))
+            for column, name in chart.names.items()
+            if (points := step.series(column))
+        ]
+        if any(len(curve.points) > 1 for curve in curves):
+            label = f"{chart.title} over the steps of {step.name}"
+            last = f"{curves[-1].points[-1][1]:.4g}"
+            names = [curve.name for curve in curves]
+            picture = line_chart(curves, label, logarithmic=chart.logarithmic)
+            drawn.append(DrawnChart(chart.title, chart.note, names, picture, last))
+    return drawn
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values to positions: `low` to `start`, `high` to `end`."""
+    """Map of [low, high] to [start, end]; where logarithmic, of base-10 logarithms."""
 
     low: float
     high: float
@@ -62,94 +131,91 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """The position of `value`."""
-        if self.logarithmic:
-            share = math.log(value / self.low) / math.log(self.high / self.low)
-        else:
-            share = (value - self.low) / (self.high - self.low)
+        value = math.log10(value) if self.logarithmic else value
+        share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
-    @property
-    def ticks(self) -> list[float]:
-        """Round numbers within the scale: powers of ten where it is logarithmic."""
-        if self.logarithmic:
-            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            return [10.0**exponent for exponent in range(first, last + 1)]
-        return ticks(self.low, self.high)
+
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 22
+"""Margins of a picture."""
 
 
-def line_chart(curves: Sequence[Curve], *, label: str, logarithmic: bool = False) -> Markup:
-    """Curves over steps: raw values pale, their moving average strong.
+def line_chart(
+    curves: Sequence[Curve],
+    label: str,
+    *,
+    size: tuple[int, int] = (360, 180),
+    logarithmic: bool = False,
+    marked: float | None = None,
+) -> Markup:
+    """An SVG picture of curves: raw values pale, their moving average strong.
 
     Args:
         curves: each with a point or more.
         label: alternative text of the picture.
-        logarithmic: the values, all positive, may span orders of magnitude; where they don't, the
-            scale is linear.
+        size: width and height.
+        logarithmic: the vertical scale is logarithmic if all values are positive.
+        marked: horizontal position of a vertical dashed line.
     """
-    values = [value for curve in curves for _, value in curve.points]
-    x = SMALL.x(*_spread([step for curve in curves for step, _ in curve.points], margin=0.0))
-    if logarithmic and min(values) > 0 and max(values) > 20 * min(values):
-        y = SMALL.y(min(values) / 1.3, max(values) * 1.3, logarithmic=True)
-    else:
-        y = SMALL.y(*_spread(values, margin=0.06))
-    parts = grid(SMALL, x, y, whole_steps=True)
+    width, height = size
+    points = [point for curve in curves for point in curve.points]
+    x = Scale(*_limits([one for one, _ in points], margin=0.0), LEFT, width - RIGHT)
+    values = [two for _, two in points]
+    logarithmic = logarithmic and min(values) > 0
+    limits = _limits([math.log10(v) for v in values] if logarithmic else values, margin=0.06)
+    y = Scale(*limits, height - BOTTOM, TOP, logarithmic)
+    parts = _grid(x, y)
+    if marked is not None:
+        line = Markup('<path class="equal" d="M{:.1f} {}V{}"/>')
+        parts.append(line.format(x(marked), TOP, height - BOTTOM))
     for number, curve in enumerate(curves):
-        style, points = f"line c{number}", curve.points
-        if curve.measured:
-            # A line through two points would look like a curve that was measured between them.
-            parts += [path(points, x, y, style)] if len(points) > 2 else []
-            parts += dots(points, x, y, number, "step {:g}: {:.4g}")
-        elif curve.exact:
-            parts.append(path(thinned(points), x, y, style))
-        else:
-            parts.append(path(thinned(points), x, y, f"raw c{number}"))
-            parts.append(path(thinned(smoothed(points)), x, y, style))
-    return picture(SMALL, parts, label)
+        parts += _drawn(curve, number, x, y)
+    svg = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
+    return svg.format(width, height, label, Markup("").join(parts))
 
 
-def picture(frame: Frame, parts: Sequence[Markup], label: str) -> Markup:
-    """The parts as one SVG element."""
-    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
-        frame.width, frame.height, label, Markup("").join(parts)
-    )
+def _drawn(curve: Curve, number: int, x: Scale, y: Scale) -> list[Markup]:
+    style, dash = f"c{number % COLOURS}", number // COLOURS
+
+    def path(points: Sequence[Point], kind: str) -> Markup:
+        corners = "L".join(f"{x(one):.1f} {y(two):.1f}" for one, two in points)
+        dashes = Markup(' stroke-dasharray="{} 3"').format(9 // dash) if dash else ""
+        return Markup('<path class="{} {}"{} d="M{}"/>').format(kind, style, dashes, corners)
+
+    if not curve.measured:
+        return [
+            path(thinned(curve.points), "raw"),
+            path(thinned(smoothed(curve.points)), "line"),
+        ]
+    dot = Markup('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="3"><title>{}</title></circle>')
+    dots = [
+        dot.format(style, x(one), y(two), f"{curve.name}, {one:g}: {two:.4g}")
+        for one, two in curve.points
+    ]
+    # A line through two points would look like a curve that was measured between them.
+    return [*([path(curve.points, "line")] if len(dots) > 2 else []), *dots]
 
 
-def grid(frame: Frame, x: Scale, y: Scale, *, whole_steps: bool = False) -> list[Markup]:
-    """Lines at round values, with labels on both axes; `whole_steps` labels integers alone."""
+def _grid(x: Scale, y: Scale) -> list[Markup]:
+    """Lines at round values, with labels on both axes."""
     line = Markup('<path class="grid" d="M{} {:.1f}H{}"/>')
-    below = frame.height - frame.bottom + (17 if frame is SMALL else 15)
-    columns = [value for value in x.ticks if not whole_steps or value.is_integer()]
+    text = Markup('<text class="tick" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
+    across = ticks(y.low, y.high)
+    if y.logarithmic:
+        across = [10.0**exponent for exponent in across]
+    of_steps = x.low.is_integer() and x.high.is_integer()
+    columns = [v for v in ticks(x.low, x.high) if v.is_integer() or not of_steps]
     return [
-        *(line.format(frame.left, y(value), frame.width - frame.right) for value in y.ticks),
-        *(text(frame.left - 6, y(each) + 3.5, "end", tick_label(each)) for each in y.ticks),
-        *(text(x(each), below, "middle", tick_label(each)) for each in columns),
+        *(line.format(LEFT, y(value), x.end) for value in across),
+        *(text.format(LEFT - 6, y(v) + 3.5, "end", tick_label(v)) for v in across),
+        *(text.format(x(v), y.start + 16, "middle", tick_label(v)) for v in columns),
     ]
 
 
-def text(x: float, y: float, anchor: str, words: str) -> Markup:
-    """A label."""
-    form = Markup('<text class="tick" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
-    return form.format(x, y, anchor, words)
-
-
-def path(points: Sequence[Point], x: Scale, y: Scale, style: str, dash: str = "") -> Markup:
-    """A line through points."""
-    corners = "L".join(f"{x(one):.1f} {y(two):.1f}" for one, two in points)
-    dashes = Markup(' stroke-dasharray="{}"').format(dash) if dash else ""
-    return Markup('<path class="{}"{} d="M{}"/>').format(style, dashes, corners)
-
-
-def dots(points: Sequence[Point], x: Scale, y: Scale, number: int, words: str) -> list[Markup]:
-    """Dots of a curve; `words` describe each one."""
-    dot = Markup('<circle class="dot c{}" cx="{:.1f}" cy="{:.1f}" r="3"><title>{}</title></circle>')
-    return [dot.format(number, x(one), y(two), words.format(one, two)) for one, two in points]
-
-
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """The mean of each point and its neighbours on both sides, a fifteenth of the curve in all.
+    """The centred moving average over a fifteenth of the curve; windows at the ends are narrower.
 
-    Windows at the ends are narrower but symmetric: a moving average of the past alone would trail
-    behind a falling loss.
+    A moving average of the past alone would trail behind a falling loss.
     """
     reach = len(points) // 30
     sums = [0.0, *accumulate(value for _, value in points)]
@@ -167,10 +233,8 @@ def thinned(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
         return list(points)
     kept: list[Point] = []
     for index in range(max_bins):
-        start, end = (len(points) * each // max_bins for each in (index, index + 1))
-        piece = points[start:end]
-        extremes = {min(piece, key=lambda p: p[1]), max(piece, key=lambda p: p[1])}
-        kept += sorted(extremes)
+        piece = points[len(points) * index // max_bins : len(points) * (index + 1) // max_bins]
+        kept += sorted({min(piece, key=lambda p: p[1]), max(piece, key=lambda p: p[1])})
     return kept
 
 
@@ -185,15 +249,10 @@ def ticks(low: float, high: float) -> list[float]:
 
 def tick_label(value: float) -> str:
     """A number in about six characters."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e6 or abs(value) < 1e-4:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value / 1e3:g}k" if abs(value) >= 1e4 else f"{value:.6g}"
+    return f"{value / 1e3:.3g}k" if 1e4 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-def _spread(values: Sequence[float], *, margin: float) -> tuple[float, float]:
+def _limits(values: Sequence[float], *, margin: float) -> tuple[float, float]:
     """Least and greatest value with a margin; never the same number twice."""
     low, high = min(values), max(values)
     if high - low < 1e-12 * max(1.0, abs(high)):

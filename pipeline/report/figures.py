@@ -1,10 +1,17 @@
-"""Evaluation figures of steps and models, and how the report words them."""
+"""Evaluation figures of steps and models: their wording and their 95 % intervals."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
 
-from pipeline.report.intervals import share_interval
-from pipeline.report.results import Results, StepResult, finite, mapping, of_one_origin
+from pipeline.report.results import Results, StepResult, finite, mapping
+
+Verdict = Literal["better", "worse", "not told apart"]
+
+Interval = tuple[float, float]
+
+Z = 1.959964
+"""Of a standard normal, 95 % lie between -Z and Z."""
 
 BASE = "base"
 """The model before the first step."""
@@ -22,10 +29,11 @@ TITLES = {
     "hinge": "Hinge loss",
     "simpo": "SimPO",
 }
+"""By the end of a step's name, where upper case is not the title."""
 
 
 def title(name: str, results: Results) -> str:
-    """What a step or model is called: by its method, else its directory; `step3_ppo` is PPO."""
+    """Title of a step or model: `PPO` for `step3_ppo`."""
     step = results.steps.get(name)
     short = step.method if step else name.split("_", 1)[-1]
     return TITLES.get(short, short.replace("_", " ").upper())
@@ -42,7 +50,7 @@ def percent(share: float) -> str:
 
 
 def score(value: float) -> str:
-    """A reward-model score, with its sign."""
+    """A score with its sign."""
     return f"{value:+z.2f}".replace("-", "\u2212")
 
 
@@ -56,128 +64,100 @@ def nats(value: float) -> str:
     return f"{value:z.2f} nats"
 
 
-def tokens(value: float) -> str:
-    """A mean number of tokens."""
-    return f"{value:.1f} tokens"
-
-
 def listed(names: Sequence[str]) -> str:
     """`A`, `A and B`, `A, B and C`."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
 
 
-SHOWN = 2
-"""Curves of a task in the report: its first metrics."""
+def share_interval(successes: float, count: float) -> Interval:
+    """95 % interval of the share that `successes` of `count` trials estimate (Wilson 1927)."""
+    share = successes / count
+    center = share + Z * Z / (2 * count)
+    half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
+    scale = 1 + Z * Z / count
+    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
 
 
-@dataclass(frozen=True)
-class TaskFigure:
-    """One share of right answers of a step's model."""
-
-    name: str
-    """`gsm8k_strict`: the task and the metric."""
-
-    before: float
-    after: float
-    questions: int
-
-    @property
-    def title(self) -> str:
-        """`gsm8k, strict`."""
-        task, _, metric = self.name.partition("_")
-        return f"{task}, {metric.replace('_', ' ')}"
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95 % interval of `after` (Wilson 1927)."""
-        return share_interval(self.after * self.questions, self.questions)
+def mean_interval(values: Sequence[float]) -> Interval:
+    """95 % interval of the mean of two or more independent values, by the normal distribution."""
+    count = len(values)
+    center = sum(values) / count
+    spread = math.sqrt(sum((value - center) ** 2 for value in values) / (count - 1))
+    half = Z * spread / math.sqrt(count)
+    return center - half, center + half
 
 
-def task_figures(step: StepResult) -> list[TaskFigure]:
-    """The figures of a step's tasks, in their order; empty where it has none."""
-    tasks = step.eval.get("tasks")
-    found: list[TaskFigure] = []
-    for name, figure in tasks.items() if isinstance(tasks, Mapping) else ():
-        numbers = [finite(figure.get(each)) for each in ("before", "after", "questions")]
-        before, after, questions = numbers
-        if before is not None and after is not None and questions:
-            found.append(TaskFigure(str(name), before, after, int(questions)))
-    return found
+def change_interval(gained: float, lost: float, count: int) -> Interval:
+    """95 % interval of a share's change between two models on the same `count` prompts.
+
+    `gained` prompts are right with the new model alone, `lost` with the old one alone; both may
+    count parts of prompts, for which the interval is conservative. Half a prompt is added to each
+    of the four kinds of pairs (Agresti and Min 2005, "Wald + 2").
+    """
+    total = count + 2
+    change = (gained - lost) / total
+    spread = math.sqrt((gained + lost + 1) - (gained - lost) ** 2 / total) / total
+    return max(-1.0, change - Z * spread), min(1.0, change + Z * spread)
 
 
-def task_curves(step: StepResult) -> dict[str, dict[str, str]]:
-    """The metrics whose curves the report draws, with what the curves are called, by task."""
-    curves: dict[str, dict[str, str]] = {}
-    for figure in task_figures(step):
-        task, _, metric = figure.name.partition("_")
-        of_task = curves.setdefault(task, {})
-        if len(of_task) < SHOWN:
-            of_task[f"eval_{figure.name}"] = metric.replace("_", " ")
-    return curves
+def verdict_of(interval: Interval, *, equal: float = 0.0) -> Verdict:
+    """The verdict of an interval of a figure for which `equal` means no change."""
+    low, high = interval
+    if low > equal:
+        return "better"
+    return "worse" if high < equal else "not told apart"
 
 
 def pass_rates(results: Results) -> dict[str, float]:
-    """Share of answers that are correct and polite, by model; empty without a judge.
-
-    The earliest model comes first.
-    """
-    rates: dict[str, float | None] = {}
-    alike = {step.name for step in of_one_origin(results.methods, results.steps)}
-    apart = {step.name for step in results.methods} - alike
-    for step in results.steps.values():
-        # Methods of one origin were all measured against the same models before them.
-        rates |= {
-            model: finite(rate)
-            for model, rate in mapping(step.eval.get("judge")).items()
-            if model not in rates or step.name not in apart
-        }
+    """Share of correct and polite responses by model, the earliest first; empty without a judge."""
+    rates = {
+        model: finite(rate)
+        for step in results.steps.values()
+        for model, rate in mapping(step.eval.get("judge")).items()
+    }
     return {model: rate for model, rate in rates.items() if rate is not None}
+
+
+FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "perplexity": ("perplexity", plain),
+    "accuracy": ("accuracy", percent),
+    "margin": ("margin", score),
+    "macro_recall": ("mean recall of classes", percent),
+    "order_accuracy": ("decided pairs in order", percent),
+    "best_found": ("best response found", percent),
+    "mean_error": ("mean error", score),
+    "calibration_error": ("calibration error", percent),
+    "mean_rejected": ("mean score, rejected", score),
+    "mean_chosen": ("mean score, chosen", score),
+    "score": ("score", score),
+    "reward": ("reward", score),
+    "gold": ("gold reward", score),
+    "length": ("response length, tokens", plain),
+    "win_rate": ("win rate", percent),
+    "kl": ("KL per response", nats),
+    "stop_rate": ("stop rate", percent),
+}
+"""(title, format) of figures of a step's `eval`, with or without `_before` and `_after`."""
 
 
 def before_after(step: StepResult) -> list[tuple[str, str, str]]:
     """(name, before, after) of the step's evaluation figures; before may be empty."""
-    pairs = {
-        "perplexity": ("perplexity_before", "perplexity_after", plain),
-        "accuracy": ("accuracy_before", "accuracy_after", percent),
-        "margin": ("margin_before", "margin_after", score),
-        "mean recall of classes": ("macro_recall_before", "macro_recall_after", percent),
-        "decided pairs in order": ("order_accuracy_before", "order_accuracy_after", percent),
-        "best response found": ("best_found_before", "best_found_after", percent),
-        "mean error": ("mean_error_before", "mean_error_after", score),
-        "calibration error": ("", "calibration_error", percent),
-        "mean score, rejected": ("", "mean_rejected", score),
-        "mean score, chosen": ("", "mean_chosen", score),
-        "score": ("score_before", "score_after", score),
-        "reward": ("reward_before", "reward_after", score),
-        **{name: (f"{key}_before", f"{key}_after", score) for key, name in _sources(step)},
-        "answer length": ("length_before", "length_after", tokens),
-        "win rate": ("", "win_rate", percent),
-        "KL per answer": ("", "kl", nats),
-        "stop rate": ("", "stop_rate", percent),
-    }
-    rows = [
-        (name, step.number(before), step.number(after), show)
-        for name, (before, after, show) in pairs.items()
-    ]
-    figures = [
-        (name, "" if before is None else show(before), show(after))
-        for name, before, after, show in rows
-        if after is not None
-    ]
-    return figures + [_of_task(figure) for figure in task_figures(step)]
-
-
-def _of_task(figure: TaskFigure) -> tuple[str, str, str]:
-    low, high = map(percent, figure.interval)
-    return figure.title, percent(figure.before), f"{percent(figure.after)} ({low} to {high})"
-
-
-def _sources(step: StepResult) -> list[tuple[str, str]]:
-    """(figure, name) of each of several sources of rewards, and of gold."""
     keys = [key.removesuffix("_after") for key in step.eval if key.endswith("_after")]
-    sources = [
-        (key, f"reward, {key.removeprefix('reward_')}") for key in keys if key.startswith("reward_")
-    ]
-    gold = [("gold", "gold reward")] if "gold" in keys else []
-    return (sources if len(sources) > 1 else []) + gold
+    sources = [key for key in keys if key.startswith("reward_") and key not in FIGURES]
+    titles = {key: (f"reward, {key.removeprefix('reward_')}", score) for key in sources}
+    rows: list[tuple[str, str, str]] = []
+    for key, (name, show) in (FIGURES | (titles if len(sources) > 1 else {})).items():
+        before = step.number(f"{key}_before")
+        after = step.number(f"{key}_after" if key in keys else key)
+        if after is not None:
+            rows.append((name, "" if before is None else show(before), show(after)))
+    for key, figure in mapping(step.eval.get("tasks")).items():
+        values = (finite(mapping(figure).get(name)) for name in ("before", "after", "questions"))
+        before, after, questions = values
+        if before is not None and after is not None and questions:
+            low, high = map(percent, share_interval(after * questions, questions))
+            task, _, metric = key.partition("_")
+            name = f"{task}, {metric.replace('_', ' ')}"
+            rows.append((name, percent(before), f"{percent(after)} ({low} to {high})"))
+    return rows

@@ -1,17 +1,35 @@
-"""What a run's figures say: did it get better, and by how much."""
+"""Sentences on whether a run improved its model, and by how much."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from pipeline.report.figures import BASE, nats, pass_rates, percent, plain, points, score, title
-from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
+from pipeline.report.figures import (
+    BASE,
+    Verdict,
+    change_interval,
+    nats,
+    pass_rates,
+    percent,
+    plain,
+    points,
+    score,
+    share_interval,
+    title,
+    verdict_of,
+)
 from pipeline.report.methods import compare_methods
-from pipeline.report.results import Results, StepResult, events_of, finite, model_to_talk_to
+from pipeline.report.results import Results, events_of, finite, mapping
+
+FELL = 0.1
+"""Relative fall of a log-probability per token from which a warning is given."""
+
+LOST_ENDS = 0.05
+"""Fall of the share of sampled responses that end by themselves from which one is given."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one kind of figure says of the run."""
+    """A sentence about one kind of figure."""
 
     verdict: Verdict | None
     """None where it can't be computed, as without the number of prompts."""
@@ -20,10 +38,7 @@ class Finding:
     """With its figures, without a full stop."""
 
     detail: str = ""
-    """Of how many, and with which 95 % interval."""
-
-    optimized: bool = False
-    """Whether the figure is what training maximized, so that a rise proves little."""
+    """Number of prompts and 95 % interval."""
 
     @property
     def whole(self) -> str:
@@ -32,50 +47,26 @@ class Finding:
 
 
 def findings(results: Results) -> list[Finding]:
-    """What the figures say, the strongest first; never empty.
+    """The findings of a run, the strongest first; never empty.
 
-    A run that diverged says so first. Else the judge's word comes first where there is one; then
-    what people would look at next.
+    Divergence comes first, then the verifier, rewards, win rate, and the figures of steps 2 and 1.
     """
-    broken = [
-        Finding("worse", f"{of_method(each, results)}{each.diverged}")
-        for each in results.steps.values()
-        if each.diverged
+    steps = results.steps.values()
+    found: list[Finding | None] = [
+        Finding("worse", step.diverged) for step in steps if step.diverged
     ]
-    ended = [
-        Finding(None, f"{of_method(each, results)}{guarded}")
-        for each in results.steps.values()
-        if (guarded := sentence_of(each))
-    ]
-    found = [_by_verifier(results), _by_talk(results), _by_reward(results), _by_win_rate(results)]
-    if results.methods:
-        found = [_at_equal_kl(results), *_of_each_method(results), _by_talk(results)]
-    found += [*_of_preferences(results), _by_accuracy(results), *_by_perplexity(results)]
-    known = broken + [finding for finding in found if finding is not None] + ended
-    return known or [Finding(None, _nothing_known(results))]
-
-
-def of_method(step: StepResult, results: Results) -> str:
-    """Before a sentence about one of several methods, its name."""
-    return f"{title(step.name, results)}: " if step in results.methods else ""
-
-
-def _at_equal_kl(results: Results) -> Finding | None:
     compared = compare_methods(results)
-    return Finding(None, compared.sentence) if compared and compared.sentence else None
-
-
-def _of_each_method(results: Results) -> Iterator[Finding]:
-    """The strongest that is known of each method by itself."""
-    names = {step.name for step in results.methods}
-    before = {name: step for name, step in results.steps.items() if name not in names}
-    for step in results.methods:
-        alone = replace(results, steps={**before, step.name: step})
-        by_all = (_by_verifier(alone), _by_reward(alone), _by_win_rate(alone))
-        for found in list(filter(None, by_all))[:1]:
-            is_named = title(step.name, results) in found.sentence
-            name = "" if is_named else of_method(step, results)
-            yield replace(found, sentence=f"{name}{found.sentence}")
+    if compared is not None and compared.sentence:
+        found.append(Finding(None, compared.sentence))
+    else:
+        found += [_by_verifier(results), _by_reward(results), _by_win_rate(results)]
+    found += [*_of_preferences(results), _by_accuracy(results), *_by_perplexity(results)]
+    for step in steps:
+        for event in [event for event in events_of(step) if event.to is not None][-1:]:
+            place = f"at {event.unit} {event.step} of {step.name}"
+            found.append(Finding(None, f"A guard tripped {place}, {event.words}: {event.sentence}"))
+    known = [finding for finding in found if finding is not None]
+    return known or [Finding(None, _nothing_known(results))]
 
 
 def _nothing_known(results: Results) -> str:
@@ -90,20 +81,25 @@ def _by_verifier(results: Results) -> Finding | None:
     rates = pass_rates(results)
     if len(rates) < 2:
         return None
+
+    def number(model: str) -> str:
+        return model.split("_", maxsplit=1)[0].replace("step", "step ")
+
     *earlier, (_, last) = rates.items()
-    before = " and ".join(f"{percent(rate)} {_after(model)}" for model, rate in reversed(earlier))
+    before = " and ".join(
+        f"{percent(rate)} {'from the base model' if model == BASE else f'after {number(model)}'}"
+        for model, rate in reversed(earlier)
+    )
     sentence = f"{percent(last)} of answers are correct and polite, against {before}"
     step = results.evaluated_by("judge_counts")
-    counts = step.eval.get("judge_counts") if step else None
-    numbers = [finite(counts.get(name)) for name in _COUNTS] if isinstance(counts, Mapping) else []
-    known = [int(number) for number in numbers if number is not None]
-    if len(known) < len(_COUNTS) or not known[0]:
+    counts = mapping(step.eval.get("judge_counts")) if step else {}
+    count, gained, lost = (int(finite(counts.get(n)) or 0) for n in ("prompts", "gained", "lost"))
+    if not count:
         return Finding(None, sentence)
-    count, gained, lost = known
     change = change_interval(gained, lost, count)
     low, high = change
     start, _ = earlier[-1]
-    since = "" if start == BASE else f" from {_step_of(start)}"
+    since = "" if start == BASE else f" from {number(start)}"
     return Finding(
         verdict_of(change),
         sentence,
@@ -112,51 +108,18 @@ def _by_verifier(results: Results) -> Finding | None:
     )
 
 
-def _by_talk(results: Results) -> Finding | None:
-    chosen = model_to_talk_to(results.steps)
-    of_chosen = chosen is not None and chosen.has("judge_talk")
-    step = chosen if of_chosen else results.evaluated_by("judge_talk")
-    rate = step.number("judge_talk") if step else None
-    if step is None or rate is None:
-        return None
-    among = f"{len(results.talk)} prompts" if results.talk else "prompts"
-    name = of_method(step, results)
-    return Finding(None, f"{name}{percent(rate)} of answers to {among} written by hand are right")
-
-
-def _after(model: str) -> str:
-    """Which model it was, in words: of `step1_sft` "after step 1"."""
-    if model == BASE:
-        return "from the base model"
-    return f"after {_step_of(model)}"
-
-
-def _step_of(model: str) -> str:
-    """What sentences call it: step 1 for `step1_sft`."""
-    return model.split("_", maxsplit=1)[0].replace("step", "step ")
-
-
-_COUNTS = ("prompts", "gained", "lost")
-
-FELL = 0.1
-"""Share of a log-probability per token by which a fall of it is said."""
-
-LOST_ENDS = 0.05
-"""Fall of the share of sampled responses that end by themselves from which it is said."""
-
-
 def _by_reward(results: Results) -> Finding | None:
-    """The finding by the gold reward where there is one, else by what was trained on."""
-    step = results.evaluated_by("gold_after") or results.evaluated_by("reward_after")
-    if step is None:
-        return None
-    name = "gold" if step.has("gold_after") else "reward"
-    before, after = step.number(f"{name}_before"), step.number(f"{name}_after")
-    if before is None or after is None:
-        return None
-    what = "gold reward" if name == "gold" else "reward"
-    sentence = f"Answers to held-out prompts have a mean {what} of {score(after)}, against"
-    return Finding(None, f"{sentence} {score(before)} after step 1", optimized=name == "reward")
+    """The finding by the gold reward where there is one, else by the reward trained on."""
+    for name, what in (("gold", "gold reward"), ("reward", "reward")):
+        step = results.evaluated_by(f"{name}_after")
+        if step is None:
+            continue
+        before, after = step.number(f"{name}_before"), step.number(f"{name}_after")
+        if before is None or after is None:
+            return None
+        sentence = f"Answers to held-out prompts have a mean {what} of {score(after)}, against"
+        return Finding(None, f"{sentence} {score(before)} after step 1")
+    return None
 
 
 def _by_win_rate(results: Results) -> Finding | None:
@@ -170,19 +133,17 @@ def _by_win_rate(results: Results) -> Finding | None:
     name = title(step.name, results)
     start = f"{name}'s answers score higher than step 1's on {percent(win_rate)} of"
     if wins is None or losses is None or not count:
-        return Finding(
-            None, f"{start} held-out prompts{price}", optimized=not step.has("margin_after")
-        )
+        return Finding(None, f"{start} held-out prompts{price}")
     # A win rate with ties counted half is 1/2 and half of the change in wins.
     change = change_interval(int(wins), int(losses), int(count))
     low, high = (0.5 + end / 2 for end in change)
     sentence = f"{start} {count:,.0f} held-out prompts{price}"
     detail = f"95 % interval {percent(low)} to {percent(high)}"
-    return Finding(verdict_of(change), sentence, detail, optimized=not step.has("margin_after"))
+    return Finding(verdict_of(change), sentence, detail)
 
 
 def _of_preferences(results: Results) -> Iterator[Finding]:
-    """What steps that learn from preferences say of held-out pairs, and what went wrong in them."""
+    """Held-out pairs of steps that learn from preferences, and what got worse in them."""
     for step in results.steps.values():
         after, pairs = step.number("accuracy_after"), step.number("pairs")
         if not step.has("margin_after") or after is None:
@@ -210,45 +171,31 @@ def _of_preferences(results: Results) -> Iterator[Finding]:
             )
 
 
-_ORDERED = {
-    "pairs": "puts {} of{} held-out pairs in the right order",
-    "ties": "foresees {} of{} held-out outcomes, ties among them",
-    "classes": "puts {} of{} held-out rows in their class",
-    "ordinal": "puts {} of{} held-out rows in their class",
-    "scalar": "puts {} of every two of{} held-out rows in the right order",
-    "rankings": "puts {} of the pairs in{} held-out lists in the right order",
-    "steps": "predicts {} of the steps of{} held-out responses as they are labelled",
-}
-"""By kind of label: the clause that says what accuracy counts."""
-
-
 def _by_accuracy(results: Results) -> Finding | None:
     of_rewards = [step for step in results.steps.values() if not step.has("margin_after")]
-    step = next((each for each in reversed(of_rewards) if each.has("accuracy_after")), None)
+    step = next((step for step in reversed(of_rewards) if step.has("accuracy_after")), None)
     after = step.number("accuracy_after") if step else None
     if step is None or after is None:
         return None
-    labels = step.eval.get("labels")
-    words = _ORDERED.get(labels if isinstance(labels, str) else "", _ORDERED["pairs"])
+    labels = str(step.eval.get("labels", "pairs"))
     before, pairs = step.number("accuracy_before"), step.number("pairs") or step.number("rows")
-    among = f" {pairs:,.0f}" if pairs else ""
-    sentence = f"The reward model {words.format(percent(after), among)}"
+    among = f"{pairs:,.0f} " if pairs else ""
+    sentence = f"The reward model is right on {percent(after)} of {among}held-out {labels}"
     if before is not None:
         sentence += f", {percent(before)} before training"
     if not pairs:
         return Finding(None, sentence)
-    interval = share_interval(after * pairs, int(pairs))
-    low, high = interval
-    least = 0.0 if labels in ("classes", "ordinal", "ties") else 0.5
-    verdict = verdict_of(interval, equal=0.5 if before is None else max(least, before))
+    low, high = interval = share_interval(after * pairs, pairs)
+    chance = 0.0 if labels in ("classes", "ordinal", "ties") else 0.5
+    verdict = verdict_of(interval, equal=0.5 if before is None else max(chance, before))
     return Finding(verdict, sentence, f"95 % interval {percent(low)} to {percent(high)}")
 
 
 def _by_perplexity(results: Results) -> Iterator[Finding]:
-    """The findings on held-out answers, and on held-out texts where a step learned from such."""
+    """The findings on held-out responses, and on held-out texts of step 0."""
     steps = [step for step in results.steps.values() if step.has("perplexity_after")]
     for reads_texts in (False, True):
-        step = next((each for each in reversed(steps) if each.reads_texts is reads_texts), None)
+        step = next((step for step in reversed(steps) if step.reads_texts is reads_texts), None)
         before = step.number("perplexity_before") if step else None
         after = step.number("perplexity_after") if step else None
         if step is None or before is None or after is None:
@@ -262,19 +209,3 @@ def _by_perplexity(results: Results) -> Iterator[Finding]:
             "better" if after < before else "worse",
             f"Perplexity on {among} {verb} from {plain(before)} to {plain(after)}",
         )
-
-
-def sentence_of(step: StepResult) -> str:
-    """How guards changed the run, where they did; else empty."""
-    acted = [event for event in events_of(step) if event.to is not None]
-    if not acted:
-        return ""
-    last = acted[-1]
-    at = f"{last.unit} {last.to}" if last.to else "its start"
-    if last.action == "stop":
-        return (
-            f"A guard ended {step.name} after {last.unit} {last.step}, with the actor of {at}:"
-            f" {last.sentence}"
-        )
-    times = "back" if len(acted) == 1 else f"back {len(acted)} times, at last"
-    return f"A guard took {step.name} {times} from {last.unit} {last.step} to {at}: {last.sentence}"

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
         about="Measure how good a reward model is, and how far it can be trusted.",
     )
     from pipeline.logs import configure_logging
-    from pipeline.report.lab import write_page
+    from pipeline.report.page import write_lab
     from step2_reward.lab.bench import measure_bench
     from step2_reward.lab.measure import measure_model
     from step2_reward.lab.sentences import sentences, write_measured
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     measured = measure_model(config) if config.bench is None else measure_bench(config)
     directory = config.output_dir or Path(config.path) / "lab"
     write_measured(measured, directory)
-    page = write_page(directory, title=f"Reward model {Path(config.path).name}")
+    page = write_lab(directory, heading=f"Reward model {Path(config.path).name}")
     lines = [f"{sentence}." for sentence in sentences(measured.figures)]
     sys.stdout.write("\n".join([*lines, f"report: {page}"]) + "\n")
 

@@ -20,7 +20,7 @@ from pipeline.errors import DataError, ModelError
 from pipeline.models.chat import check_ready, require_score_head
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_reward_for_inference
-from pipeline.report.intervals import share_interval
+from pipeline.report.figures import share_interval
 from step2_reward.evaluate import outputs_of, scores_of
 from step2_reward.lab.config import LabConfig
 from step2_reward.lab.figures import Measured

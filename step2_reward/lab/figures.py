@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from pipeline.report.intervals import share_interval
+from pipeline.report.figures import share_interval
 
 
 def average_ranks(values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:

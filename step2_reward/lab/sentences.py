@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.files.durable import replace_durably
-from pipeline.report.lab import LAB
+from pipeline.report.results import LAB
 from step2_reward.lab.figures import Measured
 
 POOR_CALIBRATION = 0.1

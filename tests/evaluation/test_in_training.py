@@ -12,8 +12,8 @@ from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedMode
 from pipeline.demo.model import build_tokenizer
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.report.figures import before_after
+from pipeline.report.page import write_report
 from pipeline.report.results import read_results
-from pipeline.report.write import write_report
 from step1_sft.config import SFTConfig
 from step1_sft.train import train
 from tests.distributed import run_ranks
@@ -82,7 +82,7 @@ def test_a_step_asks_its_tasks_and_reports_what_the_exported_model_gets_right(
     assert (name, before) == ("arithmetic, correct", "0\u202f%")
     assert after == "50\u202f% (18.8\u202f% to 81.2\u202f%)"
     page = write_report(tmp_path).read_text()
-    assert "Task arithmetic" in page
+    assert "Arithmetic correct" in page
 
 
 def _train_together(config: SFTConfig) -> None:

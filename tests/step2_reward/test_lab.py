@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.write import write_report
+from pipeline.report.page import write_report
 from step2_reward.lab.__main__ import main
 from step2_reward.train import train
 from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
@@ -61,8 +61,7 @@ def test_the_command_measures_an_exported_model_as_the_step_did(
     assert "probes" not in found  # named classes without values give no score
     out = capsys.readouterr().out
     assert "100.0 % of 48 rows are in their class" in out
-    page = (step / "lab" / "report.html").read_text()
-    assert "Confusion" in page
+    assert "Confusion" in (step / "lab" / "report.html").read_text()
     held_out = [json.loads(line) for line in (step / "predictions.jsonl").read_text().splitlines()]
     again = {
         row["origin"]: row["probabilities"]

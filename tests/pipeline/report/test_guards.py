@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from pipeline.report.findings import findings
+from pipeline.report.page import render
 from pipeline.report.results import Results, events_of, read_results
-from pipeline.report.write import render
 
 EVAL = {"reward_before": 0.25, "reward_after": 0.9}
 LOOPS = {"signal": "repetition", "sentence": "responses run in <loops>"}
@@ -48,5 +48,5 @@ def test_what_a_rollback_undid_is_in_no_curve_and_each_event_is_in_the_timeline(
     page = render(results, tmp_path)
     assert "<b>back to iteration 1</b></td><td>responses run in &lt;loops&gt;</td>" in page
     assert [each.sentence for each in findings(results)][-1] == (
-        "A guard took step3_ppo back from iteration 3 to iteration 1: responses run in <loops>"
+        "A guard tripped at iteration 3 of step3_ppo, back to iteration 1: responses run in <loops>"
     )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.report.intervals import change_interval, share_interval
+from pipeline.report.figures import change_interval, share_interval
 
 
 def test_shares_have_wilsons_interval() -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.lab import write_page
+from pipeline.report.page import write_lab
 
 CLASSES = [
     {"name": "<b>", "rows": 3, "precision": 1.0, "recall": 2 / 3, "f1": 0.8, "auc": 0.9},
@@ -23,15 +23,6 @@ FIGURES: dict[str, Any] = {
             {"confidence": 0.9, "accuracy": 0.8, "rows": 4},
         ],
     },
-    "length": {
-        "spearman": 0.5,
-        "of_data": 0.0,
-        "better_longer": {"value": 0.9, "low": 0.8, "high": 0.95, "count": 40},
-        "better_shorter": None,
-        "always_longer": 0.5,
-        "always_shorter": 0.5,
-    },
-    "probes": {"doubled": {"change": -0.2, "lower": 0.25, "responses": 4}},
     "best_of": [
         {"n": 1, "kl": 0.0, "proxy": -1.0, "gold": 0.3},
         {"n": 4, "kl": 0.64, "proxy": 2.0, "gold": 0.6},
@@ -39,15 +30,13 @@ FIGURES: dict[str, Any] = {
 }
 
 
-def test_every_figure_is_shown_and_names_are_escaped(tmp_path: Path) -> None:
+def test_sentences_confusion_and_charts_are_shown_with_escaped_names(tmp_path: Path) -> None:
     (tmp_path / "lab.json").write_text(json.dumps(FIGURES))
 
-    page = write_page(tmp_path, title="Reward model").read_text()
+    page = write_lab(tmp_path, heading="Reward model").read_text()
 
-    for shown in (
-        *("It favours long responses.", "Confusion", "&lt;b&gt;", "66.7", "Reliability"),
-        *("Over-optimization", "Probes", "repeated", "90\u202f% of 40", "no pairs"),
-    ):
+    sections = ("It favours long responses.", "Confusion", "&lt;b&gt;", "Reliability")
+    for shown in (*sections, "Over-optimization"):
         assert shown in page, shown
     assert "<b>," not in page
     assert page.count("<svg") == 2

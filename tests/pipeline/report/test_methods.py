@@ -118,12 +118,6 @@ def test_methods_are_compared_at_the_largest_kl_that_all_have_reached(tmp_path: 
         " PPO (45 %)"
     )
     assert findings(read_results(tmp_path))[0].sentence == found.sentence
-    assert [plain(each.sentence) for each in findings(read_results(tmp_path))[1:]] == [
-        "Dr. GRPO's answers score higher than step 1's on 50 % of held-out prompts, at a KL of"
-        " 8.00 nats per answer",
-        "GRPO: 95 % of answers are correct and polite, against 25 % after step 1",
-        "PPO: 45 % of answers are correct and polite, against 25 % after step 1",
-    ]
     best = model_to_talk_to(read_results(tmp_path).steps)
     assert best is not None
     assert best.name == "step3_grpo"

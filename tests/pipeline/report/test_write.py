@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.report.findings import findings
+from pipeline.report.page import write_report
 from pipeline.report.results import read_results
-from pipeline.report.write import write_report
 
 SFT = {"seconds": 80.0, "steps": 3, "tokens": 2_400_000}
 SFT_EVAL = {"perplexity_before": 1102.3, "perplexity_after": 2.31, "rows": 300}
@@ -78,8 +78,8 @@ def test_the_judge_has_the_first_word(tmp_path: Path) -> None:
     assert [finding.whole.replace("\u202f", " ") for finding in others] == [
         "PPO's answers score higher than step 1's on 87.1 % of 62 held-out prompts, at a KL"
         " of 4.02 nats per answer (95 % interval 77.6 % to 94.3 %)",
-        "The reward model puts 94.3 % of 212 held-out pairs in the right order, 51.2 % before"
-        " training (95 % interval 90.3 % to 96.7 %)",
+        "The reward model is right on 94.3 % of 212 held-out pairs, 51.2 % before training"
+        " (95 % interval 90.3 % to 96.7 %)",
         "Perplexity on 300 held-out answers fell from 1,102 to 2.31",
     ]
 
