@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -23,8 +24,10 @@ from pipeline.engine.tensor_parts import part_of
 from pipeline.faults import fault_point
 from pipeline.files.durable import replace_durably, settle, sync_directory
 from pipeline.files.safetensors_header import INDEX, SINGLE
+from pipeline.models.directory import are_of_classifier
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
+from pipeline.models.padding import with_padding_token, with_rows_for
 from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
@@ -195,7 +198,9 @@ def export(
     named = named_weights(plain, weights)
     adapter: dict[str, Tensor] = {}
     joining = _Joining(plain, mesh.tensor)
-    ready = _as_exported(model, named, adapter, joining)
+    if are_of_classifier([type(plain).__name__]):
+        tokenizer = with_padding_token(tokenizer)
+    ready = _as_exported(model, named, adapter, joining, tokenizer)
     if mesh.is_main:
         for stage in range(1, mesh.stages.size):
             device = local_device()
@@ -266,7 +271,11 @@ class _Joining:
 
 
 def _as_exported(
-    model: nn.Module, weights: NamedTensors, adapter: dict[str, Tensor], joining: _Joining
+    model: nn.Module,
+    weights: NamedTensors,
+    adapter: dict[str, Tensor],
+    joining: _Joining,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights that the plain model has in its files; those of an adapter go into `adapter`."""
     plain = base_model(model)
@@ -277,6 +286,8 @@ def _as_exported(
         weights = ((name, joining.whole(name, tensor)) for name, tensor in weights)
     left_out = _left_out(plain)
     kept = ((name, tensor) for name, tensor in weights if name not in left_out)
+    if are_of_classifier([type(plain).__name__]):
+        kept = with_rows_for(tokenizer, plain, kept)
     yield from as_saved(plain, kept) if can_stream(plain) else kept
 
 
@@ -310,14 +321,13 @@ def _write(
     with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
         staging = Path(scratch)
         plain = base_model(model)
-        if plain.config.pad_token_id is None:  # plain classifiers need it for batches
-            plain.config.pad_token_id = tokenizer.pad_token_id
         if can_stream(plain):
             stream_export(weights, directory)
             rest: dict[str, Tensor] = {}
         else:
             rest = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
-        plain.save_pretrained(staging, state_dict=rest)
+        with _config_for(plain, tokenizer):
+            plain.save_pretrained(staging, state_dict=rest)
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
             model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
@@ -325,6 +335,23 @@ def _write(
                 own = {_in_peft(name): each for name, each in adapter.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
         move_in(staging, directory)
+
+
+@contextmanager
+def _config_for(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Context in which the configuration has the tokenizer's padding token, and counts it."""
+    text = plain.config.get_text_config()
+    changed = {"pad_token_id": tokenizer.pad_token_id}
+    if are_of_classifier([type(plain).__name__]):
+        changed["vocab_size"] = max(text.vocab_size, tokenizer.pad_token_id + 1)
+    elif text.pad_token_id is not None:
+        changed = {}
+    kept = {name: getattr(text, name) for name in changed}
+    text.update(changed)
+    try:
+        yield
+    finally:
+        text.update(kept)
 
 
 def _in_peft(name: str) -> str:

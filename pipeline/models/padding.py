@@ -1,0 +1,76 @@
+"""A padding token with which plain `transformers` reads the score at the right token.
+
+A sequence classifier of `transformers` returns the logits at the last token that differs from the
+padding token, whatever the attention mask. Where padding is the end-of-sequence token, as for every
+tokenizer without its own padding token, that is the token before the end.
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NEW_TOKEN = "<|pad|>"
+RESERVED = re.compile(r"pad|reserved|unused|extra", re.IGNORECASE)
+
+
+def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose padding token never ends a text.
+
+    It is `tokenizer` where padding is not the end-of-sequence token, else a copy that pads with a
+    reserved special token, the unknown token, the beginning-of-sequence token, or a new token.
+    """
+    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+        return tokenizer
+    padded = copy.deepcopy(tokenizer)
+    padding = _unused_special_token(tokenizer) or NEW_TOKEN
+    padded.add_special_tokens({"pad_token": padding})  # only a new token gets a new number
+    return padded
+
+
+def _unused_special_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    template = str(tokenizer.chat_template or "")
+    added = tokenizer.added_tokens_decoder.values()
+    unused = [
+        token.content
+        for token in added
+        if token.special and token.content != tokenizer.eos_token and token.content not in template
+    ]
+    reserved = [token for token in unused if RESERVED.search(token)]
+    others = [
+        token
+        for token in (tokenizer.unk_token, tokenizer.bos_token)
+        if token and token != tokenizer.eos_token
+    ]
+    candidates = [*reserved, *others, *unused]
+    return candidates[0] if candidates else None
+
+
+def with_rows_for(
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    weights: Iterable[tuple[str, Tensor]],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights, with zeros for a new padding token that the input embeddings lack.
+
+    Args:
+        tokenizer: of the export.
+        model: whose weights they are, with or without adapters.
+        weights: full tensors by their names in the model without adapters.
+    """
+    state = model.state_dict(keep_vars=True)
+    table = model.get_input_embeddings().weight
+    tables = {_in_plain(name) for name, tensor in state.items() if tensor is table}
+    for name, tensor in weights:
+        missing = tokenizer.pad_token_id + 1 - len(tensor) if name in tables else 0
+        if missing > 0:
+            yield name, torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
+        else:
+            yield name, tensor
+
+
+def _in_plain(name: str) -> str:
+    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
