@@ -6,8 +6,8 @@
 Each round runs every implementation once, starting with another one than the round before, and
 times the second of two steps. `mixed` is an optimizer step in mixed precision: bf16 gradient to
 fp32 times a clip coefficient, AdamW on fp32 masters and moments, weights rounded to bf16; `split`
-stores the master as these weights and 16 more bits; `bf16-moments` and `8bit-moments` store the
-Adam moments in fewer bits. Ratios are taken within a round.
+stores the master as these weights and 16 more bits; `bf16-moments` stores the Adam moments in bf16.
+Ratios are taken within a round.
 """
 
 import argparse
@@ -25,15 +25,13 @@ import torch
 from torch import nn
 
 from pipeline.engine.setup import keep_freed_memory
-from pipeline.kernels.adamw.definition import AdamW, Weights, new_moments, split_master
-from pipeline.kernels.adamw.dispatch import adamw_
+from pipeline.kernels.adamw import AdamW, Weights, adamw_, new_moments, split_master
 
 BYTES = {
     "fp32": 28,
     "mixed": 28,
     "mixed-split": 26,
     "mixed-split-bf16-moments": 18,
-    "mixed-split-8bit-moments": 14,
 }
 """Bytes that a step must move for each parameter."""
 
@@ -49,7 +47,6 @@ def our_step(numel: int, form: str) -> Step:
     """One step of the kernel."""
     mixed, split = "mixed" in form, "split" in form
     moments = BF16 if "bf16-moments" in form else torch.float32
-    moments = torch.uint8 if "8bit-moments" in form else moments
     master, low_bits = torch.randn(numel), None
     if split:
         master, low_bits = split_master(master)

@@ -18,10 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.kernels.adamw import cuda as adamw
-from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
-from pipeline.kernels.decode_attention import cuda as attention
-from pipeline.kernels.decode_attention.definition import Scores
+from pipeline.kernels.adamw import AdamW, Shard, ShardTable, Weights, step_scalars
+from pipeline.kernels.decode_attention import Scores, launch
 from pipeline.kernels.gpu import Gpu, gpu_of
 
 REPEATS = 20
@@ -77,8 +75,8 @@ def time_adamw(gpu: Gpu, bandwidth: float, *, tiny: bool) -> Iterator[Row]:
     sizes = [1000] * 3 if tiny else [55_000_000] * 24
     for split in (False, True):
         shards = [_shard(size, gpu.device, split=split) for size in sizes]
-        table, scalars = adamw.ShardTable(shards, gpu), adamw.scalars_of(STEP, gpu.device)
-        step = partial(adamw.adamw_, table, scalars, betas=STEP.betas, eps=STEP.eps)
+        table, scalars = ShardTable(shards, gpu), step_scalars(STEP, gpu.device)
+        step = partial(table.step, scalars, STEP)
         ours = median_seconds([step])
         shards = [_shard(size, gpu.device, split=False) for size in sizes]
         yield {
@@ -169,7 +167,7 @@ def time_attention(gpu: Gpu, bandwidth: float, *, tiny: bool) -> Iterator[Row]:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores, gpu: Gpu, longest: int
 ) -> Tensor:
-    return attention.decode_attention(query, key, value, scores, gpu=gpu, longest=longest)
+    return launch(query, key, value, scores, gpu=gpu, longest=longest)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.kernels.logprobs.definition import categorical_entropy
+from pipeline.kernels.logprobs import categorical_entropy
 from pipeline.models.forward import Policy, Scorer
 from step2_reward.losses import pairwise_loss
 from step3_preference.config import METHODS, PreferenceConfig

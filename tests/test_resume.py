@@ -150,7 +150,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 0, fp16": {"zero_stage": 0, "precision": "fp16"},
     "stage 3, bf16": {"zero_stage": 3, "precision": "bf16"},
     "LoRA, stage 3": {"zero_stage": 3, "lora": LoraConfig(rank=2, dropout=0.1)},
-    "8-bit moments, stage 2": {"zero_stage": 2, "precision": "bf16", "moments": "8bit"},
+    "bf16 moments, stage 2": {"zero_stage": 2, "precision": "bf16", "moments": "bf16"},
     "LoRA on NF4, stage 3": {
         "zero_stage": 3,
         "precision": "bf16",
@@ -172,7 +172,7 @@ CASES += [
     pytest.param(
         step, way, id=f"{step}-{way}", marks=pytest.mark.jobs if step == one else pytest.mark.grid
     )
-    for way, one in (("LoRA on NF4, stage 3", "ppo"), ("8-bit moments, stage 2", "sft"))
+    for way, one in (("LoRA on NF4, stage 3", "ppo"), ("bf16 moments, stage 2", "sft"))
     for step in CONFIGS
 ]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from inference.tp_group import kv_heads_here
-from pipeline.kernels.cache_append.cuda import append_
-from pipeline.kernels.cache_append.cuda import kernel_for as append_kernel_for
-from pipeline.kernels.decode_attention.definition import Scores
-from pipeline.kernels.decode_attention.dispatch import (
+from pipeline.kernels.cache_append import append_
+from pipeline.kernels.cache_append import kernel_for as append_kernel_for
+from pipeline.kernels.decode_attention import (
+    Scores,
     decode_attention,
     kernel_for,
     prepare,

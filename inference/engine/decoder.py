@@ -17,7 +17,7 @@ from inference.engine.replay import Column, Pass, PassCounts, ReplayedRows, Repl
 from inference.engine.trace import TracedRows
 from inference.tp_group import is_of_sharding, tp_group_of
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.linear.dispatch import is_built
+from pipeline.kernels.linear import is_built
 from pipeline.models.attention import round_up
 from pipeline.models.forward import base_model
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from inference.engine.cache import NextToken, attend_by_kernel
 from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
 from inference.engine.trace import TraceRecorder
-from pipeline.kernels.decode_attention.dispatch import kernel_for
+from pipeline.kernels.decode_attention import kernel_for
 
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
 """Given a computation and the memory of its inputs, returns a function that repeats it and returns

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from inference.settings import Sampling
-from pipeline.kernels.sampling import dispatch as sampling
-from pipeline.kernels.sampling.definition import Draw
+from pipeline.kernels import sampling
+from pipeline.kernels.sampling import Draw
 
 BLOCK = 128
 """Tokens of a block; only one block is searched. About the square root of a vocabulary's size."""
@@ -233,9 +233,7 @@ def without_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
 def likeliest(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B V"]:
     """Keep the `top_k` likeliest tokens and those as likely as the last; they add up to 1."""
     count = min(top_k, probabilities.shape[-1])
-    least = sampling.least_of(probabilities, count)
-    if least is None:
-        least = probabilities.topk(count, dim=-1).values[:, -1:]
+    least = probabilities.topk(count, dim=-1).values[:, -1:]
     kept = torch.where(probabilities >= least, probabilities, 0.0)
     return kept / kept.sum(dim=-1, keepdim=True)
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inference.engine.cache import NextToken, prepare_attention
 from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.linear.dispatch import Linear, prepare
+from pipeline.kernels.linear import Linear, prepare
 
 Replay = Callable[[], object]
 """Repeats a call on what its memory contains now."""

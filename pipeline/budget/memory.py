@@ -22,8 +22,7 @@ FORMULAS: Mapping[str, str] = {
     "weights": "bytes as loaded, over tp, pp and, at stage 3, the processes that share them",
     "masters": "2 bytes for each trained bf16 weight with AdamW, 4 where the optimizer is"
     " offloaded or another one, none for fp32; shared from stage 1",
-    "moments": "8 bytes for each trained weight with Adam, 4 in bf16, 2 in 8 bits; shared from"
-    " stage 1",
+    "moments": "8 bytes for each trained weight with Adam, 4 in bf16; shared from stage 1",
     "gradients": "4 bytes for each trained weight, shared at every stage",
     "gradient_buffers": "4 bytes for each trained weight of the root and of two blocks",
     "gathered": "at stage 3 the weights of the root and of two blocks",
@@ -159,7 +158,7 @@ def moment_bytes(optim: OptimConfig) -> float:
     """Bytes that the optimizer keeps for each trained weight."""
     if optim.moments == "fp32":
         return 4 * STATES.get(optim.name, 2)
-    return 4 if optim.moments == "bf16" else 2.01
+    return 4
 
 
 @dataclass(frozen=True)

@@ -298,10 +298,9 @@ class OptimConfig:
     """Weight decay, decoupled in AdamW, an L2 penalty in the other classes; biases, norms and other
     one-dimensional weights are exempt."""
 
-    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """How AdamW keeps its two moments between steps: fp32, 8 bytes for each trained weight; bf16,
-    4; 8bit, 2.06, in blocks of 32 with an exponent each, rounded so that the mean is right. The
-    step itself is in fp32."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """How AdamW keeps its two moments between steps: fp32, 8 bytes for each trained weight; or
+    bf16, 4. The step itself is in fp32."""
 
     schedule: str = "cosine"
     """Course of the learning rate (lr_scheduler_type): linear, cosine, cosine_with_restarts,

@@ -22,8 +22,7 @@ from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError, DivergedError
 from pipeline.faults import fault_point
-from pipeline.kernels.adamw.definition import AdamW, Shard
-from pipeline.kernels.adamw.dispatch import Launches
+from pipeline.kernels.adamw import AdamW, Launches, Shard
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.mesh import current_mesh

@@ -36,12 +36,9 @@ def num_chunks(world_size: int) -> int:
     return math.lcm(CHUNKS, world_size)
 
 
-def padded_size(numel: int, world_size: int, *, block: int = 1) -> int:
-    """The next size that can be cut into stretches that the optimizer updates alike.
-
-    Blocks of `block` elements stay whole.
-    """
-    unit = num_chunks(world_size) * math.lcm(ALIGNMENT, block)
+def padded_size(numel: int, world_size: int) -> int:
+    """The next size that can be cut into stretches that the optimizer updates alike."""
+    unit = num_chunks(world_size) * ALIGNMENT
     return -(-numel // unit) * unit
 
 
@@ -57,10 +54,8 @@ class Layout:
     """Elements up to the end of the last parameter."""
 
 
-def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool, block: int = 1) -> Layout:
+def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool) -> Layout:
     """One parameter after the other, in their order where none, or all, are spared.
-
-    Each begins at a multiple of `block`, so that its blocks are its own wherever it lies.
 
     Weight decay spares one-dimensional parameters: biases and norms. They begin where a vector may
     be cut, so that an update of both parts has the bits of one of either.
@@ -72,10 +67,8 @@ def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool, block: int = 1)
     spared_from: int | None = None if decays else 0
     for name in ordered:
         if decays and spared_from is None and name in spared:
-            unit = math.lcm(ALIGNMENT, block)
-            used = -(-used // unit) * unit
+            used = -(-used // ALIGNMENT) * ALIGNMENT
             spared_from = used
-        used = -(-used // block) * block
         offsets[name] = used
         used += params[name].numel()
     return Layout(offsets, spared_from, used)
@@ -94,9 +87,6 @@ class ParamSettings:
 
     role: Role = "whole"
     """Among the processes that compute layers together."""
-
-    block: int = 1
-    """Each begins at a multiple of so many elements, of which no process has a part."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +149,10 @@ class FlatParams:
     ) -> None:
         self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
         self.is_block = is_block
-        layout = lay_out(params, decays=settings.weight_decay > 0, block=settings.block)
+        layout = lay_out(params, decays=settings.weight_decay > 0)
         self.params = {name: params[name] for name in layout.offsets}
         self.offsets = layout.offsets
-        self.numel = padded_size(layout.used, comm.size, block=settings.block)
+        self.numel = padded_size(layout.used, comm.size)
         self.spared_from = self.numel if layout.spared_from is None else layout.spared_from
         self.shard_numel = self.numel // comm.size
         device = placement.device
@@ -241,8 +231,7 @@ class FlatParams:
         Copies of the model divide their common shard.
         """
         first, copy, copies = self.comm.rank * self.shard_numel, self.comm.copy, self.comm.copies
-        block = self.settings.block
-        low, high = (self.shard_numel // block * end // copies * block for end in (copy, copy + 1))
+        low, high = (self.shard_numel * end // copies for end in (copy, copy + 1))
         return first + low, first + high
 
     def start_gather(self) -> None:

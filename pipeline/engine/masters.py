@@ -11,23 +11,13 @@ from torch import Tensor, nn
 
 from pipeline.config import OptimConfig
 from pipeline.engine.flat import FlatParams, Placement
-from pipeline.kernels.adamw.definition import (
-    BLOCK,
-    COPIES,
-    join_master,
-    round_weights,
-    split_master,
-)
+from pipeline.kernels.adamw import COPIES, join_master, round_weights, split_master
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Devices on which every fused class of torch.optim has its kernel."""
 
 
-MOMENTS: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "8bit": torch.uint8,
-}
+MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """In which type AdamW's moments are kept, by the setting `optim.moments`."""
 
 
@@ -59,11 +49,6 @@ def uses_adamw_kernel(optim: OptimConfig) -> bool:
     Other optimizers are classes of torch.optim, with one weight decay per vector.
     """
     return optim.name == "AdamW" and not optim.params
-
-
-def block_of_moments(optim: OptimConfig) -> int:
-    """Elements of a parameter whose moments are kept together: it begins at a multiple of them."""
-    return BLOCK if optim.moments == "8bit" else 1
 
 
 Kind = Literal["weights", "split", "whole"]

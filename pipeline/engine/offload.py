@@ -18,7 +18,7 @@ from pipeline.engine.comm import Collectives
 from pipeline.errors import ConfigError, OffloadError
 from pipeline.faults import fault_point
 from pipeline.files.tensor_io import bytes_of, read_at, write_at
-from pipeline.kernels.adamw.definition import grain, new_moments
+from pipeline.kernels.adamw import new_moments
 
 ALIGNMENT = 4096
 """Tensors begin at multiples of a disk's block."""
@@ -174,7 +174,7 @@ class StreamedState:
         self.names = tuple(self._sets[0])
         """The fp32 masters, and what AdamW keeps for them."""
         for name, buffer in self._sets[0].items():
-            own = {_key(group, name): self._size(group, name) for group in range(len(self.sizes))}
+            own = {_key(group, name): size for group, size in enumerate(self.sizes)}
             store.reserve(own, buffer.dtype)
 
     def put(self, group: int, tensors: Sequence[Shaped[Tensor, " _"]]) -> None:
@@ -220,10 +220,7 @@ class StreamedState:
 
     def _views(self, group: int, turn: int) -> tuple[Tensor, ...]:
         buffers = self._sets[turn % 2]
-        return tuple(buffer[: self._size(group, name)] for name, buffer in buffers.items())
-
-    def _size(self, group: int, name: str) -> int:
-        return -(-self.sizes[group] // grain(name))
+        return tuple(buffer[: self.sizes[group]] for buffer in buffers.values())
 
 
 def _key(group: int, name: str) -> str:

@@ -11,13 +11,13 @@ from pipeline.config import TrainedModelConfig
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Collectives
 from pipeline.engine.flat import FlatParams, ParamSettings, Placement
-from pipeline.engine.masters import MOMENTS, block_of_moments, uses_adamw_kernel
+from pipeline.engine.masters import MOMENTS, uses_adamw_kernel
 from pipeline.engine.offload import StreamedState, TensorStore, WeightDisk
-from pipeline.engine.tensor_parts import part_in_blocks, role_of
+from pipeline.engine.tensor_parts import role_of
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.units import UnitParams, engine_units
 from pipeline.engine.zero import Unit
-from pipeline.kernels.adamw.definition import new_moments
+from pipeline.kernels.adamw import new_moments
 from pipeline.parallel.group import ALONE, Group
 
 
@@ -69,15 +69,11 @@ def vectors_of(
 
     Outside of the blocks, where there are any, each module has vectors of its own. So a stage of a
     pipeline, which has some of these modules, lays them out and sums their squares as one process.
-
-    Raises:
-        ConfigError: a process has a part of a block of moments.
     """
     found: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
     for name, param in unit.params.items():
         owner = name.rpartition(".")[0] if unit.beside_blocks else ""
         settings = param_settings(name, param, config)
-        part_in_blocks(name, param, settings.block)
         found.setdefault((owner, settings), {})[name] = param
     return found
 
@@ -149,7 +145,6 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         lr=config.optim.lr if lr is None else lr,
         weight_decay=config.optim.weight_decay if together or param.ndim > 1 else 0.0,
         role=role_of(param),
-        block=block_of_moments(config.optim),
     )
 
 

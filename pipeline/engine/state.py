@@ -20,18 +20,9 @@ from pipeline.engine.checkpoint.format import Columns, Fragment
 from pipeline.engine.engine import Engine
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.stored import READ_AT_ONCE
-from pipeline.engine.tensor_parts import Part, part_in_blocks, part_of, whole_shape
+from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.engine.trained import TrainedParams
 from pipeline.errors import CheckpointError
-from pipeline.kernels.adamw.definition import (
-    EXPONENTS,
-    Weights,
-    entries,
-    grain,
-    new_moments,
-    read_moments,
-    write_moments,
-)
 from pipeline.parallel.group import Group
 
 ReadInto = Callable[[int, Tensor], None]
@@ -164,7 +155,7 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     for group in engine.visit():
         vectors = {"weights": group.masters.fp32(), **group.named_moments()}
         for kind, vector in vectors.items():
-            yield from _written(group, vector, f"{prefix}/{kind}", kind)
+            yield from _written(group, vector, f"{prefix}/{kind}")
     elsewhere = _buffers_of_earlier_parts(engine)
     for name, buffer in _buffers(engine).items():
         if name in elsewhere:
@@ -277,16 +268,13 @@ def read_weights(
             read(name, elements.start, vector[place])
 
 
-def _written(
-    group: TrainedParams, vector: Tensor, prefix: str, kind: str = "weights"
-) -> Iterator[Fragment]:
-    """This process's fragments of a vector in the layout of the masters, or of their blocks."""
+def _written(group: TrainedParams, vector: Tensor, prefix: str) -> Iterator[Fragment]:
+    """This process's fragments of a vector in the layout of the masters."""
     if not _is_written(group.flat, group.tensor):
         return
     for name, place, elements in group.spans(own=True):
-        part = part_in_blocks(name, group.flat.params[name], grain(kind))
-        first, own = elements.start // grain(kind), vector[entries(kind, place)]
-        yield from fragments_of(f"{prefix}/{name}", part, first, own)
+        part = part_of(group.flat.params[name])
+        yield from fragments_of(f"{prefix}/{name}", part, elements.start, vector[place])
 
 
 def _is_written(flat: FlatParams, tensor: Group) -> bool:
@@ -295,13 +283,14 @@ def _is_written(flat: FlatParams, tensor: Group) -> bool:
 
 
 def _reader(
-    flat: FlatParams, prefix: str, checkpoint: Checkpoint, *, block: int = 1
+    flat: FlatParams, prefix: str, checkpoint: Checkpoint
 ) -> Callable[[str, int, Tensor], None]:
-    """Fills a tensor with elements of a parameter, or its blocks, by name, from a place on."""
+    """Fills a tensor with elements of a parameter, by name, from a place on."""
 
     def read(name: str, start: int, out: Tensor) -> None:
-        part = part_in_blocks(name, flat.params[name], block)
-        read_part(part, start, out, partial(checkpoint.read, f"{prefix}/{name}"))
+        read_part(
+            part_of(flat.params[name]), start, out, partial(checkpoint.read, f"{prefix}/{name}")
+        )
 
     return read
 
@@ -314,16 +303,10 @@ def _load_group(
     described: Mapping[str, Any],
 ) -> None:
     moments = _room_for_moments(group, masters, described["moments"])
-    stored = moments
-    if converted := described["moments"] and moments.keys() != {*described["moments"]}:
-        stored = new_moments(masters, _stored_dtype(described["moments"]))
-    for kind, vector in {"weights": masters, **stored}.items():
-        read = _reader(group.flat, f"{prefix}/{kind}", checkpoint, block=grain(kind))
+    for kind, vector in {"weights": masters, **moments}.items():
+        read = _reader(group.flat, f"{prefix}/{kind}", checkpoint)
         for name, place, elements in group.spans():
-            read(name, elements.start // grain(kind), vector[entries(kind, place)])
-    if converted:
-        in_fp32 = read_moments(Weights(masters, **stored))
-        write_moments(Weights(masters, **moments), *in_fp32)
+            read(name, elements.start, vector[place])
     counters = described["counters"][next(iter(group.flat.params))]
     if counters or moments:
         scalars = {name: torch.tensor(value) for name, value in counters.items()}
@@ -337,20 +320,10 @@ def _room_for_moments(
 ) -> dict[str, Tensor]:
     """Destination tensors for the moments of a checkpoint."""
     kept, dtype = group.named_moments(), group.moment_dtype
-    in_codes = dtype == torch.uint8
-    if described and in_codes != (_stored_dtype(described) == torch.uint8):
-        return new_moments(masters, dtype) | kept
     return {
-        kind: kept[kind]
-        if kind in kept
-        else masters.new_zeros(-(-masters.numel() // grain(kind)), dtype=dtype)
+        kind: kept[kind] if kind in kept else torch.zeros_like(masters, dtype=dtype)
         for kind in described
     }
-
-
-def _stored_dtype(described: Sequence[str]) -> torch.dtype:
-    """The type as which moments of a checkpoint are read; from bf16 to fp32 each as it is read."""
-    return torch.uint8 if EXPONENTS[0] in described else torch.float32
 
 
 def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint) -> None:

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
@@ -132,26 +131,6 @@ def _marked(param: Tensor) -> MarkedParameter:
 def part_of(param: Tensor) -> Part | None:
     """The part of a full parameter that this is; None for a full one."""
     return param.part if isinstance(param, MarkedParameter) else None
-
-
-def part_in_blocks(name: str, param: Tensor, block: int) -> Part | None:
-    """This process's part of a parameter's blocks of moments; None if it has all of them.
-
-    Raises:
-        ConfigError: it has a part of a block.
-    """
-    part = part_of(param)
-    if part is None or block == 1:
-        return part
-    found = part.in_blocks(block)
-    if found is None:
-        shape = " x ".join(map(str, part.whole))
-        raise ConfigError(
-            f"optim.moments 8bit keeps moments of {block} consecutive elements together, and"
-            f" parallel.tp {len(part.specs)} cuts such blocks of {name} ({shape}); take bf16 or"
-            " fp32, or another parallel.tp"
-        )
-    return found
 
 
 def role_of(param: Tensor) -> Role:

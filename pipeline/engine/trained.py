@@ -22,8 +22,7 @@ from pipeline.engine.masters import (
 )
 from pipeline.engine.tensor_parts import Stretch, completed, counted
 from pipeline.errors import KernelError
-from pipeline.kernels.adamw.definition import COPIES, Shard, Weights, new_moments
-from pipeline.kernels.adamw.dispatch import prepare
+from pipeline.kernels.adamw import COPIES, Kind, Shard, Weights, find, new_moments
 from pipeline.parallel.group import ALONE, Group
 
 
@@ -48,8 +47,8 @@ class TrainedParams:
         device, dtype = flat.placement.optimizer_device, flat.settings.dtype
         if self._by_kernel:
             copy = dtype if kind == "whole" and dtype in COPIES else None
-            split = kind == "split"
-            prepare(device, copy=copy, split=split, moments=self.moment_dtype, kernels=kernels)
+            formats = Kind(torch.float32, self.moment_dtype, copy, kind == "split")
+            find(device, formats, kernels)  # built before the first step
         elif kernels == "required":
             raise KernelError(
                 f"kernels required: there is none of {optim.name} on {device.type} with these"

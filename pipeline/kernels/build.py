@@ -1,9 +1,9 @@
 """Building C++ kernels at their first use.
 
 A kernel is a file of plain C++ with one or two C functions, called through `ctypes`: PyTorch's
-headers take twenty seconds a file to compile, these take about one. Libraries are kept under the
-hash of what they are made of. Processes that need the same one at once compile it each, and each
-renames a complete file into place.
+headers take twenty seconds a file to compile, these take about one. Libraries are cached under a
+hash of source, flags and compiler. Processes that need the same one at the same time each compile
+it and rename a complete file into place.
 """
 
 import ctypes
@@ -18,19 +18,21 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from pipeline.errors import KernelError
 
 CACHE = "RLHF_PIPELINE_CACHE"
 """Variable of the environment: the directory that keeps compiled kernels."""
 
 COMPILERS = ("c++", "g++", "clang++")
-"""Tried in this order where the variable CXX names none."""
+"""Tried in this order without the variable CXX."""
+
+Library = ctypes.CDLL
 
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 
@@ -41,7 +43,7 @@ FUSED = ("-ffp-contract=fast",)
 """A product and a sum become a fused multiply-add, as `include/vectors.h` needs it."""
 
 AVX2 = ("-mavx2", "-mfma")
-AVX512 = (*AVX2, *(f"-mavx512{each}" for each in ("f", "bw", "dq", "vl")))
+AVX512 = (*AVX2, *(f"-mavx512{name}" for name in ("f", "bw", "dq", "vl")))
 INSTRUCTIONS = {"AVX2": AVX2, "AVX512": (*AVX512, "-mprefer-vector-width=512")}
 """Flags by PyTorch's name of what an x86 processor has. Not -march=native: machines may share a
 cache."""
@@ -56,50 +58,33 @@ COMPILE_SECONDS = 120
 logger = logging.getLogger(__name__)
 
 
-class NotBuiltError(Exception):
-    """A kernel can't be built on this machine; the message is a clause with the reason."""
-
-
-@dataclass(frozen=True)
-class Built:
-    """A loaded library."""
-
-    library: ctypes.CDLL
-
-    seconds: float | None
-    """Compile time; None where the library was in the cache."""
-
-
-def found(
-    source: Path,
-    defines: Mapping[str, str | int],
-    flags: Sequence[str] = EXACT,
-) -> Built | NotBuiltError:
-    """The library of a C++ source with these macros, or why it can't be built."""
+def build(
+    source: Path, defines: Mapping[str, str | int], flags: Sequence[str] = EXACT
+) -> Library | str:
+    """The library of a C++ source with these macros, or the reason why it can't be built."""
     try:
         words = [*FLAGS, *flags, *instruction_flags()]
         words += [f"-D{name}={value}" for name, value in defines.items()]
         return _build(compiler(), source, words)
-    except NotBuiltError as reason:
-        return reason
+    except KernelError as reason:
+        return str(reason)
     except OSError as error:  # no directory at all, or a full disk
-        return NotBuiltError(f"it can't be written to a disk: {error}")
+        return f"it can't be written to a disk: {error}"
 
 
-def _build(command: Sequence[str], source: Path, words: Sequence[str]) -> Built:
+def _build(command: Sequence[str], source: Path, words: Sequence[str]) -> Library:
     ingredients = [*command, run_compiler([*command, "--version"]), platform.machine(), *words]
     identity = hashlib.sha256("\0".join([*ingredients, *texts_of(source)]).encode()).hexdigest()
-    name = f"{source.parent.name}-{source.stem}-{identity[:24]}.so"
+    name = f"{source.stem}-{identity[:24]}.so"
     directory = cache_directory()
     kept = directory / name if directory else None
     if kept is not None and kept.exists():
-        return Built(load(kept), None)
-    started = time.perf_counter()
+        return load(kept)
     with tempfile.TemporaryDirectory() as private:
         path = kept or Path(private) / name
         with complete_file(path) as made:
             run_compiler([*command, *words, str(source), "-o", str(made)])
-        return Built(load(path), time.perf_counter() - started)
+        return load(path)
 
 
 @contextmanager
@@ -117,22 +102,17 @@ def complete_file(path: Path) -> Iterator[Path]:
 
 
 def cache_directory() -> Path | None:
-    """The directory of this user's compiled kernels, made if need be.
+    """The directory of this user's compiled kernels, created if need be.
 
-    The directory that RLHF_PIPELINE_CACHE names; in one that another user owns, a folder of this
-    user. Code is loaded from there, so None, with a warning, where another user can write there.
+    Code is loaded from it: None, with a warning, if another user can write there.
     """
     named, base = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
     try:
         cache = Path(base).absolute() if base else Path.home() / ".cache"
         directory = Path(named).absolute() if named else cache / "rlhf-pipeline" / "kernels"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if directory.stat().st_uid != os.geteuid():
-            directory /= f"user-{os.geteuid()}"
-            directory.mkdir(exist_ok=True, mode=0o700)
-        status = directory.lstat()
-        owned = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-        if not owned or status.st_mode & stat.S_IWOTH:
+        status = directory.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
             raise PermissionError(f"{directory} can be written by other users")
         if not os.access(directory, os.W_OK):
             raise PermissionError(f"{directory} can't be written")
@@ -158,48 +138,48 @@ def compiler() -> list[str]:
     """The command of the C++ compiler that CXX names, or else of the first that is installed.
 
     Raises:
-        NotBuiltError: there is none.
+        KernelError: there is none.
     """
     chosen = shlex.split(os.environ.get("CXX", ""))
     for words in [chosen] if chosen else [[name] for name in COMPILERS]:
         if path := shutil.which(words[0]):
             return [path, *words[1:]]
     if chosen:
-        raise NotBuiltError(f"the compiler that CXX names, {chosen[0]}, was not found")
-    raise NotBuiltError(f"no C++ compiler was found ({', '.join(COMPILERS)}; CXX may name one)")
+        raise KernelError(f"the compiler that CXX names, {chosen[0]}, was not found")
+    raise KernelError(f"no C++ compiler was found ({', '.join(COMPILERS)}; CXX may name one)")
 
 
 def run_compiler(command: Sequence[str]) -> str:
     """The compiler's output.
 
     Raises:
-        NotBuiltError: it fails.
+        KernelError: it fails.
     """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotBuiltError(f"the compiler {command[0]} can't be run: {error}") from error
+        raise KernelError(f"the compiler {command[0]} can't be run: {error}") from error
     if done.returncode != 0:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
-        raise NotBuiltError(
+        raise KernelError(
             f"the compiler {command[0]} ended with code {done.returncode}: {errors[0]}"
         )
     return done.stdout
 
 
-def load(library: Path) -> ctypes.CDLL:
-    """The library in this process.
+def load(library: Path) -> Library:
+    """Load the library into this process.
 
     Raises:
-        NotBuiltError: the system refuses it.
+        KernelError: the system refuses it.
     """
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise NotBuiltError(
+        raise KernelError(
             f"the system doesn't load {library} ({error}); set {CACHE} to a directory on a disk"
             " from which programs may be run"
         ) from error
@@ -209,13 +189,13 @@ def instruction_flags() -> tuple[str, ...]:
     """Flags for the instructions that PyTorch uses on this processor.
 
     Raises:
-        NotBuiltError: the kernels don't support the processor.
+        KernelError: the kernels don't support the processor.
     """
     if is_arm():
         return ()
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in INSTRUCTIONS:
-        raise NotBuiltError(
+        raise KernelError(
             f"the processor ({platform.machine()}, {capability}) is not x86 with AVX2 or AVX-512,"
             " or ARM with 64 bits"
         )

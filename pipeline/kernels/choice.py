@@ -1,10 +1,10 @@
-"""Whether an operator uses its kernel, and the message where there is none."""
+"""Whether an operator uses its kernel, and the message where it can't."""
 
 import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import get_args
+from typing import TypeVar, get_args
 
 import torch
 
@@ -14,19 +14,21 @@ from pipeline.kernels.gpu import Gpu, LaunchError, Macros, gpu_of
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 SWITCH = "RLHF_PIPELINE_KERNELS"
-"""Variable of the environment: auto, required or off for the kernels of generation."""
+"""Environment variable: auto, required or off for the kernels of generation."""
 
 SelfTest = Callable[[Gpu, Macros], bool]
-"""Whether a kernel computes on a GPU what it is defined as: asked once in a process, before it is
-trusted. It waits for the GPU, so it can't be part of a CUDA graph."""
+"""True if a kernel computes what its reference does on a GPU. It runs once in a process before the
+kernel is used, and waits for the GPU, so it can't be part of a CUDA graph."""
 
 
 def kernel_mode() -> Kernels:
-    """What the environment says about the kernels of generation; auto if nothing.
+    """The setting for the kernels of generation.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: the environment variable has another value.
     """
     word = os.environ.get(SWITCH, "auto")
     for known in get_args(Kernels):
@@ -35,44 +37,35 @@ def kernel_mode() -> Kernels:
     raise ConfigError(f"the variable {SWITCH} must be {', '.join(get_args(Kernels))}: {word!r}")
 
 
-def wanted(device: torch.device) -> bool:
-    """Whether an operator of generation is to look for a kernel for GPUs there."""
+def use_gpu(device: torch.device) -> bool:
+    """True if an operator of generation uses kernels of the GPU `device`."""
     return device.type == "cuda" and kernel_mode() != "off"
 
 
-def gpu_for(
-    operator: str,
-    device: torch.device,
-    refusal: str | None,
-    name: str,
-    defines: Macros,
-    self_test: SelfTest,
-) -> Gpu | None:
-    """The GPU that does an operator of generation.
+def accept(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T | None:
+    """Return a kernel; None, logged once, if it is the reason why there is none.
 
     Args:
         operator: its name in sentences.
-        device: where the tensors are.
-        refusal: why the kernel can't take the tensors, if it can't.
-        name: of the operator's folder and of its kernel.
-        defines: macros of the specialisation.
-        self_test: what the kernel must pass.
-
-    Returns:
-        None where PyTorch is to do the work; the log says why, once for each reason.
+        kernel: the kernel, or a clause.
+        kernels: the setting, by default that of generation.
 
     Raises:
-        KernelError: kernels are required, and there is none.
+        KernelError: kernels are required.
     """
-    found = refusal or find(device, name, defines, self_test)
-    if isinstance(found, Gpu):
-        return found
-    settle(operator, found, kernel_mode())
+    if not isinstance(kernel, str):
+        return kernel
+    if (kernels or kernel_mode()) == "required":
+        raise KernelError(
+            f"the kernel of {operator} is not available: {kernel}; fix that, or let PyTorch do its"
+            f" work: set kernels auto, and {SWITCH}=auto for generation"
+        )
+    _log_once(operator, kernel)
     return None
 
 
 def find(device: torch.device, name: str, defines: Macros, self_test: SelfTest) -> Gpu | str:
-    """The GPU with an operator's kernel ready, or why it can't be had, in a clause."""
+    """The GPU with a kernel compiled and tested, or the reason why it can't be used."""
     return _compiled(device, name, frozenset(defines.items()), self_test)
 
 
@@ -83,33 +76,18 @@ def _compiled(
     defines: frozenset[tuple[str, str | int]],
     self_test: SelfTest,
 ) -> Gpu | str:
-    """Found out once in a process, in the pass that comes before any of a CUDA graph."""
     macros = dict(defines)
     try:
         gpu = gpu_of(device)
         gpu.kernel(name, name, macros)
         if self_test(gpu, macros):
             return gpu
-        gpu.forget(name, macros)  # what was kept of it may be to blame
+        gpu.forget(name, macros)  # the cached code may be to blame
     except (KernelError, LaunchError) as error:
         return str(error)
-    return f"{name} computes something else than its definition on this GPU"
-
-
-def settle(operator: str, reason: str, kernels: Kernels) -> None:
-    """Go on without a kernel, and say so once for each reason.
-
-    Raises:
-        KernelError: it is required.
-    """
-    if kernels == "required":
-        raise KernelError(
-            f"the kernel of {operator} can't be had: {reason}; mend that, or have PyTorch do its"
-            f" work: set kernels auto, and {SWITCH}=auto for generation"
-        )
-    _say_once(operator, reason)
+    return f"{name} computes something else than its reference on this GPU"
 
 
 @functools.cache
-def _say_once(operator: str, reason: str) -> None:
+def _log_once(operator: str, reason: str) -> None:
     logger.info("PyTorch does the work of the kernel of %s: %s", operator, reason)

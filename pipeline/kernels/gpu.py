@@ -17,16 +17,14 @@ import torch
 from pipeline.errors import KernelError
 from pipeline.kernels.build import cache_directory, complete_file
 
-OPERATORS = Path(__file__).parent
-"""The folders of operators; the source of one's kernels is its `cuda.cu`."""
+SOURCES = Path(__file__).parent
+"""The folder of the sources, one for each operator."""
 
-HEADERS = {
-    name: (OPERATORS / "include" / name).read_text() for name in ("prelude.cuh", "eight_bits.h")
-}
-"""Headers that sources may include, by name."""
+PRELUDE = (SOURCES / "include" / "prelude.cuh").read_text()
+"""The header of all sources."""
 
 OPTIONS = ("-std=c++17", "--fmad=false")
-"""Products and sums are rounded each unless a kernel calls fmaf: bit for bit as on the CPU."""
+"""Each product and sum is rounded unless a kernel calls fmaf: bit for bit as on the CPU."""
 
 OLDEST = 70
 """The oldest supported compute capability, 7.0."""
@@ -130,7 +128,7 @@ class Gpu:
         if path is not None and path.exists():
             return path.read_bytes()
         image, _ = compile_source(
-            (OPERATORS / name / "cuda.cu").read_text(), name, self._options(defines)
+            (SOURCES / f"{name}.cu").read_text(), name, self._options(defines)
         )
         if path is not None:
             with suppress(OSError), complete_file(path) as made:
@@ -145,9 +143,9 @@ class Gpu:
         directory = cache_directory()
         if directory is None:
             return None
-        source = (OPERATORS / name / "cuda.cu").read_text()
+        source = (SOURCES / f"{name}.cu").read_text()
         version = ".".join(map(str, nvrtc_version()))
-        ingredients = [source, *HEADERS.values(), *self._options(defines), version]
+        ingredients = [source, PRELUDE, *self._options(defines), version]
         digest = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()
         return directory / f"{name}-{digest[:16]}.cubin"
 
@@ -159,11 +157,8 @@ def compile_source(source: str, name: str, options: list[str]) -> tuple[bytes, s
         KernelError: NVRTC can't be loaded, or refuses the source or an option.
     """
     nvrtc = _nvrtc()
-    texts = [text.encode() for text in HEADERS.values()]
-    names = [header.encode() for header in HEADERS]
-    program = _checked(
-        nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), len(names), texts, names)
-    )
+    header = ([PRELUDE.encode()], [b"prelude.cuh"])
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 1, *header))
     try:
         words = [option.encode() for option in options]
         (code,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
@@ -187,10 +182,10 @@ def architecture(capability: int) -> str:
     Raises:
         KernelError: it is older than the compiler supports.
     """
-    supported = [each for each in supported_capabilities() if each >= OLDEST]
+    supported = [number for number in supported_capabilities() if number >= OLDEST]
     if capability in supported:
         return f"sm_{capability}"
-    older = [each for each in supported if each < capability]
+    older = [number for number in supported if number < capability]
     if not older:
         raise KernelError(
             f"this GPU has compute capability {capability / 10}, and NVRTC"

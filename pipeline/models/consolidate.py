@@ -17,7 +17,7 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.stored import StoredParameter, stored_like
 from pipeline.engine.units import find_units
 from pipeline.errors import CheckpointError
-from pipeline.kernels.adamw.definition import round_weights
+from pipeline.kernels.adamw import round_weights
 from pipeline.models.block_codes import Form
 from pipeline.models.deferred import meta_model, places
 from pipeline.models.export import export

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline.kernels.logprobs.divided import Words
+from pipeline.kernels.logprobs import Words
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_group

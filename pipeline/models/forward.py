@@ -21,8 +21,7 @@ from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.units import UsesHead
 from pipeline.errors import DataError, KernelError
-from pipeline.kernels.logprobs.definition import logprobs_of
-from pipeline.kernels.logprobs.dispatch import WHOLE, linear_logprobs, row_logprobs
+from pipeline.kernels.logprobs import WHOLE, linear_logprobs, logprobs_of, row_logprobs
 from pipeline.models.attention import KEY_BLOCK, RAGGED, Ragged, unpad
 from pipeline.models.divided_vocabulary import words_of
 from pipeline.models.scores import Cutpoints, expected_value, response_scores

@@ -63,11 +63,6 @@ DEVICE u16 load2(const void* p) {
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
   return v;
 }
-DEVICE u8 load1(const void* p) {
-  u32 v;
-  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
-  return static_cast<u8>(v);
-}
 // For what no thread of the launch writes: may bypass the first cache, which has no use for it.
 DEVICE uint4 load16_once(const void* p) {
   uint4 v;
@@ -86,9 +81,6 @@ DEVICE void store8(void* p, uint2 v) {
 }
 DEVICE void store4(void* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 DEVICE void store2(void* p, u16 v) { asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory"); }
-DEVICE void store1(void* p, u8 v) {
-  asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(static_cast<u32>(v)) : "memory");
-}
 DEVICE float to_float(F16 x) {
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x.bits));
@@ -111,13 +103,11 @@ DEVICE uint2 load8(const void* p LINE) { return READ(uint2, p); }
 DEVICE u64 load_u64(const void* p LINE) { return READ(u64, p); }
 DEVICE u32 load4(const void* p LINE) { return READ(u32, p); }
 DEVICE u16 load2(const void* p LINE) { return READ(u16, p); }
-DEVICE u8 load1(const void* p LINE) { return READ(u8, p); }
 DEVICE uint4 load16_once(const void* p LINE) { return READ(uint4, p); }
 DEVICE void store16(void* p, uint4 v LINE) { WRITE(uint4, p, v); }
 DEVICE void store8(void* p, uint2 v LINE) { WRITE(uint2, p, v); }
 DEVICE void store4(void* p, u32 v LINE) { WRITE(u32, p, v); }
 DEVICE void store2(void* p, u16 v LINE) { WRITE(u16, p, v); }
-DEVICE void store1(void* p, u8 v LINE) { WRITE(u8, p, v); }
 DEVICE float to_float(F16 x) {
   _Float16 h;
   memcpy(&h, &x, sizeof(h));

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.kernels import build
-from pipeline.kernels.build import CACHE, Built, cache_directory, found
+from pipeline.kernels.build import CACHE, Library
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
 
@@ -26,21 +26,21 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def answer(source: Path, number: int = 42) -> tuple[int, bool]:
-    """Return the result of the library, and whether it was compiled."""
-    built = found(source, {"ANSWER": number})
-    assert isinstance(built, Built)
-    return built.library.answer(), built.seconds is not None
+def answer(source: Path, number: int = 42) -> int:
+    """Return the result of the library."""
+    built = build.build(source, {"ANSWER": number})
+    assert isinstance(built, Library)
+    return built.answer()
 
 
 def test_a_source_is_compiled_once(cache: Path, source: Path) -> None:
-    assert [answer(source), answer(source), answer(source, 7)] == [
-        (42, True),
-        (42, False),
-        (7, True),
-    ]
+    assert answer(source) == 42
+    (kept,) = cache.iterdir()
+    written = kept.stat().st_mtime_ns
+    assert [answer(source), answer(source, 7)] == [42, 7]
+    assert kept.stat().st_mtime_ns == written
     source.write_text(SOURCE.replace("ANSWER", "ANSWER + 1"))
-    assert answer(source) == (43, True)
+    assert answer(source) == 43
     assert len(list(cache.iterdir())) == 3
     assert cache.stat().st_mode & 0o777 == 0o700
 
@@ -50,8 +50,8 @@ def test_processes_that_build_at_once_each_get_a_complete_library(
     cache: Path, source: Path
 ) -> None:
     program = (
-        "import sys; from pathlib import Path; from pipeline.kernels.build import found;"
-        "print(found(Path(sys.argv[1]), {'ANSWER': 42}).library.answer())"
+        "import sys; from pathlib import Path; from pipeline.kernels.build import build;"
+        "print(build(Path(sys.argv[1]), {'ANSWER': 42}).answer())"
     )
     command = [sys.executable, "-c", program, str(source)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
@@ -66,17 +66,6 @@ def test_code_is_not_loaded_from_where_others_can_write(
     cache.mkdir()
     cache.chmod(0o777)
 
-    assert answer(source) == answer(source) == (42, True)
+    assert answer(source) == answer(source) == 42
     assert not list(cache.iterdir())
     assert caplog.text.count("compiled kernels are not kept") == 1
-
-
-def test_a_directory_of_another_user_has_a_folder_for_each(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.mkdir()
-    uid = cache.stat().st_uid
-    monkeypatch.setattr(build.os, "geteuid", lambda: uid + 1)
-    # The folder belongs to this user again, and so not to the one that is pretended.
-    assert cache_directory() is None
-    assert [path.name for path in cache.iterdir()] == [f"user-{uid + 1}"]

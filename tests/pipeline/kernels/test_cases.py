@@ -45,7 +45,7 @@ def test_the_kernel_computes_what_the_definition_does_everywhere(
 def test_the_self_test_accepts_the_kernel_and_rejects_a_wrong_one(
     name: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    self_test = import_module(f"pipeline.kernels.{name}.cuda").self_test
+    self_test = import_module(f"pipeline.kernels.{name}").self_test
     gpu, defines = emulator.gpu(), CASES[name].SPECIALISATIONS[0]
     with emulator.memory():
         assert self_test(gpu, defines)

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import KernelError
 from pipeline.kernels import gpu
-from pipeline.kernels.gpu import OLDEST, OPERATORS, OPTIONS, Macros
+from pipeline.kernels.gpu import OLDEST, OPTIONS, SOURCES, Macros
 from tests.pipeline.kernels.test_cases import CASES
 
 ALL = [(name, defines) for name, cases in CASES.items() for defines in cases.SPECIALISATIONS]
@@ -36,7 +36,7 @@ def capabilities() -> list[int]:
 def compile_log(name: str, defines: Macros, capability: int, directory: Path) -> str:
     macros = [f"-D{macro}={value}" for macro, value in defines.items()]
     options = [*OPTIONS, *macros, "--ptxas-options=-v"]
-    source = OPERATORS / name / "cuda.cu"
+    source = SOURCES / f"{name}.cu"
     try:
         target = f"--gpu-architecture=sm_{capability}"
         return gpu.compile_source(source.read_text(), name, [target, *options])[1]
@@ -44,7 +44,7 @@ def compile_log(name: str, defines: Macros, capability: int, directory: Path) ->
         if shutil.which("nvcc") is None:
             raise
     command = ["nvcc", "-cubin", f"-arch=sm_{capability}", *options]
-    command += [f"-I{OPERATORS / 'include'}", str(source), "-o", str(directory / "cubin")]
+    command += [f"-I{SOURCES / 'include'}", str(source), "-o", str(directory / "cubin")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from pipeline.kernels.adamw.cuda import ShardTable, adamw_, scalars_of
+from pipeline.kernels.adamw import ShardTable, step_scalars
 from pipeline.kernels.gpu import Gpu, gpu_of
 from tests.pipeline.kernels.adamw.cases import CPU, STEP, Case, by_definition, copied, make_shards
 from tests.pipeline.kernels.test_cases import CASES
@@ -34,16 +34,16 @@ def test_what_is_computed_is_the_definitions_and_the_same_every_time(name: str, 
 
 def test_a_graph_reads_new_scalars_and_lengths(gpu: Gpu) -> None:
     shards, expected = (make_shards(Case(), (1000,), device=each) for each in (gpu.device, CPU))
-    table, scalars = ShardTable(shards, gpu), scalars_of(STEP, gpu.device)
+    table, scalars = ShardTable(shards, gpu), step_scalars(STEP, gpu.device)
     others = ShardTable([copied(shard) for shard in shards], gpu)
-    adamw_(others, scalars, betas=STEP.betas, eps=STEP.eps)  # compiled and loaded before a graph
+    others.step(scalars, STEP)  # compiled and loaded before a graph
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        adamw_(table, scalars, betas=STEP.betas, eps=STEP.eps)
+        table.step(scalars, STEP)
 
     for step in (5, 6):
         numbers = dataclasses.replace(STEP, step=step)
-        scalars.copy_(scalars_of(numbers, gpu.device))
+        scalars.copy_(step_scalars(numbers, gpu.device))
         graph.replay()
         by_definition(expected[0], numbers)
 

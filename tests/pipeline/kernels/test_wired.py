@@ -34,8 +34,7 @@ def test_answers_are_the_same_by_the_kernels(
     model.register_forward_hook(lambda *_: None)  # its modules run each time, as on a GPU
     launched: list[str] = []
 
-    def emulated(operator: str, _: torch.device, refusal: str | None, *__: object) -> object:
-        assert refusal is None
+    def emulated(_: torch.device, operator: str, *__: object) -> object:
         launched.append(operator)
         return emulator.gpu()
 
@@ -53,8 +52,8 @@ def test_answers_are_the_same_by_the_kernels(
         return [response.ids for response in responses]
 
     expected = answers()
-    monkeypatch.setattr(choice, "wanted", lambda *_: True)
-    monkeypatch.setattr(choice, "gpu_for", emulated)
+    monkeypatch.setattr(choice, "use_gpu", lambda *_: True)
+    monkeypatch.setattr(choice, "find", emulated)
     with emulator.memory(*model.parameters()):
         ours = answers()
 
@@ -63,6 +62,6 @@ def test_answers_are_the_same_by_the_kernels(
     passes = launched.count("sampling") // 2
     assert passes >= 8
     # Prefill appends to the cache without sampling.
-    assert launched.count("the cache") >= passes * model.config.num_hidden_layers
-    assert launched.count("attention") >= 2 * 7 * model.config.num_hidden_layers
+    assert launched.count("cache_append") >= passes * model.config.num_hidden_layers
+    assert launched.count("decode_attention") >= 2 * 7 * model.config.num_hidden_layers
     assert launched[-1] == "sampling"

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from pipeline.config import Kernels
-from pipeline.kernels.adamw import definition
-from pipeline.kernels.adamw.definition import (
+from pipeline.kernels.adamw import (
     GRADIENTS,
     MOMENTS,
     AdamW,
     Weights,
-    new_moments,
-    write_moments,
+    adamw_,
+    join_master,
+    reference_adamw_,
+    split_master,
 )
-from pipeline.kernels.adamw.dispatch import adamw_
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STEP = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, multiplier=0.37)
@@ -45,14 +45,14 @@ def vectors(
 
     master, low_bits = spread(), None
     if split:
-        master, low_bits = definition.split_master(master)
+        master, low_bits = split_master(master)
     weights = Weights(
         master,
-        **new_moments(spread(), moments),
+        spread().to(moments),
+        spread().square().clamp(max=1e30).to(moments),
         copy=None if copy is None else torch.full((numel,), math.nan, dtype=copy),
         low_bits=low_bits,
     )
-    write_moments(weights, spread(), spread().square().clamp(max=1e30))
     return weights, spread().clamp(-6e4, 6e4).to(gradient)
 
 
@@ -82,7 +82,7 @@ def test_kernel_and_fallback_give_the_bits_of_the_definition(option: dict[str, A
             ended[kernels] = copied(weights)
             adamw_(ended[kernels], gradient, step, kernels=kernels)
         expected = copied(weights)
-        definition.adamw_(expected, gradient, step)
+        reference_adamw_(expected, gradient, step)
 
         for kernels, got in ended.items():
             for each, tensor in expected.tensors().items():
@@ -141,13 +141,13 @@ def test_the_bits_are_those_of_pytorchs_fused_adamw(
 
 def test_a_split_master_is_the_fp32_master_to_the_bit() -> None:
     whole, gradient = vectors(10_000, copy=BF16)
-    weights, low_bits = definition.split_master(whole.master)
+    weights, low_bits = split_master(whole.master)
     split = Weights(weights, whole.exp_avg.clone(), whole.exp_avg_sq.clone(), low_bits=low_bits)
 
     for step in range(1, 4):
         adamw_(whole, gradient, replace(STEP, step=step))
         adamw_(split, gradient, replace(STEP, step=step))
 
-    assert torch.equal(definition.join_master(split.master, low_bits), whole.master)
+    assert torch.equal(join_master(split.master, low_bits), whole.master)
     assert whole.copy is not None
     assert torch.equal(split.master, whole.copy)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pipeline.kernels.adamw.cuda import ShardTable, adamw_, scalars_of
-from pipeline.kernels.adamw.definition import AdamW, Shard
+from pipeline.kernels.adamw import AdamW, Shard, ShardTable, step_scalars
 from tests.pipeline.kernels.adamw.cases import (
     BF16,
     F16,
@@ -29,12 +28,7 @@ def by_kernel(
     shards: Sequence[Shard], step: AdamW, emulator: Emulator, *, schedule: int = 0
 ) -> None:
     with emulator.memory(*Inputs(list(shards)).tensors(), schedule=schedule):
-        adamw_(
-            ShardTable(shards, emulator.gpu()),
-            scalars_of(step, CPU),
-            betas=step.betas,
-            eps=step.eps,
-        )
+        ShardTable(shards, emulator.gpu()).step(step_scalars(step, CPU), step)
 
 
 def assert_equal(ours: Sequence[Shard], theirs: Sequence[Shard]) -> None:

@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from pipeline.config import Kernels
-from pipeline.kernels.adamw import definition
-from pipeline.kernels.adamw.definition import AdamW, Weights
-from pipeline.kernels.adamw.dispatch import adamw_
+from pipeline.kernels.adamw import (
+    AdamW,
+    Weights,
+    adamw_,
+    join_master,
+    round_weights,
+    split_master,
+)
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STEP = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, multiplier=0.37)
@@ -32,7 +37,7 @@ def test_bf16_weights_are_the_nearest_and_of_two_equally_near_the_larger(
     expected = torch.cat([every + further for further in FURTHER.values()]).short().view(BF16)
     values, expected = values[values.isfinite()], expected[values.isfinite()]
     if split:
-        got, low_bits = definition.split_master(values)
+        got, low_bits = split_master(values)
         weights = Weights(got, *torch.zeros(2, len(values)), low_bits=low_bits)
     else:
         got = torch.zeros(len(values), dtype=BF16)
@@ -64,7 +69,7 @@ WEIGHTS = {
 def test_masters_are_rounded_to_the_nearest_bf16_ties_away_from_zero() -> None:
     masters = torch.tensor(list(WEIGHTS)).int().view(FP32)
 
-    weights = definition.round_weights(masters, BF16)
+    weights = round_weights(masters, BF16)
 
     assert [bits & 0xFFFF for bits in weights.view(torch.int16).tolist()] == list(WEIGHTS.values())
 
@@ -75,6 +80,6 @@ def test_every_float_but_nan_survives_being_split() -> None:
     values = torch.cat([bits.view(FP32), edges])
     values = values[~values.isnan()]
 
-    joined = definition.join_master(*definition.split_master(values))
+    joined = join_master(*split_master(values))
 
     assert torch.equal(joined.view(torch.int32), values.view(torch.int32))

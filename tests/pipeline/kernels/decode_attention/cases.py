@@ -6,8 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.kernels.decode_attention import cuda, definition
-from pipeline.kernels.decode_attention.definition import Scores
+from pipeline.kernels.decode_attention import (
+    HEAD_SIZES,
+    Scores,
+    Shape,
+    cuda_macros,
+    launch,
+    reference_attention,
+)
 from pipeline.kernels.gpu import Gpu, Macros
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -71,7 +77,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
 
 def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
     """Run the kernel."""
-    return cuda.decode_attention(
+    return launch(
         inputs.query,
         inputs.key,
         inputs.value,
@@ -85,7 +91,7 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
 def relative_error(inputs: Inputs, out: Tensor) -> float:
     """The error relative to the norm of the definition in float64; infinite with a NaN."""
     query, key, value = (each.double() for each in (inputs.query, inputs.key, inputs.value))
-    expected = definition.decode_attention(query, key, value, inputs.scores)
+    expected = reference_attention(query, key, value, inputs.scores)
     error = ((out.double() - expected).norm() / expected.norm()).item()
     return error if math.isfinite(error) else math.inf
 
@@ -118,7 +124,7 @@ QUICK += [
 """A little of everything, with as few specialisations as that takes."""
 
 SHAPES = [
-    *((size, heads, kv) for size in cuda.HEAD_SIZES for heads, kv in [(2, 2), (8, 2), (7, 1)]),
+    *((size, heads, kv) for size in HEAD_SIZES for heads, kv in [(2, 2), (8, 2), (7, 1)]),
     (128, 16, 2),
     (64, 71, 1),
 ]
@@ -137,9 +143,9 @@ GRID = [
 """Every dtype, head size and kind of sharing, under every option."""
 
 SPECIALISATIONS: list[Macros] = [
-    cuda.specialisation(dtype, cuda.Shape(heads, size, dtype.itemsize))
+    cuda_macros(dtype, Shape(heads, size, dtype.itemsize))
     for dtype in (BF16, F16, F32)
-    for size in sorted(cuda.HEAD_SIZES, key=lambda size: size != 128)
+    for size in sorted(HEAD_SIZES, key=lambda size: size != 128)
     for heads in (8, 1, 4, 7)
 ]
 """Of the kernels for GPUs, the commonest first."""

@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.build import Built
+from pipeline.kernels.build import Library
 from pipeline.kernels.choice import SWITCH
-from pipeline.kernels.decode_attention import cpu, definition, dispatch
-from pipeline.kernels.decode_attention.definition import Scores
+from pipeline.kernels.decode_attention import (
+    MOST_SIZE,
+    Scores,
+    decode_attention,
+    kernel_for,
+    reference_attention,
+    sequence_attention,
+)
 from tests.pipeline.kernels.numbers import random, relative_error
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -32,12 +38,12 @@ def tensors(
 def test_attention_is_at_least_as_accurate_as_pytorch(dtype: torch.dtype, size: int) -> None:
     query, key, value, lengths = tensors((1, 40, 700), size, dtype=dtype)
     scores = Scores(lengths=lengths, scaling=size**-0.5)
-    assert isinstance(dispatch.kernel_for(query, key, value), Built)
+    assert isinstance(kernel_for(query, key, value), Library)
 
-    out = dispatch.decode_attention(query, key, value, scores, longest=700)
+    out = decode_attention(query, key, value, scores, longest=700)
 
-    exact = definition.decode_attention(query.double(), key.double(), value.double(), scores)
-    plain = definition.decode_attention(query, key, value, scores)
+    exact = reference_attention(query.double(), key.double(), value.double(), scores)
+    plain = reference_attention(query, key, value, scores)
     allowed = max(1.1 * relative_error(plain, exact), 4 * torch.finfo(dtype).eps)
     assert relative_error(out, exact) < allowed
 
@@ -48,9 +54,9 @@ def test_windows_and_shared_heads(kv_heads: int) -> None:
     key[2, :, :570] = value[2, :, :570] = torch.nan
     scores = Scores(lengths=lengths, scaling=0.1, sliding_window=30)
 
-    out = dispatch.decode_attention(query, key, value, scores, longest=600)
+    out = decode_attention(query, key, value, scores, longest=600)
 
-    expected = definition.decode_attention(query, key, value, scores)
+    expected = reference_attention(query, key, value, scores)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -60,11 +66,11 @@ def test_tokens_of_one_sequence_attend_as_each_alone() -> None:
     out = torch.empty_like(query)
 
     settings: Any = {"scaling": 0.2, "sliding_window": 70}
-    assert dispatch.sequence_attention(query, key, value, first=505, out=out, **settings)
+    assert sequence_attention(query, key, value, first=505, out=out, **settings)
 
     for row in range(20):
         scores = Scores(lengths=torch.tensor([506 + row]).int(), **settings)
-        alone = definition.decode_attention(query[row : row + 1], key, value, scores)
+        alone = reference_attention(query[row : row + 1], key, value, scores)
         torch.testing.assert_close(out[row : row + 1], alone, atol=1e-5, rtol=1e-5)
 
 
@@ -76,9 +82,9 @@ def test_unsupported_tensors_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch
         (query.double(), key.double(), value.double()),
         (query, key.transpose(2, 3).contiguous().transpose(2, 3), value),
         (query[..., :63].bfloat16(), key[..., :63].bfloat16().contiguous(), value.bfloat16()),
-        (random(2, 4, cpu.MOST_SIZE + 1), *[random(2, 2, 9, cpu.MOST_SIZE + 1)] * 2),
+        (random(2, 4, MOST_SIZE + 1), *[random(2, 2, 9, MOST_SIZE + 1)] * 2),
         (query.clone().requires_grad_(), key, value),
     ):
-        assert dispatch.kernel_for(*other) is None
+        assert kernel_for(*other) is None
     monkeypatch.setenv(SWITCH, "off")
-    assert dispatch.kernel_for(query, key, value) is None
+    assert kernel_for(query, key, value) is None

@@ -3,8 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.decode_attention.definition import Scores
-from pipeline.kernels.decode_attention.dispatch import decode_attention
+from pipeline.kernels.decode_attention import Scores, decode_attention
 
 
 def tensors(heads: int = 4, kv_heads: int = 2, size: int = 64) -> tuple[torch.Tensor, ...]:

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.kernels import gpu as gpu_module
-from pipeline.kernels.gpu import Dim, Gpu, Kernel, LaunchError, Macros
+from pipeline.kernels.gpu import PRELUDE, SOURCES, Dim, Gpu, Kernel, LaunchError, Macros
 
 HERE = Path(__file__).parent
 
@@ -40,8 +39,7 @@ class Emulator:
         self.directory = directory
         self.path = directory / "libemulator.so"
         self.compile(str(HERE / "emulator.cpp"), "-o", str(self.path))
-        for name, text in gpu_module.HEADERS.items():
-            (directory / name).write_text(text)
+        (directory / "prelude.cuh").write_text(PRELUDE)
         self.library = ctypes.CDLL(str(self.path))
         self.library.emulator_allow.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self.library.emulator_error.restype = ctypes.c_char_p
@@ -91,7 +89,7 @@ class EmulatedGpu(Gpu):
 
     def kernel(self, name: str, entry: str, defines: Macros) -> "EmulatedKernel":
         """Compile a kernel, if it is new."""
-        source = (gpu_module.OPERATORS / name / "cuda.cu").read_text()
+        source = (SOURCES / f"{name}.cu").read_text()
         # Kernels take one struct by value; functions that take its address are added.
         for kernel, type_name in ENTRY.findall(source):
             source += (

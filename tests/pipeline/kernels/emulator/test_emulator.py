@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels import gpu as gpu_module
+from tests.pipeline.kernels.emulator import emulated
 from tests.pipeline.kernels.emulator.emulated import Emulator
 
 HEAD = """
@@ -28,14 +28,13 @@ class Params(ctypes.Structure):
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of kernel sources that is the test's own."""
-    (tmp_path / "test").mkdir()
-    monkeypatch.setattr(gpu_module, "OPERATORS", tmp_path)
+    monkeypatch.setattr(emulated, "SOURCES", tmp_path)
     return tmp_path
 
 
 def run(body: str, sources: Path, emulator: Emulator, *, schedule: int = 0) -> Tensor:
     """Two blocks of 64 threads with 256 bytes of shared memory; what they wrote."""
-    (sources / "test" / "cuda.cu").write_text(HEAD + body + "\n}\n")
+    (sources / "test.cu").write_text(HEAD + body + "\n}\n")
     out, given = torch.zeros(64), torch.arange(64.0)
     with emulator.memory(out, given, schedule=schedule):
         kernel = emulator.gpu().kernel("test", "kernel", {"BODY": abs(hash(body))})

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.linear.dispatch import Linear, prepare
+from pipeline.kernels.linear import Linear, prepare
 from tests.pipeline.kernels.numbers import random, relative_error
 
 F32, BF16 = torch.float32, torch.bfloat16

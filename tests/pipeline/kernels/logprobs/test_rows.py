@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logprobs import definition
-from pipeline.kernels.logprobs.dispatch import row_logprobs
+from pipeline.kernels.logprobs import logprobs_of, row_logprobs
 
 K, V = 37, 1500
 
@@ -37,7 +36,7 @@ def test_no_bit_differs_from_the_definition(
     settings = {"temperature": temperature, "entropy": True}
 
     ours = learned(row_logprobs, *inputs, **settings, at_once=rows * V + 1)
-    plain = learned(definition.logprobs_of, *inputs, **settings, entropy_learns=False)
+    plain = learned(logprobs_of, *inputs, **settings, entropy_learns=False)
 
     for here, there in zip(ours, plain, strict=True):
         assert here.dtype == there.dtype
@@ -58,9 +57,7 @@ def test_real_vocabularies_keep_their_bits_on_any_threads(
     try:
         torch.set_num_threads(threads)
         ours = learned(row_logprobs, *inputs, entropy=True)
-        plain = learned(
-            definition.logprobs_of, *inputs, temperature=1.0, entropy=True, entropy_learns=False
-        )
+        plain = learned(logprobs_of, *inputs, temperature=1.0, entropy=True, entropy_learns=False)
     finally:
         torch.set_num_threads(before)
 

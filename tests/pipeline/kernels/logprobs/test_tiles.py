@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import peak_bytes_of
-from pipeline.kernels.logprobs import definition
-from pipeline.kernels.logprobs.dispatch import TILE, VOCABULARY_TILE, linear_logprobs
+from pipeline.kernels.logprobs import (
+    TILE,
+    VOCABULARY_TILE,
+    linear_logprobs,
+    reference_logprobs,
+)
 
 K, D, V = 70, 24, 150
 SMALL = 16 * V
@@ -119,7 +123,7 @@ def test_bf16_is_as_near_as_the_plain_way(uniform: bool) -> None:
 
     got = learned(linear_logprobs, given, weights, temperature=0.9, tile=SMALL, uniform=uniform)
 
-    plain = learned(definition.linear_logprobs, given, weights, temperature=0.9)
+    plain = learned(reference_logprobs, given, weights, temperature=0.9)
     expected = learned(exactly, given, weights, temperature=0.9)
     ours, theirs = errors(got, expected), errors(plain, expected)
     assert all(each.dtype == torch.bfloat16 for name, each in got.items() if name != "logprobs")
@@ -178,7 +182,7 @@ def test_memory_is_at_most_a_sixth_of_the_plain_ways(uniform: bool, entropy: boo
 
         return peak_bytes_of(step) - hidden.nbytes - weight.nbytes
 
-    plain = peak(definition.linear_logprobs, temperature=1.0)
+    plain = peak(reference_logprobs, temperature=1.0)
     ours = peak(linear_logprobs, uniform=uniform)
 
     assert plain > 2 * count * words * 4  # it has the logits twice at least

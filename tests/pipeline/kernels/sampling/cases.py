@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.gpu import Gpu, Macros
-from pipeline.kernels.sampling import cuda, definition
-from pipeline.kernels.sampling.definition import Draw
+from pipeline.kernels.sampling import Draw, cuda_macros, launch, reference_sample
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -66,12 +65,12 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
 
 def run(case: Case, inputs: Inputs, gpu: Gpu) -> tuple[Tensor, Tensor]:
     """Run the kernel."""
-    return cuda.sample(inputs.logits, inputs.keys, inputs.positions, case.draw, gpu=gpu)
+    return launch(inputs.logits, inputs.keys, inputs.positions, case.draw, gpu=gpu)
 
 
 def is_right(case: Case, inputs: Inputs, out: tuple[Tensor, Tensor]) -> bool:
     """The definition's tokens, and its log-probabilities but for rounding."""
-    expected = definition.sample(inputs.logits, inputs.keys, inputs.positions, case.draw)
+    expected = reference_sample(inputs.logits, inputs.keys, inputs.positions, case.draw)
     # Each score is rounded by half of its last place, 2^-24 of it.
     largest = inputs.logits.abs().nan_to_num(posinf=0.0).amax(dim=1).float()
     allowed = TOLERANCE + 2.0**-23 * largest / (case.draw.temperature or 1.0)
@@ -114,5 +113,5 @@ GRID = [
 No size times a top-p is a whole number: of words all alike a boundary would lie on one of them.
 """
 
-SPECIALISATIONS: list[Macros] = [cuda.specialisation(dtype) for dtype in (BF16, F32, F16)]
+SPECIALISATIONS: list[Macros] = [cuda_macros(dtype) for dtype in (BF16, F32, F16)]
 """Of the kernel for GPUs."""

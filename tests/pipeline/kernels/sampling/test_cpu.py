@@ -8,49 +8,40 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.engine.sampling import Sampler, likeliest, nucleus, uniforms, words_of
-from pipeline.kernels.build import Built
+from inference.engine.sampling import Sampler, nucleus, uniforms, words_of
+from pipeline.kernels import sampling
 from pipeline.kernels.choice import SWITCH
-from pipeline.kernels.sampling import cpu, dispatch
 
 KEYS = [0, 1, 7, 123456789, 2**63, 2**64 - 1]
 
 
-@pytest.fixture(name="built")
-def _built() -> Built:
-    built = cpu.library()
-    if not isinstance(built, Built):
-        pytest.skip(str(built))
-    return built
-
-
 def drawn(
-    built: Built, logprobs: Tensor, keys: Sequence[int], positions: int | Sequence[int] = 3
+    logprobs: Tensor, keys: Sequence[int], positions: int | Sequence[int] = 3, seed: int = 5
 ) -> tuple[Tensor, Tensor]:
-    return cpu.draw(logprobs, *words_of(keys, positions), seed=5, built=built)
+    result = sampling.draw(logprobs, *words_of(keys, positions), seed=seed)
+    if result is None:
+        pytest.skip(str(sampling.library()))
+    return result
 
 
-def test_shares_are_those_of_the_definition(built: Built) -> None:
+def test_shares_are_those_of_the_definition() -> None:
     """Of equally likely tokens it is the token's number that tells the share, to 16 bits."""
     logprobs = torch.full((len(KEYS), 2**16), -16 * math.log(2))
     for seed in (0, 5, 2**64 - 3):
         for position in (0, 1, 1000, 2**64 - 1):
-            words = words_of(KEYS, [position] * len(KEYS))
-            tokens, _ = cpu.draw(logprobs, *words, seed=seed, built=built)
+            tokens, _ = drawn(logprobs, KEYS, [position] * len(KEYS), seed)
             shares = uniforms(seed, KEYS, [position] * len(KEYS))
             assert tokens.tolist() == [int(share * 2**16) for share in shares]
 
 
 @pytest.mark.parametrize("vocabulary", [1, 15, 257, 32_000])
-def test_the_token_is_where_the_cumulative_weight_passes_the_share(
-    built: Built, vocabulary: int
-) -> None:
+def test_the_token_is_where_the_cumulative_weight_passes_the_share(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 3 * torch.randn(200, vocabulary, generator=generator)
     logits[:, 3::7] = -torch.inf
     logprobs = logits.log_softmax(dim=-1)
     keys = range(200)
-    tokens, chosen = drawn(built, logprobs, keys)
+    tokens, chosen = drawn(logprobs, keys)
     weights = logprobs.double().exp()
     after = weights.cumsum(dim=-1)
     shares = torch.from_numpy(uniforms(5, keys, 3)) * after[:, -1]
@@ -62,35 +53,32 @@ def test_the_token_is_where_the_cumulative_weight_passes_the_share(
     assert torch.equal(chosen, logprobs[rows, tokens])
 
 
-def test_tokens_by_hand(built: Built) -> None:
+def test_tokens_by_hand() -> None:
     """Weights 1/2, 0, 1/4, 1/4: a share u takes token 0 below 1/2, 2 below 3/4, else 3."""
     keys = list(range(64))
     logprobs = torch.tensor([0.5, 0.0, 0.25, 0.25]).log().repeat(64, 1)
-    tokens, _ = drawn(built, logprobs, keys)
+    tokens, _ = drawn(logprobs, keys)
     shares = uniforms(5, keys, 3)
     expected = np.where(shares < 0.5, 0, np.where(shares < 0.75, 2, 3))
     assert tokens.tolist() == expected.tolist()
     assert len(set(tokens.tolist())) == 3
 
 
-def test_samplers_take_it_and_draw_what_pytorch_draws(
-    built: Built, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del built
+def test_samplers_take_it_and_draw_what_pytorch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 2 * torch.randn(50, 3000, generator=torch.Generator().manual_seed(1))
     sampler = Sampler(temperature=0.7, seed=11)
     calls: list[int] = []
-    original = cpu.draw
+    original = sampling.draw
 
-    def counted(logprobs: Tensor, *words: np.ndarray, seed: int, built: Built) -> object:
+    def counted(logprobs: Tensor, *words: np.ndarray, seed: int) -> object:
         calls.append(len(logprobs))
-        return original(logprobs, *words, seed=seed, built=built)
+        return original(logprobs, *words, seed=seed)
 
-    monkeypatch.setattr(cpu, "draw", counted)
+    monkeypatch.setattr(sampling, "draw", counted)
     ours = sampler(logits, range(50), range(50))
+    assert calls == [50]
     monkeypatch.setenv(SWITCH, "off")
     assert sampler(logits, range(50), range(50)) == ours
-    assert calls == [50]
 
 
 def probabilities(vocabulary: int) -> Tensor:
@@ -104,34 +92,13 @@ def probabilities(vocabulary: int) -> Tensor:
     return logits.softmax(dim=-1).double()
 
 
-@pytest.fixture(name="cuts")
-def _cuts() -> None:
-    found = cpu.cut_library()
-    if not isinstance(found, Built):
-        pytest.skip(str(found))
-
-
-@pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize("vocabulary", [1, 37, 5000])
 @pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 1 - 1e-12])
 def test_the_nucleus_has_the_bits_of_sorting(
     vocabulary: int, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = probabilities(vocabulary)
-    assert dispatch.nucleus(weights, top_p) is not None
+    assert sampling.nucleus(weights, top_p) is not None
     ours = nucleus(weights, top_p)
     monkeypatch.setenv(SWITCH, "off")
     assert torch.equal(ours, nucleus(weights, top_p))
-
-
-@pytest.mark.usefixtures("cuts")
-@pytest.mark.parametrize("vocabulary", [1, 37, 5000])
-@pytest.mark.parametrize("top_k", [1, 3, 50, 10**6])
-def test_the_likeliest_have_the_bits_of_sorting(
-    vocabulary: int, top_k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = probabilities(vocabulary)
-    assert dispatch.least_of(weights, min(top_k, vocabulary)) is not None
-    ours = likeliest(weights, top_k)
-    monkeypatch.setenv(SWITCH, "off")
-    assert torch.equal(ours, likeliest(weights, top_k))

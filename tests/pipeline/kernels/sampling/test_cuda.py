@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from inference.engine.sampling import Sampler
-from pipeline.kernels.sampling import cuda
-from pipeline.kernels.sampling.definition import Draw
+from pipeline.kernels.sampling import Draw, launch
 from tests.pipeline.kernels.emulator.emulated import Emulator
 
 CPU = torch.device("cpu")
@@ -24,7 +23,7 @@ def test_tokens_are_those_of_the_generation_engine(
 
     numbers = torch.tensor([keys, positions])
     with emulator.memory(logits, numbers):
-        tokens, logprobs = cuda.sample(
+        tokens, logprobs = launch(
             logits,
             numbers[0],
             numbers[1],

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from inference.engine.sampling import Sampler
-from pipeline.kernels.sampling.definition import Draw, kept
-from pipeline.kernels.sampling.dispatch import sample
+from pipeline.kernels.sampling import Draw, kept, sample
 
 HALVES = torch.tensor([[0.5, 0.125, 0.25, 0.125]]).double()
 

@@ -1,5 +1,5 @@
-// Drawing the next token of each sequence from its logits. Reference:
-// definition.py.
+// Drawing the next token of each sequence from its logits.
+// Reference: sampling.py.
 //
 // logits (row, word), any stride of rows; one block a row. Nothing is sorted. How likely a word is
 // becomes a whole number, its distance below the highest score in units of 2^-27 nats, and its
@@ -20,7 +20,7 @@
 #define ALL 0x7fffffff
 #define FULL 0xffffffffu
 
-// Mirrored in cuda.py.
+// Mirrored in sampling.py.
 struct SampleParams {
   const void* logits;
   const i64* keys;
@@ -33,7 +33,7 @@ struct SampleParams {
   float temperature;  // 0: the likeliest word
   int num_words, top_k;  // top_k 0: all
 };
-static_assert(sizeof(SampleParams) == PARAMS_BYTES, "the struct of cuda.py");
+static_assert(sizeof(SampleParams) == PARAMS_BYTES, "see sampling.py");
 
 struct Shared {
   u64 bins[BINS];
@@ -42,7 +42,7 @@ struct Shared {
   int first[WARPS];
   u32 digit;
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "the struct of cuda.py");
+static_assert(sizeof(Shared) == SHARED_BYTES, "see sampling.py");
 
 // Which words may be drawn: those nearer than `distance`, the first `ties` of those at it, and of
 // all of them those of at least `least` of the highest weight.

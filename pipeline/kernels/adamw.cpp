@@ -1,11 +1,10 @@
-// AdamW over a flat vector on the CPU. Reference: definition.py.
+// AdamW over a flat vector on the CPU. Reference: adamw.py.
 //
 // One pass over memory: gradient in, master and moments in and out, a rounded copy of the master out.
 // A variant is chosen at compile time:
 //
 //   GRADIENT    Float32 | BFloat16 | Float16    number format of the gradient
-//   MOMENT      Float32 | BFloat16 | Code       of both moments
-//   EIGHT_BITS  0 | 1                           whether they are codes, in blocks with an exponent
+//   MOMENT      Float32 | BFloat16              of both moments
 //   COPY        None | BFloat16 | Float16       of the copy
 //   SPLIT       0 | 1                           master as bf16 and 16 bits more
 //
@@ -16,14 +15,24 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
-#include "../include/eight_bits.h"
-#include "../include/threads.h"
+#include "include/threads.h"
 
 namespace {
 
-struct Numbers {  // mirrored in cpu.py
+inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+struct Numbers {  // mirrored in adamw.py
     float decay;               // 1 - lr * weight_decay
     float exp_avg_weight;      // 1 - beta1, or -beta1 where that is the smaller one
     float exp_avg_from_grad;   // 1 where exp_avg_weight is -beta1, to be counted from the gradient
@@ -39,8 +48,6 @@ struct Vectors {
     void* master;
     void* exp_avg;
     void* exp_avg_sq;
-    void* exp_avg_exponents;
-    void* exp_avg_sq_exponents;
     void* copy;
     void* low_bits;
     const void* gradient;
@@ -99,10 +106,6 @@ struct None {
     using Stored = uint8_t;
 };
 
-struct Code {
-    using Stored = uint8_t;
-};
-
 using Gradient = GRADIENT;
 using Moment = MOMENT;
 using Copy = COPY;
@@ -142,71 +145,6 @@ inline float load_master(const Master* master, const int16_t*, int32_t i) { retu
 inline void store_master(Master* master, int16_t*, int32_t i, float value) { master[i] = value; }
 #endif
 
-#if EIGHT_BITS
-// Up to CODES elements, a block: all of its new moments are there before the first of them is stored.
-template <class Size>
-inline __attribute__((always_inline)) void update_block(
-    Master* __restrict master, Moment::Stored* __restrict exp_avg, Moment::Stored* __restrict exp_avg_sq,
-    uint8_t& exp_avg_exponent, uint8_t& exp_avg_sq_exponent, Copy::Stored* __restrict copy,
-    int16_t* __restrict low_bits, const Gradient::Stored* __restrict gradient, const Numbers& by, Size size
-) {
-    const float average_scale = scale_of(exp_avg_exponent), square_scale = scale_of(exp_avg_sq_exponent);
-    float average[CODES], square[CODES], weight[CODES], grad[CODES];
-    u32 average_codes[CODES], square_codes[CODES];
-    // Loops of their own for numbers that are not of 32 bits: so each is SIMD without detours.
-    for (int32_t i = 0; i < size; i++) average_codes[i] = exp_avg[i], square_codes[i] = exp_avg_sq[i];
-    for (int32_t i = 0; i < size; i++) weight[i] = load_master(master, low_bits, i);
-    for (int32_t i = 0; i < size; i++) grad[i] = Gradient::load(gradient[i]);
-    u32 largest_average = 0, largest_square = 0;
-    for (int32_t i = 0; i < size; i++) {
-        const float from = AverageCodes::load(average_codes[i], average_scale);
-        const Element to = next({weight[i], from, SquareCodes::load(square_codes[i], square_scale)}, grad[i], by);
-        average[i] = to.average;
-        square[i] = to.square;
-        weight[i] = to.weight;
-        const u32 magnitude = bits_of(to.average) & 0x7fffffffu, positive = bits_of(to.square) & 0x7fffffffu;
-        largest_average = magnitude > largest_average ? magnitude : largest_average;
-        largest_square = positive > largest_square ? positive : largest_square;
-    }
-    const u32 average_exponent = exponent_of(largest_average), square_exponent = exponent_of(largest_square);
-    const float by_average = inverse_of(average_exponent), by_square = inverse_of(square_exponent);
-    exp_avg_exponent = uint8_t(average_exponent);
-    exp_avg_sq_exponent = uint8_t(square_exponent);
-    for (int32_t i = 0; i < size; i++) {
-        const u32 noise = noise_of(average[i], square[i]);
-        average_codes[i] = AverageCodes::store(average[i], by_average, noise);
-        square_codes[i] = SquareCodes::store(square[i], by_square, noise);
-    }
-    for (int32_t i = 0; i < size; i++) exp_avg[i] = uint8_t(average_codes[i]);
-    for (int32_t i = 0; i < size; i++) exp_avg_sq[i] = uint8_t(square_codes[i]);
-#if HAS_COPY
-    for (int32_t i = 0; i < size; i++) copy[i] = Copy::store_weight(weight[i]);
-#endif
-    for (int32_t i = 0; i < size; i++) store_master(master, low_bits, i, weight[i]);
-}
-
-// Elements begin to begin + count; `begin` is the first of a block.
-void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32_t count) {
-    auto* master = static_cast<Master*>(vectors.master) + begin;
-    auto* exp_avg = static_cast<Moment::Stored*>(vectors.exp_avg) + begin;
-    auto* exp_avg_sq = static_cast<Moment::Stored*>(vectors.exp_avg_sq) + begin;
-    auto* exp_avg_exponents = static_cast<uint8_t*>(vectors.exp_avg_exponents) + begin / CODES;
-    auto* exp_avg_sq_exponents = static_cast<uint8_t*>(vectors.exp_avg_sq_exponents) + begin / CODES;
-    auto* copy = static_cast<Copy::Stored*>(vectors.copy) + begin;
-    auto* low_bits = static_cast<int16_t*>(vectors.low_bits) + begin;
-    const auto* gradient = static_cast<const Gradient::Stored*>(vectors.gradient) + begin;
-    const Numbers by = numbers;
-    const auto step = [&](int32_t i, auto size) {
-        update_block(
-            master + i, exp_avg + i, exp_avg_sq + i, exp_avg_exponents[i / CODES], exp_avg_sq_exponents[i / CODES],
-            copy + i, low_bits + i, gradient + i, by, size
-        );
-    };
-    int32_t i = 0;
-    for (; i + CODES <= count; i += CODES) step(i, std::integral_constant<int32_t, CODES>());
-    if (i < count) step(i, count - i);
-}
-#else
 // Elements begin to begin + count, of which there are few enough for 32-bit arithmetic.
 void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32_t count) {
     auto* __restrict master = static_cast<Master*>(vectors.master) + begin;
@@ -227,8 +165,6 @@ void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32
         store_master(master, low_bits, i, to.weight);
     }
 }
-
-#endif
 
 constexpr int64_t BLOCK = 1 << 16;
 

@@ -1,27 +1,23 @@
-// AdamW over any number of flat shards in one launch. Reference: definition.py, the same to the bit.
+// AdamW over any number of flat shards in one launch. Reference: adamw.py, the same to the bit.
 //
 // One block updates CHUNK elements of one shard; `shard_of_block` says which. Each number is read
 // and written once: 28 bytes an element with a 16-bit gradient and copy beside fp32 master and
 // moments. What changes from step to step is read from the GPU's memory, so that a step waits for no
 // answer from the host, and a CUDA graph of it may be replayed.
 //
-// Macros: GRADIENT, one of float, Bf16, F16; MOMENT, float, Bf16 or u8, with EIGHT_BITS 0 or 1: codes
-// in blocks with an exponent; COPY, of the master, Bf16 or F16, with HAS_COPY 0 or 1; SPLIT 1: the
-// master is Bf16 and 16 bits more.
+// Macros: GRADIENT, one of float, Bf16, F16; MOMENT, float or Bf16; COPY, of the master, Bf16 or F16,
+// with HAS_COPY 0 or 1; SPLIT 1: the master is Bf16 and 16 bits more.
 #include "prelude.cuh"
-#include "eight_bits.h"
 
 #define THREADS 256
 #define CHUNK 16384
 #define UNROLL 2
 
-// Mirrored in cuda.py.
+// Mirrored in adamw.py.
 struct Shard {
   void* master;
   void* exp_avg;
   void* exp_avg_sq;
-  void* exp_avg_exponents;
-  void* exp_avg_sq_exponents;
   void* copy;
   void* low_bits;
   const void* gradient;
@@ -41,8 +37,8 @@ struct AdamwParams {
   const Scalars* scalars;
   double beta1, beta2, eps;
 };
-static_assert(sizeof(AdamwParams) == PARAMS_BYTES && sizeof(Shard) == SHARD_BYTES, "see cuda.py");
-static_assert(sizeof(Scalars) == SCALARS_BYTES, "see cuda.py");
+static_assert(sizeof(AdamwParams) == PARAMS_BYTES && sizeof(Shard) == SHARD_BYTES, "see adamw.py");
+static_assert(sizeof(Scalars) == SCALARS_BYTES, "see adamw.py");
 
 #if SPLIT
 typedef Bf16 Master;
@@ -54,7 +50,7 @@ typedef float Master;
 struct Factors {
   float decay, multiplier, avg_weight, avg_from_gradient, beta2, sq_weight, root_correction, eps, step_size;
 };
-static_assert(sizeof(Factors) == FACTORS_BYTES, "see cuda.py");
+static_assert(sizeof(Factors) == FACTORS_BYTES, "see adamw.py");
 
 DEVICE Factors factors_of(const AdamwParams& p, const Shard* shard) {
   const double lr = load_double(&shard->lr) * load_double(&p.scalars->rate);
@@ -78,8 +74,6 @@ struct Arrays {
   Master* master;
   MOMENT* exp_avg;
   MOMENT* exp_avg_sq;
-  u8* exp_avg_exponents;  // from the first block of numbers on
-  u8* exp_avg_sq_exponents;
   COPY* copy;
   u16* low_bits;
   const GRADIENT* gradient;
@@ -92,8 +86,6 @@ DEVICE Arrays arrays_of(const Shard* shard, i64 offset) {
   return {array(reinterpret_cast<Master* const*>(&shard->master), offset),
           array(reinterpret_cast<MOMENT* const*>(&shard->exp_avg), offset),
           array(reinterpret_cast<MOMENT* const*>(&shard->exp_avg_sq), offset),
-          array(reinterpret_cast<u8* const*>(&shard->exp_avg_exponents), offset / CODES),
-          array(reinterpret_cast<u8* const*>(&shard->exp_avg_sq_exponents), offset / CODES),
           array(reinterpret_cast<COPY* const*>(&shard->copy), offset),
           array(reinterpret_cast<u16* const*>(&shard->low_bits), offset),
           array(reinterpret_cast<const GRADIENT* const*>(&shard->gradient), offset)};
@@ -147,14 +139,12 @@ DEVICE void step(const Factors& f, Element& x, float& average, float& square) {
   x.master = master;
 #endif
 }
-#if !EIGHT_BITS
 DEVICE void update(const Factors& f, Element& x) {
   float average = to_float(x.exp_avg), square = to_float(x.exp_avg_sq);
   step(f, x, average, square);
   round_to(average, x.exp_avg);
   round_to(square, x.exp_avg_sq);
 }
-#endif
 
 // Four neighbours at once: 16 bytes of fp32, 8 of a 16-bit type.
 DEVICE void load_four(const float* p, float (&v)[4] LINE) {
@@ -184,18 +174,6 @@ DEVICE void store_four(T* p, const T (&v)[4] LINE) {
                   bits_of(v[2]) | static_cast<u32>(bits_of(v[3])) << 16}
          SAME_LINE);
 }
-
-DEVICE void load_four(const u8* p, u8 (&v)[4] LINE) {
-  const u32 raw = load4(p SAME_LINE);
-#pragma unroll
-  for (int e = 0; e < 4; e++) v[e] = static_cast<u8>(raw >> 8 * e);
-}
-DEVICE void store_four(u8* p, const u8 (&v)[4] LINE) {
-  const u32 low = v[0] | static_cast<u32>(v[1]) << 8;
-  store4(p, low | static_cast<u32>(v[2]) << 16 | static_cast<u32>(v[3]) << 24 SAME_LINE);
-}
-DEVICE void load_one(const u8* p, u8& x LINE) { x = load1(p SAME_LINE); }
-DEVICE void store_one(u8* p, u8 x LINE) { store1(p, x SAME_LINE); }
 
 struct Four {
   Master master[4];
@@ -247,60 +225,6 @@ DEVICE void put_element(const Element& one, Four& x, int e) {
   if (HAS_COPY) x.copy[e] = one.copy;
   if (SPLIT) x.low_bits[e] = one.low_bits;
 }
-#if EIGHT_BITS
-// A block is four neighbours each of eight lanes; no code is stored before all its moments are there.
-DEVICE u32 largest_of_block(u32 largest) {
-#pragma unroll
-  for (int other = 1; other < CODES / 4; other *= 2) {
-    const u32 theirs = __shfl_xor_sync(0xffffffffu, largest, other);
-    largest = theirs > largest ? theirs : largest;
-  }
-  return largest;
-}
-DEVICE void update_elements(const Factors& f, const Arrays& a, int count, int thread) {
-  const bool wide = may_be_read_by_four(a);
-  for (int first = 0; first < count; first += 4 * THREADS) {  // all lanes of a warp as often
-    const int i = first + 4 * thread, left = count - i;
-    const int here = left < 0 ? 0 : left < 4 ? left : 4;
-    Four x;
-    if (here == 4 && wide) load(a, i, x);
-    float average[4], square[4], average_scale = 0, square_scale = 0;
-    if (here > 0) {
-      average_scale = scale_of(load1(a.exp_avg_exponents + i / CODES));
-      square_scale = scale_of(load1(a.exp_avg_sq_exponents + i / CODES));
-    }
-    u32 largest_average = 0, largest_square = 0;
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      if (e >= here) continue;
-      Element one = here == 4 && wide ? element_of(x, e) : load_element(a, i + e);
-      average[e] = AverageCodes::load(one.exp_avg, average_scale);
-      square[e] = SquareCodes::load(one.exp_avg_sq, square_scale);
-      step(f, one, average[e], square[e]);
-      put_element(one, x, e);
-      const u32 magnitude = bits_of(average[e]) & 0x7fffffffu, positive = bits_of(square[e]) & 0x7fffffffu;
-      largest_average = magnitude > largest_average ? magnitude : largest_average;
-      largest_square = positive > largest_square ? positive : largest_square;
-    }
-    const u32 average_exponent = exponent_of(largest_of_block(largest_average));
-    const u32 square_exponent = exponent_of(largest_of_block(largest_square));
-    const float by_average = inverse_of(average_exponent), by_square = inverse_of(square_exponent);
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      if (e >= here) continue;
-      const u32 noise = noise_of(average[e], square[e]);
-      x.exp_avg[e] = static_cast<u8>(AverageCodes::store(average[e], by_average, noise));
-      x.exp_avg_sq[e] = static_cast<u8>(SquareCodes::store(square[e], by_square, noise));
-      if (!wide || here < 4) store_element(a, i + e, element_of(x, e));
-    }
-    if (here == 4 && wide) store(a, i, x);
-    if (here > 0 && thread % (CODES / 4) == 0) {
-      store1(a.exp_avg_exponents + i / CODES, static_cast<u8>(average_exponent));
-      store1(a.exp_avg_sq_exponents + i / CODES, static_cast<u8>(square_exponent));
-    }
-  }
-}
-#else
 DEVICE void update_four(const Factors& f, Four& x) {
 #pragma unroll
   for (int e = 0; e < 4; e++) {
@@ -335,7 +259,6 @@ DEVICE void update_elements(const Factors& f, const Arrays& a, int count, int th
   }
   for (int i = done + thread; i < count; i += THREADS) update_one(f, a, i);
 }
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) adamw(AdamwParams p) {
   const int block = blockIdx.x, thread = threadIdx.x;

@@ -1,16 +1,16 @@
-// Which tokens top-k and top-p leave, of rows of weights in float64, on the CPU. Reference: `likeliest` and
-// `nucleus` of inference/engine/sampling.py, which sort whole rows.
+// Top-p of rows of weights in float64, on the CPU. Reference: `nucleus` of inference/engine/sampling.py, which
+// sorts rows.
 //
-// Weights are sorted into bins by their leading bits, and only the bin in which the cut falls is looked into. A
-// cut of a sum that lies so close to a weight's edge that rounding could move it is made again as the reference
-// makes it, so that the bits are the reference's always.
+// Weights are counted into bins by their leading bits, and only the bin of the cut is sorted. If the cut of a sum is
+// so close to the edge of a weight that rounding could move it, the row is sorted as in the reference, so that the
+// bits are always the reference's.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "../include/threads.h"
+#include "include/threads.h"
 
 namespace {
 
@@ -20,12 +20,11 @@ constexpr int64_t BINS = POWERS << (52 - LEADING);
 constexpr int64_t HIGHEST = (int64_t(1023) << (52 - LEADING)) + 1;  // the bin of 1, counted from 0
 constexpr double CLOSE = 1e-9;      // more than sums of millions of weights are rounded by
 
-struct Cut {  // mirrored in cpu.py
+struct Nucleus {  // mirrored in sampling.py
     const double* weights;  // (rows, words), at least 0
-    double* out;            // (rows, words): what is left of them, and 0. Of top-k (rows): the least that is left
+    double* out;            // (rows, words): what is kept of them, and 0
     int64_t rows;
     int64_t words;
-    int64_t top_k;          // 0 for none
     double top_p;
 };
 
@@ -47,7 +46,6 @@ struct Word {
 };
 
 struct Room {
-    int64_t counts[BINS];
     double sums[BINS];
     std::vector<Word> words;
 };
@@ -56,17 +54,6 @@ void collect(const double* weights, int64_t count, int64_t bin, Room& room) {
     room.words.clear();
     for (int64_t id = 0; id < count; id++)
         if (bin < 0 || bin_of(weights[id]) == bin) room.words.push_back({weights[id], id});
-}
-
-double least_of(const double* weights, int64_t count, int64_t top_k, Room& room) {
-    std::memset(room.counts, 0, sizeof room.counts);
-    for (int64_t id = 0; id < count; id++) room.counts[bin_of(weights[id])]++;
-    int64_t bin = 0, before = 0;
-    while (before + room.counts[bin] < top_k) before += room.counts[bin++];
-    collect(weights, count, bin, room);
-    const auto wanted = room.words.begin() + (top_k - before - 1);
-    std::nth_element(room.words.begin(), wanted, room.words.end());
-    return wanted->weight;
 }
 
 // As the reference has it: all are sorted, and added up one after the other.
@@ -115,14 +102,14 @@ bool are_weights(const double* weights, int64_t count) {
 }
 
 struct Work {
-    const Cut* cut;
+    const Nucleus* nucleus;
     int64_t next;     // the first row that no thread has taken
     int32_t refused;  // whether a row has what is no weight
 };
 
 void run(void* argument) {
     Work& work = *static_cast<Work*>(argument);
-    const Cut& by = *work.cut;
+    const Nucleus& by = *work.nucleus;
     static thread_local Room room;
     for (;;) {
         const int64_t row = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
@@ -130,8 +117,6 @@ void run(void* argument) {
         const double* weights = by.weights + row * by.words;
         if (!are_weights(weights, by.words))
             __atomic_store_n(&work.refused, 1, __ATOMIC_RELAXED);
-        else if (by.top_k > 0)
-            by.out[row] = least_of(weights, by.words, by.top_k, room);
         else
             cut_at(weights, by.words, by.top_p, by.out + row * by.words, room);
     }
@@ -139,9 +124,9 @@ void run(void* argument) {
 
 }  // namespace
 
-// Whether all rows were cut: not one that has a NaN.
-extern "C" int32_t cut(const Cut* cut, Parallel parallel, int32_t threads) {
-    Work work{cut, 0, 0};
+// True if no row has a NaN.
+extern "C" int32_t nucleus(const Nucleus* nucleus, Parallel parallel, int32_t threads) {
+    Work work{nucleus, 0, 0};
     on_threads(parallel, threads, run, &work);
     return !work.refused;
 }

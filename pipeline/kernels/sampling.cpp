@@ -1,5 +1,5 @@
-// One token of each row of log-probabilities, on the CPU. Reference:
-// definition.py, at temperature 1 and with nothing cut off.
+// One token of each row of log-probabilities, on the CPU. Reference: sampling.py, at temperature 1 and with no
+// token removed.
 //
 // A row's weights are summed by blocks; the block in which the drawn share of the total falls is looked
 // into again. What a row draws depends on neither the other rows nor threads.
@@ -8,13 +8,13 @@
 #include <cmath>
 #include <vector>
 
-#include "../include/vectors.h"
+#include "include/vectors.h"
 
 namespace {
 
 constexpr int BLOCK = 16 * LANES;  // tokens of a block
 
-struct Draw {  // mirrored in cpu.py
+struct Draw {  // mirrored in sampling.py
     const float* logprobs;  // (rows, words)
     const uint64_t* keys;   // (rows), with the positions and the seed they give the drawn share
     const uint64_t* positions;

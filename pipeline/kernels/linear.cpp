@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "../include/vectors.h"
+#include "include/vectors.h"
 
 namespace {
 
@@ -14,7 +14,7 @@ constexpr int OUTPUTS = LANES == 16 ? 4 : 2;
 constexpr int ROWS = LANES == 16 ? 6 : 4;
 constexpr int FEW = 3;  // rows of which more outputs fit into a tile
 
-struct Product {  // mirrored in dispatch.py
+struct Product {  // mirrored in linear.py
     const void* x;       // (rows, inputs)
     const void* weight;  // (outputs, inputs)
     const void* bias;    // (outputs), or null

@@ -1,4 +1,4 @@
-"""Storing keys and values of new tokens in a cache of slots, on a GPU.
+"""Writing the keys and values of new tokens into a cache of slots, on a GPU.
 
 Dimension names: S slots, G heads, M tokens of a slot, N new tokens, D and E head sizes.
 """
@@ -19,7 +19,7 @@ WARP, THREADS = 32, 256
 
 
 class Part(ctypes.Structure):
-    """`Part` of the source."""
+    """`Part` of cache_append.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("states", "stored")),
@@ -28,7 +28,7 @@ class Part(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """`AppendParams` of the source."""
+    """`AppendParams` of cache_append.cu."""
 
     _fields_ = (
         *((name, Part) for name in ("keys", "values")),
@@ -38,18 +38,18 @@ class Params(ctypes.Structure):
     )
 
 
-SPECIALISATION: dict[str, str | int] = {"PARAMS_BYTES": ctypes.sizeof(Params)}
-"""Macros of the kernel: one takes every dtype and size."""
+MACROS: dict[str, str | int] = {"PARAMS_BYTES": ctypes.sizeof(Params)}
+"""Macros of the kernel, which supports every dtype and size."""
 
 
-def append_by_definition(
+def reference_append(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
     places: Int[Tensor, " N"],
 ) -> None:
-    """Store the keys and values of each token at its place, slot * M + position, in place.
+    """Store the keys and values of each token at its place, slot * M + position, with PyTorch.
 
-    A token whose place is in no slot is left out. Of several with the same place any may stay.
+    A token whose place is in no slot is skipped. Of several with the same place any may remain.
     """
     num_slots, _, width, _ = cache[0].shape
     real = (places >= 0) & (places < num_slots * width)
@@ -62,38 +62,40 @@ def kernel_for(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
 ) -> Gpu | None:
-    """The GPU whose kernel takes these tensors; None where PyTorch is to do the work.
+    """The GPU with the kernel for these tensors; None where PyTorch does the work.
 
     Raises:
-        KernelError: kernels are required, and there is none for these.
+        KernelError: kernels are required, and there is none for these tensors.
     """
     device = cache[0].device
-    if not choice.wanted(device):
+    if not choice.use_gpu(device):
         return None
-    if torch.is_grad_enabled() and any(each.requires_grad for each in states):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states):
         return None
     reason = refusal(cache, states)
-    return choice.gpu_for("the cache", device, reason, "cache_append", SPECIALISATION, self_test)
+    return choice.accept(
+        "the cache", reason or choice.find(device, "cache_append", MACROS, self_test)
+    )
 
 
 def refusal(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
 ) -> str | None:
-    """Why the kernel can't take these, if it can't."""
+    """The reason why the kernel doesn't support these tensors, if it doesn't."""
     for name, stored, new in zip(("keys", "values"), cache, states, strict=True):
         if stored.dtype != new.dtype:
             return f"{name} of {new.dtype} for a cache of {stored.dtype}"
         if not stored.is_contiguous():
-            return "a cache whose numbers don't lie side by side"
+            return "a cache that is not contiguous"
         strides = [stride * new.itemsize for stride in new.stride()[:-1]]
         row = new.shape[-1] * new.itemsize
         places = [stored.data_ptr(), new.data_ptr(), row, *strides]
         if new.stride(-1) != 1 or any(place % LOAD for place in places):
-            # Without the strides: they differ with the number of tokens, and reasons are kept.
+            # Without the strides: they differ with the number of tokens, and reasons are cached.
             return (
-                f"heads of {new.shape[-1]} numbers, {new.dtype}: {name} don't lie in whole lots of"
-                f" {LOAD} bytes"
+                f"heads of {new.shape[-1]} numbers, {new.dtype}: {name} are not contiguous and"
+                f" aligned to {LOAD} bytes"
             )
     return None
 
@@ -105,9 +107,9 @@ def append_(
     *,
     gpu: Gpu,
 ) -> None:
-    """`append_by_definition` on a GPU, for what `refusal` supports.
+    """`reference_append` on a GPU, for what `refusal` supports.
 
-    Places are read on the GPU: a CUDA graph of the call may be replayed with others.
+    The host reads none of the places: a CUDA graph of the call may be replayed with others.
     """
     num_slots, num_heads, width, _ = cache[0].shape
     keys, values = (_part(stored, new) for stored, new in zip(cache, states, strict=True))
@@ -120,7 +122,7 @@ def append_(
         num_heads=num_heads,
     )
     warps = -(-num_heads * (keys.row_bytes + values.row_bytes) // (LOAD * WARP))
-    gpu.kernel("cache_append", "cache_append", SPECIALISATION)(
+    gpu.kernel("cache_append", "cache_append", MACROS)(
         params, grid=(len(places), 1, 1), block=(min(THREADS, WARP * warps), 1, 1)
     )
 
@@ -137,13 +139,13 @@ def _part(stored: Float[Tensor, "S G M D"], new: Float[Tensor, "G N D"]) -> Part
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
     """Three tokens, one of them in no slot; keys and values of two sizes."""
-    del defines  # one kernel takes all
+    del defines  # one kernel for all
     keys, values = (torch.zeros(2, 2, 8, size) for size in (64, 32))
     generator = torch.Generator().manual_seed(0)
     new = tuple(torch.randn(2, 3, size, generator=generator) for size in (64, 32))
     places = torch.tensor([9, 16, 0])
-    there = keys.to(gpu.device, copy=True), values.to(gpu.device, copy=True)
+    remote = keys.to(gpu.device, copy=True), values.to(gpu.device, copy=True)
     states = new[0].to(gpu.device), new[1].to(gpu.device)
-    append_(there, states, places.to(gpu.device), gpu=gpu)
-    append_by_definition((keys, values), (new[0], new[1]), places)
-    return torch.equal(there[0].cpu(), keys) and torch.equal(there[1].cpu(), values)
+    append_(remote, states, places.to(gpu.device), gpu=gpu)
+    reference_append((keys, values), (new[0], new[1]), places)
+    return torch.equal(remote[0].cpu(), keys) and torch.equal(remote[1].cpu(), values)

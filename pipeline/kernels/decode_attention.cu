@@ -1,5 +1,5 @@
 // Attention of one new token of each sequence to the keys and values that a cache holds of it.
-// Reference: definition.py.
+// Reference: decode_attention.py.
 //
 // query, out (sequence, head, HEAD_SIZE); key, value (sequence, kv head, token, HEAD_SIZE); any
 // strides but that of the last dimension, which is 1. A block reads one part of the keys of one
@@ -26,7 +26,7 @@ struct DecodeParams {
   int heads_per_kv, blocks_per_kv, capacity, window, num_splits;
   float scale;
 };
-static_assert(sizeof(DecodeParams) == PARAMS_BYTES, "the struct of cuda.py");
+static_assert(sizeof(DecodeParams) == PARAMS_BYTES, "see decode_attention.py");
 
 // Neighbouring lanes read a key together, 16 bytes each, so that a warp reads whole cache lines. Few registers
 // hold a lane's share of GROUP queries and as many sums: many warps hide the latency of memory.

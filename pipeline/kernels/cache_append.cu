@@ -1,11 +1,11 @@
-// Storing the keys and values of new tokens in a cache of slots, both in one launch. Reference:
-// definition.py.
+// Storing the keys and values of new tokens in a cache of slots, both in one launch.
+// Reference: cache_append.py.
 //
 // states (head, token, size), any strides but that of the last dimension; stored (slot, head, width,
 // size) without gaps. Nothing is computed, so that rows are but bytes: a thread moves 16 of them.
 #include "prelude.cuh"
 
-// Mirrored in cuda.py.
+// Mirrored in cache_append.py.
 struct Part {
   const void* states;
   void* stored;
@@ -18,7 +18,7 @@ struct AppendParams {
   i64 num_slots, width;
   int num_heads;
 };
-static_assert(sizeof(AppendParams) == PARAMS_BYTES, "the struct of cuda.py");
+static_assert(sizeof(AppendParams) == PARAMS_BYTES, "see cache_append.py");
 
 extern "C" __global__ void cache_append(AppendParams p) {
   const int token = blockIdx.x;

@@ -1,4 +1,4 @@
-// Attention of one new token of each sequence to a cache of keys and values, on the CPU. Reference: definition.py.
+// Attention of one new token of each sequence to a cache of keys and values, on the CPU. Reference: decode_attention.py.
 //
 // Keys are taken in blocks with an online softmax (Milakov and Gimelshein 2018). Sums are fp32; the lanes of a
 // vector are neighbouring numbers of a head. NUMBER is the number format of all tensors.
@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <vector>
 
-#include "../include/vectors.h"
+#include "include/vectors.h"
 
 namespace {
 
-struct Attention {  // mirrored in cpu.py
+struct Attention {  // mirrored in decode_attention.py
     const void* query;       // (rows, heads, size), strides given
     const void* key;         // (slots, kv_heads, width, size)
     const void* value;
@@ -29,7 +29,7 @@ struct Attention {  // mirrored in cpu.py
 };
 
 constexpr int BLOCK = 512;  // keys that share a maximum
-constexpr int MOST_SIZE = 256;  // of a head; mirrored in cpu.py
+constexpr int MOST_SIZE = 256;  // of a head; mirrored in decode_attention.py
 constexpr int STEP = LANES * Number::NUMBERS;
 
 // A query head after some blocks of keys.

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import choice
-from pipeline.kernels.build import FUSED, NUMBERS, Built, NotBuiltError, bf16_flags, found, parallel
-
-SOURCE = Path(__file__).with_name("cpu.cpp")
+from pipeline.kernels.build import FUSED, NUMBERS, Library, bf16_flags, build, parallel
 
 MOST_ROWS = {torch.float32: 64, torch.bfloat16: 8}
 """With more rows arithmetic is the limit, and the libraries under PyTorch are as fast."""
 
 
 class Product(ctypes.Structure):
-    """Arguments of a call; the source has the same structure."""
+    """Arguments of a call; linear.cpp has the same structure."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
@@ -35,7 +33,7 @@ class Product(ctypes.Structure):
 class Linear:
     """A linear layer on fixed memory, which can be called any number of times."""
 
-    built: Built
+    library: Library
     product: Product
     rows: int
     """Rows of x and of the result."""
@@ -55,7 +53,7 @@ class Linear:
 
     def __call__(self) -> None:
         """Write the product of the memory's current contents."""
-        self.built.library.linear(
+        self.library.linear(
             ctypes.byref(self.product), parallel(), ctypes.c_int32(torch.get_num_threads())
         )
 
@@ -68,16 +66,26 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
     log.
 
     Raises:
-        KernelError: kernels are required, and there is none for these.
+        KernelError: kernels are required, and there is none for these tensors.
     """
     kernels = choice.kernel_mode()
     if kernels == "off" or not is_of_few_rows(x, weight, bias, out):
         return None
-    reason = next(refusals(x, weight, bias, out), None) or library(x.dtype)
-    if not isinstance(reason, Built):
-        choice.settle("linear layers", str(reason), kernels)
+    reason = next(refusals(x, weight, bias, out), None)
+    built = choice.accept("linear layers", reason or library(x.dtype), kernels)
+    if built is None:
         return None
-    return make(reason, x, weight, bias, out)
+    product = Product(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        rows=x.numel() // x.shape[-1],
+        inputs=x.shape[-1],
+        outputs=weight.shape[0],
+    )
+    kept = (x, weight, out) if bias is None else (x, weight, out, bias)
+    return Linear(built, product, product.rows, kept)
 
 
 def is_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
@@ -98,7 +106,7 @@ def is_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) 
 
 
 def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[str]:
-    """Why the kernel doesn't support a linear layer of few rows, in clauses."""
+    """The reasons why the kernel doesn't support a linear layer of few rows."""
     named = {"x": x, "the weight": weight, "the bias": bias, "the result": out}
     for name, tensor in named.items():
         if tensor is None:
@@ -113,28 +121,13 @@ def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ite
         yield f"it supports an even number of inputs, not {x.shape[-1]}"
 
 
-def make(built: Built, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Linear:
-    """Return the call, without checking the tensors."""
-    rows = x.numel() // x.shape[-1]
-    product = Product(
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        out=out.data_ptr(),
-        rows=rows,
-        inputs=x.shape[-1],
-        outputs=weight.shape[0],
-    )
-    kept = (x, weight, out) if bias is None else (x, weight, out, bias)
-    return Linear(built, product, rows, kept)
-
-
 @functools.cache
-def library(dtype: torch.dtype) -> Built | NotBuiltError:
-    """The kernel for this dtype, or why it can't be built."""
-    return found(SOURCE, {"NUMBER": NUMBERS[dtype]}, (*FUSED, *bf16_flags()))
+def library(dtype: torch.dtype) -> Library | str:
+    """The kernel for this dtype, or the reason why it can't be built."""
+    source = Path(__file__).with_suffix(".cpp")
+    return build(source, {"NUMBER": NUMBERS[dtype]}, (*FUSED, *bf16_flags()))
 
 
 def is_built(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for this dtype."""
-    return dtype in NUMBERS and isinstance(library(dtype), Built)
+    return dtype in NUMBERS and isinstance(library(dtype), Library)

@@ -1,0 +1,545 @@
+"""AdamW over flat vectors: one pass over memory where there is a kernel for it.
+
+`reference_adamw_` defines the operator in PyTorch. The C++ kernel (adamw.cpp), the CUDA kernel
+(adamw.cu) and PyTorch on a CPU give its bits. PyTorch on a GPU rounds a division by a number of the
+host otherwise, in the last bit. Dimension names: n elements of a flat vector.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float64, Int16
+from torch import Tensor
+
+from pipeline.config import Kernels
+from pipeline.kernels import choice
+from pipeline.kernels.build import Library, parallel
+from pipeline.kernels.build import build as build_library
+from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
+
+MOMENTS = (torch.float32, torch.bfloat16)
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+COPIES = (torch.bfloat16, torch.float16)
+
+CHUNK = 65536
+"""Elements that PyTorch steps at once: its temporary tensors fit into a core's cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """The numbers of one step of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    step: int
+    """1 for the first."""
+
+    multiplier: float = 1.0
+    """Of the gradient: the clip coefficient over the loss scale, in fp32."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A flat vector that AdamW trains, with its moments."""
+
+    master: Float[Tensor, " n"]
+    """fp32; with `low_bits` the bf16 weights that the model computes with."""
+
+    exp_avg: Float[Tensor, " n"]
+    """Moving average of the gradient, stored in fp32 or bf16; computed in fp32."""
+
+    exp_avg_sq: Float[Tensor, " n"]
+    """Moving average of its square, in the same type."""
+
+    copy: Float[Tensor, " n"] | None = None
+    """bf16 or fp16: receives the new master, rounded as `round_weights` does it."""
+
+    low_bits: Int16[Tensor, " n"] | None = None
+    """The bits of the fp32 master that `master` in bf16 lacks, by `split_master`."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The vectors that are not None, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def part(self, place: slice) -> "Weights":
+        """A range of the elements."""
+        return Weights(**{name: value[place] for name, value in self.tensors().items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A flat vector to update, with its gradient and its factors of the optimizer's numbers."""
+
+    weights: Weights
+    gradient: Float[Tensor, " n"]
+    lr: float
+    """Factor of the step's learning rate for this shard."""
+
+    weight_decay: float
+
+
+class Kind(NamedTuple):
+    """Number formats of a step, each set of which is a specialization of the kernels."""
+
+    gradient: torch.dtype
+    moments: torch.dtype
+    copy: torch.dtype | None
+    split: bool
+
+    @classmethod
+    def of(cls, weights: Weights, gradient: Tensor) -> "Kind":
+        """The formats of these vectors."""
+        copy = None if weights.copy is None else weights.copy.dtype
+        return cls(gradient.dtype, weights.exp_avg.dtype, copy, weights.low_bits is not None)
+
+    def macros(self, names: Mapping[torch.dtype | None, str]) -> dict[str, str | int]:
+        """Macros of a source that calls the formats by these names."""
+        return {
+            "GRADIENT": names[self.gradient],
+            "MOMENT": names[self.moments],
+            "COPY": names[self.copy],
+            "HAS_COPY": int(self.copy is not None),
+            "SPLIT": int(self.split),
+        }
+
+
+def new_moments(like: Float[Tensor, " n"], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Moments of 0 for a vector, by the names of `Weights`."""
+    return {name: torch.zeros_like(like, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def check(weights: Weights, gradient: Tensor) -> None:
+    """Raise unless the vectors can be stepped.
+
+    Raises:
+        ValueError: one sentence, which names the vector.
+    """
+    tensors = {"gradient": gradient} | weights.tensors()
+    split = weights.low_bits is not None
+    allowed = {
+        "master": (torch.bfloat16,) if split else (torch.float32,),
+        "exp_avg": MOMENTS,
+        "exp_avg_sq": (weights.exp_avg.dtype,),
+        "copy": () if split else COPIES,
+        "low_bits": (torch.int16,),
+        "gradient": GRADIENTS,
+    }
+    for name, tensor in tensors.items():
+        if (tensor.shape, tensor.device) != (gradient.shape, gradient.device) or tensor.ndim != 1:
+            raise ValueError(
+                f"AdamW steps flat vectors of one length on one device: {name} has shape"
+                f" {tuple(tensor.shape)} on {tensor.device}, the gradient has"
+                f" {tuple(gradient.shape)} on {gradient.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"AdamW steps contiguous vectors, and {name} has stride {tensor.stride()}"
+            )
+        if tensor.dtype not in allowed[name]:
+            takes = " or ".join(str(dtype) for dtype in allowed[name]) or "none"
+            raise ValueError(f"AdamW's {name} must be {takes} here, not {tensor.dtype}")
+
+
+@torch.no_grad()
+def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None:
+    """One step of AdamW in PyTorch, in place.
+
+        g = multiplier * gradient
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        p = (1 - lr * weight_decay) * p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Rounded as PyTorch's fused AdamW rounds it in its SIMD lanes, so that both give the same bits:
+    `m` and `v` end in a fused multiply-add each, all else is rounded operation by operation.
+    (PyTorch rounds the last few elements of a vector otherwise, this rounds all alike.) Moments in
+    bf16 are rounded when they are stored; the step itself has them in fp32. Weights are rounded as
+    `round_weights` does it.
+    """
+    (beta1, beta2), t = step.betas, step.step
+    grad = gradient.float() * step.multiplier
+    master, low_bits = weights.master, weights.low_bits
+    if low_bits is not None:
+        master = join_master(master, low_bits)
+
+    master = master * (1 - step.lr * step.weight_decay)
+    exp_avg = weights.exp_avg.float().lerp(grad, 1 - beta1)
+    exp_avg_sq = (weights.exp_avg_sq.float() * beta2).addcmul(grad, grad, value=1 - beta2)
+    # By way of fp64, because PyTorch may take the root of fp32 from MKL, which rounds it otherwise
+    # than processors do.
+    root = exp_avg_sq.double().sqrt().float()
+    denominator = root / math.sqrt(1 - beta2**t) + step.eps
+    master = master + (-step.lr / (1 - beta1**t)) * exp_avg / denominator
+
+    weights.exp_avg.copy_(exp_avg)
+    weights.exp_avg_sq.copy_(exp_avg_sq)
+    if weights.copy is not None:
+        weights.copy.copy_(round_weights(master, weights.copy.dtype))
+    if low_bits is not None:
+        master, rest = split_master(master)
+        low_bits.copy_(rest)
+    weights.master.copy_(master)
+
+
+def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
+    """fp32 masters as the weights of `dtype` that a model computes with: the nearest.
+
+    Of two bf16 equally near it is the one of larger magnitude. With ties to even, as in fp16,
+    2^16 + 1 masters would have the same even weight, and 16 more bits could not tell them apart
+    (`split_master`). Infinity and NaN stay.
+    """
+    if dtype == torch.bfloat16:
+        # The last bit takes what is half way, and nothing else, past the middle.
+        bits = masters.view(torch.int32)
+        moved = bits >> 15
+        moved &= 1
+        moved |= bits
+        masters = moved.view(torch.float32)
+    return masters.to(dtype)
+
+
+def split_master(
+    master: Float[Tensor, " n"],
+) -> tuple[Float[Tensor, " n"], Int16[Tensor, " n"]]:
+    """fp32 as the bf16 of `round_weights` and its 16 low bits.
+
+    `join_master` restores it, to the bit except for the payload of NaN.
+    """
+    return round_weights(master, torch.bfloat16), master.view(torch.int32).short()
+
+
+def join_master(weights: Float[Tensor, " n"], low_bits: Int16[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """The fp32 vector that `split_master` took apart."""
+    bits = weights.view(torch.int16).int()
+    bits <<= 16
+    bits += low_bits  # below zero where the weight was rounded up
+    return bits.view(torch.float32)
+
+
+# Choosing an implementation
+
+
+def adamw_(
+    weights: Weights, gradient: Float[Tensor, " n"], step: AdamW, *, kernels: Kernels = "auto"
+) -> None:
+    """One step of AdamW, in place, as `reference_adamw_` defines it.
+
+    All vectors are contiguous, of one length, on one device, and share no memory. The gradient is
+    fp32, bf16 or fp16. With `kernels` off, or auto without a kernel, PyTorch computes the step.
+
+    Raises:
+        ValueError: they are not; the sentence names the vector.
+        KernelError: `kernels` is required, and there is none for them.
+    """
+    check(weights, gradient)
+    if gradient.numel() == 0:
+        return
+    kernel = None if kernels == "off" else _find(weights, gradient, kernels)
+    if isinstance(kernel, Gpu):
+        shard = Shard(weights=weights, gradient=gradient, lr=1.0, weight_decay=step.weight_decay)
+        ShardTable([shard], kernel).step(step_scalars(step, kernel.device), step)
+    elif kernel is not None:
+        _step_on_cpu(kernel, weights, gradient, step)
+    else:
+        numel = gradient.numel()
+        size = CHUNK if gradient.device.type == "cpu" else numel
+        for start in range(0, numel, size):
+            piece = slice(start, min(start + size, numel))
+            reference_adamw_(weights.part(piece), gradient[piece], step)
+
+
+class Launches:
+    """Steps of many vectors, on a GPU with one launch for all of a kind.
+
+    Its tables of addresses are kept from step to step: as long as no vector moves, a step sends the
+    GPU four numbers.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: object = None
+        self._tables: list[ShardTable] = []
+
+    def step(self, shards: Sequence[Shard], step: AdamW, *, kernels: Kernels) -> None:
+        """One step of all, in place, with the rate and weight decay of each shard.
+
+        The rate of `step` is what each shard's is multiplied by.
+
+        Raises:
+            ValueError, KernelError: as `adamw_`.
+        """
+        addresses = [_addresses(shard) for shard in shards]
+        if addresses != self._addresses:
+            self._addresses, self._tables = None, []
+            rest = self._build_tables(shards, kernels)
+            for shard in rest:
+                own = replace(step, lr=shard.lr * step.lr, weight_decay=shard.weight_decay)
+                adamw_(shard.weights, shard.gradient, own, kernels=kernels)
+            if not rest:
+                self._addresses = addresses
+        for table in self._tables:
+            table.step(step_scalars(step, table.gpu.device), step)
+
+    def _build_tables(self, shards: Sequence[Shard], kernels: Kernels) -> list[Shard]:
+        """Make a table of all shards of a kind that a GPU steps; return the others."""
+        by_kind: dict[tuple[Gpu, Kind], list[Shard]] = {}
+        rest: list[Shard] = []
+        for shard in shards:
+            kernel = None
+            if kernels != "off" and shard.gradient.is_cuda and shard.gradient.numel():
+                kernel = _find(shard.weights, shard.gradient, kernels)
+            if isinstance(kernel, Gpu):
+                kind = Kind.of(shard.weights, shard.gradient)
+                by_kind.setdefault((kernel, kind), []).append(shard)
+            else:
+                rest.append(shard)
+        self._tables = [ShardTable(group, gpu) for (gpu, _), group in by_kind.items()]
+        return rest
+
+
+def _find(weights: Weights, gradient: Tensor, kernels: Kernels) -> Library | Gpu | None:
+    tensors = [gradient, *weights.tensors().values()]
+    if any(tensor.data_ptr() % tensor.element_size() for tensor in tensors):
+        return choice.accept("AdamW", "a vector is not aligned to its elements", kernels)
+    return find(gradient.device, Kind.of(weights, gradient), kernels)
+
+
+def find(device: torch.device, kind: Kind, kernels: Kernels) -> Library | Gpu | None:
+    """The kernel for vectors on a device, built if need be; None where PyTorch does its work.
+
+    Raises:
+        KernelError: it is required and can't be built.
+    """
+    if kernels == "off":
+        return None
+    if device.type == "cuda":
+        kernel = choice.find(device, "adamw", cuda_macros(kind), self_test)
+    elif device.type == "cpu":
+        kernel = library(kind)
+    else:
+        kernel = f"there is none for {device.type}"
+    return choice.accept("AdamW", kernel, kernels)
+
+
+# The C++ kernel
+
+CPP_NAMES = {
+    torch.float32: "Float32",
+    torch.bfloat16: "BFloat16",
+    torch.float16: "Float16",
+    None: "None",
+}
+"""Names of number formats in adamw.cpp."""
+
+
+class Vectors(ctypes.Structure):
+    """Addresses of the vectors; adamw.cpp has the same structure."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in ("master", "exp_avg", "exp_avg_sq", "copy", "low_bits", "gradient")
+    ]
+
+
+class Numbers(ctypes.Structure):
+    """The numbers of a step as the loop needs them; adamw.cpp has the same structure."""
+
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in (
+            *("decay", "exp_avg_weight", "exp_avg_from_grad", "beta2", "exp_avg_sq_weight"),
+            *("root_correction", "eps", "step_size", "multiplier"),
+        )
+    ]
+
+
+@functools.cache
+def library(kind: Kind) -> Library | str:
+    """The loop for these formats, or the reason why it can't be built."""
+    return build_library(Path(__file__).with_suffix(".cpp"), kind.macros(CPP_NAMES))
+
+
+def _step_on_cpu(built: Library, weights: Weights, gradient: Tensor, step: AdamW) -> None:
+    tensors = weights.tensors() | {"gradient": gradient}
+    vectors = Vectors(**{name: tensor.data_ptr() for name, tensor in tensors.items()})
+    beta1, beta2 = step.betas
+    weight = ctypes.c_float(1 - beta1).value
+    from_grad = weight >= 0.5  # from the nearer end, as `torch.lerp`
+    numbers = Numbers(
+        decay=1 - step.lr * step.weight_decay,
+        exp_avg_weight=weight - 1 if from_grad else weight,
+        exp_avg_from_grad=from_grad,
+        beta2=beta2,
+        exp_avg_sq_weight=1 - beta2,
+        root_correction=math.sqrt(1 - beta2**step.step),
+        eps=step.eps,
+        step_size=-step.lr / (1 - beta1**step.step),
+        multiplier=step.multiplier,
+    )
+    built.adamw(
+        ctypes.byref(vectors),
+        ctypes.byref(numbers),
+        ctypes.c_int64(gradient.numel()),
+        parallel(),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
+
+
+# The CUDA kernel
+
+BLOCK_ELEMENTS = 16384
+"""Elements that a block of threads updates, as in adamw.cu."""
+
+THREADS = 256
+FACTORS_BYTES = 36
+"""Bytes of the struct `Factors` of adamw.cu."""
+
+CUDA_NAMES = DTYPES | {None: "Bf16"}
+"""Names of number formats in adamw.cu; a copy that is absent has any."""
+
+
+class _Shard(ctypes.Structure):
+    """`Shard` of adamw.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq")),
+        *((name, ctypes.c_void_p) for name in ("copy", "low_bits", "gradient")),
+        *((name, ctypes.c_int64) for name in ("numel", "first_block")),
+        *((name, ctypes.c_double) for name in ("lr", "weight_decay")),
+    )
+
+
+class _Params(ctypes.Structure):
+    """`AdamwParams` of adamw.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("shards", "shard_of_block", "scalars")),
+        *((name, ctypes.c_double) for name in ("beta1", "beta2", "eps")),
+    )
+
+
+def cuda_macros(kind: Kind) -> dict[str, str | int]:
+    """Macros of the kernel."""
+    return kind.macros(CUDA_NAMES) | {
+        "PARAMS_BYTES": ctypes.sizeof(_Params),
+        "SHARD_BYTES": ctypes.sizeof(_Shard),
+        "SCALARS_BYTES": 32,
+        "FACTORS_BYTES": FACTORS_BYTES,
+    }
+
+
+class ShardTable:
+    """Shards of one kind with their addresses in the memory of the GPU.
+
+    It is valid as long as the tensors stay where they are.
+
+    Raises:
+        ValueError: a shard is not what the kernel takes.
+    """
+
+    def __init__(self, shards: Sequence[Shard], gpu: Gpu) -> None:
+        for shard in shards:
+            check(shard.weights, shard.gradient)
+        self.shards, self.gpu = tuple(shards), gpu
+        kinds = {Kind.of(shard.weights, shard.gradient) for shard in shards}
+        if len(kinds) != 1:
+            raise ValueError(f"shards of one launch have the same dtypes, got {kinds}")
+        self.kind = kinds.pop()
+        counts = [-(-len(shard.gradient) // BLOCK_ELEMENTS) for shard in shards]
+        self.num_blocks = sum(counts)
+        first_block = 0
+        rows: list[_Shard] = []
+        for shard, count in zip(shards, counts, strict=True):
+            rows.append(_row(shard, first_block))
+            first_block += count
+        content = b"".join(bytes(row) for row in rows)
+        shard_of_block = torch.arange(len(shards), dtype=torch.int32)
+        shard_of_block = shard_of_block.repeat_interleave(torch.tensor(counts))
+        words = memoryview(content).cast("q").tolist()
+        # Not waited for: the driver has copied so little before the call returns.
+        self.rows = torch.tensor(words, dtype=torch.int64).to(gpu.device, non_blocking=True)
+        self.shard_of_block = shard_of_block.to(gpu.device, non_blocking=True)
+
+    def step(self, scalars: Float64[Tensor, "4"], step: AdamW) -> None:
+        """One step of all shards, in place, with `step_scalars(step)` and its betas and eps.
+
+        The scalars are read on the GPU: a CUDA graph of the call may be replayed with others.
+        """
+        if self.num_blocks == 0:
+            return
+        params = _Params(
+            shards=self.rows.data_ptr(),
+            shard_of_block=self.shard_of_block.data_ptr(),
+            scalars=scalars.data_ptr(),
+            beta1=step.betas[0],
+            beta2=step.betas[1],
+            eps=step.eps,
+        )
+        self.gpu.kernel("adamw", "adamw", cuda_macros(self.kind))(
+            params, grid=(self.num_blocks, 1, 1), block=(THREADS, 1, 1), shared_bytes=FACTORS_BYTES
+        )
+
+
+def _addresses(shard: Shard) -> tuple[int | float, ...]:
+    """The memory, length and factors of a shard: equal where a table of it is still valid."""
+    return (
+        *(tensor.data_ptr() for tensor in shard.weights.tensors().values()),
+        *(shard.gradient.data_ptr(), len(shard.gradient), shard.lr, shard.weight_decay),
+    )
+
+
+def _row(shard: Shard, first_block: int) -> _Shard:
+    vectors = shard.weights.tensors()
+    return _Shard(
+        **{name: vector.data_ptr() for name, vector in vectors.items()},
+        gradient=shard.gradient.data_ptr(),
+        numel=len(shard.gradient),
+        first_block=first_block,
+        lr=shard.lr,
+        weight_decay=shard.weight_decay,
+    )
+
+
+def step_scalars(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:
+    """The learning rate, both betas to the power of the step's number, and the multiplier."""
+    # Powers as Python has them, as in the reference: another way rounds otherwise.
+    powers = [beta**step.step for beta in step.betas]
+    numbers = [step.lr, *powers, step.multiplier]
+    return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def self_test(gpu: Gpu, defines: Macros) -> bool:
+    """Two steps of a vector with a tail, to the bit."""
+    gradient_type, moments, copy = (
+        DTYPES_BY_NAME[str(defines[name])] for name in ("GRADIENT", "MOMENT", "COPY")
+    )
+    generator = torch.Generator().manual_seed(0)
+    gradient, master, exp_avg, square = torch.randn(4, 301, generator=generator)
+    low_bits = None
+    if defines["SPLIT"]:
+        master, low_bits = split_master(master)
+    weights = Weights(
+        master=master,
+        exp_avg=exp_avg.to(moments),
+        exp_avg_sq=square.square().to(moments),
+        copy=torch.zeros(301, dtype=copy) if defines["HAS_COPY"] else None,
+        low_bits=low_bits,
+    )
+    gradient = gradient.to(gradient_type)
+    remote = Weights(**{name: t.to(gpu.device, copy=True) for name, t in weights.tensors().items()})
+    shard = Shard(weights=remote, gradient=gradient.to(gpu.device), lr=1.0, weight_decay=0.1)
+    table = ShardTable([shard], gpu)
+    step = AdamW(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1, multiplier=0.5)
+    for number in (1, 2):
+        step = replace(step, step=number)
+        table.step(step_scalars(step, gpu.device), step)
+        reference_adamw_(weights, gradient, step)
+    ours = remote.tensors()
+    return all(torch.equal(ours[name].cpu(), tensor) for name, tensor in weights.tensors().items())

@@ -1,1 +1,0 @@
-"""AdamW over a flat vector in one pass over memory."""

@@ -1,1 +1,0 @@
-"""Keys and values of new tokens into the slots of the cache."""

@@ -1,1 +1,0 @@
-"""Attention of one new token of each sequence to the cache."""

@@ -1,1 +1,0 @@
-"""Linear layers of few rows, with the bits of products of many."""

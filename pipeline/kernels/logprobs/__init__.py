@@ -1,1 +1,0 @@
-"""Log-probabilities and entropies of given tokens."""

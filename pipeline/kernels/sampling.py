@@ -1,0 +1,362 @@
+"""Drawing the next token of each sequence, by a kernel where there is one.
+
+`reference_sample` defines the operator in PyTorch. The CUDA kernel (sampling.cu) takes logits; the
+C++ kernels (sampling.cpp, nucleus.cpp) take log-probabilities and weights. Dimension names: B
+sequences, V vocabulary.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt64
+from torch import Tensor
+
+from pipeline.kernels import choice
+from pipeline.kernels.build import EXACT, FUSED, NUMBERS, Library, build, parallel
+from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
+
+GOLDEN = 0x9E3779B97F4A7C15
+WORD = 2**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """Settings of a draw; tokens are removed in the order of the fields."""
+
+    seed: int
+
+    temperature: float
+    """Divides the logits; 0 chooses the likeliest token, the first of several."""
+
+    top_k: int | None = None
+    """Keep that many of the likeliest tokens, and those as likely as the last of them."""
+
+    top_p: float = 1.0
+    """Keep the fewest likeliest tokens that together have this share of what is left (Holtzman et
+    al. 2020); of tokens that are as likely, those with the lower ids."""
+
+    min_p: float = 0.0
+    """Keep tokens at least this share as likely as the likeliest."""
+
+
+def reference_sample(
+    logits: Float[Tensor, "B V"],
+    keys: Int[Tensor, " B"],
+    positions: Int[Tensor, " B"],
+    draw: Draw,
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Token ids, and their log-probabilities before any was removed, fp32.
+
+    The token of a row is the one where the cumulative weight of those kept, in the order of their
+    ids, passes the share `uniforms(seed, key, position)` of all of it. Computed in float64. Of a
+    row with a logit that is NaN or infinity the log-probability is NaN.
+    """
+    scores = logits.double() / (draw.temperature or 1.0)
+    logprobs = scores.log_softmax(dim=-1)
+    if draw.temperature == 0:
+        ids = torch.arange(scores.shape[-1], device=scores.device)
+        is_highest = scores == scores.amax(dim=-1, keepdim=True)
+        tokens = torch.where(is_highest, ids, len(ids) - 1).amin(dim=-1)
+    else:
+        cumulative = kept(logprobs.exp(), draw).cumsum(dim=-1)
+        points = uniforms(draw.seed, keys, positions)[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
+        tokens = tokens.clamp(max=scores.shape[-1] - 1)
+    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
+
+
+def kept(weights: Float[Tensor, "B V"], draw: Draw) -> Float[Tensor, "B V"]:
+    """The weights of tokens that may be drawn, 0 for the others."""
+    if draw.top_k is not None:
+        least = weights.topk(min(draw.top_k, weights.shape[-1]), dim=-1).values[:, -1:]
+        weights = weights * (weights >= least)
+    if draw.top_p < 1:
+        ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        ordered = ordered * (before < draw.top_p * ordered.sum(dim=-1, keepdim=True))
+        weights = torch.zeros_like(weights).scatter(-1, order, ordered)
+    return weights * (weights >= draw.min_p * weights.amax(dim=-1, keepdim=True))
+
+
+def uniforms(
+    seed: int, keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """One number in [0, 1) for each key and position: a pure function of (seed, key, position).
+
+    Nothing is drawn from a stream, so a row's numbers do not depend on other rows. Three rounds of
+    SplitMix64 (Steele et al. 2014), whose 64-bit words are int64 here.
+    """
+    state = _mix(_add_golden(torch.zeros_like(keys) + _signed(seed)))
+    state = _mix(_add_golden(state ^ keys))
+    state = _mix(_add_golden(state ^ positions))
+    return _shifted(state, 11).double() * 2.0**-53
+
+
+def _mix(state: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """The finalizer of SplitMix64: a bijection of 64-bit words."""
+    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
+    return state ^ _shifted(state, 31)
+
+
+def _add_golden(state: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+    return state + _signed(GOLDEN)
+
+
+def _shifted(state: Int[Tensor, " B"], bits: int) -> Int[Tensor, " B"]:
+    """Logical shift to the right."""
+    return (state >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(word: int) -> int:
+    """A 64-bit word as int64."""
+    word %= WORD
+    return word - WORD if word >= WORD // 2 else word
+
+
+def sample(
+    logits: Float[Tensor, "B V"],
+    keys: Int[Tensor, " B"],
+    positions: Int[Tensor, " B"],
+    draw: Draw,
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Tokens, and their log-probabilities before any was removed, as `reference_sample`.
+
+    Raises:
+        KernelError: kernels are required, and there is none for these logits.
+    """
+    gpu = kernel_for(logits) if len(logits) else None
+    if gpu is None:
+        return reference_sample(logits, keys, positions, draw)
+    return launch(logits, keys, positions, draw, gpu=gpu)
+
+
+def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu | None:
+    """The GPU with the kernel for these logits; None where PyTorch does the work.
+
+    `reason` is another reason why the kernel can't be used, in a clause.
+
+    Raises:
+        KernelError: kernels are required, and there is none for these logits.
+    """
+    if not choice.use_gpu(logits.device):
+        return None
+    reason = reason or cuda_refusal(logits)
+    if reason is not None:
+        return choice.accept("sampling", reason)
+    found = choice.find(logits.device, "sampling", cuda_macros(logits.dtype), self_test)
+    return choice.accept("sampling", found)
+
+
+# The C++ kernels
+
+
+class DrawCall(ctypes.Structure):
+    """Arguments of `draw` in sampling.cpp, which has the same structure."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("logprobs", "keys", "positions", "tokens", "chosen")
+        ),
+        *((name, ctypes.c_int64) for name in ("rows", "words")),
+        ("seed", ctypes.c_uint64),
+    ]
+
+
+class NucleusCall(ctypes.Structure):
+    """Arguments of `nucleus` in nucleus.cpp, which has the same structure."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weights", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "words")),
+        ("top_p", ctypes.c_double),
+    ]
+
+
+@functools.cache
+def library() -> Library | str:
+    """The kernel that draws, or the reason why it can't be built."""
+    source = Path(__file__).with_suffix(".cpp")
+    return build(source, {"NUMBER": NUMBERS[torch.float32]}, FUSED)
+
+
+@functools.cache
+def nucleus_library() -> Library | str:
+    """The kernel of `nucleus`, or the reason why it can't be built."""
+    return build(Path(__file__).with_name("nucleus.cpp"), {}, EXACT)
+
+
+def draw(
+    logprobs: Float[Tensor, "B V"],
+    keys: UInt64[np.ndarray, " B"],
+    positions: UInt64[np.ndarray, " B"],
+    *,
+    seed: int,
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None:
+    """Draw tokens in proportion to their probability; return their log-probabilities, too.
+
+    For log-probabilities on a CPU of which none was removed. None where PyTorch does the work.
+
+    Raises:
+        KernelError: kernels are required, and there is none.
+    """
+    if logprobs.device.type != "cpu" or choice.kernel_mode() == "off":
+        return None
+    built = choice.accept("sampling", library())
+    if built is None:
+        return None
+    logprobs = logprobs.contiguous()
+    logprobs = logprobs.clone() if logprobs.data_ptr() % logprobs.element_size() else logprobs
+    rows, words = logprobs.shape
+    tokens, chosen = logprobs.new_empty(rows, dtype=torch.long), logprobs.new_empty(rows)
+    call = DrawCall(
+        logprobs.data_ptr(),
+        keys.ctypes.data,
+        positions.ctypes.data,
+        tokens.data_ptr(),
+        chosen.data_ptr(),
+        rows,
+        words,
+        seed % WORD,
+    )
+    built.draw(ctypes.byref(call), parallel(), ctypes.c_int32(torch.get_num_threads()))
+    return tokens, chosen
+
+
+def nucleus(weights: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"] | None:
+    """Set all but the likeliest weights that reach `top_p` to 0, with the bits of the sorted sum.
+
+    None where PyTorch does the work.
+
+    Raises:
+        KernelError: kernels are required, and there is none.
+    """
+    supported = weights.device.type == "cpu" and weights.dtype is torch.float64
+    supported = supported and weights.is_contiguous() and weights.numel() > 0
+    if not supported or choice.kernel_mode() == "off":
+        return None
+    built = choice.accept("sampling", nucleus_library())
+    if built is None:
+        return None
+    out = torch.empty_like(weights)
+    call = NucleusCall(weights.data_ptr(), out.data_ptr(), *weights.shape, top_p)
+    threads = ctypes.c_int32(torch.get_num_threads())
+    return out if built.nucleus(ctypes.byref(call), parallel(), threads) else None
+
+
+# The CUDA kernel
+
+THREADS = 512
+SEGMENT = 128
+"""Words whose weights are summed first, as in sampling.cu."""
+
+SHARED_BYTES = 2200
+"""Bytes of the struct `Shared` of sampling.cu."""
+
+SEGMENT_BYTES = 12
+"""Bytes of shared memory for a segment: a weight and a count."""
+
+MOST_WORDS = SEGMENT * ((48 * 1024 - SHARED_BYTES) // SEGMENT_BYTES)
+"""The largest vocabulary that fits into shared memory: 500,000."""
+
+LOGPROB_ERROR = 1e-4
+"""In nats, at scores below 16, in the self-test."""
+
+
+class Params(ctypes.Structure):
+    """`SampleParams` of sampling.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "keys", "positions")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "logprobs")),
+        ("row_stride", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_double) for name in ("top_p", "min_p")),
+        ("temperature", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("num_words", "top_k")),
+    )
+
+
+def cuda_refusal(logits: Float[Tensor, "B V"]) -> str | None:
+    """The reason why the kernel doesn't support these logits, if it doesn't."""
+    if logits.dtype not in DTYPES:
+        return f"logits of {logits.dtype}"
+    if logits.shape[1] > MOST_WORDS:
+        return f"a vocabulary of {logits.shape[1]:,} words"
+    if logits.stride(1) != 1 or logits.data_ptr() % logits.itemsize:
+        return "logits that are not contiguous or not aligned"
+    return None
+
+
+def launch(
+    logits: Float[Tensor, "B V"],
+    keys: Int[Tensor, " B"],
+    positions: Int[Tensor, " B"],
+    draw: Draw,
+    *,
+    gpu: Gpu,
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """`reference_sample` on a GPU, for logits that `cuda_refusal` accepts.
+
+    The host reads no keys and positions: a CUDA graph of the call may be replayed with others. The
+    numbers drawn are the reference's bit for bit. Scores are fp32, distances below the highest are
+    truncated to 2^-27 nats, and weights to 2^-44 of the highest: a token differs only where a
+    boundary between two is as near as that to the number drawn.
+    """
+    batch, num_words = logits.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(batch, dtype=torch.float32, device=logits.device)
+    params = Params(
+        logits=logits.data_ptr(),
+        keys=keys.data_ptr(),
+        positions=positions.data_ptr(),
+        tokens=tokens.data_ptr(),
+        logprobs=logprobs.data_ptr(),
+        row_stride=logits.stride(0),
+        seed=draw.seed % WORD,
+        top_p=draw.top_p,
+        min_p=draw.min_p,
+        temperature=draw.temperature,
+        num_words=num_words,
+        top_k=0 if draw.top_k is None else min(draw.top_k, num_words),
+    )
+    gpu.kernel("sampling", "sampling", cuda_macros(logits.dtype))(
+        params,
+        grid=(batch, 1, 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=SHARED_BYTES + SEGMENT_BYTES * -(-num_words // SEGMENT),
+    )
+    return tokens, logprobs
+
+
+def cuda_macros(dtype: torch.dtype) -> dict[str, str | int]:
+    """Macros of the kernel."""
+    return {
+        "NUMBER": DTYPES.get(dtype, ""),
+        "PARAMS_BYTES": ctypes.sizeof(Params),
+        "SHARED_BYTES": SHARED_BYTES,
+    }
+
+
+def self_test(gpu: Gpu, defines: Macros) -> bool:
+    """Tokens of four sequences, the likeliest and by chance."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(4, 300, generator=generator)
+    logits = logits.to(DTYPES_BY_NAME[str(defines["NUMBER"])])
+    numbers = torch.arange(8).view(2, 4)
+    remote = numbers.to(gpu.device)
+    for draw in (
+        Draw(seed=1, temperature=0.0),
+        Draw(seed=1, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01),
+    ):
+        tokens, logprobs = launch(logits.to(gpu.device), remote[0], remote[1], draw, gpu=gpu)
+        expected = reference_sample(logits, numbers[0], numbers[1], draw)
+        near = torch.allclose(logprobs.cpu(), expected[1], rtol=0, atol=LOGPROB_ERROR)
+        if not near or not torch.equal(tokens.cpu(), expected[0]):
+            return False
+    return True

@@ -1,1 +1,0 @@
-"""The next token of each sequence, and its log-probability."""
