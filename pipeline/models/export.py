@@ -326,7 +326,7 @@ def _write(
             rest: dict[str, Tensor] = {}
         else:
             rest = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
-        with _config_for(plain, tokenizer):
+        with _config_for(plain, tokenizer, tied=not _unties(plain, adapter)):
             plain.save_pretrained(staging, state_dict=rest)
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
@@ -338,7 +338,9 @@ def _write(
 
 
 @contextmanager
-def _config_for(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+def _config_for(
+    plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, tied: bool
+) -> Iterator[None]:
     """Context in which the configuration has the tokenizer's padding token, and counts it."""
     text = plain.config.get_text_config()
     changed = {"pad_token_id": tokenizer.pad_token_id}
@@ -346,12 +348,22 @@ def _config_for(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> I
         changed["vocab_size"] = max(text.vocab_size, tokenizer.pad_token_id + 1)
     elif text.pad_token_id is not None:
         changed = {}
+    if not tied:
+        changed["tie_word_embeddings"] = False
     kept = {name: getattr(text, name) for name in changed}
     text.update(changed)
     try:
         yield
     finally:
         text.update(kept)
+
+
+def _unties(plain: PreTrainedModel, adapter: Collection[str]) -> bool:
+    """Return whether an adapter changes one of two tied layers, such as the output layer."""
+    names = chain(*plain.all_tied_weights_keys.items())
+    tied = {name.rpartition(".")[0] for name in names}
+    changed = (name.removeprefix(ADAPTER_PREFIX) for name in adapter)
+    return any(name.startswith(f"{module}.") for name in changed for module in tied)
 
 
 def _in_peft(name: str) -> str:

@@ -45,6 +45,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft asks for the model's gradient checkpointing by the name it had before.
         warnings.simplefilter("ignore", FutureWarning)
+        # An adapter on one of two tied layers: the export writes both, untied.
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         torch.manual_seed(seed)
         try:
             peft_model = get_peft_model(model, settings)
