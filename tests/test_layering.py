@@ -192,7 +192,7 @@ def test_nothing_but_the_tests_imports_the_tests() -> None:
             "step3_ppo.config",
         ),
         *("rewards.sources", "evaluation.config", "inference.serve.config"),
-        "pipeline.export.config",
+        "pipeline.export.command",
     ],
 )
 def test_settings_and_train_import_nothing_heavy(module: str) -> None:

@@ -11,7 +11,7 @@ import inference.generate
 import inference.serve.config
 import inference.settings
 import pipeline.config
-import pipeline.export.config
+import pipeline.export.command
 import pipeline.launch.deployment
 import pipeline.plan.request
 import pipeline.plan.tuning_options
@@ -37,7 +37,7 @@ CONFIG_MODULES = (
     inference.settings,
     pipeline.plan.tuning_options,
     pipeline.config,
-    pipeline.export.config,
+    pipeline.export.command,
     pipeline.launch.deployment,
     pipeline.plan.request,
     rewards.config,

@@ -1,29 +1,89 @@
-"""The command `python -m pipeline.export`, and the forms in which a model is exported."""
+"""The command `python -m pipeline.export`: a model in another form, written and verified."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol
 
 from pipeline.cli import say
 from pipeline.command import read_command
-from pipeline.export.config import ExportConfig
-from pipeline.export.source import (
-    check_out,
-    find_directory,
-    read_source,
-    require_packages,
-    write_export_card,
-    written_aside,
-)
+from pipeline.errors import ConfigError, require
 from pipeline.installation import MODULE
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """What is exported, in which form, and to where."""
+
+    path: str = ""
+    """Directory of a model or an adapter, or the output directory of a run, whose furthest actor it
+    takes."""
+
+    to: Literal["gguf", "onnx", "merged", "adapter"] | None = None
+    """Form: gguf, onnx, merged (weights with the adapter in them) or adapter (without the base)."""
+
+    out: Path | None = None
+    """Directory to make; it must not exist yet."""
+
+    method: str | None = None
+    """Of a run with several methods, the one whose actor is taken; null takes the best."""
+
+    base: str | None = None
+    """Directory of the model that an adapter changes; null takes the one that the adapter names."""
+
+    number_format: Literal["f32", "f16", "bf16", "q8_0"] = "f32"
+    """Of a GGUF file's matrices: f32, f16, bf16 or q8_0."""
+
+    texts: int = 1000
+    """Texts whose tokens a GGUF file must give as the tokenizer does."""
+
+    dry_run: bool = False
+    """Print what would be written and verified, and write nothing."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "path is missing; give the directory of a model or a run")
+        if self.to is None:
+            raise ConfigError("to is missing; give gguf, onnx, merged or adapter")
+        require(self.out is not None, "out is missing; give the directory to write")
+        require(self.texts >= 1, f"texts must be at least 1, got {self.texts}")
+        require(
+            self.number_format == "f32" or self.to == "gguf",
+            f"number_format {self.number_format} is for --to gguf; leave it out",
+        )
+        require(
+            self.base is None or self.to in ("merged", "adapter"),
+            "base is for --to merged and --to adapter; merge an adapter before another export",
+        )
+
+
+class Export(Protocol):
+    """A form of a model. Its constructor refuses what can be refused before writing."""
+
+    source: Path
+    title: str
+
+    checks: str
+    """What `verify` compares."""
+
+    def write(self, directory: Path) -> None:
+        """Write into an existing directory."""
+        ...
+
+    def verify(self, directory: Path) -> list[str]:
+        """Sentences on what was verified; raises `UnverifiedError`."""
+        ...
+
+    def usage(self, out: str) -> str:
+        """A line that shows how the directory `out` is used."""
+        ...
+
+
 def main(argv: Sequence[str]) -> None:
-    """Write an export aside, verify it, and give it its name.
+    """Write an export under a temporary name, verify it, and rename it.
 
     Raises:
-        UserError: no model, a form that it hasn't, a place that can't be written, or something
-            that was not verified.
+        UserError: no model, a form that it can't have, a directory that can't be written, or
+            a failed verification.
     """
     config = read_command(
         ExportConfig,
@@ -35,134 +95,49 @@ def main(argv: Sequence[str]) -> None:
         about="Export a model as GGUF or ONNX, with its adapter merged, or its adapter alone, and"
         " verify what was written: docs/export.md.",
     )
+    from pipeline.export.source import check_out, write_export_card, written_aside
     from pipeline.logs import configure_logging
 
     assert config.out is not None
     out = config.out.expanduser()
     check_out(out)
     configure_logging(is_main=True)
-    form = prepare_form(config)
-    say(f"{form.source}: {form.title}")
+    export = prepare(config)
+    say(f"{export.source}: {export.title}")
     if config.dry_run:
-        say(f"would write {out}, and verify: {form.will_verify}")
+        say(f"would write {out}, and verify: {export.checks}")
         return
     with written_aside(out) as partial:
-        form.write(partial)
-        verified = form.verify(partial)
+        export.write(partial)
+        verified = export.verify(partial)
         write_export_card(
-            form.source, partial, form=form.title, verified=verified, use=form.use(out.name)
+            export.source, partial, form=export.title, verified=verified, use=export.usage(out.name)
         )
-    for each in verified:
-        say(f"verified: {each}")
+    for sentence in verified:
+        say(f"verified: {sentence}")
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     say(f"{out}: {size / 2**20:.1f} MiB")
 
 
-@dataclass(frozen=True)
-class Form:
-    """An export that can be made: whatever can be refused early was not."""
-
-    source: Path
-    title: str
-    will_verify: str
-
-    write: Callable[[Path], None]
-    """Into a directory that is there."""
-
-    verify: Callable[[Path], list[str]]
-    """What was verified, in sentences; raises UnverifiedError."""
-
-    use: Callable[[str], str]
-    """Lines that show how it is used, by the name of its directory."""
-
-
-def prepare_form(config: ExportConfig) -> Form:
+def prepare(config: ExportConfig) -> Export:
     """The export that the settings describe.
 
     Raises:
         UserError: there is no such model, it has no such form, or a package is missing.
     """
-    if config.to == "gguf":
-        return _gguf(config)
-    if config.to == "onnx":
-        return _onnx(config)
-    return _weights(config)
+    from pipeline.export.source import find_directory, read_source, require_packages
 
-
-def _gguf(config: ExportConfig) -> Form:
-    require_packages(["gguf"])
-    source = read_source(find_directory(config.path, config.method))
-
-    from pipeline.export.gguf_file import plan_gguf, write_gguf
-    from pipeline.export.gguf_verify import has_llama_cpp, verify_gguf
-
-    plan = plan_gguf(source, config.number_format)
-    name = f"model-{config.number_format}.gguf"
-    by = "the file's vocabulary" + (" and llama.cpp" if has_llama_cpp() else "")
-    return Form(
-        source=source.directory,
-        title=f"GGUF of a {source.kind}, {config.number_format}",
-        will_verify=f"{len(plan.names)} tensors read back, tokens of {config.texts} texts by {by}",
-        write=lambda directory: write_gguf(plan, directory / name),
-        verify=lambda directory: verify_gguf(plan, directory / name, texts=config.texts),
-        use=lambda out: f"llama-cli -m {out}/{name}",
-    )
-
-
-def _onnx(config: ExportConfig) -> Form:
-    require_packages(["onnx", "onnxscript", "onnxruntime"])
-    source = read_source(find_directory(config.path, config.method))
-
-    from pipeline.export.onnx_file import GRAPH, load_graph, write_onnx
-    from pipeline.export.onnx_verify import verify_onnx
-
-    graph = load_graph(source, cache=config.cache == "kv")
-    inputs, outputs = _shown(graph.inputs), _shown(graph.outputs)
-    return Form(
-        source=source.directory,
-        title=f"ONNX of a {source.kind}; {inputs} -> {outputs}",
-        will_verify=f"{outputs} by onnxruntime on batches with and without padding",
-        write=lambda directory: write_onnx(graph, source, directory),
-        verify=lambda directory: verify_onnx(graph, directory / GRAPH),
-        use=lambda out: f'onnxruntime.InferenceSession("{out}/{GRAPH}")',
-    )
-
-
-def _shown(names: Sequence[str]) -> str:
-    """Names of inputs or outputs; of keys and values those of the first layer."""
-    shown = [name for name in names if "." not in name or ".0." in name]
-    return ", ".join(shown) + (", ..." if len(shown) < len(names) else "")
-
-
-def _weights(config: ExportConfig) -> Form:
-    from pipeline.export.weights import (
-        plan_adapter,
-        plan_merged,
-        verify_adapter,
-        verify_merged,
-        write_adapter,
-        write_merged,
-    )
-
+    packages = {"gguf": ["gguf"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
+    require_packages(packages.get(str(config.to), []))
     directory = find_directory(config.path, config.method)
-    if config.to == "adapter":
-        adapter = plan_adapter(directory)
-        return Form(
-            source=adapter,
-            title="adapter without its base, in peft's form",
-            will_verify="its tensors read back",
-            write=lambda partial: write_adapter(adapter, partial),
-            verify=lambda partial: verify_adapter(adapter, partial, base=config.base),
-            use=lambda out: f'PeftModel.from_pretrained(base, "{out}")',
-        )
-    plan = plan_merged(directory, config.base)
-    kind = "SequenceClassification" if plan.base.is_classifier else "CausalLM"
-    auto = f"AutoModelFor{kind}"
-    return Form(
-        source=directory,
-        title="weights with the adapter merged",
-        will_verify="each tensor, against W + alpha / r * B A where there is an adapter",
-        write=lambda partial: write_merged(plan, partial),
-        verify=lambda partial: verify_merged(plan, partial),
-        use=lambda out: f'{auto}.from_pretrained("{out}")',
-    )
+    if config.to == "gguf":
+        from pipeline.export.gguf_file import GgufExport
+
+        return GgufExport(read_source(directory), config.number_format, config.texts)
+    if config.to == "onnx":
+        from pipeline.export.onnx_file import OnnxExport
+
+        return OnnxExport(read_source(directory))
+    from pipeline.export.weights import AdapterExport, MergedExport
+
+    return (AdapterExport if config.to == "adapter" else MergedExport)(directory, config.base)

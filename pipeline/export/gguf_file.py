@@ -1,350 +1,500 @@
-"""Writing a GGUF file: settings, tokenizer, and tensors one at a time.
+"""GGUF files for llama.cpp: settings, tokenizer, and tensors one at a time.
 
 The `gguf` package has the names of tensors and settings, and lays out the bytes (ggml-org/ggml,
-docs/gguf.md).
+docs/gguf.md); `transformers` reads the file back.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import random
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.config import FrozenModelConfig
+from pipeline.demo.task import corpus
 from pipeline.errors import ConfigError, ModelError
-from pipeline.export.config import GgufFormat
-from pipeline.export.gguf_vocabulary import Vocabulary, vocabulary_of
 from pipeline.export.source import Source
+from pipeline.export.verify import UnverifiedError, compare_outputs, logits_of
 from pipeline.files.weight_files import WeightFiles
 from pipeline.models.load import load_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-Settings = Mapping[str, Any]
-
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gpt2": "gpt2",
-}
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """llama.cpp's architecture for a model_type."""
 
+REQUIRED = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
+"""Settings that llama.cpp has no other value for."""
+
+COUNTS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}
+"""Settings of a file by name, with those of a model."""
+
+FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
+"""Numbers of the formats of files (llama_ftype in llama.h)."""
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
 ROPE_FACTORS = "rope_freqs.weight"
-
-FILE_TYPES: Mapping[GgufFormat, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
-"""Numbers of the formats of whole files (llama_ftype in llama.h)."""
-
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Ends of the names of tensors that old files have and no model needs."""
-
-ROTARY = tuple(f"{name}_proj.{leaf}" for name in ("q", "k") for leaf in ("weight", "bias"))
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-"""Matrices that GPT-2 stores as (inputs, outputs)."""
 
 BLOCK = 32
 """Elements of a q8_0 block."""
 
 FP16_MAX = 65504.0
 
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Kinds of tokens, as the specification numbers them."""
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+EXPRESSIONS = {
+    "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "qwen2": _CASELESS + r"\p{N}" + _REST,
+    "llama-bpe": _CASELESS + r"\p{N}{1,3}" + _REST,
+}
+"""Regular expressions that split text before byte-level BPE, by llama.cpp's names
+(src/llama-vocab.cpp)."""
+
+WHOLE_WORDS = "llama-bpe"
+"""The one with which a word that is a token is not split, whatever the merges are."""
+
+ALPHABETS = ("abcdefghijkl", "ABCDEFGHIJKL", "0123456789", " .,;:!?'\"()[]{}<>|/\\@#$%^&*-_=+`~")
+ALPHABETS += (
+    "àâäçéèêëîïôöùûüßñåøæœ",
+    "абвгдежзийкл",
+    "的一是不了人我在有他",
+    "あいうえおカキク",
+    "😀🎉🚀👍",
+)
+GAPS = (" ", " ", " ", "  ", "    ", "\n", "\n\n", "\t", ", ", "")
+
 
 @dataclass(frozen=True)
-class GgufPlan:
-    """The content of a file, before any weight is read."""
+class Vocabulary:
+    """A tokenizer in GGUF's terms; the fields are keys `tokenizer.ggml.*` of the file."""
 
-    source: Source
-    architecture: str
-    tokenizer: PreTrainedTokenizerBase
-    vocabulary: Vocabulary
-    number_format: GgufFormat
-    stop_ids: tuple[int, ...]
-    weights: WeightFiles
-    names: Mapping[str, str]
-    """Names of the tensors in the file, by those that the source has."""
+    model: str
+    """`llama` (SentencePiece's BPE, by scores) or `gpt2` (BPE of bytes, by merges)."""
 
-    def tensor(self, stored: str) -> Tensor:
-        """A tensor as llama.cpp multiplies by it, fp32: (outputs, inputs), rotary pairs adjacent.
+    pre: str
+    """llama.cpp's name of the pre-tokenizer."""
 
-        `transformers` rotates row i of a head of d with row i + d/2, llama.cpp's architecture
-        `llama` 2i with 2i + 1.
-        """
-        tensor, settings = self.weights.tensor(stored).float(), self.source.settings
-        if self.architecture == "gpt2" and stored.endswith(TRANSPOSED):
-            return tensor.t()
-        if self.architecture != "llama" or not stored.endswith(ROTARY):
-            return tensor
-        heads = int(settings["num_attention_heads"])
-        if ".k_proj." in stored:
-            heads = int(settings.get("num_key_value_heads") or heads)
-        return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    tokens: Sequence[str]
+    token_type: Sequence[int]
 
-    def shape(self, stored: str) -> tuple[int, ...]:
-        """The tensor's shape in the file."""
-        shape = self.weights.shape(stored)
-        return shape[::-1] if self.architecture == "gpt2" and stored.endswith(TRANSPOSED) else shape
+    scores: Sequence[float]
+    """Of `llama`: pairs that make the token with the highest score merge first; else empty."""
 
-    def format_of(self, stored: str) -> GgufFormat:
-        """The tensor's number format.
+    merges: Sequence[str]
+    """Of `gpt2`: two tokens with a space between, the earliest first; else empty."""
 
-        Vectors and learned positions are f32, as llama.cpp adds them in f32. A matrix whose rows
-        are no multiple of 32 has no q8_0 form and is f16.
-        """
-        shape = self.shape(stored)
-        if len(shape) < 2 or self.names[stored].startswith("position_embd"):
-            return "f32"
-        is_odd = self.number_format == "q8_0" and shape[-1] % BLOCK
-        return "f16" if is_odd else self.number_format
+    add_bos_token: bool
+    add_eos_token: bool
+    add_space_prefix: bool
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """A tokenizer made of these fields alone."""
+        numbers = {token: number for number, token in enumerate(self.tokens)}
+        if self.model == "llama":
+            merges = self._merges_by_score(numbers)
+            tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=merges, byte_fallback=True))
+            prefix = [normalizers.Prepend(SPACE)] if self.add_space_prefix else []
+            tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+        else:
+            pairs = (merge.partition(" ") for merge in self.merges)
+            merges = [(left, right) for left, _, right in pairs]
+            words = self.pre == WHOLE_WORDS
+            tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=merges, ignore_merges=words))
+            split = pre_tokenizers.Split(Regex(EXPRESSIONS[self.pre]), "isolated")
+            by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes])
+        special = [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(self.tokens, self.token_type, strict=True)
+            if kind in (CONTROL, USER_DEFINED, UNKNOWN) and token
+        ]
+        tokenizer.add_special_tokens(special)
+        return tokenizer
+
+    def _merges_by_score(self, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Pairs of tokens that make another one, those of the highest score first."""
+        merged = [t for t, score in zip(self.tokens, self.scores, strict=True) if score < 0]
+        merged.sort(key=lambda token: -self.scores[numbers[token]])
+        pairs = ((token[:end], token[end:]) for token in merged for end in range(1, len(token)))
+        return [(left, right) for left, right in pairs if left in numbers and right in numbers]
+
+    def agrees(self, texts: Mapping[str, Sequence[int]]) -> bool:
+        """Whether texts have these tokens."""
+        encode = self.tokenizer.encode
+        return all(encode(t, add_special_tokens=False).ids == ids for t, ids in texts.items())
 
 
-def plan_gguf(source: Source, number_format: GgufFormat) -> GgufPlan:
-    """The content of a file.
+def vocabulary_of(
+    tokenizer: PreTrainedTokenizerBase, rows: int, path: str, *, texts: int
+) -> Vocabulary:
+    """The vocabulary of a tokenizer; rows of the embedding that it has no token for are unused.
+
+    Raises:
+        ModelError: it is not BPE, has more tokens than the embedding rows, or llama.cpp would split
+            one of `texts` texts in another way.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    given: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
+    model = given.get("model", {})
+    if model.get("type") != "BPE":
+        raise ModelError(f"the tokenizer of {path} is not a BPE tokenizer.json, as GGUF needs here")
+    numbered: dict[str, int] = tokenizer.get_vocab()
+    if max(numbered.values(), default=0) >= rows:
+        raise ModelError(
+            f"the tokenizer of {path} has {max(numbered.values()) + 1} tokens and the model rows"
+            f" for {rows}; they are not of one model"
+        )
+    by_scores = bool(model.get("byte_fallback"))
+    tokens, kinds = [f"[PAD{number}]" for number in range(rows)], [UNUSED] * rows
+    for token, number in numbered.items():
+        tokens[number] = token
+        kinds[number] = BYTE if by_scores and BYTE_TOKEN.fullmatch(token) else NORMAL
+    for added in given["added_tokens"]:
+        kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    if tokenizer.unk_token_id is not None and by_scores:
+        kinds[numbered[str(tokenizer.unk_token)]] = UNKNOWN
+    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    order: dict[str, int] = {}  # of the merges that first make a token
+    for merge in merges:
+        order.setdefault(merge.replace(" ", "", 1), len(order) + 1)
+    plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    begins = len(full) > len(plain) and full[0] == tokenizer.bos_token_id
+    ends = len(full) > len(plain) + begins and full[-1] == tokenizer.eos_token_id
+    samples = make_texts(tokenizer, texts)
+    expected = {text: tokenizer.encode(text, add_special_tokens=False) for text in samples}
+    pairs = (
+        [("default", p) for p in (True, False)] if by_scores else [(n, False) for n in EXPRESSIONS]
+    )
+    for pre, prefix in pairs:
+        vocabulary = Vocabulary(
+            model="llama" if by_scores else "gpt2",
+            pre=pre,
+            tokens=tokens,
+            token_type=kinds,
+            scores=[-float(order.get(token, 0)) for token in tokens] if by_scores else [],
+            merges=[] if by_scores else merges,
+            add_bos_token=begins,
+            add_eos_token=ends,
+            add_space_prefix=prefix,
+        )
+        if vocabulary.agrees(expected):
+            return vocabulary
+    raise ModelError(
+        f"the tokenizer of {path} splits text in another way than the pre-tokenizers of llama.cpp"
+        f" that are known here ({', '.join(pre for pre, _ in pairs)}); export it with --to onnx"
+    )
+
+
+def make_texts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
+    """`count` texts, the same on every call: sentences, words of many alphabets, random tokens.
+
+    They are in Unicode's composed form (NFC), which llama.cpp never changes.
+    """
+    draw = random.Random(0)
+    ids = sorted(tokenizer.get_vocab().values())
+    special = [str(token) for token in tokenizer.all_special_tokens] or [""]
+    sentences = list(islice(corpus(), 1000))
+    texts: list[str] = []
+    for number in range(count):
+        if number % 3 == 0:
+            text = draw.choice(GAPS).join(draw.choices(sentences, k=draw.randint(1, 3)))
+        elif number % 3 == 1:
+            letters = (draw.choices(draw.choice(ALPHABETS), k=draw.randint(1, 9)) for _ in range(8))
+            text = "".join("".join(word) + draw.choice(GAPS) for word in letters)
+            text += draw.choice(special) + text
+        else:
+            text = str(tokenizer.decode(draw.choices(ids, k=20), skip_special_tokens=True))
+        texts.append(unicodedata.normalize("NFC", text.replace("\ufffd", "")))
+    return texts
+
+
+class GgufExport:
+    """A language model as a GGUF file in a number format, before any weight is read.
 
     Raises:
         ModelError: the family, a setting, a tensor or the tokenizer has no GGUF form.
         ConfigError: it is not a language model.
     """
-    path, settings = str(source.directory), source.settings
-    if source.is_classifier:
-        raise ConfigError(
-            f"--to gguf takes language models, and {path} is a reward model or another classifier;"
-            " export it with --to onnx"
-        )
-    architecture = ARCHITECTURES.get(settings["model_type"])
-    if architecture is None:
-        raise ModelError(
-            f"{path} is of the family {settings['model_type']}, which has no GGUF form here; these"
-            f" have one: {', '.join(ARCHITECTURES)}; export it with --to onnx"
-        )
-    refused = _gpt2_refused(settings) if architecture == "gpt2" else _llama_refused(settings)
-    if refused is not None:
-        raise ModelError(
-            f"{path} has {refused} in its config.json, which has no GGUF form; export it with"
-            " --to onnx"
-        )
-    weights = WeightFiles(source.directory)
-    names = dict(_names(source, architecture, weights))
-    tokenizer = load_tokenizer(FrozenModelConfig(path=path))
-    embedding = next(stored for stored, name in names.items() if name == "token_embd.weight")
-    return GgufPlan(
-        source=source,
-        architecture=architecture,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary_of(tokenizer, weights.shape(embedding)[0], path),
-        number_format=number_format,
-        stop_ids=_stop_ids(source, tokenizer),
-        weights=weights,
-        names=names,
-    )
 
-
-def _names(source: Source, architecture: str, weights: WeightFiles) -> Iterator[tuple[str, str]]:
-    """The tensors of the source, and their names in the file."""
-    import gguf
-
-    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    blocks = int(source.settings.get("num_hidden_layers") or source.settings["n_layer"])
-    known = gguf.get_tensor_name_map(kind, blocks)
-    is_tied = bool(source.settings.get("tie_word_embeddings", architecture == "gpt2"))
-    for stored in weights.names():
-        if stored.endswith(BUFFERS) or (stored == "lm_head.weight" and is_tied):
-            continue
-        prefix = "transformer." if architecture == "gpt2" else "model."
-        full = stored if stored.startswith((prefix, "lm_head.")) else prefix + stored
-        name = known.get_name(full, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            raise ModelError(
-                f"{stored} is not a tensor that GGUF has a name for in the family {architecture};"
-                " export it with --to onnx or --to merged"
+    def __init__(self, source: Source, number_format: str, texts: int) -> None:
+        path = str(source.directory)
+        if source.is_classifier:
+            raise ConfigError(
+                f"--to gguf takes language models, and {path} is a classifier; export it with"
+                " --to onnx"
             )
-        yield stored, name
+        config = self.config = AutoConfig.from_pretrained(path)
+        if config.model_type not in ARCHITECTURES:
+            raise ModelError(
+                f"{path} is of the family {config.model_type}, which has no GGUF form here; these"
+                f" have one: {', '.join(ARCHITECTURES)}; export it with --to onnx"
+            )
+        self.rope = config.rope_parameters
+        refused = [n for n, value in REQUIRED.items() if getattr(config, n, value) != value]
+        if self.rope["rope_type"] not in ("default", "linear", "llama3"):
+            refused.append("rope_parameters")
+        if refused:
+            raise ModelError(
+                f"{path} has a {refused[0]} in its config.json that has no GGUF form; export it"
+                " with --to onnx"
+            )
+        self.source, self.number_format, self.texts = source.directory, number_format, texts
+        self.architecture = ARCHITECTURES[config.model_type]
+        self.weights = WeightFiles(path)
+        self.names = self._names()
+        self.tokenizer = load_tokenizer(FrozenModelConfig(path=path))
+        rows = self.weights.shape("model.embed_tokens.weight")[0]
+        self.vocabulary = vocabulary_of(self.tokenizer, rows, path, texts=texts)
+        self.stop_ids = self._stop_ids(source)
+        self.file = f"model-{number_format}.gguf"
+        self.title = f"GGUF of a {source.kind}, {number_format}"
+        self.checks = (
+            f"{len(self.names)} tensors read back by transformers, tokens of {texts} texts"
+        )
 
-
-def write_gguf(plan: GgufPlan, file: Path) -> None:
-    """Write the file.
-
-    Raises:
-        ModelError: a weight can't be read, or not be held in the number format.
-    """
-    import gguf
-
-    writer = gguf.GGUFWriter(file, plan.architecture)
-    _add_settings(writer, plan)
-    _add_tokenizer(writer, plan)
-    for stored, name in plan.names.items():
-        kind = gguf.GGMLQuantizationType[plan.format_of(stored).upper()]
-        rows = gguf.quant_shape_to_byte_shape(plan.shape(stored), kind)
-        writer.add_tensor_info(name, rows, np.dtype(np.uint8), math.prod(rows), kind)
-    factors = rope_factors(plan.source.settings)
-    if factors is not None:
-        shape = tuple(factors.shape)
-        writer.add_tensor_info(ROPE_FACTORS, shape, np.dtype(np.float32), 4 * len(factors))
-    with closing(writer):
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for stored in plan.names:
-            writer.write_tensor_data(encode(plan.tensor(stored), plan.format_of(stored), stored))
-        if factors is not None:
-            writer.write_tensor_data(factors.numpy())
-
-
-def encode(tensor: Tensor, number_format: GgufFormat, name: str) -> np.ndarray:
-    """A tensor in a number format.
-
-    Raises:
-        ModelError: a weight is too large for f16.
-    """
-    import gguf
-
-    if number_format == "f16" and tensor.numel() and float(tensor.abs().max()) > FP16_MAX:
-        raise ModelError(f"{name} has a weight that f16 can't hold; take --number-format bf16")
-    kind = gguf.GGMLQuantizationType[number_format.upper()]
-    return gguf.quantize(tensor.contiguous().numpy(), kind)
-
-
-def _add_settings(writer: "GGUFWriter", plan: GgufPlan) -> None:
-    settings = plan.source.settings
-    writer.add_name(plan.source.directory.resolve().name)
-    writer.add_file_type(FILE_TYPES[plan.number_format])
-    writer.add_quantization_version(2)
-    if plan.architecture == "gpt2":
-        width = int(settings["n_embd"])
-        writer.add_context_length(int(settings["n_positions"]))
-        writer.add_embedding_length(width)
-        writer.add_block_count(int(settings["n_layer"]))
-        writer.add_feed_forward_length(int(settings.get("n_inner") or 4 * width))
-        writer.add_head_count(int(settings["n_head"]))
-        writer.add_layer_norm_eps(float(settings["layer_norm_epsilon"]))
-        return
-    heads, width = int(settings["num_attention_heads"]), head_size(settings)
-    kind, base, given = rope_settings(settings)
-    writer.add_context_length(int(settings["max_position_embeddings"]))
-    writer.add_embedding_length(int(settings["hidden_size"]))
-    writer.add_block_count(int(settings["num_hidden_layers"]))
-    writer.add_feed_forward_length(int(settings["intermediate_size"]))
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(int(settings.get("num_key_value_heads") or heads))
-    writer.add_layer_norm_rms_eps(float(settings["rms_norm_eps"]))
-    writer.add_key_length(width)
-    writer.add_value_length(width)
-    writer.add_rope_dimension_count(width)
-    writer.add_rope_freq_base(base)
-    writer.add_vocab_size(int(settings["vocab_size"]))
-    if kind == "linear":
+    def _names(self) -> dict[str, str]:
+        """Names of the tensors in the file, by those that the source has."""
         import gguf
 
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(given["factor"]))
+        kind = next(k for k, n in gguf.MODEL_ARCH_NAMES.items() if n == self.architecture)
+        known = gguf.get_tensor_name_map(kind, self.config.num_hidden_layers)
+        names: dict[str, str] = {}
+        for stored in self.weights.names():
+            is_tied = stored == "lm_head.weight" and self.config.tie_word_embeddings
+            if is_tied or stored.endswith(".rotary_emb.inv_freq"):
+                continue
+            name = known.get_name(stored, try_suffixes=(".weight", ".bias"))
+            if name is None:
+                raise ModelError(f"{stored} of {self.source} has no GGUF form; take --to onnx")
+            names[stored] = name
+        return names
 
+    def _stop_ids(self, source: Source) -> list[int]:
+        """The tokens that end a response, the tokenizer's own first."""
+        file = self.source / "generation_config.json"
+        settings = json.loads(file.read_text("utf-8")) if file.is_file() else source.settings
+        given = settings.get("eos_token_id")
+        own = self.tokenizer.get_vocab()[str(self.tokenizer.eos_token)]
+        stops = given if isinstance(given, list) else [own if given is None else given]
+        if len(set(stops)) > 3:
+            raise ModelError(
+                f"{file} has {len(stops)} tokens as eos_token_id, and GGUF has keys for three;"
+                " remove those that end no response"
+            )
+        return sorted(set(stops), key=lambda number: (number != own, number))
 
-def _add_tokenizer(writer: "GGUFWriter", plan: GgufPlan) -> None:
-    vocabulary, tokenizer = plan.vocabulary, plan.tokenizer
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(list(vocabulary.tokens))
-    writer.add_token_types(list(vocabulary.kinds))
-    if vocabulary.scores:
-        writer.add_token_scores(list(vocabulary.scores))
-    if vocabulary.merges:
-        writer.add_token_merges(list(vocabulary.merges))
-    writer.add_add_bos_token(vocabulary.add_bos)
-    writer.add_add_eos_token(vocabulary.add_eos)
-    writer.add_add_space_prefix(vocabulary.add_space_prefix)
-    for number, add in (
-        (tokenizer.bos_token_id, writer.add_bos_token_id),
-        (tokenizer.unk_token_id, writer.add_unk_token_id),
-        (tokenizer.pad_token_id, writer.add_pad_token_id),
-    ):
-        if isinstance(number, int):
-            add(number)
-    # llama.cpp ends a response at any of the three.
-    ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-    for number, add in zip(plan.stop_ids, ends, strict=False):
-        add(number)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    def format_of(self, stored: str) -> str:
+        """A tensor's number format.
 
+        Vectors are f32, as llama.cpp adds them in f32. A matrix whose rows are no multiple of 32
+        has no q8_0 form and is f16.
+        """
+        shape = self.weights.shape(stored)
+        if len(shape) < 2:
+            return "f32"
+        is_odd = self.number_format == "q8_0" and shape[-1] % BLOCK
+        return "f16" if is_odd else self.number_format
 
-def _stop_ids(source: Source, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a response, the tokenizer's own first.
+    def encode(self, stored: str) -> np.ndarray:
+        """A tensor as llama.cpp multiplies by it, in its number format.
 
-    Raises:
-        ModelError: there are more than GGUF has keys for.
-    """
-    file = source.directory / "generation_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else source.settings
-    given = settings.get("eos_token_id")
-    stops = given if isinstance(given, list) else [] if given is None else [given]
-    own = int(tokenizer.get_vocab()[str(tokenizer.eos_token)])
-    ordered = sorted(dict.fromkeys(stops or [own]), key=lambda number: number != own)
-    if len(ordered) > 3:
-        raise ModelError(
-            f"{file} has {len(ordered)} tokens as eos_token_id, and GGUF has keys for three; remove"
-            " those that end no response"
+        `transformers` rotates row i of a head of d with row i + d/2, llama.cpp's architecture
+        `llama` 2i with 2i + 1.
+        """
+        import gguf
+
+        tensor, number_format = self.weights.tensor(stored).float(), self.format_of(stored)
+        if number_format == "f16" and tensor.numel() and float(tensor.abs().max()) > FP16_MAX:
+            raise ModelError(f"{stored} has a weight that f16 can't hold; take bf16")
+        if self.architecture == "llama" and re.search(r"\.[qk]_proj\.", stored):
+            config = self.config
+            heads = config.num_key_value_heads if ".k_" in stored else config.num_attention_heads
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        kind = gguf.GGMLQuantizationType[number_format.upper()]
+        return gguf.quantize(tensor.contiguous().numpy(), kind)
+
+    def rope_factors(self) -> Tensor | None:
+        """Divisors of the rotary frequencies of Llama 3.1, (d / 2,); None for 1 of all."""
+        if self.rope["rope_type"] != "llama3":
+            return None
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, torch.device("cpu"))
+        width = 2 * len(scaled)
+        return self.rope["rope_theta"] ** (-torch.arange(0, width, 2) / width) / scaled
+
+    def write(self, directory: Path) -> None:
+        """Write the file, one tensor in memory at a time.
+
+        Raises:
+            ModelError: a weight can't be read, or not be held in the number format.
+        """
+        import gguf
+
+        writer = gguf.GGUFWriter(directory / self.file, self.architecture)
+        self._add_settings(writer)
+        self._add_tokenizer(writer)
+        for stored, name in self.names.items():
+            kind = gguf.GGMLQuantizationType[self.format_of(stored).upper()]
+            shape = gguf.quant_shape_to_byte_shape(self.weights.shape(stored), kind)
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), kind)
+        factors = self.rope_factors()
+        if factors is not None:
+            shape, size = tuple(factors.shape), factors.nbytes
+            writer.add_tensor_info(ROPE_FACTORS, shape, np.dtype(np.float32), size)
+        with closing(writer):
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for stored in self.names:
+                writer.write_tensor_data(self.encode(stored))
+            if factors is not None:
+                writer.write_tensor_data(factors.numpy())
+
+    def _add_settings(self, writer: "GGUFWriter") -> None:
+        import gguf
+
+        config = self.config
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
-    return tuple(int(number) for number in ordered)
+        writer.add_name(self.source.resolve().name)
+        writer.add_file_type(FILE_TYPES[self.number_format])
+        writer.add_quantization_version(2)
+        for name, setting in COUNTS.items():
+            getattr(writer, f"add_{name}")(int(getattr(config, setting)))
+        writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))
+        for add in (
+            writer.add_key_length,
+            writer.add_value_length,
+            writer.add_rope_dimension_count,
+        ):
+            add(width)
+        writer.add_rope_freq_base(float(self.rope["rope_theta"]))
+        if self.rope["rope_type"] == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(float(self.rope["factor"]))
+
+    def _add_tokenizer(self, writer: "GGUFWriter") -> None:
+        vocabulary, tokenizer = self.vocabulary, self.tokenizer
+        writer.add_tokenizer_model(vocabulary.model)
+        writer.add_tokenizer_pre(vocabulary.pre)
+        writer.add_token_list(list(vocabulary.tokens))
+        writer.add_token_types(list(vocabulary.token_type))
+        if vocabulary.scores:
+            writer.add_token_scores(list(vocabulary.scores))
+        if vocabulary.merges:
+            writer.add_token_merges(list(vocabulary.merges))
+        writer.add_add_bos_token(vocabulary.add_bos_token)
+        writer.add_add_eos_token(vocabulary.add_eos_token)
+        writer.add_add_space_prefix(vocabulary.add_space_prefix)
+        for kind in ("bos", "unk", "pad"):
+            number = getattr(tokenizer, f"{kind}_token_id")
+            if isinstance(number, int):
+                getattr(writer, f"add_{kind}_token_id")(number)
+        # llama.cpp ends a response at any of the three.
+        for kind, number in zip(("eos", "eot", "eom"), self.stop_ids, strict=False):
+            getattr(writer, f"add_{kind}_token_id")(number)
+        if isinstance(tokenizer.chat_template, str):
+            writer.add_chat_template(tokenizer.chat_template)
+
+    def verify(self, directory: Path) -> list[str]:
+        """Compare tokenizer, tensors and outputs, the last two as `transformers` reads them.
+
+        Raises:
+            UnverifiedError: one differs.
+        """
+        return [self._compare_tokenizer(directory), *self._compare_model(directory)]
+
+    def _compare_tokenizer(self, directory: Path) -> str:
+        from gguf import GGUFReader
+
+        reader = GGUFReader(directory / self.file)
+
+        def value(key: str) -> Any:  # noqa: ANN401  # of any type
+            field = reader.get_field(f"tokenizer.{key}")
+            return None if field is None else field.contents()
+
+        found = {f.name: value(f"ggml.{f.name}") for f in fields(Vocabulary)}
+        expected = {name: getattr(self.vocabulary, name) or None for name in found}
+        stops = [value(f"ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        template = self.tokenizer.chat_template
+        if (
+            {name: given or None for name, given in found.items()} != expected
+            or [stop for stop in stops if stop is not None] != self.stop_ids
+            or value("chat_template") != (template if isinstance(template, str) else None)
+        ):
+            raise UnverifiedError("not exported: the tokenizer was not read back as written")
+        return (
+            "tokenizer, chat template and stop ids read back equal;"
+            f" {self.texts} texts have equal tokens by the vocabulary of the file"
+        )
+
+    def _compare_model(self, directory: Path) -> list[str]:
+        settings = AutoConfig.from_pretrained(directory, gguf_file=self.file)
+        settings.rope_parameters = self.rope  # scaling is not read by transformers
+        read = AutoModelForCausalLM.from_pretrained(
+            directory, gguf_file=self.file, config=settings, dtype=torch.float32
+        )
+        state = read.state_dict()
+        for stored in self.names:
+            tensor = self.weights.tensor(stored).float()
+            if not is_read_back(state[stored], tensor, self.format_of(stored)):
+                raise UnverifiedError(f"not exported: {stored} was not read back as it was written")
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        model.load_state_dict(state, assign=True)  # settings are left to compare
+        model.eval()
+        formats = ", ".join(dict.fromkeys(map(self.format_of, self.names)))
+        return [
+            f"{len(self.names)} tensors read back by transformers, in {formats}",
+            *compare_outputs(model, logits_of(model), logits_of(read), by="the file's model"),
+        ]
+
+    def usage(self, out: str) -> str:
+        """A line that shows how it is used."""
+        return f"llama-cli -m {out}/{self.file}"
 
 
-def rope_settings(settings: Settings) -> tuple[str, float, Settings]:
-    """Kind of rotary embedding, its base, and its other parameters."""
-    given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    kind = given.get("rope_type", given.get("type", "default"))
-    base = given.get("rope_theta", settings.get("rope_theta", 10000.0))
-    return str(kind), float(base), given
+def is_read_back(read: Tensor, tensor: Tensor, number_format: str) -> bool:
+    """Whether `read` is `tensor` in a number format.
 
-
-def head_size(settings: Settings) -> int:
-    """Width of an attention head."""
-    return int(
-        settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-    )
-
-
-def rope_factors(settings: Settings) -> Tensor | None:
-    """Divisors of the rotary frequencies, (d / 2,); None for 1 of all.
-
-    Llama 3.1's: long wavelengths by `factor`, short ones by 1, and between them interpolated
-    (transformers, `_compute_llama3_parameters`).
+    In q8_0 no weight may differ by more than half a step of its block's scale, the largest
+    magnitude divided by 127, and the rounding of the scale to fp16.
     """
-    kind, base, given = rope_settings(settings)
-    if kind != "llama3":
-        return None
-    width = head_size(settings)
-    frequency = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    turns = frequency * given["original_max_position_embeddings"] / (2 * math.pi)
-    low, high = given["low_freq_factor"], given["high_freq_factor"]
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / given["factor"] + smooth)).float()
-
-
-def _llama_refused(settings: Settings) -> str | None:
-    """The setting that llama.cpp has no form for, if there is one."""
-    kind = rope_settings(settings)[0]
-    if kind not in ("default", "linear", "llama3"):
-        return f"rope_type {kind}"
-    if settings.get("hidden_act", "silu") != "silu":
-        return f"hidden_act {settings['hidden_act']}"
-    if settings.get("mlp_bias"):
-        return "mlp_bias"
-    is_local = settings.get("use_sliding_window", settings["model_type"] == "mistral")
-    if is_local and settings.get("sliding_window") is not None:
-        return f"sliding_window {settings['sliding_window']}"
-    return None
-
-
-def _gpt2_refused(settings: Settings) -> str | None:
-    activation = settings.get("activation_function", "gelu_new")
-    if activation not in ("gelu_new", "gelu_pytorch_tanh"):
-        return f"activation_function {activation}"
-    if settings.get("scale_attn_by_inverse_layer_idx"):
-        return "scale_attn_by_inverse_layer_idx"
-    return None if settings.get("scale_attn_weights", True) else "scale_attn_weights false"
+    if number_format != "q8_0":
+        return torch.equal(read, tensor.to(DTYPES[number_format]).float())
+    error = (read - tensor).abs().reshape(-1, BLOCK)
+    scale = tensor.reshape(-1, BLOCK).abs().amax(1, keepdim=True) / 127
+    return bool((error <= 0.5001 * scale + 127 * (2.0**-11 * scale + 2.0**-25)).all())

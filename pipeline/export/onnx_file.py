@@ -1,62 +1,44 @@
 """ONNX files by torch.onnx's exporter of traced programs, for any batch and length.
 
-A language model computes (input_ids, attention_mask) -> logits and, with a cache, takes and gives
-keys and values under the names that `optimum` has for them; a classifier computes its outputs.
-Dimension names: B sequences, T tokens, P earlier ones, V vocabulary, C labels.
+A language model computes (input_ids, attention_mask) -> logits, a classifier its outputs and score.
+Dimension names: B sequences, T tokens, V vocabulary, C labels.
 """
 
 import inspect
 import json
 import logging
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
 
 from pipeline.config import FrozenModelConfig
 from pipeline.errors import ModelError, is_out_of_memory
-from pipeline.export.source import Source
-from pipeline.models.directory import TOKENIZER_FILES
-from pipeline.models.forward import Backbone, cache_name, reads_whole, score_head
+from pipeline.export.source import Source, copy_settings
+from pipeline.export.verify import compare_outputs
+from pipeline.models.forward import Backbone, reads_whole, score_head
 from pipeline.models.load import load_causal_lm, load_classifier
 
 GRAPH = "model.onnx"
 
-BESIDE = 2**30
-"""Bytes of weights from which they lie in a file beside the graph; 2 GiB is the format's limit."""
+EXTERNAL = 2**30
+"""Bytes of weights from which they are stored next to the graph; 2 GiB is the format's limit."""
 
 OF_SCORES = ("score_mean", "score_std", "class_values")
 """Fields of config.json that a reader of scores needs."""
 
-BATCH, LENGTH, PAST = (torch.export.Dim(name) for name in ("batch", "length", "past"))
-AXES = {0: BATCH, 1: LENGTH}
-
 INPUTS = ("input_ids", "attention_mask")
 
 
-class _OfTokens(nn.Module):
-    """A graph of nothing but tokens and their mask."""
-
-    inputs = INPUTS
-    axes: tuple[Any, ...] = (AXES, AXES)
-
-    def example(self) -> tuple[Any, ...]:
-        """Arguments to trace it with."""
-        ids = torch.ones(2, 8, dtype=torch.long)
-        return ids, torch.ones_like(ids)
-
-
-class ActorGraph(_OfTokens):
+class ActorGraph(nn.Module):
     """The logits of a language model at every token.
 
     Positions are counted along the mask, so that padding may be on either side.
@@ -70,102 +52,20 @@ class ActorGraph(_OfTokens):
 
     def forward(
         self, input_ids: Int[Tensor, "B T"], attention_mask: Int[Tensor, "B T"]
-    ) -> Float[Tensor, "B T V"]:
-        """Logits; at tokens whose mask is 0 they mean nothing."""
+    ) -> tuple[Float[Tensor, "B T V"]]:
+        """Logits, which are undefined at tokens whose mask is 0."""
         positions = positions_along(self.model, attention_mask)
-        return self.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
-        ).logits
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What a layer keeps of a sequence: keys (heads, P, key) and values (heads, P, value)."""
-
-    heads: int
-    key: int
-    value: int
-
-    def zeros(self, batch: int, past: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of that many tokens."""
-        widths = self.key, self.value
-        keys, values = (torch.zeros(batch, self.heads, past, each) for each in widths)
-        return keys, values
-
-
-class CachedActorGraph(nn.Module):
-    """The logits of a language model at tokens that follow those whose keys and values are given.
-
-    The mask is that of all P + T tokens, along which positions are counted.
-    """
-
-    def __init__(self, model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> None:
-        super().__init__()
-        self.model, self.layers = model, layers
-        kinds = [f"{number}.{kind}" for number in range(len(layers)) for kind in ("key", "value")]
-        self.inputs = (*INPUTS, *(f"past_key_values.{kind}" for kind in kinds))
-        self.outputs = ("logits", *(f"present.{kind}" for kind in kinds))
-        earlier = [({0: BATCH, 2: PAST}, {0: BATCH, 2: PAST}) for _ in layers]
-        self.axes = (AXES, {0: BATCH, 1: torch.export.Dim.DYNAMIC}, earlier)
-
-    def example(self) -> tuple[Any, ...]:
-        """Arguments to trace it with."""
-        ids = torch.ones(2, 5, dtype=torch.long)
-        return ids, torch.ones(2, 8, dtype=torch.long), [each.zeros(2, 3) for each in self.layers]
-
-    def forward(
-        self,
-        input_ids: Int[Tensor, "B T"],
-        attention_mask: Int[Tensor, "B all"],
-        past: list[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, ...]:
-        """Logits (B, T, V), then keys and values of each layer, of P + T tokens."""
-        cache = DynamicCache(ddp_cache_data=past)
-        positions = {
-            name: every[:, -input_ids.shape[1] :]
-            for name, every in positions_along(self.model, attention_mask).items()
-        }
         result = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            use_cache=True,
-            **{cache_name(self.model): cache},
-            **positions,
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
         )
-        layers = cast("list[DynamicLayer]", cache.layers)
-        kept = [cast("Tensor", each) for layer in layers for each in (layer.keys, layer.values)]
-        return (result.logits, *kept)
+        return (result.logits,)
 
 
-@torch.no_grad()
-def cached_layers(model: PreTrainedModel) -> tuple[LayerShape, ...] | None:
-    """What each layer keeps of a sequence; None unless that is keys and values of all tokens."""
-    cache = DynamicCache()
-    try:
-        ids = torch.ones(1, 2, dtype=torch.long)
-        name = cache_name(model)
-        kept = model(input_ids=ids, use_cache=True, **{name: cache})[name]
-    except (AttributeError, IndexError, TypeError, ValueError):  # a family with a memory of its own
-        return None
-    if kept is not cache or not cache.layers:
-        return None
-    found: list[LayerShape] = []
-    for layer in cache.layers:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if type(layer) is not DynamicLayer or keys is None or values is None:
-            return None
-        if keys.shape[:3] != values.shape[:3] or keys.shape[2] != ids.shape[1]:
-            return None
-        found.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
-    return tuple(found)
-
-
-class ClassifierGraph(_OfTokens):
+class ClassifierGraph(nn.Module):
     """The outputs of a classifier and, of a reward model, its score.
 
-    A model that reads token by token is read at the last token whose mask is 1, whatever its id: a
-    padding token that is also the end of a text is no matter. The score of several labels is
-    sum_k u_k p_k, u the `class_values` of config.json.
+    A decoder is read at the last token whose mask is 1, whatever its id. The score of several
+    labels is sum_k u_k p_k, u the `class_values` of config.json.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -201,106 +101,104 @@ class ClassifierGraph(_OfTokens):
             **positions_along(self.model, attention_mask),
         )[0]
         logits = F.linear(hidden.float(), score_head(self.model).weight.float())
-        places = torch.arange(input_ids.shape[1], device=input_ids.device)
-        last = (attention_mask * places).argmax(dim=1)
+        indices = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last = (attention_mask * indices).argmax(dim=1)
         return logits.gather(1, last[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
-
-
-Graph = ActorGraph | CachedActorGraph | ClassifierGraph
 
 
 def positions_along(
     model: PreTrainedModel, attention_mask: Int[Tensor, "B T"]
 ) -> dict[str, Tensor]:
     """`position_ids` counted along the mask, for models that take them."""
-    backbone = model.base_model
-    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         return {}
     return {"position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0)}
 
 
-def load_graph(source: Source, *, cache: bool = False) -> Graph:
-    """The model in fp32 on the CPU, with attention in plain operators.
+class OnnxExport:
+    """A model in fp32 as an ONNX graph, with attention in plain operators."""
 
-    With `cache` the graph takes and gives keys and values.
+    checks = "outputs by onnxruntime on batches with and without padding"
 
-    Raises:
-        ModelError: it can't be loaded, or has no keys and values of all tokens to give.
-    """
-    config = FrozenModelConfig(path=str(source.directory), precision="fp32")
-    device = torch.device("cpu")
-    load = load_classifier if source.is_classifier else load_causal_lm
-    model = load(config, device=device)
-    model.set_attn_implementation("eager")
-    model.eval()
-    if not cache:
-        return (ClassifierGraph(model) if source.is_classifier else ActorGraph(model)).eval()
-    if source.is_classifier:
-        raise ModelError(
-            f"{source.directory} is a {source.kind}, which reads a text once; take --cache none"
+    def __init__(self, source: Source) -> None:
+        self.model_source = source
+        self.source = source.directory
+        config = FrozenModelConfig(path=str(source.directory), precision="fp32")
+        load = load_classifier if source.is_classifier else load_causal_lm
+        model = load(config, device=torch.device("cpu"))
+        model.set_attn_implementation("eager")
+        graph = ClassifierGraph(model) if source.is_classifier else ActorGraph(model)
+        self.graph = graph.eval()
+        self.title = (
+            f"ONNX of a {source.kind}; {', '.join(INPUTS)} -> {', '.join(self.graph.outputs)}"
         )
-    layers = cached_layers(model)
-    if layers is None:
-        raise ModelError(
-            f"{source.directory}: {model.config.model_type} keeps other things of a text than keys"
-            " and values of all tokens; take --cache none"
+
+    def write(self, directory: Path) -> None:
+        """Write the graph, its weights, the tokenizer and the settings.
+
+        Raises:
+            ModelError: the model's code can't be traced.
+        """
+        import onnx
+
+        size = sum(weight.numel() * weight.itemsize for weight in self.graph.parameters())
+        ids = torch.ones(2, 8, dtype=torch.long)
+        axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+        try:
+            with _quiet():
+                torch.onnx.export(
+                    self.graph,
+                    (ids, torch.ones_like(ids)),
+                    directory / GRAPH,
+                    input_names=list(INPUTS),
+                    output_names=list(self.graph.outputs),
+                    dynamic_shapes=(axes, axes),
+                    dynamo=True,
+                    external_data=size >= EXTERNAL,
+                    verbose=False,
+                )
+        except (torch.onnx.OnnxExporterError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(
+                f"{self.source} can't be traced to ONNX: {reason}; take --to merged"
+            ) from error
+        stored = onnx.load(directory / GRAPH, load_external_data=False)
+        settings = self.model_source.settings
+        properties = {name: json.dumps(settings[name]) for name in OF_SCORES if name in settings}
+        onnx.helper.set_model_props(stored, properties)
+        onnx.save(stored, directory / GRAPH)
+        copy_settings(self.source, directory)
+
+    def verify(self, directory: Path) -> list[str]:
+        """Compare onnxruntime's outputs with torch's."""
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(
+            directory / GRAPH, options, providers=["CPUExecutionProvider"]
         )
-    return CachedActorGraph(model, layers).eval()
 
+        def run(ids: Tensor, mask: Tensor) -> list[Tensor]:
+            arrays = dict(zip(INPUTS, (ids.numpy(), mask.numpy()), strict=True))
+            return [torch.from_numpy(np.asarray(each)) for each in session.run(None, arrays)]
 
-def write_onnx(graph: Graph, source: Source, directory: Path) -> None:
-    """Write the graph, its weights, the tokenizer and the settings.
+        graph = self.graph
+        return compare_outputs(graph.model, graph, run, by="onnxruntime", names=graph.outputs)
 
-    Raises:
-        ModelError: the model's code can't be traced.
-    """
-    import onnx
-
-    size = sum(weight.numel() * weight.itemsize for weight in graph.parameters())
-    try:
-        with quiet():
-            torch.onnx.export(
-                graph,
-                graph.example(),
-                directory / GRAPH,
-                input_names=list(graph.inputs),
-                output_names=list(graph.outputs),
-                dynamic_shapes=graph.axes,
-                dynamo=True,
-                external_data=size >= BESIDE,
-                verbose=False,
-            )
-    except (torch.onnx.OnnxExporterError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise
-        reason = " ".join(str(error).split())[:200]
-        instead = "--cache none" if isinstance(graph, CachedActorGraph) else "--to merged"
-        raise ModelError(
-            f"{source.directory} can't be traced to ONNX: {reason}; take {instead}"
-        ) from error
-    stored = onnx.load(directory / GRAPH, load_external_data=False)
-    if isinstance(graph, CachedActorGraph):  # whose exporter has a symbol for a sum of lengths
-        mask = next(each for each in stored.graph.input if each.name == INPUTS[1])
-        mask.type.tensor_type.shape.dim[1].dim_param = "past + length"
-    onnx.helper.set_model_props(stored, _properties(source))
-    onnx.save(stored, directory / GRAPH)
-    for pattern in ("config.json", "generation_config.json", "*.jinja", *TOKENIZER_FILES):
-        for file in source.directory.glob(pattern):
-            shutil.copyfile(file, directory / file.name)
-
-
-def _properties(source: Source) -> dict[str, str]:
-    return {
-        name: json.dumps(source.settings[name]) for name in OF_SCORES if name in source.settings
-    }
+    def usage(self, out: str) -> str:
+        """A line that shows how it is used."""
+        return f'onnxruntime.InferenceSession("{out}/{GRAPH}")'
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without the exporter's advice to its own developers."""
-    names = ("torch.onnx", "onnxscript", "onnx_ir")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.level for logger in loggers]
+def _quiet() -> Iterator[None]:
+    """Without the exporter's advice to its developers."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
@@ -308,5 +206,5 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

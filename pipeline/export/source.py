@@ -1,6 +1,7 @@
 """The model that is exported, and the directory that it is exported to."""
 
 import importlib.util
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,14 +12,16 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.files.durable import discard, rename_durably, settle
 from pipeline.files.output import check_output
 from pipeline.models.card import CARD
-from pipeline.models.directory import ADAPTER, check_configuration, check_model_directory
+from pipeline.models.directory import (
+    ADAPTER,
+    TOKENIZER_FILES,
+    are_of_classifier,
+    check_configuration,
+    check_model_directory,
+)
 from pipeline.report.results import find_model
 
 HEADING = "## Export"
-
-
-class UnverifiedError(ModelError):
-    """The written files differ from the model; they were removed."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,7 @@ class Source:
     @property
     def is_classifier(self) -> bool:
         """Whether it is a reward model or another classifier."""
-        kinds = self.settings.get("architectures") or ()
-        return any(kind.endswith("ForSequenceClassification") for kind in kinds)
+        return are_of_classifier(self.settings.get("architectures"))
 
     @property
     def kind(self) -> str:
@@ -67,6 +69,13 @@ def read_source(directory: Path) -> Source:
         )
     check_model_directory(directory)
     return Source(directory, check_configuration(directory))
+
+
+def copy_settings(source: Path, directory: Path) -> None:
+    """Copy the settings, tokenizer and chat template of a model."""
+    for pattern in ("config.json", "generation_config.json", "*.jinja", *TOKENIZER_FILES):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, directory / file.name)
 
 
 def require_packages(names: Sequence[str]) -> None:

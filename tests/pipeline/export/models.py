@@ -28,7 +28,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen2": LLAMA,
-    "lfm2": LLAMA | {"layer_types": ["conv", "full_attention"]},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "opt": {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
     | {"num_attention_heads": 4, "max_position_embeddings": 128},

@@ -7,19 +7,14 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from tokenizers import Regex, pre_tokenizers
 
 from pipeline.demo.model import build_tokenizer
 from pipeline.errors import ModelError
 from pipeline.export.command import main
-from pipeline.export.gguf_file import plan_gguf, rope_factors
-from pipeline.export.gguf_verify import compare_tokens, verify_gguf, vocabulary_in
-from pipeline.export.gguf_vocabulary import (
-    EXPRESSIONS,
-    Vocabulary,
-    pre_tokenizer_name,
-    tokenizer_of,
-)
-from pipeline.export.source import UnverifiedError, read_source
+from pipeline.export.gguf_file import EXPRESSIONS, GgufExport, vocabulary_of
+from pipeline.export.source import read_source
+from pipeline.export.verify import UnverifiedError
 from tests.pipeline.data.tokenizers import byte_level, prepending
 from tests.pipeline.export.models import save_embedded, save_model
 
@@ -60,18 +55,6 @@ def test_a_llama_has_each_weight_and_rotary_rows_side_by_side(tmp_path: Path) ->
     assert len(found) == len(state)
 
 
-def test_a_gpt2_has_its_matrices_turned_and_its_output_tied(tmp_path: Path) -> None:
-    state = save_model(tmp_path / "model", "gpt2").state_dict()
-
-    found = weights(export(tmp_path / "model", tmp_path / "out"))
-
-    ours = state["transformer.h.1.mlp.c_fc.weight"]
-    assert ours.shape == (32, 128)
-    assert torch.equal(found["blk.1.ffn_up.weight"], ours.t())
-    assert torch.equal(found["position_embd.weight"], state["transformer.wpe.weight"])
-    assert "output.weight" not in found
-
-
 def test_the_embedded_model_has_its_template_stop_ids_and_tokens(tmp_path: Path) -> None:
     save_embedded(tmp_path / "model")
 
@@ -85,7 +68,7 @@ def test_the_embedded_model_has_its_template_stop_ids_and_tokens(tmp_path: Path)
     tokens = value(reader, "tokenizer.ggml.tokens")
     assert tokens == tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "- 300 texts have equal tokens by the vocabulary of the file\n" in card
+    assert "300 texts have equal tokens by the vocabulary of the file\n" in card
 
 
 @pytest.mark.parametrize(
@@ -118,70 +101,51 @@ def test_q8_0_has_the_nearest_steps_of_each_block_and_f16_for_odd_rows(tmp_path:
     assert bool((error <= 0.6 * step).all())
 
 
-def test_llama_3_divides_long_wavelengths_alone() -> None:
+def test_llama_3_divides_long_wavelengths_alone(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    settings = {"hidden_size": 64, "num_attention_heads": 1, "rope_parameters": rope}
+    save_model(tmp_path / "model", "llama", rope_parameters=rope, head_dim=64)
 
-    factors = rope_factors(settings)
+    factors = weights(export(tmp_path / "model", tmp_path / "out", texts=3))["rope_freqs.weight"]
 
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = LlamaConfig(**settings, max_position_embeddings=65536)
-    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = 10000.0 ** (-torch.arange(0, 64, 2) / 64)
-    assert factors is not None
-    torch.testing.assert_close(plain / factors, theirs)
+    assert factors.shape == (32,)
     assert factors[0] == 1
-    assert factors[-1] == 8
+    assert factors[-1] == pytest.approx(8)  # 2 pi 10000^(62/64) positions, more than 8192
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_a_pre_tokenizer_is_known_by_its_expression(name: str) -> None:
-    split = {"type": "Split", "pattern": {"Regex": EXPRESSIONS[name]}, "behavior": "Isolated"}
-    by_bytes = {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False}
-    parts = [split | {"invert": False}, by_bytes]
-    given = {
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts},
-        "model": {"ignore_merges": name == "llama-bpe"},
-    }
+def test_the_pre_tokenizer_is_found_by_the_tokens_of_texts(name: str) -> None:
+    tokenizer = byte_level()
+    backend = tokenizer.backend_tokenizer
+    split = pre_tokenizers.Split(Regex(EXPRESSIONS[name]), "isolated")
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes])
 
-    assert pre_tokenizer_name(given, "DIR") == name
-    parts[0]["pattern"] = {"Regex": r"\w+"}
-    with pytest.raises(ModelError, match=r"DIR splits text in a way .* no name for here \(\\w\+"):
-        pre_tokenizer_name(given, "DIR")
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer), "DIR", texts=300)
+
+    texts = {text: tokenizer.encode(text) for text in ("You'LL see 12345 of them", "a\n\n b")}
+    assert vocabulary.agrees(texts)
+    backend.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("e")
+    with pytest.raises(ModelError, match="DIR splits text in another way than"):
+        vocabulary_of(tokenizer, len(tokenizer), "DIR", texts=300)
 
 
 @pytest.mark.parametrize("make", [byte_level, prepending, build_tokenizer])
-def test_the_files_vocabulary_finds_other_tokens_once_it_is_changed(
-    tmp_path: Path, make: Any
-) -> None:
+def test_a_changed_vocabulary_has_other_tokens(make: Any) -> None:
     tokenizer = make()
-    save_model(tmp_path / "model", "llama", tokenizer=tokenizer)
-    vocabulary = vocabulary_in(export(tmp_path / "model", tmp_path / "out"))
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer), "DIR", texts=60)
     text = "Hello you! How are you?"
-    ids = [tokenizer.encode(text, add_special_tokens=False)]
-    compare_tokens([text], ids, lambda text: tokens_by(vocabulary, text), by="the file")
+    texts = {text: tokenizer.encode(text, add_special_tokens=False)}
 
-    other = replace(
-        vocabulary,
-        merges=(),
-        scores=[0.0] * len(vocabulary.tokens),
-        add_space_prefix=not vocabulary.add_space_prefix,
-    )
-    with pytest.raises(UnverifiedError, match=r"tokens by the tokenizer and .* by the file"):
-        compare_tokens([text], ids, lambda text: tokens_by(other, text), by="the file")
-
-
-def tokens_by(vocabulary: Vocabulary, text: str) -> list[int]:
-    return tokenizer_of(vocabulary).encode(text, add_special_tokens=False).ids
+    assert vocabulary.agrees(texts)
+    scores = [0.0] * len(vocabulary.tokens)
+    assert not replace(vocabulary, merges=(), scores=scores).agrees(texts)
 
 
 def test_a_flipped_bit_of_a_weight_is_found(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama")
     reader = export(tmp_path / "model", tmp_path / "out", texts=3)
-    plan = plan_gguf(read_source(tmp_path / "model"), "f32")
+    exported = GgufExport(read_source(tmp_path / "model"), "f32", 3)
     file = tmp_path / "out" / "model-f32.gguf"
     whole = bytearray(file.read_bytes())
     place = int(next(e for e in reader.tensors if e.name == "blk.1.ffn_up.weight").data_offset)
@@ -189,4 +153,4 @@ def test_a_flipped_bit_of_a_weight_is_found(tmp_path: Path) -> None:
     file.write_bytes(whole)
 
     with pytest.raises(UnverifiedError, match=r"layers\.1\.mlp\.up_proj\.weight was not read back"):
-        verify_gguf(plan, file, texts=3)
+        exported.verify(tmp_path / "out")

@@ -1,0 +1,111 @@
+"""Verification of an export: its outputs, and its greedy responses, against those of the model."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pipeline.errors import ModelError
+from pipeline.models.packing import how_to_run
+
+TOLERANCE = 1e-5
+"""Largest difference of an fp32 output, in units of the largest output of the batch, or of 1."""
+
+ROUNDED = 5e-2
+"""The same of a model whose weights were rounded to 16 bits."""
+
+LENGTHS = ((5,), (12, 12), (1, 7, 4), (13, 2, 9, 13))
+"""Tokens of the sequences of each batch."""
+
+NEW_TOKENS = 16
+
+Run = Callable[[Tensor, Tensor], Sequence[Tensor]]
+"""Outputs for token ids (B, T) and their mask (B, T): logits, then others."""
+
+
+class UnverifiedError(ModelError):
+    """The written files differ from the model; they were removed."""
+
+
+def logits_of(model: torch.nn.Module) -> Run:
+    """The logits of a model of `transformers` or peft."""
+    return lambda ids, mask: [model(input_ids=ids, attention_mask=mask).logits.float()]
+
+
+@torch.no_grad()
+def compare_outputs(
+    model: PreTrainedModel,
+    expected: Run,
+    found: Run,
+    *,
+    by: str,
+    names: Sequence[str] = ("logits",),
+    tolerance: float = TOLERANCE,
+) -> list[str]:
+    """Compare outputs on padded batches and, of an fp32 language model, greedy responses.
+
+    Args:
+        model: the exported model; decides the vocabulary and which tokens are compared.
+        expected: the model.
+        found: the export.
+        by: program that computed `found`.
+        names: of the outputs.
+        tolerance: of outputs, in units of the largest one of a batch, or of 1.
+
+    Returns:
+        Sentences on what was verified.
+
+    Raises:
+        UnverifiedError: an output differs by more than the tolerance, or a greedy response at all.
+    """
+    per_token = hasattr(model, "generate") and model.get_output_embeddings() is not None
+    worst, count, ids, mask = 0.0, 0, torch.empty(0), torch.empty(0)
+    for ids, mask in batches(model):
+        kept = mask.bool() if per_token else slice(None)
+        for name, ours, theirs in zip(names, expected(ids, mask), found(ids, mask), strict=True):
+            scale = max(1.0, float(ours[kept].abs().max()))
+            error = float((ours[kept] - theirs[kept]).abs().max()) / scale
+            if not error <= tolerance:
+                raise UnverifiedError(
+                    f"not exported: {name} by {by} differ by {error:.1e} of {scale:.3g} from those"
+                    f" of the model, more than {tolerance}"
+                )
+            worst = max(worst, error)
+        count += 1
+    verified = [
+        f"{' and '.join(names)} by {by} within {tolerance} of the model's on {count} padded batches"
+        f" (largest difference {worst:.1e})"
+    ]
+    if per_token and tolerance == TOLERANCE:
+        for prompt in (row[kept.bool()] for row, kept in zip(ids, mask, strict=True)):
+            if greedy_tokens(expected, prompt) != greedy_tokens(found, prompt):
+                raise UnverifiedError(f"not exported: a greedy response by {by} differs")
+        verified.append(f"{len(ids)} greedy responses of {NEW_TOKENS} tokens by {by} are equal")
+    return verified
+
+
+def batches(model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor]]:
+    """(ids, mask), each (B, T), of random tokens, padded right and, of causal models, left."""
+    draw = torch.Generator().manual_seed(0)
+    rows = model.config.get_text_config().vocab_size
+    sides = ("right", "left") if how_to_run(model).causal else ("right",)
+    for lengths in LENGTHS:
+        for side in sides:
+            shape = len(lengths), max(lengths)
+            mask = torch.zeros(shape, dtype=torch.long)
+            for row, length in zip(mask, lengths, strict=True):
+                row[:length] = 1
+            mask = mask if side == "right" else torch.fliplr(mask)
+            yield torch.randint(rows, shape, generator=draw), mask
+
+
+@torch.no_grad()
+def greedy_tokens(run: Run, prompt: Int[Tensor, " P"], count: int = NEW_TOKENS) -> list[int]:
+    """The `count` likeliest tokens after a prompt, one by one; none ends the response."""
+    ids = prompt[None]
+    for _ in range(count):
+        logits = run(ids, torch.ones_like(ids))[0]
+        ids = torch.cat([ids, logits[:, -1:].argmax(dim=-1)], dim=1)
+    return ids[0, len(prompt) :].tolist()
