@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints import Checkpoints
 from pipeline.config import StepConfig, TrainedModelConfig
-from pipeline.data.batches import EncodedPair, PairBatch, RowStream, collate_pairs, micro_batches
+from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import RowsFit, check_lengths
@@ -251,16 +251,3 @@ def local_parts(
         process=data.rank,
         at_least=at_least,
     )
-
-
-def pair_batches(
-    pairs: Sequence[EncodedPair], config: StepConfig, *, deterministic: bool
-) -> list[PairBatch]:
-    """This process's micro-batches of the pairs, as `local_parts` cuts them."""
-    parts = local_parts(
-        [pair.num_tokens for pair in pairs],
-        config,
-        max_tokens=2 * config.micro_batch_size * config.data.max_length,
-        deterministic=deterministic,
-    )
-    return [collate_pairs([pairs[row] for row in part], spare=pairs[0]) for part in parts]

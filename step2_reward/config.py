@@ -1,4 +1,4 @@
-"""Settings of step 2."""
+"""Settings of step 2, and of the laboratory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from pipeline.config import (
+    EMBEDDED,
     FrozenModelConfig,
     Generation,
     ModelUse,
@@ -17,8 +18,7 @@ from pipeline.config import (
 )
 from pipeline.data.examples import Example
 from pipeline.errors import require
-from step2_reward.label_config import LabelSettings
-from step2_reward.label_rows import rows_of_kind
+from step2_reward.labels import LabelSettings, select_rows
 
 GENERATED_AT_ONCE = 64
 """Responses of step 1's model, as `inference.generation` generates them by default."""
@@ -100,7 +100,7 @@ class RewardConfig(LabelSettings, StepConfig):
         self, train: Sequence[Example], held_out: Sequence[Example]
     ) -> tuple[list[Example], list[Example]]:
         """The rows of the kind of label that the settings, or the rows' columns, choose."""
-        return rows_of_kind(self, train, held_out)
+        return select_rows(self, train, held_out)
 
     @property
     def sequences_per_row(self) -> int:
@@ -131,4 +131,55 @@ class RewardConfig(LabelSettings, StepConfig):
                 prompt_length=self.data.max_length,
                 new_tokens=self.max_new_tokens,
             ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabConfig:
+    """Settings of the laboratory: the model, and the rows to measure it on."""
+
+    path: str = ""
+    """The reward model: OUT/step2_reward, or any sequence classifier."""
+
+    data_path: str = EMBEDDED
+    """Labelled rows: a file, directory or Hub name, of which the test split is taken where there is
+    one; `embedded` is the built-in task's held-out pairs."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    """Column names where they differ from the usual: prompt=question label=category."""
+
+    history: str = "all"
+    """Of the turns before a response, what the model reads, as in `data.history`."""
+
+    rows: int = 1000
+    """Rows that are measured, at most."""
+
+    max_length: int = 512
+    """Longest dialogue in tokens; what is longer loses its beginning."""
+
+    output_dir: Path | None = None
+    """Where lab.json, predictions.jsonl and report.html go; null is `lab` in the model's directory.
+    """
+
+    actor: str | None = None
+    """A model that answers the built-in task's prompts, such as OUT/step1_sft: draws the curve of
+    over-optimization against the task's verifier."""
+
+    best_of: int = 16
+    """Responses that the actor samples to each prompt."""
+
+    prompts: int = 64
+    """Prompts of the built-in task that the actor answers."""
+
+    seed: int = 1234
+    """Seed of the actor's sampling."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "path names no model; give the directory of a reward model")
+        for name in ("rows", "best_of", "prompts"):
+            require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
+        require(self.max_length > 1, f"max_length must be above 1, got {self.max_length}")
+        require(
+            self.actor is None or self.data_path == EMBEDDED,
+            "actor needs data_path embedded: no other rows come with a program that judges answers",
         )

@@ -5,7 +5,6 @@ Dimension names: B rows, C classes, K responses of the longest list.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -95,18 +94,6 @@ def cross_entropy(
     if weights is not None:
         nll = weights[classes] * nll
     return nll.sum()
-
-
-def balanced_weights(counts: Sequence[int], *, beta: float) -> list[float]:
-    """(1 - beta) / (1 - beta^n) for each class of n rows, scaled to a mean of 1.
-
-    Cui et al. 2019 (1901.05555), eq. 10: the inverse of the effective number of a class's rows.
-    beta 0 weighs all classes alike, beta -> 1 by the inverse of their counts. A class without rows
-    gets the weight of a class of one.
-    """
-    weights = [(1 - beta) / (1 - beta ** max(1, count)) for count in counts]
-    mean = sum(weights) / len(weights)
-    return [weight / mean for weight in weights]
 
 
 def ordinal_log_probabilities(

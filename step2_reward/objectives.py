@@ -1,28 +1,36 @@
-"""Objectives of step 2: loss of a micro-batch and figures of held-out rows, by kind of label."""
+"""Objectives of step 2, by kind of label: the loss of a micro-batch, figures of held-out rows.
+
+Dimension names: N rows, C outputs of the model.
+"""
 
 import math
-from abc import abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.data.batches import EncodedPair, PairBatch
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.data.examples import Encoded, Example
+from pipeline.data.examples import Example
 from pipeline.data.lengths import Fit, RowsFit, require_learnable
+from pipeline.errors import DataError
 from pipeline.models.forward import LabelOutputs, Scorer
-from pipeline.models.scores import Cutpoints
+from pipeline.models.scores import Cutpoints, separator_ids
 from pipeline.models.trained import evaluating
-from pipeline.parallel.device import send
+from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
-from step2_reward.lab.figures import class_report, concordance, spearman
-from step2_reward.label_rows import Labels, resolve
+from step2_reward.lab.figures import (
+    PredictedSteps,
+    class_report,
+    concordance,
+    spearman,
+    step_figures,
+)
+from step2_reward.labels import Labels, resolve_labels
 from step2_reward.losses import (
-    balanced_weights,
     binary_cross_entropy,
     cross_entropy,
     ordinal_log_probabilities,
@@ -33,95 +41,18 @@ from step2_reward.losses import (
     tie_log_probabilities,
     tie_loss,
 )
-from step2_reward.objective import Objective, start_cutpoints
-from step2_reward.rows import (
-    LabelledBatch,
-    LabelledRow,
-    cut,
-    cut_rows,
-    encode,
-    encode_rows,
-    pairs_fit,
-)
-from step2_reward.step_objective import StepObjective
-
-
-class PairObjective(Objective[EncodedPair, PairBatch]):
-    """The better response of a pair is to score higher."""
-
-    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
-        """Whether the responses of a pair still differ where it is cut."""
-        return pairs_fit(chat, config)
-
-    def encode(
-        self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
-    ) -> list[EncodedPair]:
-        """Token ids of both dialogues."""
-        return encode(examples, chat, config)
-
-    def sequences(self, row: EncodedPair) -> tuple[Encoded, ...]:
-        """The chosen dialogue and the rejected one."""
-        return row.chosen, row.rejected
-
-    def cut(self, rows: Sequence[EncodedPair], config: RewardConfig) -> list[PairBatch]:
-        """This process's micro-batches of the pairs."""
-        return cut(rows, config)
-
-    def loss(self, outputs: LabelOutputs, batch: PairBatch) -> tuple[Tensor, Tensor]:
-        """The loss summed over pairs, and how many are in the right order; ties count half."""
-        config = self.config
-        chosen, rejected = batch.split(outputs.logits.squeeze(-1))
-        loss = pairwise_loss(
-            chosen,
-            rejected,
-            margin=batch.margin if config.margin else None,
-            center_coef=config.center_coef,
-            focal_gamma=config.focal_gamma if self.labels.loss == "focal" else 0.0,
-        )
-        return loss, num_in_order(chosen, rejected)
-
-    def evaluate(
-        self, scorer: Scorer, rows: Sequence[EncodedPair], config: RewardConfig
-    ) -> dict[str, float]:
-        """Loss, accuracy and mean scores of held-out pairs."""
-        return evaluate(scorer, rows, config)
-
-
-def num_in_order(chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """How many pairs have the higher score on the chosen response; ties count half."""
-    return (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
-
-
-def evaluate(
-    scorer: Scorer, pairs: Sequence[EncodedPair], config: RewardConfig
-) -> dict[str, float]:
-    """Loss, accuracy (ties count half) and mean scores over held-out pairs, of all processes."""
-    totals = [0.0, 0.0, 0.0, 0.0]
-    with evaluating(scorer):
-        for batch in cut(pairs, config):
-            chosen, rejected = batch.split(scorer.final_scores(batch.tokens))
-            totals[0] += num_in_order(chosen, rejected).item()
-            totals[1] += chosen.sum().item()
-            totals[2] += rejected.sum().item()
-            totals[3] += pairwise_loss(chosen, rejected).item()
-    accuracy, mean_chosen, mean_rejected, loss = (
-        total / max(1, len(pairs)) for total in current_mesh().data.sums(totals)
-    )
-    return {
-        "loss": loss,
-        "accuracy": accuracy,
-        "mean_chosen": mean_chosen,
-        "mean_rejected": mean_rejected,
-    }
+from step2_reward.rows import UNCUT, Batch, Row, cut_rows, encode_rows, encode_steps
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """Held-out rows, and what the model computes of them."""
+class HeldOut:
+    """Rows, and the outputs of the model for them."""
 
-    rows: Sequence[LabelledRow]
+    rows: Sequence[Row]
+
     outputs: Sequence[Sequence[Sequence[float]]]
-    """The C outputs of each sequence of each row."""
+    """The C outputs of each sequence, or of each labelled step, of each row."""
+
     cutpoints: Float[Tensor, " cuts"] | None
 
     @property
@@ -131,79 +62,153 @@ class Evaluated:
 
     @property
     def targets(self) -> Float[Tensor, " N"]:
-        """What each row has to be."""
-        return torch.tensor([row.target for row in self.rows])
+        """The first target of each row."""
+        return torch.tensor([row.targets[0] for row in self.rows])
 
 
-class LabelObjective(Objective[LabelledRow, LabelledBatch]):
-    """What the kinds of labels share that `labelled` encodes."""
+def compute_outputs(
+    scorer: Scorer,
+    rows: Sequence[Row],
+    config: RewardConfig,
+    observe: Callable[[LabelOutputs, Batch], None] = lambda _outputs, _batch: None,
+) -> HeldOut:
+    """Run the model on rows, which are the same on all processes; all of them call it.
+
+    Args:
+        scorer: the model.
+        rows: of one kind of label.
+        config: the sizes of micro-batches.
+        observe: called with the outputs of each micro-batch of this process.
+    """
+    found: list[tuple[int, list[list[float]]]] = []
+    cutpoints: Tensor | None = None
+    with evaluating(scorer):
+        for batch in cut_rows(rows, config):
+            outputs: LabelOutputs = scorer(batch.tokens, labels=True).at(batch.positions)
+            observe(outputs, batch)
+            present = [rows[number] for number in batch.numbers]
+            if rows[0].ends is None:
+                by_row = outputs.logits[batch.places].tolist()
+                by_row = [x[: len(row.sequences)] for x, row in zip(by_row, present, strict=True)]
+            else:
+                counts = [len(row.ends or ()) for row in present]
+                by_row = [part.tolist() for part in outputs.logits.split(counts)]
+            found += zip(batch.numbers, by_row, strict=True)
+            cutpoints = outputs.cutpoints
+    gathered = dict(item for part in current_mesh().data.gather_objects(found) for item in part)
+    ordered = [gathered[number] for number in range(len(rows))]
+    return HeldOut(rows, ordered, None if cutpoints is None else cutpoints.float().cpu())
+
+
+class Objective(ABC):
+    """One kind of label, for the loop that all kinds share."""
+
+    counts_right = True
+    """Whether single rows can be right or wrong."""
+
+    def __init__(self, labels: Labels, config: RewardConfig) -> None:
+        self.labels = labels
+        self.config = config
+        """With the settings of the loss."""
+
+    def cutpoints(self) -> Cutpoints | None:
+        """Thresholds that are learned with the score."""
+        return None
 
     def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
-        """Whether the sequences of a row still differ where they are cut."""
+        """Whether the sequences of a row still differ where they are cut.
+
+        Raises:
+            DataError: the chat format can't have such rows.
+        """
         limit = config.data.max_length
 
         def fit(examples: Sequence[Example]) -> list[Fit]:
-            # Whole, as far as a model could read; what is equal in the end teaches nothing.
-            rows = encode_rows(examples, self.labels, chat, config, max_length=2**31)
-            ends = [{tuple(each.tail(limit).input_ids) for each in row.sequences} for row in rows]
+            rows = encode_rows(examples, self.labels, chat, config, max_length=UNCUT)
+            ends = [{tuple(x.tail(limit).input_ids) for x in row.sequences} for row in rows]
             return [
-                Fit(max(map(len, row.sequences)) > limit, int(len(each) == len(row.sequences)))
-                for row, each in zip(rows, ends, strict=True)
+                Fit(max(map(len, row.sequences)) > limit, int(len(differ) == len(row.sequences)))
+                for row, differ in zip(rows, ends, strict=True)
             ]
 
-        return RowsFit(fit, end="beginning", empty="have equal responses")
+        name = "pairs" if self.labels.kind == "pairs" else "rows"
+        return RowsFit(fit, end="beginning", empty="have equal responses", rows=name)
 
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
-    ) -> list[LabelledRow]:
+    ) -> list[Row]:
         """Token ids and targets of rows."""
         return encode_rows(examples, self.labels, chat, config, max_length=config.data.max_length)
 
-    def sequences(self, row: LabelledRow) -> tuple[Encoded, ...]:
-        """The dialogues of a row."""
-        return row.sequences
-
-    def cut(self, rows: Sequence[LabelledRow], config: RewardConfig) -> list[LabelledBatch]:
-        """This process's micro-batches of the rows."""
-        return cut_rows(rows, config)
-
-    def evaluate(
-        self, scorer: Scorer, rows: Sequence[LabelledRow], config: RewardConfig
-    ) -> dict[str, float]:
-        """Loss and accuracy of held-out rows of all processes, and what else the labels have."""
-        total, right, found = 0.0, 0.0, list[tuple[int, list[list[float]]]]()
-        cutpoints: Tensor | None = None
-        with evaluating(scorer):
-            for batch in self.cut(rows, config):
-                outputs = scorer.final_outputs(batch.tokens)
-                loss, num_right = self.loss(outputs, batch)
-                total += loss.item()
-                right += 0.0 if num_right is None else num_right.item()
-                found += zip(batch.numbers, outputs.logits[batch.places].tolist(), strict=True)
-                cutpoints = outputs.cutpoints
-        data = current_mesh().data
-        total, right = data.sums([total, right])
-        by_row = dict(pair for of_process in data.gather_objects(found) for pair in of_process)
-        ordered = [by_row[number] for number in range(len(rows))]
-        figures = self.figures(
-            Evaluated(rows, ordered, None if cutpoints is None else cutpoints.cpu())
-        )
-        return {"loss": total / len(rows), "accuracy": right / len(rows), **figures}
+    def settings(self) -> dict[str, object]:
+        """Entries of the exported config.json on how to read the outputs."""
+        return {}
 
     @abstractmethod
-    def figures(self, held_out: Evaluated) -> dict[str, float]:
-        """Further figures of held-out rows."""
+    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The loss summed over rows, and the number of right rows, or None without any.
+
+        Args:
+            outputs: at `batch.positions`.
+            batch: the rows.
+        """
+
+    def evaluate(
+        self, scorer: Scorer, rows: Sequence[Row], config: RewardConfig
+    ) -> dict[str, float]:
+        """Figures of held-out rows of all processes, loss and accuracy first."""
+        totals = [0.0, 0.0]
+
+        def observe(outputs: LabelOutputs, batch: Batch) -> None:
+            loss, right = self.loss(outputs, batch)
+            totals[0] += loss.item()
+            totals[1] += 0.0 if right is None else right.item()
+
+        held_out = compute_outputs(scorer, rows, config, observe)
+        loss, right = current_mesh().data.sums(totals)
+        means = {"loss": loss / len(rows), "accuracy": right / len(rows)}
+        return {**means, **self.figures(held_out)}
+
+    @abstractmethod
+    def figures(self, held_out: HeldOut) -> dict[str, float]:
+        """Further figures of held-out rows, or better ones under the same names."""
 
 
-class TieObjective(LabelObjective):
+class PairObjective(Objective):
+    """Pairs: the better response should score higher."""
+
+    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss summed over pairs, and the number in the right order; ties count half."""
+        config = self.config
+        chosen, rejected = batch.by_row(outputs.logits.squeeze(-1)).unbind(1)
+        loss = pairwise_loss(
+            chosen,
+            rejected,
+            margin=batch.targets if config.margin else None,
+            center_coef=config.center_coef,
+            focal_gamma=config.focal_gamma if self.labels.loss == "focal" else 0.0,
+        )
+        return loss, (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
+
+    def figures(self, held_out: HeldOut) -> dict[str, float]:
+        """The loss without margin, centering and focus, and the mean scores."""
+        chosen, rejected = torch.tensor(held_out.outputs).squeeze(-1).double().unbind(1)
+        return {
+            "loss": pairwise_loss(chosen, rejected).item() / len(held_out.rows),
+            "mean_chosen": chosen.mean().item(),
+            "mean_rejected": rejected.mean().item(),
+        }
+
+
+class TieObjective(Objective):
     """Pairs that may be ties: Rao-Kupper, with a learned threshold."""
 
     def cutpoints(self) -> Cutpoints:
         """kappa, which begins where equal scores tie as often as the rows do."""
         share = min(self.labels.tie_share, 0.9)
-        return start_cutpoints([2 * math.atanh(share)], positive=True)
+        return Cutpoints([2 * math.atanh(share)], device=local_device(), positive=True)
 
-    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss summed over pairs, and how many outcomes are the likeliest."""
         assert outputs.cutpoints is not None
         kappa = outputs.cutpoints[0]
@@ -213,13 +218,13 @@ class TieObjective(LabelObjective):
         right = (likeliest == is_tie.long()).sum()
         return tie_loss(chosen, rejected, is_tie, kappa), right
 
-    def figures(self, held_out: Evaluated) -> dict[str, float]:
+    def figures(self, held_out: HeldOut) -> dict[str, float]:
         """The share of decided pairs in the right order, and kappa."""
         assert held_out.cutpoints is not None
         decided = [
             float(one > other) + 0.5 * float(one == other)
             for row, ((one,), (other,)) in zip(held_out.rows, held_out.outputs, strict=True)
-            if not row.target
+            if not row.targets[0]
         ]
         return {
             "order_accuracy": sum(decided) / max(1, len(decided)),
@@ -227,34 +232,29 @@ class TieObjective(LabelObjective):
         }
 
 
-class ClassObjective(LabelObjective):
+class ClassObjective(Objective):
     """Classes: cross entropy, focal, weighted."""
 
-    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss summed over rows, and how many are in their class."""
         logits = outputs.logits[batch.places[:, 0]]
+        weights = self.config.class_weights
         loss = cross_entropy(
             logits,
             batch.classes,
-            weights=self._weights(),
+            weights=send(torch.tensor(weights)) if weights else None,
             focal_gamma=self.config.focal_gamma if self.labels.loss == "focal" else 0.0,
         )
         return loss, (logits.argmax(dim=1) == batch.classes).sum()
 
-    def _weights(self) -> Tensor | None:
-        weights: Sequence[float] = self.config.class_weights
-        if self.config.class_balance_beta:
-            weights = balanced_weights(self.labels.counts, beta=self.config.class_balance_beta)
-        return send(torch.tensor(weights)) if weights else None
-
-    def figures(self, held_out: Evaluated) -> dict[str, float]:
+    def figures(self, held_out: HeldOut) -> dict[str, float]:
         """Recall and F1, each class counting alike."""
         logprobs = held_out.first.log_softmax(dim=1)
         report = class_report(logprobs, held_out.targets.long(), self.labels.classes)
-        return {"macro_recall": report.macro_recall, "macro_f1": report.macro_f1}
+        return {name: report[name] for name in ("macro_recall", "macro_f1")}
 
 
-class OrdinalObjective(LabelObjective):
+class OrdinalObjective(Objective):
     """Ordered classes: one score, and learned cutpoints between them."""
 
     def cutpoints(self) -> Cutpoints:
@@ -264,9 +264,9 @@ class OrdinalObjective(LabelObjective):
         for count in self.labels.counts[:-1]:
             below += count + 1  # as if each class had a row more, so that all are apart
             starts.append(math.log(below / (total - below)))
-        return start_cutpoints(starts)
+        return Cutpoints(starts, device=local_device())
 
-    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss summed over rows, and how many are in their class."""
         assert outputs.cutpoints is not None
         scores = outputs.logits[batch.places[:, 0]].squeeze(-1)
@@ -274,7 +274,7 @@ class OrdinalObjective(LabelObjective):
         right = (logprobs.argmax(dim=1) == batch.classes).sum()
         return ordinal_loss(scores, batch.classes, outputs.cutpoints), right
 
-    def figures(self, held_out: Evaluated) -> dict[str, float]:
+    def figures(self, held_out: HeldOut) -> dict[str, float]:
         """The share of rows of different classes in order, rank correlation, classes off."""
         assert held_out.cutpoints is not None
         scores, targets = held_out.first.squeeze(1), held_out.targets
@@ -286,18 +286,18 @@ class OrdinalObjective(LabelObjective):
         }
 
 
-class ScalarObjective(LabelObjective):
+class ScalarObjective(Objective):
     """Numbers: squared error of what is shifted and scaled, or binary cross entropy."""
 
     counts_right = False
 
-    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, None]:
+    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, None]:
         """The loss summed over rows, of which none is right or wrong by itself."""
         scores = outputs.logits[batch.places[:, 0]].squeeze(-1)
         error = squared_error if self.labels.loss == "mse" else binary_cross_entropy
         return error(scores, batch.targets), None
 
-    def figures(self, held_out: Evaluated) -> dict[str, float]:
+    def figures(self, held_out: HeldOut) -> dict[str, float]:
         """Pairs of rows in order, for accuracy; rank correlation; error in the data's unit."""
         scores, targets = held_out.first.squeeze(1), held_out.targets
         numbers = scores if self.labels.loss == "mse" else scores.sigmoid()
@@ -308,10 +308,10 @@ class ScalarObjective(LabelObjective):
         }
 
 
-class RankingObjective(LabelObjective):
+class RankingObjective(Objective):
     """Ranked lists: Plackett-Luce."""
 
-    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss summed over lists, and the shares of their pairs in the right order, summed."""
         scores = batch.by_row(outputs.logits.squeeze(-1))
         is_pair = (batch.ranks[:, :, None] < batch.ranks[:, None, :]) & batch.ranks.isfinite()[
@@ -321,7 +321,7 @@ class RankingObjective(LabelObjective):
         shares = ahead.sum(dim=(1, 2)) / is_pair.sum(dim=(1, 2)).clamp(min=1)
         return plackett_luce_loss(scores, batch.ranks), shares.sum()
 
-    def figures(self, held_out: Evaluated) -> dict[str, float]:
+    def figures(self, held_out: HeldOut) -> dict[str, float]:
         """How often the response with the highest score is one of the best."""
         hits = 0
         for row, scores in zip(held_out.rows, held_out.outputs, strict=True):
@@ -330,7 +330,79 @@ class RankingObjective(LabelObjective):
         return {"best_found": hits / max(1, len(held_out.rows))}
 
 
-OBJECTIVES: dict[str, type[PairObjective | LabelObjective | StepObjective]] = {
+class StepObjective(Objective):
+    """Process rewards: binary cross entropy at the end of each labelled step."""
+
+    def __init__(self, labels: Labels, config: RewardConfig) -> None:
+        super().__init__(labels, config)
+        self._separators: frozenset[int] | None = None
+
+    def separators(self, chat: ChatFormat) -> frozenset[int]:
+        """Tokens that end a step.
+
+        Raises:
+            DataError: the tokenizer has none.
+        """
+        if self._separators is None:
+            self._separators = frozenset(separator_ids(chat.tokenizer, self.config.step_separator))
+        if not self._separators:
+            raise DataError(
+                "reward.step_separator: the tokenizer has no token that ends in"
+                f" {self.config.step_separator!r}; choose a shorter one, such as a line feed"
+            )
+        return self._separators
+
+    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
+        """The number of labelled steps of a row that are left where it is cut."""
+        limit, separators = config.data.max_length, self.separators(chat)
+
+        def fit(examples: Sequence[Example]) -> list[Fit]:
+            full = [encode_steps(x, chat, config.step_separator, separators) for x in examples]
+            left = self.encode(examples, chat, config)
+            return [
+                Fit(row.num_tokens > limit, len(rest.ends or ()))
+                for row, rest in zip(full, left, strict=True)
+            ]
+
+        return RowsFit(fit, end="beginning", empty="have no labelled step")
+
+    def encode(
+        self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
+    ) -> list[Row]:
+        """Token ids and targets; longer responses lose their first steps."""
+        separator, separators = self.config.step_separator, self.separators(chat)
+        limit = config.data.max_length
+        return [encode_steps(x, chat, separator, separators, max_length=limit) for x in examples]
+
+    def settings(self) -> dict[str, object]:
+        """How the score of a response follows from its steps."""
+        assert self._separators is not None  # rows have been encoded
+        return {
+            "step_separator": self.config.step_separator,
+            "step_token_ids": sorted(self._separators),
+            "step_score": self.config.step_score,
+        }
+
+    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The mean loss of all steps, and the share that is predicted right, times the rows."""
+        logits = outputs.logits.squeeze(-1)
+        right = ((logits > 0) == (batch.targets >= 0.5)).sum().double()
+        return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right
+
+    def figures(self, held_out: HeldOut) -> dict[str, float]:
+        """Steps that are predicted right, and first errors that are found."""
+        return step_figures(predicted_steps(held_out))
+
+
+def predicted_steps(held_out: HeldOut) -> list[PredictedSteps]:
+    """The labelled steps of each row, with the log-odds that the model gives them."""
+    return [
+        PredictedSteps(row.targets, tuple(logit for (logit,) in logits))
+        for row, logits in zip(held_out.rows, held_out.outputs, strict=True)
+    ]
+
+
+OBJECTIVES: dict[str, type[Objective]] = {
     "pairs": PairObjective,
     "ties": TieObjective,
     "classes": ClassObjective,
@@ -342,10 +414,8 @@ OBJECTIVES: dict[str, type[PairObjective | LabelObjective | StepObjective]] = {
 """By kind of label."""
 
 
-def objective_of(
-    labels: Labels, config: RewardConfig
-) -> PairObjective | LabelObjective | StepObjective:
-    """What the labels make of rows."""
+def make_objective(labels: Labels, config: RewardConfig) -> Objective:
+    """The objective of the kind of label."""
     return OBJECTIVES[labels.kind](labels, config)
 
 
@@ -355,7 +425,7 @@ def check_learnable(
     """Return if the responses of a row differ where they are cut, or a labelled step is left.
 
     Raises:
-        DataError: there is none to train on, or to evaluate; or steps can't be told apart.
+        DataError: there is no such row to train on, or to evaluate; or all steps are alike.
     """
-    objective = objective_of(resolve(config, train, held_out), config)
+    objective = make_objective(resolve_labels(config, train, held_out), config)
     require_learnable(train, held_out, objective.rows_fit(chat, config), config.data)

@@ -1,8 +1,11 @@
-"""Labelled rows of step 2: kinds of labels, what each needs, and their tokens."""
+"""Rows of step 2 as token ids, and their micro-batches.
 
-import logging
+Dimension names: B rows, K sequences of the row that has most, S sequences of a batch, T targets,
+O outputs.
+"""
+
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,70 +13,35 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pipeline import offline
-from pipeline.data.batches import EncodedPair, PairBatch, TokenBatch, collate
+from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.data.examples import Encoded, Example
-from pipeline.data.lengths import Fit, RowsFit
+from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.dialogues import Turns
+from pipeline.errors import DataError
+from pipeline.models.scores import step_ends
 from pipeline.parallel.device import local_device, send
 from step2_reward.config import RewardConfig
-from step2_reward.label_rows import OF_CLASSES, OF_LABELS, Labels
+from step2_reward.labels import CLASSES, SINGLE, Labels
 
-logger = logging.getLogger(__name__)
-
-
-def encode(
-    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
-) -> list[EncodedPair]:
-    """Token ids of both dialogues.
-
-    What is longer than `max_length` loses its beginning: the score is read at the end.
-    """
-    limit = config.data.max_length
-    keep = chat.begins_with_cls
-    return [
-        EncodedPair(
-            chosen=chat.encode(example.prompt, example.chosen).tail(limit, keep_first=keep),
-            rejected=chat.encode(example.prompt, example.rejected).tail(limit, keep_first=keep),
-            margin=example.margin or 0.0,
-        )
-        for example in examples
-    ]
-
-
-def pairs_fit(chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
-    """Whether the responses of a pair still differ where it is cut."""
-    limit = config.data.max_length
-
-    def fit(examples: Sequence[Example]) -> list[Fit]:
-        fits = []
-        for each in examples:
-            chosen = chat.encode(each.prompt, each.chosen)
-            rejected = chat.encode(each.prompt, each.rejected)
-            differ = chosen.tail(limit).input_ids != rejected.tail(limit).input_ids
-            fits.append(Fit(max(len(chosen), len(rejected)) > limit, int(differ)))
-        return fits
-
-    return RowsFit(fit, end="beginning", empty="have equal responses", rows="pairs")
-
-
-def cut(pairs: Sequence[EncodedPair], config: RewardConfig) -> list[PairBatch]:
-    """This process's micro-batches of the pairs."""
-    deterministic = config.model.zero.reduction == "deterministic"
-    return offline.pair_batches(pairs, config, deterministic=deterministic)
+UNCUT = 2**31
+"""A limit in tokens that no dialogue reaches."""
 
 
 @dataclass(frozen=True)
-class LabelledRow:
-    """Token ids of a row's dialogues, and what is known of them."""
+class Row:
+    """Token ids of a row's dialogues, and its labels."""
 
     sequences: tuple[Encoded, ...]
 
-    target: float = 0.0
-    """The number of the class, or the number to be learned, shifted and scaled; 1 for a tie."""
+    targets: tuple[float, ...] = ()
+    """One number: the index of the class, the label shifted and scaled, 1 for a tie, or the margin
+    of a pair. Of steps how right each labelled one is, from 0 to 1."""
 
     ranks: tuple[float, ...] = ()
-    """The rank of each sequence, 1 for the best; empty unless the row is a ranked list."""
+    """The rank of each sequence, 1 for the best; empty for a single response."""
+
+    ends: tuple[int, ...] | None = None
+    """Positions in the sequence at which labelled steps end; None of other kinds of label."""
 
     @property
     def num_tokens(self) -> int:
@@ -82,26 +50,32 @@ class LabelledRow:
 
 
 @dataclass(frozen=True)
-class LabelledBatch:
+class Batch:
     """B rows; the first sequences of all rows come first, then the second ones."""
 
     tokens: TokenBatch
-    """The sequences of one row more where B is 0: a process without rows runs the same passes."""
+    """With the sequences of one more row if B is 0: a process without rows runs the same passes."""
 
     places: Int[Tensor, "B K"]
-    """Where in the batch each sequence of a row lies; 0 where it has fewer."""
+    """Index in the batch of each sequence of a row; 0 where it has fewer."""
 
     ranks: Float[Tensor, "B K"]
     """The rank of each sequence, 1 for the best; infinite where a row has fewer."""
 
-    targets: Float[Tensor, " B"]
+    targets: Float[Tensor, " T"]
+
+    positions: Int[Tensor, " O"]
+    """Tokens whose outputs count: the last of each sequence, or the ends of labelled steps."""
+
+    weight: float
+    """Of a labelled step: the steps of all rows weigh as much as there are rows."""
 
     numbers: tuple[int, ...]
-    """The place of each row among those that were cut."""
+    """The index of each row among those that were cut."""
 
     @property
-    def classes(self) -> Int[Tensor, " B"]:
-        """The targets, as numbers of classes."""
+    def classes(self) -> Int[Tensor, " T"]:
+        """The targets as indices of classes."""
         return self.targets.long()
 
     def by_row(self, scores: Float[Tensor, " S"]) -> Float[Tensor, "B K"]:
@@ -109,24 +83,19 @@ class LabelledBatch:
         return scores[self.places]
 
 
-def learned_places(count: int, *, most: int) -> list[int]:
-    """Which of `count` ranked responses are learned, best first: the better ones and the worst."""
-    return list(range(count)) if count <= most else [*range(most - 1), count - 1]
-
-
 def encode_dialogue(
     chat: ChatFormat, example: Example, response: Turns, *, max_length: int
 ) -> Encoded:
-    """Token ids of the prompt with a response, or of the prompt alone where that is empty.
+    """Token ids of the prompt with a response, or of the prompt alone if that is empty.
 
-    What is longer than `max_length` loses its beginning, as the score is read at the end; where
-    texts begin with a token of their own, as those of encoders do, that one stays.
+    Longer ones lose their beginning, as the score is read at the end; the first token of texts for
+    encoders stays.
     """
     if response:
-        whole = chat.encode(example.prompt, response)
+        full = chat.encode(example.prompt, response)
     else:
-        whole = Encoded.untrained(chat.encode_prompt(example.prompt))
-    return whole.tail(max_length, keep_first=chat.begins_with_cls)
+        full = Encoded.untrained(chat.encode_prompt(example.prompt))
+    return full.tail(max_length, keep_first=chat.begins_with_cls)
 
 
 def encode_rows(
@@ -136,45 +105,94 @@ def encode_rows(
     config: RewardConfig,
     *,
     max_length: int,
-) -> list[LabelledRow]:
-    """Token ids and targets of rows of one kind."""
+) -> list[Row]:
+    """Token ids and targets of rows of any kind but steps."""
 
-    def encode(example: Example) -> LabelledRow:
-        responses, ranks = responses_of(example, labels, most=config.max_ranked)
+    def encode(example: Example) -> Row:
+        responses, ranks = get_responses(example, labels, most=config.max_ranked)
         encoded = [
-            encode_dialogue(chat, example, each, max_length=max_length) for each in responses
+            encode_dialogue(chat, example, response, max_length=max_length)
+            for response in responses
         ]
-        return LabelledRow(tuple(encoded), target_of(example, labels), ranks)
+        return Row(tuple(encoded), (get_target(example, labels),), ranks)
 
     return [encode(example) for example in examples]
 
 
-def responses_of(
+def get_responses(
     example: Example, labels: Labels, *, most: int
 ) -> tuple[list[Turns], tuple[float, ...]]:
-    """The responses of a row that are learned, and their ranks where they have some."""
-    if labels.kind in OF_LABELS:
+    """The responses of a row that are learned, and their ranks.
+
+    Of more than `most` ranked responses the better ones and the worst.
+    """
+    if labels.kind in SINGLE:
         return [example.chosen], ()
     if labels.kind == "rankings" and example.ranks:
-        kept = learned_places(len(example.responses), most=most)
-        return (
-            [example.responses[place] for place in kept],
-            tuple(example.ranks[place] for place in kept),
-        )
+        count = len(example.responses)
+        kept = range(count) if count <= most else [*range(most - 1), count - 1]
+        return [example.responses[k] for k in kept], tuple(example.ranks[k] for k in kept)
     return [example.chosen, example.rejected], (1.0, 1.0 if example.tie else 2.0)
 
 
-def target_of(example: Example, labels: Labels) -> float:
-    """The number of the class, the number to be learned, or 1 for a tie."""
-    if labels.kind in OF_CLASSES:
-        return float(labels.class_of(example))
-    if labels.kind in OF_LABELS:
-        assert isinstance(example.label, int | float)  # as `resolve` checks
+def get_target(example: Example, labels: Labels) -> float:
+    """The index of the class, the number to learn, the margin of a pair, or 1 for a tie."""
+    if labels.kind in CLASSES:
+        return float(labels.class_index(example))
+    if labels.kind == "scalar":
+        assert isinstance(example.label, int | float)  # `resolve_labels` has checked it
         return (example.label - labels.mean) / labels.std
-    return float(example.tie)
+    return (example.margin or 0.0) if labels.kind == "pairs" else float(example.tie)
 
 
-def cut_rows(rows: Sequence[LabelledRow], config: RewardConfig) -> list[LabelledBatch]:
+def split_steps(example: Example, separator: str) -> list[str]:
+    """The steps as the model reads them; a separator inside one becomes a space."""
+    parts = [map(str.strip, text.split(separator)) for text in example.steps]
+    return [" ".join(filter(None, words)) for words in parts]
+
+
+def encode_steps(
+    example: Example,
+    chat: ChatFormat,
+    separator: str,
+    separators: Collection[int],
+    *,
+    max_length: int = UNCUT,
+) -> Row:
+    """A response with its steps joined by the separator; longer ones lose their first steps.
+
+    Args:
+        example: a row of steps.
+        chat: the chat format of the model.
+        separator: the text between steps.
+        separators: the tokens that end a step.
+        max_length: tokens that are kept.
+
+    Raises:
+        DataError: its tokens have another number of steps.
+    """
+    texts = split_steps(example, separator)
+    full = chat.encode(example.prompt, (Message("assistant", separator.join(texts)),))
+    (ends,) = step_ends(collate([full]), separators)
+    if len(ends) != len(texts):
+        raise DataError(
+            f"{example.origin}: {len(texts)} steps joined by {separator!r} are {len(ends)} where"
+            " the tokens are read; choose another reward.step_separator"
+        )
+    dropped = max(0, len(full) - max_length)
+    labelled = [
+        (end - dropped, label)
+        for end, label in zip(ends, example.step_labels, strict=True)
+        if label is not None and end >= dropped
+    ]
+    return Row(
+        (full.tail(max_length),),
+        targets=tuple(label for _, label in labelled),
+        ends=tuple(end for end, _ in labelled),
+    )
+
+
+def cut_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
     """This process's micro-batches of the rows."""
     longest = max(len(row.sequences) for row in rows)
     parts = offline.local_parts(
@@ -183,29 +201,37 @@ def cut_rows(rows: Sequence[LabelledRow], config: RewardConfig) -> list[Labelled
         max_tokens=longest * config.micro_batch_size * config.data.max_length,
         deterministic=config.model.zero.reduction == "deterministic",
     )
-    return [collate_rows(rows, part) for part in parts]
+    weight = len(rows) / max(1, sum(len(row.ends or ()) for row in rows))
+    return [collate_rows(rows, part, weight=weight) for part in parts]
 
 
-def collate_rows(all_rows: Sequence[LabelledRow], numbers: Sequence[int]) -> LabelledBatch:
-    """The sequences of the rows of these numbers end to end; where there are none, the first's."""
-    rows, spare = [all_rows[number] for number in numbers], all_rows[0]
-    present = rows or [spare]
+def collate_rows(all_rows: Sequence[Row], numbers: Sequence[int], *, weight: float = 1.0) -> Batch:
+    """The rows of these numbers as one batch; the tokens of the first if there are none."""
+    rows = [all_rows[number] for number in numbers]
+    present = rows or all_rows[:1]
     longest = max(len(row.sequences) for row in present)
     sequences: list[Encoded] = []
     places = torch.zeros(len(rows), longest, dtype=torch.int64)
     ranks = torch.full((len(rows), longest), math.inf)
+    ends, start = list[int](), 0
     for place in range(longest):
         for number, row in enumerate(present):
             if place < len(row.sequences):
                 if rows:
                     places[number, place] = len(sequences)
                     ranks[number, place] = row.ranks[place] if row.ranks else 1.0
+                    ends += [start + end for end in row.ends or ()]
                 sequences.append(row.sequences[place])
-    targets = torch.tensor([row.target for row in rows], dtype=torch.float32)
-    return LabelledBatch(
-        tokens=collate(sequences).to(local_device()),
+                start += len(row.sequences[place])
+    tokens = collate(sequences).to(local_device())
+    is_steps = all_rows[0].ends is not None
+    targets = torch.tensor([x for row in rows for x in row.targets], dtype=torch.float32)
+    return Batch(
+        tokens=tokens,
         places=send(places),
         ranks=send(ranks),
         targets=send(targets),
+        positions=send(torch.tensor(ends, dtype=torch.int64)) if is_steps else tokens.last_tokens,
+        weight=weight,
         numbers=tuple(numbers),
     )

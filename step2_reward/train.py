@@ -10,42 +10,61 @@ from step2_reward.config import RewardConfig
 if __name__ == "__main__":
     before_imports(RewardConfig)
 
+import logging
+import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from inference.generation import generate
 from pipeline.cli import run_main
+from pipeline.config import DataConfig
+from pipeline.data.batches import collate_part, local_micro_batches
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.examples import Encoded, Example, Message
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.errors import ModelError
-from pipeline.models.chat import require_same_chat
-from pipeline.models.forward import LabelOutputs, Scorer, base_model, reads_whole
-from pipeline.models.load import load_tokenizer
+from pipeline.models.card import Card
+from pipeline.models.chat import decode_response, load_chat, require_same_chat
+from pipeline.models.export import move_in
+from pipeline.models.forward import (
+    LabelOutputs,
+    Scorer,
+    base_model,
+    context_length,
+    reads_whole,
+)
+from pipeline.models.load import load_causal_lm, load_tokenizer
 from pipeline.models.passes import passes_of, scorer_of
-from pipeline.models.trained import trained_classifier, within_context
+from pipeline.models.trained import evaluating, trained_classifier, within_context
 from pipeline.offline import Rows, Training, check_rows, load_rows, set_up
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run import Run
 from pipeline.run_step import run_step
 from pipeline.system.torch_process import seed_generators
-from step2_reward.finish import finish
-from step2_reward.label_rows import resolve
-from step2_reward.objective import Batch, Objective
-from step2_reward.objectives import objective_of
+from step2_reward.lab.measure import measure
+from step2_reward.lab.sentences import write_measured
+from step2_reward.labels import resolve_labels
+from step2_reward.objectives import Objective, make_objective
+from step2_reward.rows import Batch, Row, cut_rows
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RewardTraining:
     """A reward model that learns."""
 
-    training: Training[RewardConfig, Any, Rows]
-    objective: Objective[Any, Any]
+    training: Training[RewardConfig, Row, Rows]
+    objective: Objective
 
     scorer: Scorer
-    """What is asked for scores: the model in its engine, or all stages of it."""
+    """The model in its engine, or all stages of it."""
 
     def evaluate(self) -> dict[str, float]:
         """Figures of the held-out rows."""
@@ -81,14 +100,18 @@ def train(config: RewardConfig) -> Path:
                     best.update(badness(figures, config.best_by), step=step)
                     run.evaluated(step, figures)
                     check_finite(f"of held-out rows after step {step}", figures)
-        finish(training, reward.objective, reward.scorer, run, before=before)
+        finish(reward, run, before=before)
     return config.output_dir
 
 
 def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
-    """The reward model in its engine, with the state of an earlier run where this one goes on."""
-    labels = resolve(config, rows.data.train, rows.data.eval)
-    objective: Objective[Any, Any] = objective_of(labels, config)
+    """Load the reward model into its engine, and with `resume` the state of an earlier run.
+
+    Raises:
+        ModelError: an encoder is to judge steps.
+    """
+    labels = resolve_labels(config, rows.data.train, rows.data.eval)
+    objective = make_objective(labels, config)
     model = trained_classifier(
         config.model,
         rows.tokenizer,
@@ -104,7 +127,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         config.model,
         config.parallel,
         run.mesh,
-        lambda whole: Scorer(whole, kernels=config.model.kernels, cutpoints=cutpoints),
+        lambda full: Scorer(full, kernels=config.model.kernels, cutpoints=cutpoints),
         total_steps=rows.total_steps,
         name="reward model",
     )
@@ -123,22 +146,22 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
 def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
     """Take one optimizer step on the next rows, and log it."""
     passes, config, objective = reward.training.passes, reward.training.config, reward.objective
-    engine, batch = passes.engine, reward.training.rows
-    rows = objective.encode(batch.next_examples(), batch.chat, config)
+    engine, source = passes.engine, reward.training.rows
+    rows = objective.encode(source.next_examples(), source.chat, config)
     rights: list[Tensor] = []
 
-    def loss_of(part: Batch) -> Tensor:
-        outputs: LabelOutputs = engine(part.tokens, labels=True)
-        loss, right = objective.loss(outputs.at(objective.places(part)), part)
+    def compute_loss(batch: Batch) -> Tensor:
+        outputs: LabelOutputs = engine(batch.tokens, labels=True)
+        loss, right = objective.loss(outputs.at(batch.positions), batch)
         rights.extend([] if right is None else [right])
         return loss
 
-    losses = passes.learn(objective.cut(rows, config), loss_of, divisor=len(rows))
+    losses = passes.learn(cut_rows(rows, config), compute_loss, divisor=len(rows))
     result = engine.step()
     loss_sum, num_right = run.mesh.data.sums([passes.total(losses), passes.total(rights)])
     run.log(
         step,
-        reward.training.at_peak(sequence for row in rows for sequence in objective.sequences(row)),
+        reward.training.at_peak(sequence for row in rows for sequence in row.sequences),
         tokens=sum(row.num_tokens for row in rows),
         loss=loss_sum / len(rows),
         **({"accuracy": num_right / len(rows)} if objective.counts_right else {}),
@@ -150,13 +173,231 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
 
 
 def badness(figures: Mapping[str, float], best_by: str = "accuracy") -> float:
-    """What the best weights have least of: rows that are wrong, among equals loss; or loss.
+    """The figure that the best weights minimize: the share of wrong rows, or the loss.
 
     As a tie-breaker the loss is too small to outweigh half a row of a million.
     """
     if best_by == "loss":
         return figures["loss"]
     return 1 - figures["accuracy"] + 1e-9 * min(figures["loss"], 100.0)
+
+
+MIN_ENDED = 8
+"""Responses that the moments need, or half of the prompts where these are fewer."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Moments of the score over responses that ended by themselves."""
+
+    mean: float
+    std: float
+    stop_rate: float | None
+    """Share of step 1's responses that ended; None without its responses."""
+
+
+def measure_scores(
+    scorer: Scorer,
+    chat: ChatFormat,
+    examples: Sequence[Example],
+    config: RewardConfig,
+    objective: Objective,
+) -> Moments:
+    """Mean and standard deviation of the score over responses that step 1's model samples.
+
+    With them step 3 shifts and scales scores to mean 0, variance 1 where PPO starts (Ziegler et al.
+    2019, section 2.1). Responses without an end do not count: the reward model was not trained to
+    score these. Without a step-1 model, if hardly any of its responses ended, and if the rows label
+    prompts, the data's own responses are scored.
+    """
+    data = current_mesh().data
+    sequences: list[Encoded] = []
+    stop_rate = None
+    if config.actor.path is not None and any(example.chosen for example in examples):
+        sequences, generated = sample_responses(examples, chat, config)
+        ended, generated = data.sums([len(sequences), generated])
+        stop_rate = ended / generated
+        if ended < max(2, min(MIN_ENDED, generated / 2)):
+            logger.warning(
+                "only %d of %d responses of step 1's model ended within max_new_tokens %d: the"
+                " score's mean and standard deviation are those of the data's own responses",
+                ended,
+                generated,
+                config.max_new_tokens,
+            )
+            sequences = []
+    if not data.sum(len(sequences)):
+        own = objective.encode(data.share(examples[: config.normalization_prompts]), chat, config)
+        sequences = [sequence for row in own for sequence in row.sequences]
+    mean, std = mean_and_std(compute_scores(scorer, chat, sequences, config))
+    return Moments(mean, std, stop_rate)
+
+
+def compute_scores(
+    scorer: Scorer, chat: ChatFormat, sequences: Sequence[Encoded], config: RewardConfig
+) -> list[float]:
+    """The score of each of this process's sequences; all processes call it."""
+    scores: list[float] = []
+    with evaluating(scorer):
+        max_tokens = config.micro_batch_size * config.data.max_length
+        for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
+            spare = Encoded.untrained([chat.stop_ids[0]])
+            batch = collate_part([sequences[row] for row in part], spare=spare).to(local_device())
+            scores += scorer.final_scores(batch).tolist()[: len(part)]
+    return scores
+
+
+def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation of the values of all processes; 1 where they do not vary."""
+    total, count = current_mesh().data.sums([sum(values), len(values)])
+    mean = total / count
+    (squares,) = current_mesh().data.sums([sum((value - mean) ** 2 for value in values)])
+    std = math.sqrt(squares / count)
+    return mean, std if std > 1e-6 * max(1.0, abs(mean)) else 1.0
+
+
+def sample_responses(
+    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
+) -> tuple[list[Encoded], int]:
+    """Sample step 1's model on this process's share of prompts.
+
+    Returns:
+        The dialogues whose response ended, and the number of prompts.
+    """
+    unique = list({example.prompt: None for example in examples})[: config.normalization_prompts]
+    rows = current_mesh().data.share(range(len(unique)))
+    actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
+    limit = min(config.data.max_length, context_length(actor)) - 1
+    # An encoder has a separate tokenizer, and reads the text of the actor's responses.
+    own = load_chat(config.actor, DataConfig())[1] if chat.begins_with_cls else chat
+    prompts = [own.encode_prompt(unique[row])[-limit:] for row in rows]
+    responses = generate(
+        actor,
+        prompts,
+        max_new_tokens=config.max_new_tokens,
+        temperature=1.0,
+        stop_ids=own.stop_ids,
+        seed=config.seed,
+        keys=rows,
+    )
+    ended: list[Encoded] = []
+    for row, prompt, response in zip(rows, prompts, responses, strict=True):
+        if not response.stopped:
+            continue
+        trained = [False] * len(prompt) + [True] * len(response.ids)
+        full = Encoded(prompt + response.ids, trained)
+        if own is not chat:
+            text = decode_response(own.tokenizer, response.ids)
+            full = chat.encode(unique[row], (Message("assistant", text),))
+        ended.append(full.tail(config.data.max_length, keep_first=chat.begins_with_cls))
+    return ended, len(prompts)
+
+
+SCORES = "its one label is the score of a dialogue."
+DESCRIPTIONS = {
+    "pairs": "Trained on pairs of responses, one of which was preferred (Bradley-Terry; Ouyang et"
+    f" al. 2022); {SCORES}",
+    "ties": "Trained on pairs of responses, one of which was preferred or neither (Rao and Kupper"
+    f" 1967); {SCORES}",
+    "classes": "Trained to name the class of a dialogue.",
+    "ordinal": f"Trained on ordered classes (proportional odds; McCullagh 1980); {SCORES}",
+    "scalar": f"Trained on ratings of dialogues; {SCORES}",
+    "rankings": "Trained on ranked lists of responses (Plackett-Luce; Ouyang et al. 2022);"
+    f" {SCORES}",
+    "steps": "Trained on steps of responses, each right or wrong (Lightman et al. 2023); its one"
+    " label, read where a step ends, is the log-odds that the step is right.",
+}
+"""By kind of label, for the model card."""
+
+
+def finish(reward: RewardTraining, run: Run, *, before: Mapping[str, float]) -> None:
+    """Export the best weights with the moments of their scores, and write the result."""
+    training, labels = reward.training, reward.objective.labels
+    best, config, rows = training.best, training.config, training.rows
+    best.restore()
+    after = reward.evaluate()
+    settings = label_settings(reward)
+    base_model(training.model).config.update(settings)
+    training.export()
+    moments = None
+    if labels.gives_scores:
+        moments = measure_scores(
+            reward.scorer, rows.chat, rows.data.train, config, reward.objective
+        )
+        settings |= {"score_mean": moments.mean, "score_std": moments.std}
+    write_settings(training.model, config.output_dir, settings)
+    measured = measure(reward.scorer, reward.objective, rows.data.eval, rows.chat, config)
+    if run.is_main:
+        write_measured(measured, config.output_dir)
+    name = labels.kind
+    run.finish(
+        eval={
+            **_before_and_after(before, after),
+            ("pairs" if name == "pairs" else "rows"): len(training.held_out),
+            "labels": name,
+            "best_step": best.step if config.keep_best else best.last_step,
+            **({f"score_{key}": x for key, x in vars(moments).items()} if moments else {}),
+            **_trust(measured[0]),
+        },
+        models={
+            ".": Card(
+                "Reward model", DESCRIPTIONS[name], config.model.path or "", ("reward-model",)
+            )
+        },
+    )
+
+
+def write_settings(model: nn.Module, directory: Path, settings: Mapping[str, object]) -> None:
+    """Add settings, such as the mean of the scores, to the exported model's config.json."""
+    config = base_model(model).config
+    config.update(dict(settings))
+    if current_mesh().is_main:
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as staging:
+            config.save_pretrained(staging)
+            move_in(Path(staging), directory)
+
+
+def _before_and_after(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Each figure before and after; mean scores, which the report shows, after alone by name."""
+    figures: dict[str, float] = {}
+    for name, value in after.items():
+        if name == "loss":
+            continue
+        figures[f"{name}_before"] = before[name]
+        figures[name if name.startswith("mean_") else f"{name}_after"] = value
+    return figures
+
+
+def _trust(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Calibration error, temperature and length correlation, where they are known."""
+    calibration, length = figures.get("calibration"), figures.get("length")
+    found: dict[str, float] = {}
+    if calibration:
+        found["calibration_error"] = calibration["ece"]
+        found["temperature"] = calibration["temperature"]
+    if length:
+        found["length_correlation"] = length["spearman"]
+    return found
+
+
+def label_settings(reward: RewardTraining) -> dict[str, Any]:
+    """Entries of config.json: the kind of label, classes and their values, thresholds, steps."""
+    labels = reward.objective.labels
+    settings: dict[str, Any] = {"label_kind": labels.kind}
+    if labels.classes:
+        settings["class_list"] = list(labels.classes)
+    if labels.kind == "classes":
+        settings["id2label"] = dict(enumerate(labels.classes))
+        settings["label2id"] = {name: index for index, name in enumerate(labels.classes)}
+        if labels.values:
+            settings["class_values"] = list(labels.values)
+    if labels.kind == "scalar" and labels.loss == "mse":
+        settings |= {"label_mean": labels.mean, "label_std": labels.std}
+    with reward.training.engine.gathered():
+        cutpoints = reward.scorer.thresholds()
+    if cutpoints is not None:
+        settings["cutpoints"] = cutpoints.tolist()
+    return settings | reward.objective.settings()
 
 
 def main(argv: Sequence[str]) -> None:

@@ -22,7 +22,6 @@ import step1_sft.config
 import step1_sft.evaluate
 import step2_reward.config
 import step2_reward.evaluate
-import step2_reward.lab.config
 import step3_ppo.config
 import step3_preference.config
 from tests.sources import PACKAGES, ROOT
@@ -47,7 +46,6 @@ CONFIG_MODULES = (
     step1_sft.evaluate,
     step2_reward.config,
     step2_reward.evaluate,
-    step2_reward.lab.config,
     step3_ppo.config,
     step3_preference.config,
 )

@@ -232,10 +232,6 @@ class Scorer(nn.Module):
         """Score of each sequence: at its last token, or of the steps of its response."""
         return response_scores(self(batch), batch, base_model(self.model).config)
 
-    def final_outputs(self, batch: TokenBatch) -> LabelOutputs:
-        """Outputs at the last real token of each sequence."""
-        return self(batch, labels=True).at(batch.last_tokens)
-
     def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N C"]:
         backbone = cast("Backbone", classifier.base_model)
         ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)

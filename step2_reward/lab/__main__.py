@@ -1,7 +1,6 @@
 """How good a reward model is, and how far it can be trusted.
 
 python -m step2_reward.lab --path OUT/step2_reward --data-path FILE
-python -m step2_reward.lab --path OUT/step2_reward --bench FILE
 """
 
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from pipeline.cli import run_main
 from pipeline.command import read_command
 from pipeline.installation import MODULE
-from step2_reward.lab.config import LabConfig
+from step2_reward.config import LabConfig
 
 
 def main(argv: Sequence[str]) -> None:
@@ -23,21 +22,20 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         LabConfig,
         argv,
-        usage=f"{MODULE} step2_reward.lab --path DIR [--data-path FILE | --bench FILE]",
+        usage=f"{MODULE} step2_reward.lab --path DIR [--data-path FILE]",
         about="Measure how good a reward model is, and how far it can be trusted.",
     )
     from pipeline.logs import configure_logging
     from pipeline.report.page import write_lab
-    from step2_reward.lab.bench import measure_bench
     from step2_reward.lab.measure import measure_model
     from step2_reward.lab.sentences import sentences, write_measured
 
     configure_logging(is_main=True)
-    measured = measure_model(config) if config.bench is None else measure_bench(config)
+    measured = measure_model(config)
     directory = config.output_dir or Path(config.path) / "lab"
     write_measured(measured, directory)
     page = write_lab(directory, heading=f"Reward model {Path(config.path).name}")
-    lines = [f"{sentence}." for sentence in sentences(measured.figures)]
+    lines = [f"{sentence}." for sentence in sentences(measured[0])]
     sys.stdout.write("\n".join([*lines, f"report: {page}"]) + "\n")
 
 

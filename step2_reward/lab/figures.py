@@ -5,9 +5,10 @@ Pure functions. Dimension names: N rows or items, C classes. A pair is two class
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,73 +60,39 @@ def area_under_curve(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) 
     return (ranks - count * (count + 1) / 2) / (count * others)
 
 
-@dataclass(frozen=True)
-class ClassFigures:
-    """Figures of one class against all others."""
-
-    name: str
-    rows: int
-    precision: float
-    """Of rows taken for the class, the share that is of it; 0 where none is."""
-    recall: float
-    """Of rows of the class, the share that is taken for it."""
-    f1: float
-    """Harmonic mean of both."""
-    auc: float | None
-    """None where all rows, or none, are of the class."""
-
-
-@dataclass(frozen=True)
-class ClassReport:
-    """What a classifier makes of rows."""
-
-    confusion: list[list[int]]
-    """Rows by true class, then by the class they are taken for."""
-
-    classes: list[ClassFigures]
-
-    @property
-    def rows(self) -> int:
-        """All rows."""
-        return sum(map(sum, self.confusion))
-
-    @property
-    def accuracy(self) -> float:
-        """Share of the rows in their class."""
-        return sum(row[place] for place, row in enumerate(self.confusion)) / max(1, self.rows)
-
-    @property
-    def macro_recall(self) -> float:
-        """Mean over the classes that have rows: what always taking the largest has 1/C of."""
-        return self._mean("recall")
-
-    @property
-    def macro_f1(self) -> float:
-        """Mean over the classes that have rows."""
-        return self._mean("f1")
-
-    def _mean(self, figure: str) -> float:
-        found = [getattr(each, figure) for each in self.classes if each.rows]
-        return sum(found) / max(1, len(found))
-
-
 def class_report(
     logprobs: Float[Tensor, "N C"], classes: Int[Tensor, " N"], names: Sequence[str]
-) -> ClassReport:
-    """The report on rows of known classes, each taken for its likeliest one."""
+) -> dict[str, Any]:
+    """Figures of rows of known classes, whose prediction is the likeliest class.
+
+    Returns:
+        accuracy; macro_recall and macro_f1, means over the classes that have rows; confusion, rows
+        by true class, then by predicted class; and by class, against all others, its name, rows,
+        precision (0 without a prediction), recall, f1 and auc (None without rows of both kinds).
+    """
     count = len(names)
-    taken = logprobs.argmax(dim=1)
-    confusion = torch.bincount(classes * count + taken, minlength=count * count)
+    predicted = logprobs.argmax(dim=1)
+    confusion = torch.bincount(classes * count + predicted, minlength=count * count)
     matrix: list[list[int]] = confusion.view(count, count).tolist()
-    figures: list[ClassFigures] = []
-    for place, name in enumerate(names):
-        hits, rows = matrix[place][place], sum(matrix[place])
-        precision = hits / max(1, sum(row[place] for row in matrix))
+    figures: list[dict[str, Any]] = []
+    for index, name in enumerate(names):
+        hits, rows = matrix[index][index], sum(matrix[index])
+        precision = hits / max(1, sum(row[index] for row in matrix))
         recall = hits / max(1, rows)
         f1 = 2 * precision * recall / (precision + recall) if hits else 0.0
-        auc = area_under_curve(logprobs[:, place].double(), classes == place)
-        figures.append(ClassFigures(name, rows, precision, recall, f1, auc))
-    return ClassReport(matrix, figures)
+        auc = area_under_curve(logprobs[:, index].double(), classes == index)
+        figures.append(
+            {"name": name, "rows": rows, "precision": precision, "recall": recall, "f1": f1}
+            | {"auc": auc}
+        )
+    present = [figure for figure in figures if figure["rows"]]
+    return {
+        "accuracy": (predicted == classes).sum().item() / max(1, len(classes)),
+        "macro_recall": sum(figure["recall"] for figure in present) / max(1, len(present)),
+        "macro_f1": sum(figure["f1"] for figure in present) / max(1, len(present)),
+        "confusion": matrix,
+        "classes": figures,
+    }
 
 
 BINS = 15
@@ -135,37 +102,16 @@ COLDEST, HOTTEST = 1e-2, 1e2
 """Temperatures that are looked at: where every row is right, none is too cold."""
 
 
-@dataclass(frozen=True)
-class Bin:
-    """Rows of similar confidence."""
-
-    confidence: float
-    """Mean probability of the likeliest class."""
-    accuracy: float
-    """Share of rows of which that class is right."""
-    rows: int
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """How far probabilities can be believed."""
-
-    ece: float
-    """Mean distance of confidence and accuracy over the bins, weighted by rows."""
-    ece_raw: float
-    """The same at temperature 1."""
-    brier: float
-    """Mean squared distance of the probabilities from what is right (Brier 1950)."""
-    temperature: float
-    """By which logits are to be divided; above 1 the model is too sure of itself."""
-    bins: list[Bin]
-
-
-def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> Calibration:
+def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[str, Any]:
     """The calibration of probabilities after temperature scaling (Guo et al. 2017, section 4.2).
 
-    A row is never judged by a temperature that it helped to fit: each half of the rows is scaled by
-    that of the other half. `temperature` itself is that of all rows.
+    Each half of the rows is scaled by the temperature of the other half, so that no row is judged
+    by a temperature that it helped to fit.
+
+    Returns:
+        ece, the expected calibration error; ece_raw, the same at temperature 1; temperature, fitted
+        to all rows, by which logits are to be divided; and bins with their mean confidence, their
+        accuracy and their rows.
     """
     logits = logits.double()
     even = torch.arange(len(logits)) % 2 == 0
@@ -173,18 +119,13 @@ def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> Calib
     for half in (even, ~even):
         if half.any() and not half.all():
             scaled[half] = logits[half] / fit_temperature(logits[~half], classes[~half])
-    bins = bins_of(scaled, classes)
-    probabilities = scaled.softmax(dim=1)
-    distance = (probabilities - F.one_hot(classes, logits.shape[1])).square().sum(dim=1).mean()
-    if logits.shape[1] == 2:  # both classes are equally far off: one is counted
-        distance = distance / 2
-    return Calibration(
-        ece=expected_error(bins),
-        ece_raw=expected_error(bins_of(logits, classes)),
-        brier=distance.item(),
-        temperature=fit_temperature(logits, classes),
-        bins=bins,
-    )
+    bins = make_bins(scaled, classes)
+    return {
+        "ece": expected_error(bins),
+        "ece_raw": expected_error(make_bins(logits, classes)),
+        "temperature": fit_temperature(logits, classes),
+        "bins": bins,
+    }
 
 
 def fit_temperature(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> float:
@@ -209,12 +150,12 @@ def minimum(function: Callable[[float], float], low: float, high: float) -> floa
     return math.exp((start + end) / 2)
 
 
-def bins_of(
+def make_bins(
     logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"], count: int = BINS
-) -> list[Bin]:
-    """Rows by confidence, the least sure first, in bins of equally many.
+) -> list[dict[str, float]]:
+    """Rows by the probability of the likeliest class, the lowest first, in bins of equal size.
 
-    A row whose likeliest classes are equally likely is right by the share of them that is.
+    A row with several likeliest classes counts as right by the share of them that is.
     """
     probabilities = logits.softmax(dim=1)
     confidence = probabilities.max(dim=1).values
@@ -223,79 +164,59 @@ def bins_of(
     order = confidence.argsort(stable=True)
     parts = [part for part in order.tensor_split(min(count, max(1, len(order)))) if len(part)]
     return [
-        Bin(confidence[part].mean().item(), right[part].double().mean().item(), len(part))
+        {
+            "confidence": confidence[part].mean().item(),
+            "accuracy": right[part].double().mean().item(),
+            "rows": len(part),
+        }
         for part in parts
     ]
 
 
-def expected_error(bins: list[Bin]) -> float:
+def expected_error(bins: Sequence[Mapping[str, float]]) -> float:
     """The expected calibration error: |confidence - accuracy|, weighted by rows."""
-    rows = sum(each.rows for each in bins)
-    return sum(each.rows * abs(each.confidence - each.accuracy) for each in bins) / max(1, rows)
+    rows = sum(x["rows"] for x in bins)
+    return sum(x["rows"] * abs(x["confidence"] - x["accuracy"]) for x in bins) / max(1, rows)
 
 
-@dataclass(frozen=True)
-class Scored:
-    """The responses to one prompt."""
+def length_bias(
+    prompts: Sequence[tuple[Sequence[float], Sequence[int], Sequence[float]]],
+) -> dict[str, Any]:
+    """Relation of score and length within prompts of two or more responses.
 
-    scores: Sequence[float]
-    lengths: Sequence[int]
-    """Tokens of each response."""
-    worth: Sequence[float]
-    """How good the data says each response is: higher is better, equal ones are ties."""
+    Args:
+        prompts: scores, lengths in tokens and worth of the responses to each prompt. Of worth, the
+            data's own judgment, higher is better, and equal numbers are ties.
 
-
-@dataclass(frozen=True)
-class Share:
-    """A share of pairs that are ordered right."""
-
-    right: float
-    pairs: int
-
-    @property
-    def value(self) -> float | None:
-        """The share; None of no pairs."""
-        return self.right / self.pairs if self.pairs else None
-
-
-@dataclass(frozen=True)
-class LengthBias:
-    """How scores go with length."""
-
-    spearman: float
-    """Rank correlation of score and length within prompts, mean over those whose lengths differ."""
-    of_data: float
-    """The same of the data's own preference: what a model that is right has."""
-    better_longer: Share
-    """Pairs whose better response is the longer one."""
-    better_shorter: Share
-    always_longer: float
-    """Accuracy of taking the longer response, ties half: a baseline that reads nothing."""
-    always_shorter: float
-
-
-def length_bias(prompts: Sequence[Scored]) -> LengthBias:
-    """The length bias over prompts of two responses or more."""
-    longer, shorter, even = _Count(), _Count(), 0
-    for prompt in prompts:
-        for better, worse in ordered_pairs(prompt.worth):
-            difference = prompt.scores[better] - prompt.scores[worse]
-            right = 1.0 if difference > 0 else 0.5 if difference == 0 else 0.0
-            if prompt.lengths[better] == prompt.lengths[worse]:
+    Returns:
+        spearman, the mean rank correlation of score and length; of_data, the same of worth and
+        length; better_longer and better_shorter, shares of pairs in order whose better response is
+        longer or shorter (None without such pairs); always_longer and always_shorter, accuracy of
+        always choosing the longer or the shorter response, ties half.
+    """
+    longer, shorter, even = list[float](), list[float](), 0
+    for scores, lengths, worth in prompts:
+        for better, worse in ordered_pairs(worth):
+            right = in_order(scores[better] - scores[worse])
+            if lengths[better] == lengths[worse]:
                 even += 1
             else:
-                is_longer = prompt.lengths[better] > prompt.lengths[worse]
-                (longer if is_longer else shorter).add(right)
-    total = longer.pairs + shorter.pairs + even
-    always = (longer.pairs + 0.5 * even) / max(1, total)
-    return LengthBias(
-        spearman=_within([(each.scores, each.lengths) for each in prompts]),
-        of_data=_within([(each.worth, each.lengths) for each in prompts]),
-        better_longer=Share(longer.right, longer.pairs),
-        better_shorter=Share(shorter.right, shorter.pairs),
-        always_longer=always,
-        always_shorter=1 - always if total else 0.0,
-    )
+                (longer if lengths[better] > lengths[worse] else shorter).append(right)
+    total = len(longer) + len(shorter) + even
+    always = (len(longer) + 0.5 * even) / max(1, total)
+    return {
+        "spearman": _correlation_within([(scores, lengths) for scores, lengths, _ in prompts]),
+        "of_data": _correlation_within([(worth, lengths) for _, lengths, worth in prompts]),
+        "better_longer": share(sum(longer), len(longer)) if longer else None,
+        "better_shorter": share(sum(shorter), len(shorter)) if shorter else None,
+        "always_longer": always,
+        "always_shorter": 1 - always if total else 0.0,
+    }
+
+
+def in_order(difference: float) -> float:
+    """1 for a positive difference of scores, 1/2 for none, else 0."""
+    return float(difference > 0) + 0.5 * float(difference == 0)
 
 
 def ordered_pairs(worth: Sequence[float]) -> list[tuple[int, int]]:
@@ -304,39 +225,14 @@ def ordered_pairs(worth: Sequence[float]) -> list[tuple[int, int]]:
     return [(one, other) for one in places for other in places if worth[one] > worth[other]]
 
 
-class _Count:
-    def __init__(self) -> None:
-        self.right, self.pairs = 0.0, 0
-
-    def add(self, right: float) -> None:
-        self.right += right
-        self.pairs += 1
-
-
-def _within(prompts: Sequence[tuple[Sequence[float], Sequence[int]]]) -> float:
-    """Mean rank correlation over the prompts of which both vary in length."""
+def _correlation_within(prompts: Sequence[tuple[Sequence[float], Sequence[int]]]) -> float:
+    """Mean rank correlation over the prompts whose responses differ in length."""
     found = [
         spearman(torch.tensor(values).double(), torch.tensor(lengths).double())
         for values, lengths in prompts
         if len(set(lengths)) > 1
     ]
     return sum(found) / len(found) if found else 0.0
-
-
-@dataclass(frozen=True)
-class BestOf:
-    """The best of n responses by the proxy."""
-
-    n: int
-    kl: float
-    """At most so far from the model that was sampled, in nats: log n - (n - 1) / n."""
-    proxy: float
-    gold: float
-
-
-def kl_bound(n: int) -> float:
-    """Bound of KL(best-of-n || model) (Stiennon et al. 2020; Beirami et al. 2024, 2401.01879)."""
-    return math.log(n) - (n - 1) / n
 
 
 def best_of(proxy: Sequence[float], gold: Sequence[float], n: int) -> tuple[float, float]:
@@ -364,18 +260,22 @@ def best_of(proxy: Sequence[float], gold: Sequence[float], n: int) -> tuple[floa
     return worth[0], worth[1]
 
 
-def curve(proxies: Sequence[Sequence[float]], golds: Sequence[Sequence[float]]) -> list[BestOf]:
-    """Means over prompts at n = 1, 2, 4, ..., N, of N samples for each prompt."""
+def best_of_curve(
+    proxies: Sequence[Sequence[float]], golds: Sequence[Sequence[float]]
+) -> list[dict[str, float]]:
+    """Means over prompts of the best of n = 1, 2, 4, ..., N, of N samples for each prompt.
+
+    Returns:
+        n; kl, the bound log n - (n - 1) / n on KL(best-of-n || model) in nats (Stiennon et al.
+        2020; Beirami et al. 2024, 2401.01879); proxy and gold.
+    """
     most = min(map(len, proxies))
-    sizes = sorted(
-        {*(2**power for power in range(most.bit_length())), most} & {*range(1, most + 1)}
-    )
-    found: list[BestOf] = []
-    for n in sizes:
-        each = [best_of(p, g, n) for p, g in zip(proxies, golds, strict=True)]
-        means = [sum(pair[place] for pair in each) / len(each) for place in (0, 1)]
-        found.append(BestOf(n, kl_bound(n), means[0], means[1]))
-    return found
+    curve: list[dict[str, float]] = []
+    for n in sorted({*(2**power for power in range(most.bit_length())), most}):
+        best = [best_of(p, g, n) for p, g in zip(proxies, golds, strict=True)]
+        proxy, gold = (sum(values) / len(best) for values in zip(*best, strict=True))
+        curve.append({"n": n, "kl": math.log(n) - (n - 1) / n, "proxy": proxy, "gold": gold})
+    return curve
 
 
 @dataclass(frozen=True)
@@ -399,43 +299,26 @@ class PredictedSteps:
         return next((place for place, each in enumerate(self.logits) if each <= 0), None)
 
 
-@dataclass(frozen=True)
-class FirstErrors:
-    """ProcessBench's figures (Zheng et al. 2024, 2412.06559, section 3)."""
+def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
+    """Figures of ProcessBench (Zheng et al. 2024, 2412.06559, section 3).
 
-    with_error: int
-    """Responses with a wrong step."""
-    found: int
-    """Of these, where the first step that is taken for wrong is the first wrong one."""
-    without_error: int
-    kept: int
-    """Of these, where no step is taken for wrong."""
-
-    @property
-    def accuracy(self) -> float:
-        """The share of all responses of which both agree."""
-        return (self.found + self.kept) / max(1, self.with_error + self.without_error)
-
-    @property
-    def f1(self) -> float | None:
-        """Harmonic mean of both shares; None where a kind of response is not there."""
-        if not self.with_error or not self.without_error:
-            return None
-        found, kept = self.found / self.with_error, self.kept / self.without_error
-        return 2 * found * kept / (found + kept) if found + kept else 0.0
-
-
-def first_errors(rows: Sequence[PredictedSteps]) -> FirstErrors:
-    """How often the first error of a response is found, over those with labelled steps."""
+    Returns:
+        with_error, responses with a wrong step; found, those of them whose first predicted error is
+        the first error; without_error, the other responses; kept, those of them without a predicted
+        error; accuracy; and f1, the harmonic mean of both shares (None without responses of both
+        kinds). Responses without a labelled step do not count.
+    """
     labelled = [row for row in rows if row.targets]
     wrong = [row for row in labelled if row.first_error is not None]
     right = [row for row in labelled if row.first_error is None]
-    return FirstErrors(
-        with_error=len(wrong),
-        found=sum(row.first_found == row.first_error for row in wrong),
-        without_error=len(right),
-        kept=sum(row.first_found is None for row in right),
-    )
+    found = sum(row.first_found == row.first_error for row in wrong)
+    kept = sum(row.first_found is None for row in right)
+    f1 = None
+    if wrong and right:
+        shares = found / len(wrong), kept / len(right)
+        f1 = 2 * shares[0] * shares[1] / sum(shares) if sum(shares) else 0.0
+    counts = {"with_error": len(wrong), "found": found, "without_error": len(right), "kept": kept}
+    return {**counts, "f1": f1, "accuracy": (found + kept) / max(1, len(labelled))}
 
 
 def step_figures(rows: Sequence[PredictedSteps]) -> dict[str, float]:
@@ -451,38 +334,12 @@ def step_figures(rows: Sequence[PredictedSteps]) -> dict[str, float]:
     figures = {
         "accuracy": sum(hits.values()) / max(1, len(pairs)),
         "macro_recall": sum(shares) / max(1, len(shares)),
-        "first_error_accuracy": errors.accuracy,
+        "first_error_accuracy": errors["accuracy"],
     }
-    return figures if errors.f1 is None else {**figures, "first_error_f1": errors.f1}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Rows and what the model makes of them."""
-
-    figures: dict[str, object]
-    """As lab.json has them."""
-
-    predictions: list[dict[str, object]]
-    """A line for each row: the row, its scores, and what it is taken for."""
+    return figures if errors["f1"] is None else {**figures, "first_error_f1": errors["f1"]}
 
 
 def share(right: float, count: int) -> dict[str, float | int]:
     """A share with its 95 % interval (Wilson 1927)."""
     low, high = share_interval(right, count)
     return {"value": right / count, "low": low, "high": high, "count": count}
-
-
-def of_classes(
-    logprobs: Float[Tensor, "N C"], classes: Int[Tensor, " N"], names: Sequence[str]
-) -> dict[str, object]:
-    """Confusion matrix and what follows from it."""
-    report = class_report(logprobs, classes, names)
-    key = "outcomes" if names == ("win", "tie", "loss") else "accuracy"
-    return {
-        key: share(report.accuracy * report.rows, report.rows),
-        "macro_recall": report.macro_recall,
-        "macro_f1": report.macro_f1,
-        "confusion": report.confusion,
-        "classes": [asdict(each) for each in report.classes],
-    }

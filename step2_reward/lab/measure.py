@@ -1,13 +1,13 @@
 """Measurement of a reward model on labelled rows, as one JSON object.
 
-Dimension names: N rows, M labelled steps.
+Dimension names: N rows, C outputs of the model, M labelled steps.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -24,281 +24,201 @@ from pipeline.data.rows.sources import read_source
 from pipeline.demo.task import verify
 from pipeline.errors import DataError, ModelError
 from pipeline.models.chat import check_ready, decode_response, require_score_head
-from pipeline.models.forward import LabelOutputs, Scorer, base_model, context_length
+from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_for_inference, load_reward_for_inference
 from pipeline.models.scores import Cutpoints
 from pipeline.parallel.device import local_device
-from step2_reward.config import RewardConfig
-from step2_reward.evaluate import outputs_of, scores_of
-from step2_reward.lab.config import LabConfig
+from step2_reward.config import LabConfig, RewardConfig
 from step2_reward.lab.figures import (
-    LengthBias,
-    Measured,
-    PredictedSteps,
-    Scored,
-    Share,
+    best_of_curve,
     calibrate,
+    class_report,
     concordance,
-    curve,
     first_errors,
+    in_order,
     length_bias,
-    of_classes,
     ordered_pairs,
     share,
     spearman,
 )
-from step2_reward.label_rows import (
+from step2_reward.labels import (
+    CLASSES,
     NEEDS,
-    OF_CLASSES,
-    OF_LABELS,
+    SINGLE,
     Labels,
-    is_of,
-    kind_of,
-    name_of,
-    resolve,
+    detect_kind,
+    has_kind,
+    require_listed,
+    resolve_labels,
 )
 from step2_reward.losses import ordinal_log_probabilities, tie_log_probabilities
-from step2_reward.rows import LabelledRow, encode_dialogue, encode_rows, responses_of, target_of
-from step2_reward.step_objective import StepObjective, step_texts
+from step2_reward.objectives import (
+    HeldOut,
+    Objective,
+    compute_outputs,
+    make_objective,
+    predicted_steps,
+)
+from step2_reward.rows import (
+    UNCUT,
+    Row,
+    encode_dialogue,
+    encode_rows,
+    get_responses,
+    get_target,
+    split_steps,
+)
 
-PROBES = {
-    "no_end": "its end-of-turn token removed",
-    "truncated": "cut in half, and ended",
-    "doubled": "repeated",
-}
-"""What is done to a response."""
+Figures = dict[str, Any]
+Measured = tuple[Figures, list[Figures]]
+"""The figures, and a line for each row: the row, its scores, its prediction."""
 
+PROBES = ("no_end", "truncated", "doubled")
+"""Changes of a good response: without its end-of-turn token, cut in half and ended, repeated."""
 
-@dataclass(frozen=True)
-class Probe:
-    """What a change does to scores."""
-
-    change: float
-    """Mean of the changed response's score less its own, in standard deviations of scores."""
-    lower: float
-    """Share of the responses that score lower with it."""
-    responses: int
-
-
-def probed(example: Example, chat: ChatFormat, *, max_length: int) -> dict[str, Encoded] | None:
-    """The good response of a row as it is (`whole`) and changed in each way.
-
-    None where there is no response, or where one of them is longer than is read.
-    """
-    if len(example.chosen) != 1 or not example.prompt:
-        return None
-    whole = chat.encode(example.prompt, example.chosen)
-    start = len(chat.encode_prompt(example.prompt))
-    response = whole.input_ids[start:]
-    if len(response) < 3 or response[-1] not in chat.stop_ids:
-        return None
-    text = example.chosen[0].content
-    half = response[: (len(response) - 1) // 2]
-    found = {
-        "whole": whole,
-        "no_end": Encoded.untrained(whole.input_ids[:-1]),
-        "truncated": Encoded.untrained([*whole.input_ids[:start], *half, response[-1]]),
-        "doubled": chat.encode(example.prompt, (Message("assistant", f"{text} {text}"),)),
-    }
-    return found if max(map(len, found.values())) <= max_length else None
-
-
-def probe(whole: Sequence[float], changed: Sequence[float], *, std: float) -> Probe:
-    """What a change did, from scores before and after it."""
-    changes = [after - before for before, after in zip(whole, changed, strict=True)]
-    return Probe(
-        change=sum(changes) / len(changes) / (std or 1.0),
-        lower=sum(each < 0 for each in changes) / len(changes),
-        responses=len(changes),
-    )
-
-
-NAMES = ("right", "wrong")
-
-
-def measure_steps(
-    scorer: Scorer,
-    labels: Labels,
-    examples: Sequence[Example],
-    chat: ChatFormat,
-    config: RewardConfig,
-) -> Measured:
-    """The figures of a model on responses in steps; all processes call it."""
-    objective = StepObjective(labels, config)
-    encoded = objective.encode(examples, chat, config)
-    _, predicted = objective.predict(scorer, encoded, config)
-    logits = torch.tensor([logit for row in predicted for logit in row.logits])  # (M,)
-    wrong = torch.tensor([int(each < 0.5) for row in predicted for each in row.targets])
-    both = torch.stack([logits, torch.zeros_like(logits)], dim=1)
-    errors = first_errors(predicted)
-    found = of_classes(both.log_softmax(dim=1), wrong, NAMES)
-    found["step_accuracy"] = found.pop("accuracy")
-    count = errors.with_error + errors.without_error
-    found["first_errors"] = {
-        **asdict(errors),
-        "f1": errors.f1,
-        "accuracy": share(float(errors.found + errors.kept), count),
-    }
-    found["calibration"] = asdict(calibrate(both, wrong))
-    lines = [
-        step_prediction(example, row, config.step_separator)
-        for example, row in zip(examples, predicted, strict=True)
-    ]
-    return Measured({"labels": labels.kind, "rows": len(examples), **found}, lines)
-
-
-def step_prediction(example: Example, row: PredictedSteps, separator: str) -> dict[str, object]:
-    """A row beside the probability that each of its labelled steps is right."""
-    labelled = [at for at, label in enumerate(example.step_labels) if label is not None]
-    probabilities: list[float | None] = [None] * len(example.steps)
-    # What was cut off lies at the beginning.
-    for at, logit in zip(reversed(labelled), reversed(row.logits), strict=False):
-        probabilities[at] = F.sigmoid(torch.tensor(logit)).item()
-    return {
-        "origin": example.origin,
-        "prompt": [{"role": each.role, "content": each.content} for each in example.prompt],
-        "steps": step_texts(example, separator),
-        "labels": list(example.step_labels),
-        "probabilities": probabilities,
-        "right": row.first_found == row.first_error,
-    }
-
-
-MOST_PROBED = 256
+MAX_PROBED = 256
 """Responses that are changed and scored again: each takes four passes."""
-
-
-@dataclass(frozen=True)
-class Responses:
-    """The responses of a row, and their scores."""
-
-    example: Example
-    scores: list[float]
-    logits: list[list[float]]
-    lengths: list[int]
-    ranks: tuple[float, ...]
 
 
 def measure(
     scorer: Scorer,
-    labels: Labels,
+    objective: Objective,
     examples: Sequence[Example],
     chat: ChatFormat,
     config: RewardConfig,
 ) -> Measured:
-    """The figures of a model on rows of one kind of label; all processes call it."""
+    """Measure a model on rows of one kind of label; all processes call it."""
+    labels = objective.labels
+    encoded = objective.encode(examples, chat, config)
+    held_out = compute_outputs(scorer, encoded, config)
+    figures: Figures = {"labels": labels.kind, "rows": len(examples)}
     if labels.kind == "steps":
-        return measure_steps(scorer, labels, examples, chat, config)
-    limit = config.data.max_length
-    encoded = encode_rows(examples, labels, chat, config, max_length=limit)
-    flat = [sequence for row in encoded for sequence in row.sequences]
-    outputs = outputs_of(scorer, flat, max_tokens=config.micro_batch_size * limit)
-    scores = scores_of(outputs, labels.values)
-    rows: list[Responses] = []
-    at = 0
-    for example, row in zip(examples, encoded, strict=True):
-        here = slice(at, at := at + len(row.sequences))
-        prompt = len(chat.encode_prompt(example.prompt)) if example.prompt else 0
-        whole = whole_lengths(example, row, labels, chat, config)
-        rows.append(
-            Responses(
-                example,
-                [] if scores is None else scores[here].tolist(),
-                outputs.logits[here].tolist(),
-                [length - prompt for length in whole],
-                row.ranks,
-            )
-        )
-    found: dict[str, object] = {"labels": labels.kind, "rows": len(rows)}
-    if labels.kind in OF_LABELS:
-        found |= of_labels(labels, examples, outputs, scores)
+        lines = [
+            describe_steps(example, row, logits, config.step_separator)
+            for example, row, logits in zip(examples, encoded, held_out.outputs, strict=True)
+        ]
+        return figures | step_figures(held_out), lines
+    lengths = [
+        response_lengths(example, row, labels, chat, config)
+        for example, row in zip(examples, encoded, strict=True)
+    ]
+    scores = None
+    if labels.gives_scores:
+        scores = [score_outputs(torch.tensor(row), labels).tolist() for row in held_out.outputs]
+    if labels.kind in SINGLE:
+        figures |= single_figures(labels, held_out, scores)
     else:
-        found |= of_orders(labels, rows, outputs)
+        assert scores is not None
+        figures |= order_figures(labels, held_out, scores, lengths)
     if scores is not None:
-        found["probes"] = of_probes(scorer, labels, examples, chat, config, scores)
-    return Measured(found, [prediction(labels, row, outputs.cutpoints) for row in rows])
+        std = torch.tensor([x for row in scores for x in row]).std(correction=0).item()
+        good = find_good_rows(labels, examples)[:MAX_PROBED]
+        figures["probes"] = probe_figures(scorer, labels, good, chat, config, std=std)
+    lines = [
+        describe_row(labels, held_out, index, example, lengths[index], scores)
+        for index, example in enumerate(examples)
+    ]
+    return figures, lines
 
 
-def whole_lengths(
-    example: Example, row: LabelledRow, labels: Labels, chat: ChatFormat, config: RewardConfig
+def score_outputs(logits: Float[Tensor, "N C"], labels: Labels) -> Float[Tensor, " N"]:
+    """Scores from the outputs of the model: the only one, or the expected value of the class."""
+    if labels.kind != "classes":
+        return logits.squeeze(1)
+    return logits.softmax(dim=1) @ torch.tensor(labels.values)
+
+
+def step_figures(held_out: HeldOut) -> Figures:
+    """Figures of responses in steps."""
+    predicted = predicted_steps(held_out)
+    logits = torch.tensor([logit for row in predicted for logit in row.logits])  # (M,)
+    wrong = torch.tensor([int(target < 0.5) for row in predicted for target in row.targets])
+    both = torch.stack([logits, torch.zeros_like(logits)], dim=1)
+    errors = first_errors(predicted)
+    count = errors["with_error"] + errors["without_error"]
+    right = float(errors["found"] + errors["kept"])
+    return {
+        **class_figures(both.log_softmax(dim=1), wrong, ("right", "wrong"), key="step_accuracy"),
+        "first_errors": errors | {"accuracy": share(right, count)},
+        "calibration": calibrate(both, wrong),
+    }
+
+
+def response_lengths(
+    example: Example, row: Row, labels: Labels, chat: ChatFormat, config: RewardConfig
 ) -> list[int]:
-    """Tokens of each dialogue, those that were cut counted whole."""
+    """Tokens of each response before dialogues were cut."""
     lengths = [len(sequence) for sequence in row.sequences]
-    if max(lengths) < config.data.max_length:
-        return lengths
-    (whole,) = encode_rows([example], labels, chat, config, max_length=2**31)
-    return [len(sequence) for sequence in whole.sequences]
+    if max(lengths) >= config.data.max_length:
+        (full,) = encode_rows([example], labels, chat, config, max_length=UNCUT)
+        lengths = [len(sequence) for sequence in full.sequences]
+    prompt = len(chat.encode_prompt(example.prompt)) if example.prompt else 0
+    return [length - prompt for length in lengths]
 
 
-def of_orders(
-    labels: Labels, rows: Sequence[Responses], outputs: LabelOutputs
-) -> dict[str, object]:
+def order_figures(
+    labels: Labels,
+    held_out: HeldOut,
+    scores: Sequence[Sequence[float]],
+    lengths: Sequence[Sequence[int]],
+) -> Figures:
     """Figures of responses that are to be put in order."""
-    pairs: list[float] = []
-    scored: list[Scored] = []
+    differences: list[float] = []
     hits: list[float] = []
-    for row in rows:
-        worth = [-rank for rank in row.ranks]
-        differences = [row.scores[one] - row.scores[two] for one, two in ordered_pairs(worth)]
-        pairs += differences
-        if differences:
-            hits.append(sum((d > 0) + 0.5 * (d == 0) for d in differences) / len(differences))
-        scored.append(Scored(row.scores, row.lengths, worth))
-    logits = torch.tensor([[difference, 0.0] for difference in pairs])
-    firsts = torch.zeros(len(pairs), dtype=torch.int64)
-    found: dict[str, object] = {
+    worth = [[-rank for rank in row.ranks] for row in held_out.rows]
+    for values, good in zip(scores, worth, strict=True):
+        if of_row := [values[one] - values[two] for one, two in ordered_pairs(good)]:
+            differences += of_row
+            hits.append(sum(map(in_order, of_row)) / len(of_row))
+    logits = torch.tensor([[difference, 0.0] for difference in differences])
+    figures: Figures = {
         # A list counts once, however many pairs it has: its pairs are not independent.
         "accuracy": share(sum(hits), len(hits)),
-        "calibration": asdict(calibrate(logits, firsts)),
-        "length": of_length(length_bias(scored)),
+        "calibration": calibrate(logits, torch.zeros(len(logits), dtype=torch.int64)),
+        "length": length_bias(list(zip(scores, lengths, worth, strict=True))),
     }
-    if labels.kind == "ties" and outputs.cutpoints is not None:
-        chosen, rejected = torch.tensor([row.scores for row in rows]).unbind(1)
-        likeliest = tie_log_probabilities(chosen - rejected, outputs.cutpoints[0])
-        is_tie = torch.tensor([int(row.example.tie) for row in rows])
-        found |= of_classes(likeliest, is_tie, ("win", "tie", "loss"))
-        found["kappa"] = outputs.cutpoints[0].item()
-    return found
+    if labels.kind == "ties" and held_out.cutpoints is not None:
+        chosen, rejected = torch.tensor(scores).unbind(1)
+        logprobs = tie_log_probabilities(chosen - rejected, held_out.cutpoints[0])
+        outcomes = ("win", "tie", "loss")
+        figures |= class_figures(logprobs, held_out.targets.long(), outcomes, key="outcomes")
+        figures["kappa"] = held_out.cutpoints[0].item()
+    return figures
 
 
-def of_length(bias: LengthBias) -> dict[str, object]:
-    """The figures of length bias."""
-
-    def accuracy(of: Share) -> dict[str, float | int] | None:
-        return share(of.right, of.pairs) if of.pairs else None
-
-    return {
-        "spearman": bias.spearman,
-        "of_data": bias.of_data,
-        "better_longer": accuracy(bias.better_longer),
-        "better_shorter": accuracy(bias.better_shorter),
-        "always_longer": bias.always_longer,
-        "always_shorter": bias.always_shorter,
-    }
-
-
-def of_labels(
-    labels: Labels,
-    examples: Sequence[Example],
-    outputs: LabelOutputs,
-    scores: Float[Tensor, " N"] | None,
-) -> dict[str, object]:
+def single_figures(
+    labels: Labels, held_out: HeldOut, scores: Sequence[Sequence[float]] | None
+) -> Figures:
     """Figures of single responses with a label."""
-    targets = torch.tensor([target_of(example, labels) for example in examples])
-    found: dict[str, object] = {}
-    if labels.kind in OF_CLASSES:
-        logprobs = class_logprobs(labels, outputs.logits, outputs.cutpoints)
-        classes = targets.long()
-        found |= of_classes(logprobs, classes, labels.classes)
-        found["calibration"] = asdict(calibrate(logprobs, classes))
+    targets = held_out.targets
+    figures: Figures = {}
+    if labels.kind in CLASSES:
+        logprobs = class_logprobs(labels, held_out.first, held_out.cutpoints)
+        figures |= class_figures(logprobs, targets.long(), labels.classes)
+        figures["calibration"] = calibrate(logprobs, targets.long())
     if labels.kind != "classes" and scores is not None:
-        found["concordance"] = concordance(scores, targets)
-        found["spearman"] = spearman(scores, targets)
+        values = torch.tensor(scores).squeeze(1)
+        figures["concordance"] = concordance(values, targets)
+        figures["spearman"] = spearman(values, targets)
     if labels.kind == "scalar":
-        numbers = outputs.logits.squeeze(1)
+        numbers = held_out.first.squeeze(1)
         numbers = numbers if labels.loss == "mse" else numbers.sigmoid()
-        found["mean_error"] = (numbers - targets).abs().mean().item() * labels.std
-    return found
+        figures["mean_error"] = (numbers - targets).abs().mean().item() * labels.std
+    return figures
+
+
+def class_figures(
+    logprobs: Float[Tensor, "N C"],
+    classes: Tensor,
+    names: Sequence[str],
+    *,
+    key: str = "accuracy",
+) -> Figures:
+    """The report on classes, with the accuracy as a share with its interval under `key`."""
+    report = class_report(logprobs, classes, names)
+    right = sum(row[index] for index, row in enumerate(report["confusion"]))
+    del report["accuracy"]
+    return {key: share(float(right), len(classes)), **report}
 
 
 def class_logprobs(
@@ -311,78 +231,134 @@ def class_logprobs(
     return ordinal_log_probabilities(logits.squeeze(1), cutpoints)
 
 
-def of_probes(
+def probe_figures(
     scorer: Scorer,
     labels: Labels,
     examples: Sequence[Example],
     chat: ChatFormat,
     config: RewardConfig,
-    scores: Float[Tensor, " S"],
-) -> Mapping[str, object]:
-    """What changed responses score, by the change."""
-    limit = config.data.max_length
-    good = good_ones(labels, examples)[:MOST_PROBED]
-    changed = [each for each in (probed(e, chat, max_length=limit) for e in good) if each]
-    if not changed:
+    *,
+    std: float,
+) -> Figures:
+    """Scores of good responses after a change, by the change.
+
+    Returns:
+        change, the mean difference of the score in standard deviations `std`; lower, the share of
+        responses that score lower; responses, their number.
+    """
+    probed = [change_response(x, chat, max_length=config.data.max_length) for x in examples]
+    rows = [Row((sequence,)) for changed in probed for sequence in changed]
+    if not rows:
         return {}
-    flat: list[Encoded] = [sequence for each in changed for sequence in each.values()]
-    outputs = outputs_of(scorer, flat, max_tokens=config.micro_batch_size * limit)
-    found = scores_of(outputs, labels.values)
-    assert found is not None
-    by_name = dict(zip(("whole", *PROBES), found.view(len(changed), -1).T.tolist(), strict=True))
-    std = scores.std(correction=0).item()
-    return {name: asdict(probe(by_name["whole"], by_name[name], std=std)) for name in PROBES}
-
-
-def good_ones(labels: Labels, examples: Sequence[Example]) -> Sequence[Example]:
-    """The rows whose response is good: chosen, of the best class, or of an upper label."""
-    if labels.kind not in OF_LABELS:
-        return examples
-    targets = [target_of(example, labels) for example in examples]
-    if labels.kind == "classes":
-        least = max(range(len(labels.values)), key=lambda place: labels.values[place])
-        return [row for row, each in zip(examples, targets, strict=True) if each == least]
-    least = max(targets) if labels.kind == "ordinal" else sorted(targets)[len(targets) // 2]
-    return [row for row, each in zip(examples, targets, strict=True) if each >= least]
-
-
-def prediction(
-    labels: Labels, row: Responses, cutpoints: Float[Tensor, " cuts"] | None
-) -> dict[str, object]:
-    """A row beside what the model makes of it."""
-    example = row.example
-    texts, _ = responses_of(example, labels, most=len(row.lengths))
-    found: dict[str, object] = {
-        "origin": example.origin,
-        "prompt": [{"role": each.role, "content": each.content} for each in example.prompt],
-        "responses": ["\n\n".join(turn.content for turn in text) for text in texts],
-        "tokens": row.lengths,
+    scores = score_outputs(compute_outputs(scorer, rows, config).first, labels)
+    original, *changed = scores.view(-1, 1 + len(PROBES)).T
+    return {
+        name: {
+            "change": (after - original).double().mean().item() / (std or 1.0),
+            "lower": (after < original).double().mean().item(),
+            "responses": len(original),
+        }
+        for name, after in zip(PROBES, changed, strict=True)
     }
-    if row.scores:
-        found["scores"] = row.scores
-    if labels.kind in OF_CLASSES:
-        probabilities = class_logprobs(labels, torch.tensor(row.logits), cutpoints)[0].exp()
-        found["label"] = labels.classes[labels.class_of(example)]
-        found["predicted"] = labels.classes[int(probabilities.argmax())]
-        found["probabilities"] = dict(zip(labels.classes, probabilities.tolist(), strict=True))
-    elif labels.kind in OF_LABELS:
-        found["label"] = example.label
-        number = torch.tensor(row.logits[0][0])
+
+
+def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> list[Encoded]:
+    """The good response of a row, then the same changed in each way of `PROBES`.
+
+    Empty without a response, and if one of them is longer than `max_length`.
+    """
+    if len(example.chosen) != 1 or not example.prompt:
+        return []
+    full = chat.encode(example.prompt, example.chosen)
+    start = len(chat.encode_prompt(example.prompt))
+    response = full.input_ids[start:]
+    if len(response) < 3 or response[-1] not in chat.stop_ids:
+        return []
+    text = example.chosen[0].content
+    half = response[: (len(response) - 1) // 2]
+    found = [
+        full,
+        Encoded.untrained(full.input_ids[:-1]),
+        Encoded.untrained([*full.input_ids[:start], *half, response[-1]]),
+        chat.encode(example.prompt, (Message("assistant", f"{text} {text}"),)),
+    ]
+    return found if max(map(len, found)) <= max_length else []
+
+
+def find_good_rows(labels: Labels, examples: Sequence[Example]) -> Sequence[Example]:
+    """The rows whose response is good: chosen, of the best class, or of an upper label."""
+    if labels.kind not in SINGLE:
+        return examples
+    targets = [get_target(example, labels) for example in examples]
+    if labels.kind == "classes":
+        best = max(range(len(labels.values)), key=lambda index: labels.values[index])
+        return [row for row, target in zip(examples, targets, strict=True) if target == best]
+    least = max(targets) if labels.kind == "ordinal" else sorted(targets)[len(targets) // 2]
+    return [row for row, target in zip(examples, targets, strict=True) if target >= least]
+
+
+def describe_steps(
+    example: Example, row: Row, logits: Sequence[Sequence[float]], separator: str
+) -> Figures:
+    """A row with the probability that each labelled step is right."""
+    labelled = [index for index, label in enumerate(example.step_labels) if label is not None]
+    probabilities: list[float | None] = [None] * len(example.steps)
+    # Cut rows have lost their first steps.
+    for index, (logit,) in zip(reversed(labelled), reversed(logits), strict=False):
+        probabilities[index] = torch.tensor(logit).sigmoid().item()
+    (steps,) = predicted_steps(HeldOut([row], [logits], None))
+    return {
+        **_describe_prompt(example),
+        "steps": split_steps(example, separator),
+        "labels": list(example.step_labels),
+        "probabilities": probabilities,
+        "right": steps.first_found == steps.first_error,
+    }
+
+
+def describe_row(
+    labels: Labels,
+    held_out: HeldOut,
+    index: int,
+    example: Example,
+    lengths: Sequence[int],
+    scores: Sequence[Sequence[float]] | None,
+) -> Figures:
+    """A row with its scores and its prediction."""
+    texts, ranks = get_responses(example, labels, most=len(lengths))
+    line = _describe_prompt(example) | {
+        "responses": ["\n\n".join(turn.content for turn in text) for text in texts],
+        "tokens": lengths,
+    }
+    if scores is not None:
+        line["scores"] = scores[index]
+    logits = torch.tensor(held_out.outputs[index])
+    if labels.kind in CLASSES:
+        probabilities = class_logprobs(labels, logits, held_out.cutpoints)[0].exp()
+        line["label"] = labels.classes[labels.class_index(example)]
+        line["predicted"] = labels.classes[int(probabilities.argmax())]
+        line["probabilities"] = dict(zip(labels.classes, probabilities.tolist(), strict=True))
+    elif labels.kind == "scalar":
+        number = logits[0, 0]
         number = number * labels.std + labels.mean if labels.loss == "mse" else number.sigmoid()
-        found["predicted"] = number.item()
+        line |= {"label": example.label, "predicted": number.item()}
     else:
-        found["ranks"] = list(row.ranks)
-        best = max(range(len(row.scores)), key=lambda place: row.scores[place])
-        found["right"] = row.ranks[best] == min(row.ranks)
-    return found
+        best = int(logits[:, 0].argmax())
+        line |= {"ranks": list(ranks), "right": ranks[best] == min(ranks)}
+    return line
 
 
-AT_ONCE = 16
+def _describe_prompt(example: Example) -> Figures:
+    turns = [{"role": turn.role, "content": turn.content} for turn in example.prompt]
+    return {"origin": example.origin, "prompt": turns}
+
+
+MICRO_BATCH = 16
 """Dialogues of a micro-batch."""
 
 
 def measure_model(config: LabConfig) -> Measured:
-    """The figures of the model at `config.path`.
+    """Measure the model at `config.path`.
 
     Raises:
         ModelError: there is none, or it is not a classifier.
@@ -393,21 +369,20 @@ def measure_model(config: LabConfig) -> Measured:
     model, tokenizer = load_reward_for_inference(config.path)
     require_score_head(config.path, model.config.architectures)
     chat = resolve_format(tokenizer, "auto")
-    limit = min(config.max_length, context_length(base_model(model)))
     settings = RewardConfig(
-        data=DataConfig(max_length=limit),
-        micro_batch_size=AT_ONCE,
+        data=DataConfig(max_length=min(config.max_length, context_length(base_model(model)))),
+        micro_batch_size=MICRO_BATCH,
         step_separator=getattr(model.config, "step_separator", "\n"),
     )
-    labels = labels_of(model.config, examples, settings)
-    rows = [row for row in examples if is_of(labels.kind, row)][: config.rows]
+    labels = read_labels(model.config, examples, settings)
+    rows = [row for row in examples if has_kind(labels.kind, row)][: config.rows]
     if not rows:
         raise DataError(
             f"data_path {config.data_path}: none of its {len(examples)} rows has"
             f" {NEEDS[labels.kind]}, which a model of {labels.kind} is measured by"
         )
-    if labels.kind in OF_CLASSES:
-        check_classes(labels, rows)
+    if labels.kind in CLASSES:
+        require_listed(rows, labels.classes, "the model's classes")
     cutpoints = getattr(model.config, "cutpoints", None)
     scorer = Scorer(
         model,
@@ -415,14 +390,14 @@ def measure_model(config: LabConfig) -> Measured:
         if cutpoints
         else None,
     )
-    measured = measure(scorer, labels, rows, chat, settings)
+    figures, lines = measure(scorer, make_objective(labels, settings), rows, chat, settings)
     if config.actor is not None:
-        measured.figures["best_of"] = over_optimization(scorer, labels, chat, config, limit)
-    return measured
+        figures["best_of"] = over_optimization(scorer, labels, chat, config, settings)
+    return figures, lines
 
 
 def read_examples(config: LabConfig) -> list[Example]:
-    """All labelled rows of the data path, of its test split where it has one."""
+    """All labelled rows of the data path, of its test split if it has one."""
     if config.data_path == EMBEDDED:
         return stage_examples(step=2, seed=config.seed)[1]
     source = read_source(config.data_path, step=2)
@@ -432,25 +407,22 @@ def read_examples(config: LabConfig) -> list[Example]:
     known = None if config.fields else named_set(source.name)
     kept = RowColumns(labels=True)
     found = [known.read(row) if known else read_row(row, config.fields, kept=kept) for row in rows]
-    return [
-        replace(each, prompt=with_history(each.prompt, config.history)) for each in found if each
-    ]
+    return [replace(row, prompt=with_history(row.prompt, config.history)) for row in found if row]
 
 
-def labels_of(settings: object, examples: Sequence[Example], config: RewardConfig) -> Labels:
-    """What the model has learned: step 2 writes it into config.json; else it is as the rows say."""
+def read_labels(settings: object, examples: Sequence[Example], config: RewardConfig) -> Labels:
+    """The labels that the model has learned, from its config.json, or else from the rows."""
     kind = getattr(settings, "label_kind", None)
     if kind is None:
-        count = getattr(settings, "num_labels", 1)
-        if count == 1:
-            kind = kind_of(config, examples)
-            kind = "scalar" if kind in OF_CLASSES else kind
-        else:
+        kind = detect_kind(config, examples)
+        if getattr(settings, "num_labels", 1) > 1:
             kind = "classes"
-    names: dict[int, str] = getattr(settings, "id2label", None) or {}
-    classes = tuple(getattr(settings, "class_list", ())) or tuple(names.values())
-    values = tuple(getattr(settings, "class_values", ()))
-    if kind in OF_CLASSES:
+        elif kind in CLASSES:
+            kind = "scalar"
+    if kind in CLASSES:
+        names: Mapping[int, str] = getattr(settings, "id2label", None) or {}
+        classes = tuple(getattr(settings, "class_list", ())) or tuple(names.values())
+        values = tuple(getattr(settings, "class_values", ()))
         loss = "cross_entropy" if kind == "classes" else "proportional_odds"
         return Labels(kind, loss, classes, values)
     if kind == "scalar":
@@ -458,36 +430,26 @@ def labels_of(settings: object, examples: Sequence[Example], config: RewardConfi
         if mean is None or std is None:
             return Labels(kind, "bce")
         return Labels(kind, "mse", mean=mean, std=std)
-    if kind == "steps":
-        return Labels(kind, "bce")
-    chosen = replace(config, labels=kind)
-    rows = [row for row in examples if is_of(kind, row)]
-    return Labels("ties", "rao_kupper") if kind == "ties" else resolve(chosen, rows, [])
-
-
-def check_classes(labels: Labels, rows: Sequence[Example]) -> None:
-    """Raise DataError for a label that is none of the model's classes."""
-    for row in rows:
-        if name_of(row.label) not in labels.classes:
-            raise DataError(
-                f"{row.origin}: label {name_of(row.label)} is none of the model's classes,"
-                f" {', '.join(labels.classes)}"
-            )
+    if kind in ("steps", "ties"):
+        return Labels(kind, "bce" if kind == "steps" else "rao_kupper")
+    rows = [row for row in examples if has_kind(kind, row)]
+    return resolve_labels(replace(config, labels=kind), rows, [])
 
 
 def over_optimization(
-    scorer: Scorer, labels: Labels, chat: ChatFormat, config: LabConfig, limit: int
-) -> list[dict[str, object]]:
-    """Proxy and truth of the actor's best of n answers, by the model and by the task's verifier."""
+    scorer: Scorer, labels: Labels, chat: ChatFormat, config: LabConfig, settings: RewardConfig
+) -> list[dict[str, float]]:
+    """Score and truth, by the task's verifier, of the actor's best of n answers."""
+    if not labels.gives_scores:
+        raise ModelError(f"path {config.path}: its classes have no values, so there is no score")
     assert config.actor is not None
     actor, tokenizer = load_for_inference(config.actor)
     own = resolve_format(tokenizer, "auto")
     questions = list(dict.fromkeys(row.prompt for row in stage_examples(step=3, seed=0)[1]))
-    questions = questions[: config.prompts]
-    slots = [question for question in questions for _ in range(config.best_of)]
+    slots = [prompt for prompt in questions[: config.prompts] for _ in range(config.best_of)]
     responses = generate(
         actor,
-        [own.encode_prompt(question) for question in slots],
+        [own.encode_prompt(prompt) for prompt in slots],
         max_new_tokens=64,
         temperature=1.0,
         stop_ids=own.stop_ids,
@@ -495,17 +457,13 @@ def over_optimization(
         keys=list(range(len(slots))),
     )
     texts = [decode_response(tokenizer, response.ids) for response in responses]
+    limit = settings.data.max_length
     rows = [
-        encode_dialogue(chat, Example(question), (Message("assistant", text),), max_length=limit)
-        for question, text in zip(slots, texts, strict=True)
+        Row((encode_dialogue(chat, Example(p), (Message("assistant", x),), max_length=limit),))
+        for p, x in zip(slots, texts, strict=True)
     ]
-    scores = scores_of(outputs_of(scorer, rows, max_tokens=AT_ONCE * limit), labels.values)
-    if scores is None:
-        raise ModelError(f"path {config.path}: its classes have no values, so there is no score")
-    verdicts = [verify(q[-1].content, text) for q, text in zip(slots, texts, strict=True)]
-    golds = [float(verdict is not None and verdict.both) for verdict in verdicts]
-
-    def by_prompt(values: Sequence[float]) -> list[Sequence[float]]:
-        return [values[at : at + config.best_of] for at in range(0, len(values), config.best_of)]
-
-    return [asdict(each) for each in curve(by_prompt(scores.tolist()), by_prompt(golds))]
+    scores = score_outputs(compute_outputs(scorer, rows, settings).first, labels)
+    verdicts = [verify(p[-1].content, x) for p, x in zip(slots, texts, strict=True)]
+    golds = torch.tensor([float(x is not None and x.both) for x in verdicts])
+    shape = (-1, config.best_of)
+    return best_of_curve(scores.view(shape).tolist(), golds.view(shape).tolist())

@@ -1,13 +1,13 @@
 """The laboratory's findings in sentences, and its files."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.files.durable import replace_durably
 from pipeline.report.results import LAB
-from step2_reward.lab.figures import Measured
+from step2_reward.lab.measure import Measured
 
 POOR_CALIBRATION = 0.1
 BIASED = 0.15
@@ -16,42 +16,9 @@ BIASED = 0.15
 
 def sentences(figures: Mapping[str, Any]) -> list[str]:
     """The most important first; without full stops."""
-    first = [*_bench(figures), *_accuracy(figures), *_steps(figures)]
+    first = [*_accuracy(figures), *_steps(figures)]
     found = [*first, *_classes(figures), *_calibration(figures)]
     return [*found, *_length(figures), *_probes(figures), *_best_of(figures)]
-
-
-def _bench(figures: Mapping[str, Any]) -> list[str]:
-    found = figures.get("bench")
-    if found is None:
-        return []
-    subsets, best_of = found["subsets"], [one for one in found["subsets"] if "chance" in one]
-    lines = [f"RewardBench 2: {_percent(found['value'])}, the mean of {_count(subsets, 'subset')}"]
-    for one in subsets:
-        line = f"{one['name']}: {_percent(one['value'])} on {one['rows']} prompts"
-        if "chance" in one:
-            interval = f"{_percent(one['low'])} to {_percent(one['high'])}"
-            line += f" ({interval}), where a random score has {_percent(one['chance'])}"
-        else:
-            parts = one["parts"]
-            line += (
-                f", of an accuracy of {_percent(parts['tied_accuracy'])} with several right"
-                f" responses and {_percent(parts['ref_accuracy'])} with one"
-            )
-        lines.append(line)
-    if near := [one["name"] for one in best_of if one["low"] <= one["chance"]]:
-        lines.append(f"Not told apart from a random score: {', '.join(near)}")
-    if found["cut"]:
-        lines.append(
-            f"{found['cut']} of {found['responses']} dialogues are longer than"
-            f" {found['max_length']} tokens and lost their beginning: raise max_length if the"
-            " model can read more"
-        )
-    return lines
-
-
-def _count(things: Sequence[object], name: str) -> str:
-    return _count_of(len(things), name)
 
 
 def _count_of(number: int, name: str) -> str:
@@ -196,10 +163,9 @@ PREDICTIONS = "predictions.jsonl"
 def write_measured(measured: Measured, directory: Path) -> None:
     """Write lab.json and predictions.jsonl, each whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
-    figures = {"sentences": sentences(measured.figures), **measured.figures}
-    lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in measured.predictions]
-    for name, text in {
-        LAB: json.dumps(figures, indent=2, ensure_ascii=False) + "\n",
-        PREDICTIONS: "".join(lines),
-    }.items():
-        replace_durably(directory / name, text.encode("utf-8"), temporary=directory / f"{name}.tmp")
+    figures, rows = measured
+    text = json.dumps({"sentences": sentences(figures), **figures}, indent=2, ensure_ascii=False)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    for name, content in {LAB: text + "\n", PREDICTIONS: lines}.items():
+        path = directory / name
+        replace_durably(path, content.encode("utf-8"), temporary=directory / f"{name}.tmp")

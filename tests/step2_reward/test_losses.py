@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from step2_reward.losses import (
-    balanced_weights,
     binary_cross_entropy,
     cross_entropy,
     ordinal_log_probabilities,
@@ -65,8 +64,6 @@ def test_at_its_neutral_setting_each_loss_of_classes_is_cross_entropy_to_the_bit
     )
     assert torch.equal(cross_entropy(LOGITS, CLASSES, focal_gamma=0.0), plain)
     assert torch.equal(cross_entropy(LOGITS, CLASSES, weights=torch.ones(4)), plain)
-    weights = torch.tensor(balanced_weights([5, 90, 900, 1], beta=0.0))
-    assert torch.equal(cross_entropy(LOGITS, CLASSES, weights=weights), plain)
 
 
 def test_focal_loss_by_hand() -> None:

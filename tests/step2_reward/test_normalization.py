@@ -15,9 +15,9 @@ from pipeline.models.chat import load_chat
 from pipeline.models.forward import Scorer
 from pipeline.models.load import load_causal_lm, load_classifier
 from step2_reward.config import RewardConfig
-from step2_reward.finish import mean_and_std, measure_scores, scores_of
-from step2_reward.label_rows import Labels
+from step2_reward.labels import Labels
 from step2_reward.objectives import PairObjective
+from step2_reward.train import compute_scores, mean_and_std, measure_scores
 from tests.families import tiny_causal_lm
 from tests.step2_reward.test_train import small_task
 
@@ -57,7 +57,7 @@ def scored(config: RewardConfig, *, stopped: bool) -> list[float]:
         for prompt, response in zip(prompts, responses, strict=True)
         if response.stopped or not stopped
     ]
-    return scores_of(scorer(config), chat, rows, config)
+    return compute_scores(scorer(config), chat, rows, config)
 
 
 def scorer(config: RewardConfig) -> Scorer:

@@ -22,12 +22,10 @@ from pipeline.models.scores import separator_ids, step_ends
 from step2_reward.config import RewardConfig
 from step2_reward.lab.__main__ import main as measure
 from step2_reward.lab.figures import PredictedSteps, first_errors, step_figures
-from step2_reward.label_rows import Labels
-from step2_reward.step_objective import (
-    StepObjective,
-    StepRow,
-    collate_steps,
-)
+from step2_reward.labels import Labels
+from step2_reward.objectives import StepObjective
+from step2_reward.rows import Row as LabelledRow
+from step2_reward.rows import collate_rows
 from step2_reward.train import train
 from step3_ppo.reward_model import RewardModel
 from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
@@ -60,16 +58,17 @@ def test_all_labelled_steps_weigh_alike_however_rows_are_cut() -> None:
     config = RewardConfig(labels="steps", micro_batch_size=64)
     objective = StepObjective(Labels("steps", "bce"), config)
     encoded = [
-        StepRow(Encoded([5] * 6, [False] + [True] * 5), ends, targets) for ends, targets in rows
+        LabelledRow((Encoded([5] * 6, [False] + [True] * 5),), targets, ends=ends)
+        for ends, targets in rows
     ]
     logits = torch.randn(3 * 6, 1)
 
     def total(parts: list[list[int]]) -> tuple[Tensor, float]:
         loss, right = torch.zeros(()), 0.0
         for part in parts:
-            batch = collate_steps(encoded, part, weight=3 / 6)
+            batch = collate_rows(encoded, part, weight=3 / 6)
             tokens = torch.cat([logits[6 * row : 6 * row + 6] for row in part])
-            outputs = LabelOutputs(tokens, None).at(objective.places(batch))
+            outputs = LabelOutputs(tokens, None).at(batch.positions)
             one, hits = objective.loss(outputs, batch)
             loss, right = loss + one / 3, right + hits.item() / 3
         return loss, right
@@ -97,9 +96,10 @@ def test_first_errors_by_hand() -> None:
 
     errors, figures = first_errors(rows), step_figures(rows)
 
-    assert (errors.with_error, errors.found, errors.without_error, errors.kept) == (3, 1, 2, 1)
-    assert errors.accuracy == 2 / 5
-    assert errors.f1 == pytest.approx(2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2))
+    counts = {"with_error": 3, "found": 1, "without_error": 2, "kept": 1}
+    assert {name: errors[name] for name in counts} == counts
+    assert errors["accuracy"] == 2 / 5
+    assert errors["f1"] == pytest.approx(2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2))
     # Right steps: 2, -1, 1, 2, -2; wrong ones: -1, 3, -1, .5.
     assert figures["accuracy"] == pytest.approx(5 / 9)
     assert figures["macro_recall"] == pytest.approx((3 / 5 + 2 / 4) / 2)

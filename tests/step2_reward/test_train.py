@@ -16,7 +16,6 @@ from pipeline.config import (
     OptimConfig,
     TrainedModelConfig,
 )
-from pipeline.data.batches import EncodedPair, collate_pairs
 from pipeline.data.examples import Encoded
 from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.model import build_tokenizer
@@ -25,7 +24,9 @@ from pipeline.models.forward import Scorer
 from pipeline.models.load import load_classifier
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
-from step2_reward.objectives import evaluate
+from step2_reward.labels import Labels
+from step2_reward.objectives import PairObjective
+from step2_reward.rows import Row, collate_rows
 from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.families import random_rows, tiny_causal_lm
@@ -66,26 +67,19 @@ def logged(config: RewardConfig, name: str) -> list[float]:
     return [record[name] for line in lines if name in (record := json.loads(line))]
 
 
-def pair(chosen: int, rejected: int, *, seed: int = 0) -> EncodedPair:
-    first, second = random_rows((chosen, rejected), seed=seed)
-    return EncodedPair(first, second, margin=float(seed))
-
-
 @torch.no_grad()
 def test_accuracy_is_the_share_of_pairs_in_order(tmp_path: Path) -> None:
     config = small_task(tmp_path)
     model = load_classifier(FrozenModelConfig(path=config.model.path), device=CPU)
     one, two = random_rows((4, 6))
-    scores = Scorer(model).final_scores(
-        collate_pairs([EncodedPair(one, two, 0.0)], spare=pair(1, 1)).tokens
-    )
+    scores = Scorer(model).final_scores(collate_rows([Row((one, two), (0.0,))], [0]).tokens)
     better, worse = (one, two) if scores[0] > scores[1] else (two, one)
     high, low = scores.max().item(), scores.min().item()
 
-    said = evaluate(
-        Scorer(model),
-        [EncodedPair(*p, 0.0) for p in ((better, worse), (better, worse), (worse, better))],
-        config,
+    objective = PairObjective(Labels("pairs", "bradley_terry"), config)
+    pairs = ((better, worse), (better, worse), (worse, better))
+    said = objective.evaluate(
+        Scorer(model), [Row(p, (0.0,), ranks=(1.0, 2.0)) for p in pairs], config
     )
 
     assert said["accuracy"] == 2 / 3

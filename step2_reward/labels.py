@@ -1,0 +1,315 @@
+"""Labels of step 2: their settings, the kind that rows have, and what all rows imply."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.data.examples import Example
+from pipeline.data.rows.columns import Label
+from pipeline.errors import ConfigError, DataError, require
+
+logger = logging.getLogger(__name__)
+
+
+LabelKind = Literal["pairs", "ties", "classes", "ordinal", "scalar", "rankings", "steps"]
+
+Loss = Literal[
+    "bradley_terry",
+    "focal",
+    "rao_kupper",
+    "cross_entropy",
+    "proportional_odds",
+    "mse",
+    "bce",
+    "plackett_luce",
+]
+
+LOSSES: dict[str, tuple[Loss, ...]] = {
+    "pairs": ("bradley_terry", "focal"),
+    "ties": ("rao_kupper",),
+    "classes": ("cross_entropy", "focal"),
+    "ordinal": ("proportional_odds",),
+    "scalar": ("mse", "bce"),
+    "rankings": ("plackett_luce",),
+    "steps": ("bce",),
+}
+"""Of each kind of label, the usual loss first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelSettings:
+    """What a reward model learns from."""
+
+    labels: Literal["auto", LabelKind] = "auto"
+    """What rows say of responses (docs/reward_models.md): pairs, pairs that may be ties, classes,
+    ordered classes, numbers, ranked lists, or steps; auto goes by the rows' columns."""
+
+    loss: Literal["auto", Loss] = "auto"
+    """How labels are learned; auto takes the usual loss of each kind. Others are focal (pairs,
+    classes) and bce (numbers from 0 to 1)."""
+
+    focal_gamma: float = 2.0
+    """Of the focal loss: a row counts (1 - p)^gamma, p the probability of its label; 0 is the usual
+    loss."""
+
+    class_list: tuple[str, ...] = ()
+    """Names of the classes in the model's order, of ordered ones the worst first; empty takes those
+    that the rows have, in ascending order."""
+
+    class_values: tuple[float, ...] = ()
+    """What each class is worth: RL's score is the expected value. Empty takes labels that are
+    numbers, or false and true as 0 and 1; named classes have no value then, and give no score."""
+
+    class_weights: tuple[float, ...] = ()
+    """Weight of each class in the loss; empty weighs rows alike."""
+
+    step_separator: str = "\n"
+    """What stands between the steps of a response, in training and where RL reads them."""
+
+    step_score: Literal["min", "product", "last"] = "min"
+    """RL's score of a response in steps: the log-odds of the worst step or of the last one, or the
+    log-probability that all are right (product)."""
+
+    max_ranked: int = 8
+    """Responses of a ranked list that are learned, at most: the best and the worst, and of those
+    between the better ones."""
+
+    def check_labels(self) -> None:
+        """Raise ConfigError for a setting that can't be, or contradicts another."""
+        require(
+            self.labels == "auto" or self.loss == "auto" or self.loss in LOSSES[self.labels],
+            f"loss {self.loss} does not learn from labels {self.labels}; choose"
+            f" {' or '.join(LOSSES.get(self.labels, ()))}",
+        )
+        require(self.focal_gamma >= 0, f"focal_gamma must not be below 0, got {self.focal_gamma}")
+        require(
+            len(set(self.class_list)) == len(self.class_list) != 1,
+            f"class_list needs two or more different names, got {', '.join(self.class_list)}",
+        )
+        for name in ("class_values", "class_weights"):
+            count = len(getattr(self, name))
+            require(
+                not (count and self.class_list) or count == len(self.class_list),
+                f"{name} has {count} numbers and class_list {len(self.class_list)} names; give one"
+                " for each",
+            )
+        require(
+            all(weight > 0 for weight in self.class_weights), "class_weights must all be above 0"
+        )
+        require(
+            bool(self.step_separator),
+            "step_separator must not be empty; the usual one is a line feed",
+        )
+        require(self.max_ranked > 1, f"max_ranked must be above 1, got {self.max_ranked}")
+
+
+MOST_CLASSES = 20
+"""Most distinct whole numbers that `labels: auto` treats as classes."""
+
+SINGLE = ("classes", "ordinal", "scalar")
+"""Kinds that label one response."""
+
+CLASSES = ("classes", "ordinal")
+"""Kinds whose labels are classes."""
+
+NEEDS = {
+    "pairs": "a chosen and a rejected response",
+    "ties": "a chosen and a rejected response, and `tie` where neither is better",
+    "classes": "a label",
+    "ordinal": "a label",
+    "scalar": "a label that is a number",
+    "rankings": "responses with ranks or scores",
+    "steps": "steps with a label for each (prompt, steps or completions, labels)",
+}
+"""Requirements of a row, by kind."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The kind of label of a run, and what all its rows imply."""
+
+    kind: LabelKind
+    loss: Loss
+
+    classes: tuple[str, ...] = ()
+    """Names in the model's order."""
+
+    values: tuple[float, ...] = ()
+    """Value of each class; empty if unknown."""
+
+    counts: tuple[int, ...] = ()
+    """Training rows of each class."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    """Of the training rows' numbers, by which they are shifted and scaled."""
+
+    tie_share: float = 0.0
+    """Share of the training pairs that are ties, from 0 to 1."""
+
+    @property
+    def num_labels(self) -> int:
+        """Outputs of the model."""
+        return len(self.classes) if self.kind == "classes" else 1
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether the model gives RL a score."""
+        return self.kind != "classes" or bool(self.values)
+
+    def class_index(self, example: Example) -> int:
+        """The index of the row's class."""
+        return self.classes.index(class_name(example.label))
+
+
+def class_name(label: Label | None) -> str:
+    """The name of a class: `true`, `3`, `spam`."""
+    return str(label).lower() if isinstance(label, bool) else str(label)
+
+
+def select_rows(
+    config: LabelSettings, train: Sequence[Example], held_out: Sequence[Example]
+) -> tuple[list[Example], list[Example]]:
+    """The training and held-out rows of the kind that `labels` chooses.
+
+    Raises:
+        DataError: there are none, or they are of one class, or of one that is not listed.
+    """
+    kind = detect_kind(config, train)
+    chosen = [[row for row in rows if has_kind(kind, row)] for rows in (train, held_out)]
+    for rows, name in zip(chosen, ("training", "held-out"), strict=True):
+        if not rows:
+            raise DataError(
+                f"reward.labels {kind}: no {name} row has {NEEDS[kind]}; give other rows, name"
+                " their columns with --fields, or choose another kind (docs/reward_models.md)"
+            )
+    if left := len(train) - len(chosen[0]):
+        logger.info("%d of %d rows are not of the kind %s: left out", left, len(train), kind)
+    resolve_labels(config, *chosen)  # raises errors in the labels
+    return chosen[0], chosen[1]
+
+
+def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
+    """`config.labels`, or the kind that the rows have if that is auto."""
+    if config.labels != "auto":
+        return config.labels
+    if any(row.steps for row in rows):
+        return "steps"
+    if any(row.ranks for row in rows):
+        return "rankings"
+    if any(row.rejected for row in rows):
+        return "ties" if any(row.tie for row in rows) else "pairs"
+    labels = {row.label for row in rows if row.label is not None}
+    numbers = [label for label in labels if isinstance(label, int | float)]
+    whole = all(isinstance(number, int) for number in numbers)
+    if config.class_list or len(numbers) < len(labels) or (whole and len(labels) <= MOST_CLASSES):
+        return "classes"
+    return "scalar"
+
+
+def has_kind(kind: LabelKind, row: Example) -> bool:
+    """Whether a row has labels of that kind; a pair is also a ranked list of two."""
+    if kind == "steps":
+        return any(label is not None for label in row.step_labels)
+    if kind in SINGLE:
+        return row.label is not None
+    return bool(row.chosen and row.rejected) and (kind != "pairs" or not row.tie)
+
+
+def resolve_labels(
+    config: LabelSettings, train: Sequence[Example], held_out: Sequence[Example]
+) -> Labels:
+    """Derive the labels from the rows that `select_rows` returned.
+
+    Raises:
+        DataError: a label is of no class, or no number; or all are the same.
+        ConfigError: settings of classes don't fit the classes, or the loss the labels.
+    """
+    kind = detect_kind(config, train)
+    loss = LOSSES[kind][0] if config.loss == "auto" else config.loss
+    if loss not in LOSSES[kind]:
+        raise ConfigError(
+            f"reward.loss {loss} does not learn from {kind}, which the rows have; choose"
+            f" {' or '.join(LOSSES[kind])}"
+        )
+    if kind == "ties":
+        share = sum(row.tie for row in train) / len(train)
+        if not share:
+            raise DataError("reward.labels ties: no training row is a tie; choose labels pairs")
+        return Labels(kind, loss, tie_share=share)
+    if kind == "steps":
+        labels = [label for row in train for label in row.step_labels if label is not None]
+        right = sum(label >= 0.5 for label in labels)
+        if right in (0, len(labels)):
+            raise DataError(
+                f"all {len(labels)} labelled steps of the training rows are"
+                f" {'right' if right else 'wrong'}; a reward model of steps needs both"
+            )
+    if kind == "scalar":
+        return _resolve_numbers(loss, train, held_out)
+    if kind in CLASSES:
+        return _resolve_classes(kind, loss, config, train, held_out)
+    return Labels(kind, loss)
+
+
+def _resolve_numbers(loss: Loss, train: Sequence[Example], held_out: Sequence[Example]) -> Labels:
+    for row in (*train, *held_out):
+        if not isinstance(row.label, int | float):
+            raise DataError(f"{row.origin}: label must be a number for scalar, got {row.label!r}")
+        if loss == "bce" and not 0 <= row.label <= 1:
+            raise DataError(
+                f"{row.origin}: label is {row.label:g}, and reward.loss bce learns numbers from 0"
+                " to 1; choose mse"
+            )
+    numbers = [float(row.label) for row in train if isinstance(row.label, int | float)]
+    mean = sum(numbers) / len(numbers)
+    std = math.sqrt(sum((number - mean) ** 2 for number in numbers) / len(numbers))
+    if std == 0:
+        raise DataError(f"all {len(numbers)} training rows have the label {mean:g}")
+    return Labels("scalar", loss) if loss == "bce" else Labels("scalar", loss, mean=mean, std=std)
+
+
+def _resolve_classes(
+    kind: LabelKind,
+    loss: Loss,
+    config: LabelSettings,
+    train: Sequence[Example],
+    held_out: Sequence[Example],
+) -> Labels:
+    labels = {class_name(row.label): row.label for row in (*train, *held_out)}
+    names = sorted(labels)
+    if not any(isinstance(label, str) for label in labels.values()):
+        names = sorted(labels, key=lambda name: float(labels[name] or 0))
+    classes = config.class_list or tuple(names)
+    require_listed((*train, *held_out), classes, "the classes of reward.class_list")
+    for name in ("class_values", "class_weights"):
+        if getattr(config, name) and len(getattr(config, name)) != len(classes):
+            raise ConfigError(
+                f"reward.{name} has {len(getattr(config, name))} numbers, and there are"
+                f" {len(classes)} classes: {', '.join(classes)}"
+            )
+    number = Counter(class_name(row.label) for row in train)
+    if len(number) < 2:
+        raise DataError(
+            f"all {len(train)} training rows are of the class {next(iter(number))}; a classifier"
+            " needs rows of two classes or more"
+        )
+    counts = tuple(number[name] for name in classes)
+    if missing := [name for name, count in zip(classes, counts, strict=True) if not count]:
+        logger.warning("no training row is of the class %s", ", ".join(missing))
+    numbers = [float(x) for x in map(labels.get, classes) if isinstance(x, int | float)]
+    own_values = tuple(numbers) if len(numbers) == len(classes) else ()
+    return Labels(kind, loss, classes, config.class_values or own_values, counts)
+
+
+def require_listed(rows: Sequence[Example], classes: Sequence[str], owner: str) -> None:
+    """Raise DataError for a row whose label is none of `classes`, the classes of `owner`."""
+    for row in rows:
+        if class_name(row.label) not in classes:
+            raise DataError(
+                f"{row.origin}: label {class_name(row.label)} is none of {owner},"
+                f" {', '.join(classes)}; add it, or leave the row out"
+            )
