@@ -6,21 +6,104 @@ python -m evaluation.winrate --paths OUT/step1_sft OUT/step3_ppo/actor --prompts
 Prints a line for every two models, and the strengths of all; writes both to winrate.json.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.winrate_config import WinrateConfig
+import numpy as np
+
+from evaluation.comparison import ELO, Match, strength_intervals, strengths
 from pipeline.cli import run_main, say
 from pipeline.command import read_command
-from pipeline.errors import DataError
+from pipeline.config import RowColumns
+from pipeline.errors import DataError, require
 from pipeline.files.output import check_output, write_output
 from pipeline.installation import MODULE
 from pipeline.settings.plain import plain
+from rewards.config import RewardConfig, read_spec
+from rewards.contract import Episode
+from rewards.judge import PairwiseJudge, pairwise_judge
+from rewards.sampling import SamplingConfig, read_prompts, respond, score
+from rewards.sources import read_sources, row_columns
+from rewards.workers import RewardError
 
 if TYPE_CHECKING:
-    from evaluation.comparison import Match
     from pipeline.report.figures import Interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinrateConfig(SamplingConfig):
+    """Which models are compared, on which prompts, and by what."""
+
+    paths: tuple[str, ...] = ()
+    """Two or more model directories or Hub ids."""
+
+    judge: str = ""
+    """What is asked: '{kind: model, path: OUT/step2_reward}', a reward model; file.py:function, or
+    a kind as math, programs whose numbers are compared; '{kind: judge, path: https://HOST/v1,
+    model: NAME}', a language model that sees both responses, in both orders."""
+
+    temperature: float = 0.0
+    """Temperature of sampling; 0 takes the likeliest token."""
+
+    max_new_tokens: int = 512
+    """Longest response, in tokens."""
+
+    timeout_seconds: float = 60.0
+    """Seconds that one call of a program, or one request, may take."""
+
+    output: Path = Path("winrate.json")
+    """File for all figures, as JSON; replaced where it exists."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.paths) > 1, "--paths needs two or more models to compare, as --paths A B")
+        for path in self.paths:
+            require(self.paths.count(path) == 1, f"--paths names {path} twice; name it once")
+        require(
+            bool(self.judge),
+            "--judge is missing: give '{kind: model, path: DIR}', file.py:function or a kind",
+        )
+        require(
+            self.source.kind != "model" or self.source.path is not None,
+            "--judge model: name its directory, as '{kind: model, path: OUT/step2_reward}'",
+        )
+        require(
+            self.source.weight == 1.0,
+            f"--judge: weight has no meaning for one judge, got {self.source.weight}; leave it out",
+        )
+
+    @property
+    def source(self) -> RewardConfig:
+        """The source of rewards that `judge` describes."""
+        return read_spec(self.judge, option="--judge")
+
+    @property
+    def pairwise_judge(self) -> PairwiseJudge:
+        """The language model that compares two responses, if `judge` is one.
+
+        Raises:
+            ConfigError: it can't be used.
+        """
+        return pairwise_judge(
+            self.source, cache_dir=self.cache_dir, timeout_seconds=self.timeout_seconds
+        )
+
+    @property
+    def columns(self) -> RowColumns:
+        """Columns of the rows that the judge reads.
+
+        Raises:
+            ConfigError: it can't be used.
+        """
+        if self.source.kind == "model":
+            return RowColumns()
+        if self.source.kind == "judge":
+            return RowColumns(needed=self.pairwise_judge.columns)
+        return row_columns(read_sources([self.source]))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -39,30 +122,23 @@ def main(argv: Sequence[str]) -> None:
     )
     check_output(config.output, option="--output")
 
-    from evaluation.comparison import strength_intervals, strengths
-    from evaluation.verdicts import columns_read, matches, responses_of
     from pipeline.logs import configure_logging
     from pipeline.models.chat import check_ready
-    from rewards.prompts import read_prompts
 
     configure_logging(is_main=True)
-    examples = read_prompts(
-        config.prompts,
-        columns_read(config),
-        fields=config.fields,
-        limit=config.limit,
-        seed=config.seed,
-        held_out=True,
-    )
+    examples = read_prompts(config, config.columns, held_out=True)
     for path in config.paths:
         check_ready(path, examples)
     if config.source.kind == "model":
         check_ready(str(config.source.path), examples, scores=True)
-    found = matches([responses_of(path, examples, config) for path in config.paths], config)
-    for each in found:
-        if not len(each.known):
+    responses = [
+        [episode for (episode,) in respond(path, examples, config)] for path in config.paths
+    ]
+    found = matches(responses, config)
+    for match in found:
+        if not len(match.known):
             raise DataError(
-                f"no response of {config.paths[each.ours]} or {config.paths[each.theirs]} has a"
+                f"no response of {config.paths[match.ours]} or {config.paths[match.theirs]} has a"
                 " verdict: the judge applies to none of the prompts; look at the columns it reads"
             )
     points = strengths(found, len(config.paths)).tolist()
@@ -73,7 +149,53 @@ def main(argv: Sequence[str]) -> None:
     say(f"\nWith all settings in {config.output}")
 
 
-def _match_lines(found: "Sequence[Match]", config: WinrateConfig) -> list[str]:
+def matches(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> list[Match]:
+    """Every two models, the later one first, on all prompts.
+
+    Raises:
+        RewardError: more verdicts failed than `max_failures` allows.
+    """
+    lengths = [np.array([float(len(each.response)) for each in row]) for row in responses]
+    is_pairwise = config.source.kind == "judge"
+    rewards = [] if is_pairwise else [_rewards(row, config) for row in responses]
+    found = []
+    for theirs, ours in itertools.combinations(range(len(responses)), 2):
+        points = (
+            _judge_pairs(responses[ours], responses[theirs], config)
+            if is_pairwise
+            else _compare_rewards(rewards[ours], rewards[theirs])
+        )
+        found.append(Match(ours, theirs, points, lengths[ours] - lengths[theirs]))
+    return found
+
+
+def _judge_pairs(
+    ours: Sequence[Episode], theirs: Sequence[Episode], config: WinrateConfig
+) -> np.ndarray:
+    outcomes = config.pairwise_judge.compare(ours, theirs)
+    failures = [each.failure for each in outcomes if each.failure is not None]
+    if len(failures) > config.max_failures * len(outcomes):
+        raise RewardError(
+            f"the judge failed on {len(failures)} of {len(outcomes)} prompts, more than"
+            f" --max-failures {config.max_failures:g} allows; the first failure: {failures[0]}"
+        )
+    return np.array([each.value for each in outcomes], dtype=float)  # None becomes NaN
+
+
+def _rewards(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
+    """Rewards of a model's responses by a reward model or program; NaN if unknown."""
+    _, results = score([config.source], [list(responses)], config)
+    (scored,) = results.values()
+    return np.array(scored.values, dtype=float)
+
+
+def _compare_rewards(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """1, 0.5 or 0 by the higher reward; NaN if one is unknown."""
+    points = (ours > theirs) + 0.5 * (ours == theirs)
+    return np.where(np.isnan(ours) | np.isnan(theirs), np.nan, points)
+
+
+def _match_lines(found: Sequence[Match], config: WinrateConfig) -> list[str]:
     lines = ["win rate  95 % interval   length-controlled  won  tied  lost  unknown"]
     for each in found:
         wins, losses, ties = each.counts
@@ -93,14 +215,14 @@ def _strength_lines(
     lines = ["strength (Bradley-Terry, in Elo points)  95 % interval"]
     order = sorted(range(len(points)), key=lambda model: -points[model])
     for model in order:
-        low, high = (_elo(end) for end in intervals[model])
-        elo = _elo(points[model])
+        low, high = (end * ELO for end in intervals[model])
+        elo = points[model] * ELO
         lines.append(f"{elo:+8.0f}  {low:+.0f} to {high:+.0f}  {config.paths[model]}")
     return lines
 
 
 def _document(
-    found: "Sequence[Match]",
+    found: Sequence[Match],
     points: Sequence[float],
     intervals: "Sequence[Interval]",
     config: WinrateConfig,
@@ -121,17 +243,11 @@ def _document(
             for each in found
         ],
         "strengths": [
-            {"model": path, "elo": _elo(strength), "low": _elo(low), "high": _elo(high)}
+            {"model": path, "elo": strength * ELO, "low": low * ELO, "high": high * ELO}
             for path, strength, (low, high) in zip(config.paths, points, intervals, strict=True)
         ],
         "settings": plain(config),
     }
-
-
-def _elo(strength: float) -> float:
-    from evaluation.comparison import ELO
-
-    return strength * ELO
 
 
 if __name__ == "__main__":

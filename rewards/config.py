@@ -3,7 +3,7 @@
 import math
 import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -294,6 +294,14 @@ def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward
     if kind not in _ARGUMENT:
         raise ConfigError(f"{option} {spec}: kind {kind} takes its settings in braces")
     return source_of({"kind": kind, _ARGUMENT[kind]: argument}, taken, option=option)
+
+
+def read_specs(specs: Iterable[str]) -> list[RewardConfig]:
+    """The sources of several words, with different names."""
+    sources: list[RewardConfig] = []
+    for spec in specs:
+        sources.append(read_spec(spec, [source.name for source in sources]))
+    return sources
 
 
 def source_of(

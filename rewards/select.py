@@ -7,31 +7,77 @@ Samples answers to each prompt, has sources of rewards score them, and writes th
 demonstrations (rejection sampling), or the best and the worst ones as pairs.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from pipeline.cli import run_main, say
 from pipeline.command import joined, read_command
-from pipeline.errors import DataError
+from pipeline.data.examples import Example, Message
+from pipeline.errors import DataError, require
 from pipeline.files.output import check_output, json_lines, write_output
 from pipeline.installation import MODULE
-from rewards.selection import (
-    Candidate,
-    SelectConfig,
-    best,
-    best_and_worst,
-    best_of_n_kl,
-    demonstration,
-    pair,
-)
-
-if TYPE_CHECKING:
-    from pipeline.data.examples import Example
-    from rewards.candidates import Sampled
-
+from rewards.config import RewardConfig, read_specs
+from rewards.mixture import weighted_sum, without_failures
+from rewards.sampling import SamplingConfig, read_prompts, respond, score
+from rewards.sources import read_sources, row_columns
 
 ALIASES = {"reward_function": "reward", "out": "output"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectConfig(SamplingConfig):
+    """Which answers are sampled, what scores them and what is written."""
+
+    path: str = ""
+    """Model that answers: a directory, such as OUT/step1_sft, or Hub id."""
+
+    reward: tuple[str, ...] = ()
+    """Sources of rewards: file.py:function (--reward-function), a kind (math, verifier, ...), or
+    all settings, '{kind: model, path: OUT/step2_reward}' for a reward model."""
+
+    best_of: int = 16
+    """Answers to each prompt. One that is cut off at max_new_tokens is never chosen."""
+
+    write: Literal["demonstrations", "pairs"] = "demonstrations"
+    """demonstrations: the best answer to each prompt, for step 1; pairs: the best and the worst,
+    for step 2."""
+
+    output: Path = Path("selected.jsonl")
+    """File for the rows; replaced where it exists."""
+
+    min_reward: float | None = None
+    """Choose no answer of a lower reward; null takes the best, however bad it is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.path), "--path is missing: give the model that answers")
+        require(bool(self.reward), "--reward is missing: give file.py:function, or a kind as math")
+        require(self.best_of > 1, f"--best-of must be 2 or more, got {self.best_of}")
+        require(
+            self.temperature > 0,
+            f"--temperature must be above 0, got {self.temperature}: without chance all"
+            f" {self.best_of} answers are one",
+        )
+
+    @property
+    def sources(self) -> list[RewardConfig]:
+        """What scores the answers, in the order of the command line."""
+        sources = read_specs(self.reward)
+        for source in sources:
+            require(
+                source.kind != "model" or source.path is not None,
+                "--reward model: name its directory, as '{kind: model, path: OUT/step2_reward}'",
+            )
+            require(
+                not source.members,
+                f"--reward {source.name}: step 3 alone pools the members of a reward model; name"
+                " each model as a source, whose scores are summed by weight",
+            )
+        return sources
 
 
 def main(argv: Sequence[str]) -> None:
@@ -53,22 +99,26 @@ def main(argv: Sequence[str]) -> None:
 
     from pipeline.logs import configure_logging
     from pipeline.models.chat import check_ready
-    from rewards.candidates import MODEL, programs_of, sampled_candidates
-    from rewards.prompts import read_prompts
-    from rewards.sources import read_sources, row_columns
 
     configure_logging(is_main=True)
-    columns = row_columns(read_sources(programs_of(config.sources)))
-    examples = read_prompts(
-        config.prompts, columns, fields=config.fields, limit=config.limit, seed=config.seed
-    )
+    sources = config.sources
+    programs = [source for source in sources if source.kind != "model"]
+    examples = read_prompts(config, row_columns(read_sources(programs)))
     check_ready(config.path, examples)
-    for source in config.sources:
-        if source.kind == MODEL:
+    for source in sources:
+        if source.kind == "model":
             check_ready(str(source.path), examples, scores=True)
-    sampled = sampled_candidates(examples, config)
-    rows, left_out = select(examples, sampled.candidates, config)
-    say("\n".join(summary(config, sampled, rows, left_out)))
+    answers = respond(config.path, examples, config, num_samples=config.best_of)
+    batches, scored = score(sources, answers, config)
+    weights = [source.weight for source in sources]
+    rewards = iter(weighted_sum(without_failures([*scored.values()], weights), weights))
+    candidates = [
+        [Candidate(each.response, next(rewards), each.stopped) for each in batch]
+        for batch in batches
+    ]
+    rows, left_out = select(examples, candidates, config)
+    num_failed = sum(each.num_failed for each in scored.values())
+    say("\n".join(summary(config, candidates, num_failed, rows, left_out)))
     if not rows:
         raise DataError(
             f"no prompt gave a row, and {config.output} is not written: raise --best-of or"
@@ -78,9 +128,47 @@ def main(argv: Sequence[str]) -> None:
     say(f"written to {config.output}")
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A sampled answer and what it is worth."""
+
+    text: str
+
+    reward: float | None
+    """None where no source applies, or where one failed; never a 0."""
+
+    stopped: bool = True
+    """Whether it ended by itself. One that was cut off is never chosen: training would teach its
+    end."""
+
+    @property
+    def may_be_chosen(self) -> bool:
+        """Whether it is whole, has a text and a reward."""
+        return self.reward is not None and self.stopped and bool(self.text.strip())
+
+
+def best(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The answer of the highest reward, the first of equal ones; None where none may be chosen."""
+    chosen = [each for each in candidates if each.may_be_chosen]
+    return max(chosen, key=_reward, default=None)
+
+
+def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate, Candidate] | None:
+    """The best answer and the one of the lowest reward, the first of equal ones.
+
+    None where none may be chosen, or where the two are equal, in reward or in text.
+    """
+    better = best(candidates)
+    known = [each for each in candidates if each.reward is not None and each.text.strip()]
+    worse = min(known, key=_reward, default=None)
+    if better is None or worse is None or _reward(better) <= _reward(worse):
+        return None
+    return None if better.text == worse.text else (better, worse)
+
+
 def select(
-    examples: "Sequence[Example]",
-    candidates: "Sequence[Sequence[Candidate]]",
+    examples: Sequence[Example],
+    candidates: Sequence[Sequence[Candidate]],
     config: SelectConfig,
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """The rows to write, and the number of prompts that give none, by reason."""
@@ -101,50 +189,65 @@ def select(
     return rows, left_out
 
 
+def demonstration(prompt: Sequence[Message], chosen: Candidate) -> dict[str, Any]:
+    """A row that step 1 learns from."""
+    return {"messages": [*map(_turn, prompt), _answer(chosen)], "reward": chosen.reward}
+
+
+def pair(prompt: Sequence[Message], better: Candidate, worse: Candidate) -> dict[str, Any]:
+    """A row that step 2 learns from; without a margin, which rewards have no unit for."""
+    return {
+        "prompt": [*map(_turn, prompt)],
+        "chosen": [_answer(better)],
+        "rejected": [_answer(worse)],
+        "reward_chosen": better.reward,
+        "reward_rejected": worse.reward,
+    }
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    turn = {"role": message.role, "content": message.content}
+    return turn if message.trained else {**turn, "weight": 0}
+
+
+def _answer(candidate: Candidate) -> dict[str, Any]:
+    return {"role": "assistant", "content": candidate.text}
+
+
+def _reward(candidate: Candidate) -> float:
+    assert candidate.reward is not None
+    return candidate.reward
+
+
 def summary(
     config: SelectConfig,
-    sampled: "Sampled",
+    candidates: Sequence[Sequence[Candidate]],
+    num_failed: int,
     rows: Sequence[dict[str, Any]],
     left_out: Mapping[str, int],
 ) -> list[str]:
-    """What was sampled, what it is worth, and what was written."""
-    count, n = len(sampled.candidates), config.best_of
-    answers = [each for of_prompt in sampled.candidates for each in of_prompt]
-    known = [each.reward for each in answers if each.reward is not None]
-    tops = [
-        max(rewards)
-        for of_prompt in sampled.candidates
-        if (rewards := [each.reward for each in of_prompt if each.reward is not None])
-    ]
-    lines = [f"prompts     {count:,}, {n} answers to each"]
-    if known:
-        mean, best = sum(known) / len(known), sum(tops) / len(tops)
-        lines.append(f"reward      mean {mean:.4g}, best of {n} {best:.4g}")
-    failed = sum(sampled.failed.values())
+    """Lines on what was sampled, its rewards, and what was written."""
+    n = config.best_of
+    answers = [each for of_prompt in candidates for each in of_prompt]
+    known = [[each.reward for each in row if each.reward is not None] for row in candidates]
+    tops = [max(rewards) for rewards in known if rewards]
+    count = sum(map(len, known))
+    lines = [f"prompts     {len(candidates):,}, {n} answers to each"]
+    if tops:
+        mean, top = sum(map(sum, known)) / count, sum(tops) / len(tops)
+        lines.append(f"reward      mean {mean:.4g}, best of {n} {top:.4g}")
     lines += [
-        f"no reward   {len(answers) - len(known):,} answers; sources failed {failed:,} times",
+        f"no reward   {len(answers) - count:,} answers; sources failed {num_failed:,} times",
         f"cut off     {sum(not each.stopped for each in answers):,} answers, never chosen",
         f"chosen      {len(rows):,} {config.write}",
     ]
     lines += [f"left out    {number:,} with {why}" for why, number in left_out.items()]
     if rows:
-        lines.append(f"KL          {distance(config, count, len(rows))}")
+        # Beirami et al. 2024, arXiv:2401.01879, theorem 1; ties only merge answers.
+        bound = math.log(n) - (n - 1) / n
+        more = "; more where prompts are left out" if len(rows) < len(candidates) else ""
+        lines.append(f"KL          at most log {n} - {n - 1}/{n} = {bound:.3f} nats{more}")
     return lines
-
-
-def distance(config: SelectConfig, prompts: int, rows: int) -> str:
-    """How far the chosen answers are from the model, at most: a bound, and no estimate."""
-    n = config.best_of
-    changed = [f"temperature {config.temperature:g}"] if config.temperature != 1 else []
-    changed += [f"top-p {config.top_p:g}"] if config.top_p != 1 else []
-    model = f"the model{' at ' + ' and '.join(changed) if changed else ''}"
-    formula = f"log {n} - {n - 1}/{n}"
-    if rows == prompts:
-        return f"the best of {n} are at most {best_of_n_kl(n):.3f} nats from {model}: {formula}"
-    return (
-        f"rows are at most {best_of_n_kl(n, rows / prompts):.3f} nats from {model} on the average,"
-        f" if {rows / prompts:.1%} of prompts give one: {formula}, and what leaving out adds"
-    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
 import evaluation.config
-import evaluation.winrate_config
+import evaluation.winrate
 import inference.chat.command
 import inference.generate
 import inference.serve.config
@@ -16,6 +16,7 @@ import pipeline.launch.deployment
 import pipeline.plan.request
 import pipeline.plan.tuning_options
 import rewards.config
+import rewards.sampling
 import rewards.select
 import step0_pretrain.config
 import step1_sft.config
@@ -29,7 +30,7 @@ from train import STAGES
 
 CONFIG_MODULES = (
     evaluation.config,
-    evaluation.winrate_config,
+    evaluation.winrate,
     inference.chat.command,
     inference.generate,
     inference.serve.config,
@@ -40,6 +41,7 @@ CONFIG_MODULES = (
     pipeline.launch.deployment,
     pipeline.plan.request,
     rewards.config,
+    rewards.sampling,
     rewards.select,
     step0_pretrain.config,
     step1_sft.config,

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.verdicts import matches, responses_of
-from evaluation.winrate import main
-from evaluation.winrate_config import WinrateConfig
+from evaluation.winrate import WinrateConfig, main, matches
 from pipeline.data.examples import Example, Message
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
+from rewards.sampling import respond
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
@@ -74,8 +73,7 @@ def test_every_two_models_are_compared_by_what_a_program_gives(
     config = WinrateConfig(**given)
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]
     lengths = [
-        [len(each.response) for each in responses_of(path, examples, config)]
-        for path in config.paths
+        [len(each.response) for (each,) in respond(path, examples, config)] for path in config.paths
     ]
     expected = {
         (ours, theirs): np.mean(
@@ -102,7 +100,7 @@ def test_a_reward_model_prefers_what_it_scores_higher(home: Path) -> None:
     judge = json.dumps({"kind": "model", "path": str(home / "reward")})
     config = WinrateConfig(**{**settings(home, "length", "a", "b"), "judge": judge})
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]
-    answers = [responses_of(path, examples, config) for path in config.paths]
+    answers = [[each for (each,) in respond(p, examples, config)] for p in config.paths]
 
     (match,) = matches(answers, config)
 

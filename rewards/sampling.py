@@ -1,0 +1,195 @@
+"""Responses of a model to the prompts of a data path, and the rewards that sources give for them.
+
+Shared by the commands `rewards.select` and `evaluation.winrate`.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.config import EMBEDDED, DataConfig, RowColumns
+from pipeline.data.examples import Example
+from pipeline.data.rows.reading import RowReader, Wanted
+from pipeline.data.sharing.steps import load_examples
+from pipeline.errors import DataError, require
+from pipeline.progress import Progress
+from rewards.config import RewardConfig, check_limits
+from rewards.contract import Episode, Scored
+from rewards.mixture import Rewards
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """Prompts, how responses to them are sampled, and how sources score these."""
+
+    prompts: str = ""
+    """Rows with the prompts: a file, directory or Hub name, or `embedded`."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    """Column names where they differ from the usual: prompt=question."""
+
+    limit: int | None = None
+    """Prompts, from the first; null is all."""
+
+    temperature: float = 1.0
+    """Temperature of sampling; 0 takes the likeliest token."""
+
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that together have this probability."""
+
+    max_new_tokens: int = 256
+    """Longest response, in tokens."""
+
+    batch_size: int = 32
+    """Responses in a batch; changes none of them."""
+
+    seed: int = 0
+    """The same seed draws the same responses."""
+
+    timeout_seconds: float = 10.0
+    """Seconds that one call of a source, or one request, may take; a longer one has failed."""
+
+    workers: int = 2
+    """Processes in which programs compute rewards."""
+
+    max_failures: float = 0.1
+    """Share of the responses on which a source may fail; more end the command."""
+
+    cache_dir: Path | None = None
+    """Where replies of endpoints are kept, so that no request is repeated."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.prompts), "--prompts is missing: give rows with prompts")
+        for name in ("limit", "max_new_tokens", "batch_size"):
+            value = getattr(self, name)
+            option = name.replace("_", "-")
+            require(value is None or value > 0, f"--{option} must be above 0, got {value}")
+        check_limits(
+            timeout_seconds=self.timeout_seconds,
+            workers=self.workers,
+            max_failures=self.max_failures,
+        )
+
+
+def read_prompts(
+    config: SamplingConfig, columns: RowColumns, *, held_out: bool = False
+) -> list[Example]:
+    """The rows that have a prompt, with the columns that sources of rewards read.
+
+    Args:
+        config: the data path and its limit.
+        columns: to keep.
+        held_out: take the rows that no step trains on, where the path has any.
+
+    Raises:
+        DataError: they can't be read, or none has a prompt.
+    """
+    if config.prompts == EMBEDDED:
+        kept = RowColumns(all=True)
+        parts = load_examples(DataConfig(), step=3, seed=config.seed, kept=kept)
+        examples = parts.eval if held_out else parts.train
+    else:
+        notes: list[str] = []
+        wanted = Wanted(config.fields, columns)
+        (rows,) = RowReader().read((config.prompts,), wanted, step=3, notes=notes)
+        for note in notes:
+            logger.info("%s", note)
+        chosen = (rows.eval or rows.train) if held_out else rows.train
+        examples = [example for example in chosen if example.prompt]
+    if not examples:
+        raise DataError(f"--prompts {config.prompts}: no row has a prompt")
+    return examples[: config.limit]
+
+
+def respond(
+    path: str, examples: Sequence[Example], config: SamplingConfig, *, num_samples: int = 1
+) -> Iterator[list[Episode]]:
+    """Sample `num_samples` responses to each prompt, as episodes with consecutive slots.
+
+    Raises:
+        ModelError: there is no model at `path`.
+        DataError: a prompt is too long for the model.
+    """
+    from inference.files.prompts import Prompt
+    from inference.files.responses import Responder
+    from inference.settings import Sampling
+    from pipeline.models.load import load_for_inference
+
+    sampling = Sampling(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        seed=config.seed,
+    )
+    responder = Responder(*load_for_inference(path), sampling, num_samples=num_samples)
+    encoded = [responder.encode(Prompt(None, each.prompt, None, each.origin)) for each in examples]
+    rows = responder.responses(encoded, first_row=0, batch_size=config.batch_size)
+    slots = itertools.count()
+    progress = Progress("respond", len(examples))
+    progress.start()
+    began = time.perf_counter()
+    try:
+        for row, (example, responses) in enumerate(zip(examples, rows, strict=True), start=1):
+            yield [
+                Episode(
+                    prompt=example.prompt,
+                    response=response.text,
+                    extra=example.extra,
+                    stopped=response.stop != "length",
+                    num_tokens=len(response.token_ids),
+                    slot=slot,
+                )
+                for response, slot in zip(responses, slots, strict=False)
+            ]
+            progress.update(row, {}, seconds=time.perf_counter() - began)
+    finally:
+        progress.stop()
+
+
+def score(
+    sources: Sequence[RewardConfig], batches: Iterable[list[Episode]], config: SamplingConfig
+) -> tuple[list[list[Episode]], dict[str, Scored]]:
+    """Score episodes by programs, as the batches arrive, and by reward models.
+
+    Returns:
+        The batches, and by source the results for all episodes.
+
+    Raises:
+        RewardError: a source failed on more episodes than `max_failures` allows.
+    """
+    programs = [source for source in sources if source.kind != "model"]
+    results: dict[str, Scored] = {}
+    if programs:
+        with Rewards(
+            programs,
+            timeout_seconds=config.timeout_seconds,
+            workers=config.workers,
+            max_failures=config.max_failures,
+            cache_dir=config.cache_dir,
+        ) as rewards:
+            for note in rewards.notes:
+                logger.info("%s", note)
+            scored = []
+            for batch in batches:
+                rewards.submit(batch)
+                scored.append(batch)
+            batches, results = scored, rewards.checked_results()
+    batches = list(batches)
+    for source in sources:
+        if source.kind == "model":
+            results[source.name] = _score_by_model(source, itertools.chain(*batches))
+    return batches, {source.name: results[source.name] for source in sources}
+
+
+def _score_by_model(source: RewardConfig, episodes: Iterable[Episode]) -> Scored:
+    """The scores of a reward model, in its own unit."""
+    from pipeline.models.reward_model import score_responses
+
+    assert source.path is not None
+    dialogues = [(episode.prompt, episode.response) for episode in episodes]
+    return Scored([*score_responses(source.path, dialogues)], [None] * len(dialogues))
