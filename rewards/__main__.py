@@ -4,20 +4,27 @@ Each row's own response is scored: its demonstration or better response, else it
 that compares with the answer should find all of them right.
 """
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.cli import run_main, say
 from pipeline.command import joined, read_command
+from pipeline.data.examples import Example, Message
 from pipeline.data.rows.reading import Wanted
-from pipeline.data.rows.sources import read_source
-from pipeline.errors import EXIT_FAILED, require
+from pipeline.data.rows.shapes import read_row
+from pipeline.data.rows.sources import Row, read_source
+from pipeline.errors import EXIT_FAILED, DataError, require
 from pipeline.installation import MODULE
-from rewards.config import RewardConfig, check_limits, read_spec
+from rewards.config import check_limits, read_specs
+from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards
 from rewards.sources import read_sources, row_columns
-from rewards.verify import Rows, Summary, read_rows, verify
+
+CHUNK = 256
+"""Rows submitted together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +33,7 @@ class VerifyConfig:
 
     reward: tuple[str, ...] = ()
     """Sources: file.py:function; a kind (math, exact, code, ...); a kind with what it needs
-    (regex:PATTERN, length:256, json_schema:FILE); or all settings,
-    '{kind: math, column: solution}'."""
+    (regex:PATTERN, length:256); or all settings, '{kind: math, column: solution}'."""
 
     data_path: str = ""
     """A .json, .jsonl, .csv, .tsv or .parquet file, a directory, or a Hub name."""
@@ -49,7 +55,7 @@ class VerifyConfig:
     """Processes in which programs compute rewards."""
 
     cache_dir: Path | None = None
-    """Where answers of endpoints are kept."""
+    """Where replies of endpoints are kept."""
 
     def __post_init__(self) -> None:
         require(bool(self.reward), "--reward is missing: give file.py:function, or a kind as math")
@@ -58,8 +64,20 @@ class VerifyConfig:
         require(self.limit is None or self.limit > 0, f"--limit must be above 0, got {self.limit}")
 
 
+@dataclass(frozen=True)
+class _Responses:
+    """Rows with a response, as episodes."""
+
+    origins: list[str]
+    better: list[Episode]
+    """The rows' own responses."""
+
+    worse: dict[int, Episode]
+    """By place of the row, the worse response of a preference."""
+
+
 def main(argv: Sequence[str]) -> None:
-    """Print a table of the sources; exit with code 1 where one failed."""
+    """Print a table of the sources; exit with code 1 if one failed."""
     config = read_command(
         VerifyConfig,
         argv,
@@ -67,53 +85,121 @@ def main(argv: Sequence[str]) -> None:
         about="Score the responses that rows have, without a model, and print how the sources did.",
         gather=joined("reward"),
     )
-    sources: list[RewardConfig] = []
-    for spec in config.reward:
-        sources.append(read_spec(spec, [source.name for source in sources]))
-    kept = row_columns(read_sources(sources))  # which checks them before the rows are read
-    columns = [each.reads_column for each in sources if each.reads_column is not None]
-    read = read_source(config.data_path).train[: config.limit]
-    Wanted(config.fields, kept).check({name for row in read for name in row.columns})
-    rows = read_rows(
-        read,
-        fields=config.fields,
-        response=config.response,
-        column=columns[0] if columns else None,
-    )
+    configs = read_specs(config.reward)
+    kept = row_columns(read_sources(configs))  # which checks them before the rows are read
+    column = next((each.reads_column for each in configs if each.reads_column is not None), None)
+    rows = read_source(config.data_path).train[: config.limit]
+    Wanted(config.fields, kept).check({name for row in rows for name in row.columns})
+    responses = _read_responses(rows, config, column)
     with Rewards(
-        sources,
+        configs,
         timeout_seconds=config.timeout_seconds,
         workers=config.workers,
         cache_dir=config.cache_dir,
     ) as rewards:
         for note in rewards.notes:
             say(note)
-        summaries, seconds = verify(rewards, rows)
-    say("\n".join(table(config.data_path, rows, summaries, seconds)))
-    if any(summary.failed for summary in summaries.values()):
+        began = time.monotonic()
+        better = _score(rewards, responses.better)
+        seconds = time.monotonic() - began
+        worse = _score(rewards, [*responses.worse.values()])
+    count, left_out = len(responses.better), len(rows) - len(responses.better)
+    without = f", {left_out} left out without a response" if left_out else ""
+    head = f"{config.data_path}: {count} responses{without}, {count / seconds:,.0f} a second"
+    say("\n".join([head, "", *_table(better), *_notes(responses, better, worse)]))
+    if any(scored.num_failed for scored in better.values()):
         raise SystemExit(EXIT_FAILED)
 
 
-def table(path: str, rows: Rows, summaries: dict[str, Summary], seconds: float) -> list[str]:
-    """The lines that say how the sources did."""
-    count = len(rows.episodes)
-    without = f", {rows.left_out} left out without a response" if rows.left_out else ""
-    lines = [f"{path}: {count} responses{without}, {count / max(seconds, 1e-9):,.0f} a second", ""]
-    width = max(len("source"), *(len(name) for name in summaries))
+def _read_responses(rows: Sequence[Row], config: VerifyConfig, column: str | None) -> _Responses:
+    responses = _Responses([], [], {})
+    for row in rows:
+        example = read_row(row, config.fields)
+        text = None if example is None else _response(row, example, config.response, column)
+        if example is None or text is None:
+            continue
+        place = len(responses.better)
+        responses.origins.append(row.origin)
+        responses.better.append(_episode(example.prompt, text, row, place))
+        if example.rejected and config.response is None:
+            rejected = example.rejected[-1].content
+            responses.worse[place] = _episode(example.prompt, rejected, row, place)
+    if not responses.better:
+        raise DataError(
+            "no row has a response to score; --response COLUMN names the column that holds it"
+        )
+    return responses
+
+
+def _response(row: Row, example: Example, response: str | None, column: str | None) -> str | None:
+    if response is not None:
+        if response not in row.columns:
+            raise DataError(f"{row.origin}: there is no column {response}, which --response names")
+        return str(row.columns[response])
+    if example.chosen:
+        return example.chosen[-1].content
+    answer = row.columns.get(column or "")
+    return None if answer is None else str(answer)
+
+
+def _episode(prompt: tuple[Message, ...], response: str, row: Row, slot: int) -> Episode:
+    # Without a model there is no tokenizer: words stand for tokens.
+    num_tokens = len(response.split())
+    return Episode(prompt, response, extra=dict(row.columns), num_tokens=num_tokens, slot=slot)
+
+
+def _score(rewards: Rewards, episodes: Sequence[Episode]) -> dict[str, Scored]:
+    for start in range(0, len(episodes), CHUNK):
+        rewards.submit(episodes[start : start + CHUNK])
+    return rewards.results()
+
+
+def _table(scored: dict[str, Scored]) -> Iterator[str]:
+    """A line for each source: shares of responses by reward, and the mean reward."""
+    width = max(len("source"), *map(len, scored))
     heads = ("= 1", "= 0", "None", "failed", "mean")
-    lines.append("  ".join([f"{'source':{width}}", *(f"{head:>7}" for head in heads)]))
-    for name, each in summaries.items():
-        none = each.rows - each.applies - each.failed
-        shares = [f"{n / each.rows:7.1%}" for n in (each.right, each.zero, none, each.failed)]
-        lines.append("  ".join([f"{name:{width}}", *shares, f"{each.mean:7.3f}"]))
-    for name, each in summaries.items():
-        if each.preferred is not None:
-            lines.append(
-                f"{name}: the better response of {len(rows.rejected)} preferences has the higher"
-                f" reward in {each.preferred:.1%} (ties as a half)"
+    yield "  ".join([f"{'source':{width}}", *(f"{head:>7}" for head in heads)])
+    for name, each in scored.items():
+        values = [value for value in each.values if value is not None]
+        count = len(each.values)
+        right, zero = sum(value >= 1 for value in values), sum(value == 0 for value in values)
+        none = count - len(values) - each.num_failed
+        shares = [f"{n / count:7.1%}" for n in (right, zero, none, each.num_failed)]
+        mean = math.fsum(values) / len(values) if values else math.nan
+        yield "  ".join([f"{name:{width}}", *shares, f"{mean:7.3f}"])
+
+
+def _notes(
+    responses: _Responses, better: dict[str, Scored], worse: dict[str, Scored]
+) -> Iterator[str]:
+    """How often the better response of a preference wins, and the first rows that stand out."""
+    for name, scored in better.items():
+        pairs = [
+            (scored.values[place], value)
+            for place, value in zip(responses.worse, worse[name].values, strict=True)
+        ]
+        points = [
+            (more > less) + 0.5 * (more == less)
+            for more, less in pairs
+            if more is not None and less is not None
+        ]
+        if points:
+            yield (
+                f"{name}: the better response of {len(pairs)} preferences has the higher reward in"
+                f" {sum(points) / len(points):.1%} (ties as a half)"
             )
-        lines += [f"{name}: first {what}: {where}" for what, where in each.examples.items()]
-    return lines
+        first: dict[str, str] = {}
+        for origin, value, failure in zip(
+            responses.origins, scored.values, scored.failed, strict=True
+        ):
+            if failure is not None:
+                first.setdefault("failed", f"{origin}: {failure}")
+            elif value is None:
+                first.setdefault("None", origin)
+            elif value < 1:
+                first.setdefault("not 1", f"{origin}: {value:g}")
+        for what, where in first.items():
+            yield f"{name}: first {what}: {where}"
 
 
 if __name__ == "__main__":

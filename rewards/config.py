@@ -20,13 +20,11 @@ Kind = Literal[
     "math",
     "exact",
     "regex",
-    "json_schema",
     "length",
     "repetition",
     "code",
     "remote",
     "judge",
-    "generative",
 ]
 
 Form = Literal["auto", "episodes", "trl", "trl_conversational", "openrlhf", "verl"]
@@ -35,7 +33,6 @@ COLUMNS = {
     "verifier": "answer",
     "math": "answer",
     "exact": "answer",
-    "json_schema": "schema",
     "code": "tests",
     "remote": "label",
 }
@@ -48,23 +45,23 @@ SCALE = (0.0, 10.0)
 """The lowest and highest score a judge may give, where the settings name no other."""
 
 _USED_BY: dict[str, set[str]] = {
-    "path": {"model", "function", "json_schema", "remote", "judge", "generative"},
+    "path": {"model", "function", "remote", "judge"},
     "members": {"model"},
     "pool": {"model"},
     "pool_lambda": {"model"},
     "pattern": {"regex", "exact"},
-    "column": {"function", "math", "exact", "json_schema", "code", "remote"},
+    "column": {"function", "math", "exact", "code", "remote"},
     "form": {"function"},
-    "max_tokens": {"length", "generative"},
+    "max_tokens": {"length"},
     "buffer_tokens": {"length"},
     "ngram": {"repetition"},
     "seconds": {"code"},
     "memory_mb": {"code"},
     "sandbox": {"code"},
     "model": {"judge"},
-    "template": {"judge", "generative"},
-    "scale": {"judge", "generative"},
-    "concurrency": {"judge", "generative"},
+    "template": {"judge"},
+    "scale": {"judge"},
+    "concurrency": {"judge"},
     "attempts": {"remote", "judge"},
     "key_variable": {"remote", "judge"},
     "insecure": {"remote", "judge"},
@@ -77,7 +74,6 @@ _NEEDED = {
     "length": ("max_tokens", "the longest response that costs nothing"),
     "remote": ("path", "the address of the service"),
     "judge": ("path", "the address of the endpoint, as https://HOST/v1"),
-    "generative": ("path", "the directory of a language model, or its name on the Hub"),
 }
 
 
@@ -90,17 +86,17 @@ class RewardConfig:
 
     kind: Kind
     """model: step 3's reward model; environment: what its environment gives; function: a Python
-    function of yours; math, exact, regex, json_schema, length, repetition: programs that read the
-    response; verifier: the one of the embedded task, 1 for an answer that is correct and polite,
-    else 0; code: tests that run the program in the response; remote: a service; judge: a language
-    model behind an OpenAI-compatible endpoint; generative: one of this machine."""
+    function of yours; math, exact, regex, length, repetition: programs that read the response;
+    verifier: the one of the embedded task, 1 for an answer that is correct and polite, else 0;
+    code: tests that run the program in the response; remote: a service; judge: a language model
+    behind an OpenAI-compatible endpoint."""
 
     weight: float = 1.0
     """What it weighs in the sum; a source of weight 0 is measured alone."""
 
     path: str | None = None
-    """model: its directory, null takes step 2's; function: file.py:name; json_schema: the file of
-    the schema; remote and judge: an address; generative: a directory or a name on the Hub."""
+    """model: its directory, null takes step 2's; function: file.py:name; remote and judge:
+    an address."""
 
     members: tuple[str, ...] = ()
     """model: directories of further reward models; the scores of all are normalized and pooled."""
@@ -116,14 +112,13 @@ class RewardConfig:
     answer in the response, in its first group, at its last match."""
 
     column: str | None = None
-    """Column of the rows that it compares with: the answer, label, tests or schema."""
+    """Column of the rows that it compares with: the answer, label or tests."""
 
     form: Form = "auto"
     """function: which parameters it takes; auto goes by their names."""
 
     max_tokens: int | None = None
-    """length: tokens of the longest response that costs nothing; generative: of the model's answer,
-    null is 256."""
+    """length: tokens of the longest response that costs nothing."""
 
     buffer_tokens: int = 0
     """length: tokens beyond that over which the reward falls from 0 to -1."""
@@ -145,14 +140,13 @@ class RewardConfig:
     """judge: the model's name at the endpoint."""
 
     template: str | None = None
-    """judge, generative: a text file with {prompt}, {response} and columns in braces; null takes
-    ours."""
+    """judge: a text file with {prompt}, {response} and columns in braces; null takes ours."""
 
     scale: tuple[float, float] = SCALE
-    """judge, generative: its lowest and highest score, which become 0 and 1."""
+    """judge: its lowest and highest score, which become 0 and 1."""
 
     concurrency: int = 8
-    """judge: requests at once; generative: responses that are decoded together."""
+    """judge: requests at once."""
 
     attempts: int = 4
     """remote, judge: requests until an answer comes, with growing pauses between them."""
@@ -183,10 +177,6 @@ class RewardConfig:
                 getattr(self, name) not in (None, ""),
                 f"{where}.{name} is missing: kind {self.kind} needs {meaning}",
             )
-        require(
-            self.kind != "json_schema" or self.path is None or self.column is None,
-            f"{where} has a path and a column: take the schema from one of them",
-        )
         require(
             self.kind != "judge" or self.model is not None,
             f"{where}.model is missing: kind judge needs the model's name at the endpoint",
@@ -233,8 +223,6 @@ class RewardConfig:
     @property
     def reads_column(self) -> str | None:
         """The column of the rows that it compares with; None where it reads none by itself."""
-        if self.kind == "json_schema" and self.path is not None:
-            return None
         return self.column or COLUMNS.get(self.kind)
 
 
@@ -253,9 +241,7 @@ KINDS: tuple[str, ...] = typing.get_args(Kind)
 
 _ARGUMENT = {
     "function": "path",
-    "json_schema": "path",
     "remote": "path",
-    "generative": "path",
     "regex": "pattern",
     "exact": "pattern",
     "length": "max_tokens",

@@ -1,8 +1,8 @@
-"""Language models that judge: behind an OpenAI-compatible endpoint or on this machine.
+"""Language models behind an OpenAI-compatible endpoint that judge.
 
-They score responses one by one. A model behind an endpoint also compares two responses, in both
-orders, because judges favour a position (Zheng et al. 2023, arXiv:2306.05685, section 3.3): only a
-response that is preferred in both has won, otherwise it is a tie.
+They score responses one by one, or compare two, in both orders, because judges favour a position
+(Zheng et al. 2023, arXiv:2306.05685, section 3.3): only a response that is preferred in both has
+won, otherwise it is a tie.
 """
 
 import json
@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pipeline.data.examples import Message
-from pipeline.data.rows.sources import HUB_NAME
-from pipeline.errors import ConfigError, DataError, ModelError, require
-from pipeline.models.directory import check_model_directory
+from pipeline.errors import ConfigError, require
 from rewards.config import SCALE, RewardConfig
 from rewards.contract import Episode, Outcome, Scorer
 from rewards.endpoint import Endpoint, EndpointError, endpoint_of
@@ -288,66 +285,3 @@ def verdict_in(text: str) -> Literal["first", "second", "tie"]:
         if better in ("first", "second", "tie"):
             return better
     raise NoScoreError(f"the judge's answer has no JSON with a verdict: {shortened(text)}")
-
-
-LOCAL_MAX_TOKENS = 256
-"""Of the answer of a model of this machine, where the settings name no other number."""
-
-
-def check_generative(config: RewardConfig) -> None:
-    """Refuse a directory that holds no model, before anything is loaded.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    assert config.path is not None
-    if HUB_NAME.fullmatch(config.path) and not Path(config.path).exists():
-        return
-    try:
-        check_model_directory(config.path)
-    except ModelError as error:
-        raise ConfigError(f"rewards.{config.name}.path names no model: {error}") from None
-
-
-def generative_scorer(config: RewardConfig, template: str) -> Scorer:
-    """Load a model of this machine; it decodes the answers of a call together, greedily.
-
-    Raises:
-        ConfigError, ModelError: the model can't be loaded.
-    """
-    import torch
-
-    from inference.files.prompts import Prompt
-    from inference.files.responses import Responder
-    from inference.settings import Sampling
-    from pipeline.models.load import load_for_inference
-
-    assert config.path is not None
-    # Training has the other threads: two processes that both wait by spinning stop each other.
-    torch.set_num_threads(1)
-    sampling = Sampling(max_new_tokens=config.max_tokens or LOCAL_MAX_TOKENS, temperature=0.0)
-    responder = Responder(*load_for_inference(config.path), sampling)
-
-    def score(episodes: Sequence[Episode]) -> list[Outcome]:
-        outcomes = [Outcome()] * len(episodes)
-        prompts: dict[int, list[int]] = {}
-        for index, episode in enumerate(episodes):
-            text = question(config, template, episode)
-            origin = f"rewards.{config.name}: the question"
-            try:
-                prompts[index] = responder.encode(
-                    Prompt(text, (Message("user", text),), text, origin)
-                )
-            except DataError as error:  # it is too long
-                outcomes[index] = Outcome.failed(str(error))
-        answers = responder.responses(
-            [*prompts.values()], first_row=0, batch_size=config.concurrency
-        )
-        for index, (answer,) in zip(prompts, answers, strict=True):
-            try:
-                outcomes[index] = Outcome(score_in(answer.text, config.scale))
-            except NoScoreError as error:
-                outcomes[index] = Outcome.failed(str(error))
-        return outcomes
-
-    return score

@@ -140,12 +140,11 @@ class Rewards:
 def _lanes(sources: Sequence[Source], workers: int) -> tuple[dict[int, int], list[Lane]]:
     """The lane of each source, and the lanes: one with all workers for the sources that compute.
 
-    Every other source has a lane with one worker, so that no computation waits for a network, and
-    a language model is loaded once.
+    Every other source has a lane with one worker, so that no computation waits for a network.
     """
-    local = {n: source for n, source in enumerate(sources) if not source.is_alone}
+    local = {n: source for n, source in enumerate(sources) if not source.waits_for_network}
     groups = [local] if local else []
-    groups += [{n: source} for n, source in enumerate(sources) if source.is_alone]
+    groups += [{n: source} for n, source in enumerate(sources) if source.waits_for_network]
     lanes = [
         Lane(
             ", ".join(f"rewards.{source.name}" for source in group.values()),

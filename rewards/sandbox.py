@@ -1,16 +1,20 @@
-"""Programs that nobody has read, run where they can harm nothing.
+"""Rewards of programs: the tests of a row, run in a sandbox.
 
-A program runs in namespaces of its own (no network, no other processes, as nobody), in an empty
-directory in memory, with all other mounts read-only, Landlock hiding all files but Python's, an
+A program runs in separate namespaces (no network, no other processes, as nobody), in an empty
+directory in memory, with all other mounts read-only, Landlock hiding all files except Python's, an
 empty environment, and limits on memory, CPU time, processes, files and output. At the deadline the
-kernel ends every process that it has started. `sandbox_child.py` is the inside.
+kernel ends every process that it has started. `sandbox_child.py` runs inside. What the kernel does
+not defend remains: the sandbox is only as good as the machine's kernel is up to date.
 
-What remains is what the kernel itself does not defend: the sandbox is as good as the machine's
-kernel is up to date.
+A program that fails, hangs or is killed for its memory is wrong: its reward is 0. Only a sandbox
+that can't be built, and tests that can't be read, are failures.
 """
 
+import json
 import marshal
 import os
+import re
+import secrets
 import selectors
 import subprocess
 import sys
@@ -20,8 +24,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from pipeline.errors import ConfigError
+from rewards.config import RewardConfig
+from rewards.contract import Episode, Scorer, one_by_one
 from rewards.workers import kill_tree
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -192,3 +199,138 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             process.wait()
     assert process.stdout is not None
     process.stdout.close()
+
+
+_FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+_WITH_TESTS = """\
+import os, sys
+def run():
+    token = sys.stdin.readline().strip()
+    names = {"__name__": "solution"}
+    for file in ("solution.py", "tests.py"):
+        with open(file, encoding="utf-8") as text:
+            exec(compile(text.read(), file, "exec"), names)
+    sys.stdout.flush()
+    os.write(1, token.encode())
+run()
+"""
+"""A program that leaves before its tests have run never writes what is expected in the end."""
+
+
+def code_scorer(config: RewardConfig) -> Scorer:
+    """The share of a row's tests that the program in the response passes; 0 to 1.
+
+    The program is the last fenced block of the response, else the whole response. The tests of a
+    row are Python code (or a list of lines) with assertions that must all hold, or cases:
+    `[{"input": "1 2", "output": "3"}, ...]`, or `{"inputs": [...], "outputs": [...]}`, also as JSON
+    text; lines are compared without the space at their ends. A row without tests has no reward.
+    """
+    column = config.reads_column or ""
+
+    def score(episode: Episode) -> float | None:
+        tests = episode.extra.get(column)
+        if tests is None or tests in ("", [], {}):
+            return None
+        program = program_in(episode.response)
+        cases = cases_of(tests)
+        if cases is not None:
+            return _share_right(program, cases, config)
+        code = "\n".join(tests) if isinstance(tests, list) else str(tests)
+        return float(_passes(program, code, _limits(config, config.seconds)))
+
+    return one_by_one(score)
+
+
+def check_sandbox(config: RewardConfig) -> None:
+    """Run a program that does nothing.
+
+    Raises:
+        ConfigError: the machine can't isolate programs as the settings say.
+    """
+    limits = _limits(config, 20.0)
+    try:
+        ended = run_python({"main.py": "print(6 * 7)"}, main="main.py", stdin="", limits=limits)
+    except SandboxError as error:
+        problem = str(error)
+    else:
+        if ended.output.strip() == b"42":
+            return
+        problem = f"a program that prints a number ended with code {ended.code}"
+    hint = (
+        "let the container or kernel give user namespaces and Landlock, or say sandbox: process for"
+        " programs that you trust"
+        if config.sandbox == "namespaces"
+        else "give it more memory_mb"
+    )
+    raise ConfigError(f"rewards.{config.name}.sandbox: {problem}; {hint}")
+
+
+def program_in(response: str) -> str:
+    """The last fenced block of Python in a response, closed or not; else all of it."""
+    blocks = _FENCED.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def cases_of(tests: object) -> list[tuple[str, str]] | None:
+    """Inputs and outputs; None where the tests are code.
+
+    Raises:
+        ValueError: they are neither.
+    """
+    if isinstance(tests, str):
+        if not tests.lstrip().startswith(("[", "{")):
+            return None
+        try:
+            tests = json.loads(tests)
+        except ValueError:
+            return None  # code may begin with a bracket as well
+    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
+        inputs, outputs = tests["inputs"], tests["outputs"]
+        if len(inputs) == len(outputs):
+            return [(_text(each), _text(out)) for each, out in zip(inputs, outputs, strict=True)]
+    if isinstance(tests, list) and all(isinstance(each, str) for each in tests):
+        return None
+    if isinstance(tests, list) and all(
+        isinstance(each, Mapping) and {"input", "output"} <= each.keys() for each in tests
+    ):
+        return [(_text(each["input"]), _text(each["output"])) for each in tests]
+    raise ValueError("the tests are neither code nor inputs and outputs")
+
+
+def _text(value: Any) -> str:  # noqa: ANN401
+    """A line for each item of a list, as competitions give inputs."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _limits(config: RewardConfig, seconds: float) -> Limits:
+    return Limits(seconds, config.memory_mb, isolated=config.sandbox == "namespaces")
+
+
+def _passes(program: str, tests: str, limits: Limits) -> bool:
+    token = secrets.token_hex(16)
+    files = {"solution.py": program, "tests.py": tests, "main.py": _WITH_TESTS}
+    ended = run_python(files, main="main.py", stdin=f"{token}\n", limits=limits)
+    return ended.code == 0 and ended.output.endswith(token.encode())
+
+
+def _share_right(program: str, cases: list[tuple[str, str]], config: RewardConfig) -> float:
+    """The share of cases that the program gets right, with `config.seconds` for all together."""
+    deadline = time.monotonic() + config.seconds
+    right = 0
+    for given, wanted in cases:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        limits = _limits(config, left)
+        ended = run_python({"main.py": program}, main="main.py", stdin=given, limits=limits)
+        right += _is_right(ended, wanted)
+    return right / len(cases)
+
+
+def _is_right(ended: Ended, wanted: str) -> bool:
+    return ended.code == 0 and _lines(ended.output.decode(errors="replace")) == _lines(wanted)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

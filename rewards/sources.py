@@ -8,24 +8,21 @@ from pathlib import Path
 
 from pipeline.config import RowColumns
 from pipeline.errors import require
-from rewards.code_tests import check_sandbox, code_scorer
 from rewards.config import RewardConfig
 from rewards.contract import Scorer
 from rewards.endpoint import Endpoint, endpoint_of, remote_scorer
-from rewards.functions import FORMS, FunctionFile, function_scorer, read_function, read_text
+from rewards.functions import FORMS, FunctionFile, function_scorer, read_function
 from rewards.judge import (
     TEMPLATE,
-    check_generative,
     columns_in,
-    generative_scorer,
     judge_endpoint,
     judge_scorer,
     read_template,
 )
 from rewards.math_answers import math_scorer
+from rewards.sandbox import check_sandbox, code_scorer
 from rewards.verifiers import (
     exact_scorer,
-    json_schema_scorer,
     length_scorer,
     regex_scorer,
     repetition_scorer,
@@ -42,10 +39,10 @@ class Source:
     function: FunctionFile | None = None
 
     text: str | None = None
-    """Content of its schema's or template's file, where it has one."""
+    """A judge's template."""
 
     cache_dir: Path | None = None
-    """Where answers of endpoints are kept."""
+    """Where replies of endpoints are kept."""
 
     timeout_seconds: float = 10.0
     """Seconds that a call of a program, or a request, may take."""
@@ -57,18 +54,15 @@ class Source:
 
     @property
     def waits_for_network(self) -> bool:
-        """Whether it requests rewards from an endpoint, and computes next to nothing."""
+        """Whether it requests rewards from an endpoint; it then has a separate worker process."""
         return self.config.kind in ("remote", "judge")
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether it has a separate worker process: it waits, or is too large for several."""
-        return self.waits_for_network or self.config.kind == "generative"
 
     @property
     def is_batched(self) -> bool:
         """Whether one call scores all episodes that are submitted together, not each alone."""
-        return self.is_alone or (self.function is not None and self.function.form != "verl")
+        return self.waits_for_network or (
+            self.function is not None and self.function.form != "verl"
+        )
 
     def call_seconds(self, count: int) -> float:
         """The time that a call with `count` episodes may take."""
@@ -79,8 +73,6 @@ class Source:
             # Requests have their own timeouts; this is a bound on all of them.
             judges = self.config.concurrency if self.config.kind == "judge" else count
             return math.ceil(count / judges) * self.endpoint.longest_seconds + 5.0
-        if self.config.kind == "generative":
-            return count * self.timeout_seconds
         return self.timeout_seconds
 
     @property
@@ -94,7 +86,7 @@ class Source:
     @property
     def columns(self) -> frozenset[str]:
         """Columns that the rows must have for it; a function receives all that they have."""
-        if self.config.kind in ("judge", "generative"):
+        if self.config.kind == "judge":
             return columns_in(self.text or "", self.name)
         column = None if self.function is not None else self.config.reads_column
         return frozenset() if column is None else frozenset({column})
@@ -121,7 +113,7 @@ def read_source(
     """A source whose files exist and can be used; no code of a user has run.
 
     Raises:
-        ConfigError: a file, function, pattern or schema can't be used.
+        ConfigError: a file, function or pattern can't be used.
     """
     require(
         config.kind not in ("model", "environment"),
@@ -129,15 +121,11 @@ def read_source(
     )
     function = read_function(config) if config.kind == "function" else None
     text = None
-    if config.kind == "json_schema" and config.path is not None:
-        text = read_text(Path(config.path), f"rewards.{config.name}.path")
-    if config.kind in ("judge", "generative"):
+    if config.kind == "judge":
         text = read_template(config, TEMPLATE)
         columns_in(text, config.name)
     source = Source(config, function, text, cache_dir, timeout_seconds)
-    if config.kind == "generative":
-        check_generative(config)
-    elif function is None:
+    if function is None:
         scorer_of(source)
     if config.kind == "code":
         check_sandbox(config)
@@ -167,7 +155,7 @@ def scorer_of(source: Source) -> Scorer:
     """The function that scores in a worker process.
 
     Raises:
-        ConfigError: a pattern or schema can't be used.
+        ConfigError: a pattern can't be used.
         Exception: whatever the file of a user's function raises.
     """
     if source.function is not None:
@@ -180,11 +168,9 @@ _SCORERS: dict[str, Callable[[Source], Scorer]] = {
     "exact": lambda source: exact_scorer(source.config),
     "verifier": lambda source: verifier_scorer(source.config),
     "regex": lambda source: regex_scorer(source.config),
-    "json_schema": lambda source: json_schema_scorer(source.config, source.text),
     "code": lambda source: code_scorer(source.config),
     "remote": lambda source: remote_scorer(source.config, source.endpoint),
     "judge": lambda source: judge_scorer(source.config, source.text or "", source.endpoint),
-    "generative": lambda source: generative_scorer(source.config, source.text or ""),
     "length": lambda source: length_scorer(source.config),
     "repetition": lambda source: repetition_scorer(source.config),
 }

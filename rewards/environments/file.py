@@ -6,7 +6,7 @@ runs: an edit of the file during a run changes nothing.
 
 import ast
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -50,7 +50,7 @@ class Environment(Protocol):
         ...
 
 
-BUILT_IN = {"guessing": "guessing.py:GuessingGame", "calculator": "calculator.py:Calculator"}
+BUILT_IN = {"guessing": "games.py:GuessingGame", "calculator": "tools.py:Calculator"}
 """Our examples, by short name."""
 
 REWARDS = ("get_reward", "reward")
@@ -109,48 +109,59 @@ def read_environment(path: str) -> EnvironmentFile:
         name in classes,
         f"{where}: {file} has no `class {name}` at its top level; {suggestion(name, classes)}",
     )
-    family, is_whole = _family(classes[name], classes)
-    methods = {each.name: each for node in reversed(family) for each in _methods(node)}
-    form: Literal["turns", "tools"] | None = "turns" if "step" in methods else "tools"
-    if form == "tools" and not is_whole:
-        form = None
-    gives_reward = any(name in methods for name in REWARDS) or _sets_reward(family)
-    found = EnvironmentFile(file, name, form, gives_reward or not is_whole, text)
-    if is_whole:
-        _check_turns(methods, found) if form == "turns" else _check_tools(methods, found)
-    return found
+    family, is_complete = _family(classes[name], classes)
+    members = [member for node in reversed(family) for member in node.body]
+    methods = {each.name: each for each in members if isinstance(each, ast.FunctionDef)}
+    form: Literal["turns", "tools"] = "turns" if "step" in methods else "tools"
+    stored = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for member in members
+        for node in ast.walk(member)
+        if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    gives_reward = not is_complete or "reward" in stored or not methods.keys().isdisjoint(REWARDS)
+    result = EnvironmentFile(
+        file, name, form if is_complete or form == "turns" else None, gives_reward, text
+    )
+    if is_complete:
+        subject = f"{where}: class {name} of {file}"
+        for member in members:
+            require(
+                not isinstance(member, ast.AsyncFunctionDef) or member.name.startswith("_"),
+                f"{subject} has an async method; write plain methods",
+            )
+        (_check_turns if form == "turns" else _check_tools)(methods, subject)
+    return result
 
 
-def _check_turns(methods: dict[str, ast.FunctionDef], found: EnvironmentFile) -> None:
-    of = f"ppo.environment: class {found.name} of {found.file}"
+def _check_turns(methods: dict[str, ast.FunctionDef], subject: str) -> None:
     missing = [verb for verb in VERBS if verb not in methods]
-    require(not missing, f"{of} lacks {' and '.join(missing)}; it needs {FORMS['turns']}")
+    require(not missing, f"{subject} lacks {' and '.join(missing)}; it needs {FORMS['turns']}")
     arguments = methods["reset"].args
-    names = {each.arg for each in (*arguments.args, *arguments.kwonlyargs)}
+    names = {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
     require(
         "seed" in names or arguments.kwarg is not None,
-        f"{of} has a reset without `seed`; write reset(self, row, *, seed)",
+        f"{subject} has a reset without `seed`; write reset(self, row, *, seed)",
     )
 
 
-def _check_tools(methods: dict[str, ast.FunctionDef], found: EnvironmentFile) -> None:
-    of = f"ppo.environment: class {found.name} of {found.file}"
-    tools = [each for name, each in methods.items() if is_tool(name)]
+def _check_tools(methods: dict[str, ast.FunctionDef], subject: str) -> None:
+    tools = [method for name, method in methods.items() if is_tool(name)]
     require(
         "reset" in methods and bool(tools),
-        f"{of} is not an environment: it needs {FORMS['turns']}, or {FORMS['tools']}",
+        f"{subject} is not an environment: it needs {FORMS['turns']}, or {FORMS['tools']}",
     )
     for tool in tools:
         require(
             ast.get_docstring(tool) is not None,
-            f"{of} has the tool {tool.name} without a docstring, by which the model knows it;"
-            " write one, or begin its name with _",
+            f"{subject} has the tool {tool.name} without a docstring, which describes it to the"
+            " model; write one, or begin its name with _",
         )
-        bare = [each.arg for each in tool.args.args[1:] if each.annotation is None]
+        bare = [argument.arg for argument in tool.args.args[1:] if argument.annotation is None]
         require(
             not bare,
-            f"{of} has the tool {tool.name} with arguments without a type ({', '.join(bare)});"
-            " write it, as in `a: int`",
+            f"{subject} has the tool {tool.name} with arguments without a type"
+            f" ({', '.join(bare)}); write it, as in `a: int`",
         )
 
 
@@ -162,36 +173,13 @@ def is_tool(name: str) -> bool:
 def _family(
     node: ast.ClassDef, classes: dict[str, ast.ClassDef]
 ) -> tuple[list[ast.ClassDef], bool]:
-    """A class with those of its file that it inherits from, and whether these are all."""
-    family, is_whole = [node], True
-    for member in family:  # which grows meanwhile
+    """A class with the classes of its file that it inherits from, and whether these are all."""
+    family, is_complete = [node], True
+    for member in family:  # grows during the loop
         for base in member.bases:
             name = ast.unparse(base).rpartition(".")[2]
             if name in classes and classes[name] not in family:
                 family.append(classes[name])
             elif name not in (*classes, "object", "Protocol", "Environment", "ABC"):
-                is_whole = False
-    return family, is_whole
-
-
-def _methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    for each in node.body:
-        if isinstance(each, ast.AsyncFunctionDef) and not each.name.startswith("_"):
-            raise ConfigError(
-                f"ppo.environment: {each.name} of class {node.name} is async; write a plain method"
-            )
-        if isinstance(each, ast.FunctionDef):
-            yield each
-
-
-def _sets_reward(family: list[ast.ClassDef]) -> bool:
-    """Whether a class has an attribute `reward`."""
-    targets = [
-        target
-        for node in family
-        for each in ast.walk(node)
-        if isinstance(each, ast.Assign | ast.AnnAssign | ast.AugAssign)
-        for target in (each.targets if isinstance(each, ast.Assign) else [each.target])
-    ]
-    names = {each.attr for each in targets if isinstance(each, ast.Attribute)}
-    return "reward" in names | {each.id for each in targets if isinstance(each, ast.Name)}
+                is_complete = False
+    return family, is_complete

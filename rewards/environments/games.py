@@ -1,11 +1,13 @@
-"""Rows for the guessing game: `python -m rewards.environments.games --out DIR`.
+"""A number to guess, with hints: `--environment guessing`.
 
-A row has a prompt, a game as demonstration, and the columns `low` and `high` that the environment
-reads. In a demonstration a guess agrees with the hints before it in a share of the cases, and is
-any number of the range in the rest.
+`python -m rewards.environments.games --out DIR` writes rows for it. A row has a prompt, a game as
+demonstration, and the columns `low` and `high`, between which the number lies; in training the seed
+chooses the number. In a demonstration half of the guesses agree with the hints before them, and the
+others are any number of the range.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -13,10 +15,77 @@ from typing import Any
 
 from pipeline.cli import run_main, say
 from pipeline.command import read_command
+from pipeline.data.examples import Message
 from pipeline.errors import require
 from pipeline.files.output import json_lines, write_output
 from pipeline.installation import MODULE
-from rewards.environments.guessing import hint, question
+
+COST = 0.1
+"""What each wrong guess takes off the reward of a number that is found."""
+
+SENSIBLE = 0.5
+"""What the share of guesses that agree with all hints before them weighs."""
+
+
+class GuessingGame:
+    """Answers a guess with `higher` or `lower`, until it is right."""
+
+    def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
+        """Choose a number and ask for it."""
+        self.low, self.high = int(row.get("low", 1)), int(row.get("high", 20))
+        self.number = Random(seed).randint(self.low, self.high)
+        self.least, self.most = self.low, self.high
+        self.wrong = self.sensible = 0
+        self.found = False
+        return [Message("user", question(self.low, self.high))]
+
+    def step(self, answer: str) -> list[Message] | None:
+        """Say where the number lies; an answer that is none counts as a wrong one."""
+        digits = re.fullmatch(r"\s*(\d{1,9})\s*", answer)
+        guess = int(digits[1]) if digits else None
+        if guess is not None:
+            self.sensible += self.least <= guess <= self.most
+            if guess < self.number:
+                self.least = max(self.least, guess + 1)
+            else:
+                self.most = min(self.most, guess - 1)
+        if guess == self.number:
+            self.found = True
+            return None
+        self.wrong += 1
+        return [Message("user", hint(guess, self.number))]
+
+    def reward(self) -> dict[str, float]:
+        """What finding the number is worth, less its cost, and how sensible the guesses were."""
+        found = max(0.0, 1.0 - COST * self.wrong) if self.found else 0.0
+        guesses = self.wrong + self.found
+        share = self.sensible / guesses if guesses else 0.0
+        return {"found": found, "sensible": SENSIBLE * share}
+
+
+def question(low: int, high: int) -> str:
+    """The opening."""
+    return f"Guess my number: {low} to {high}."
+
+
+def hint(guess: int | None, number: int) -> str:
+    """What follows a guess that is not right."""
+    if guess is None:
+        return "a number, please"
+    return "higher" if number > guess else "lower"
+
+
+SPAN = 8
+"""Numbers of a range."""
+
+LOWS = range(1, 93)
+"""First numbers of the ranges."""
+
+HELD_OUT = 16
+"""Ranges in test.jsonl, one game each, which no step trains on."""
+
+MAX_TURNS = 5
+"""Guesses of a demonstration, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,60 +98,29 @@ class GamesConfig:
     rows: int = 4000
     """Games; each range of numbers is in several."""
 
-    held_out: int = 16
-    """Ranges in test.jsonl, one game each, which no step trains on."""
-
-    span: int = 8
-    """Numbers of a range."""
-
-    highest: int = 99
-    """The largest number of any range."""
-
-    sensible: float = 0.5
-    """Share of the guesses that agree with the hints before them."""
-
-    max_turns: int = 5
-    """Guesses of a demonstration, at most."""
-
     seed: int = 0
     """Draws the games."""
 
-    def __post_init__(self) -> None:
-        require(self.span > 1, f"span must be above 1, got {self.span}")
-        require(0 <= self.sensible <= 1, f"sensible must lie in [0, 1], got {self.sensible}")
-        require(self.max_turns > 0, f"max_turns must be above 0, got {self.max_turns}")
-        require(
-            0 < self.held_out < self.num_ranges,
-            f"held_out {self.held_out} leaves none to train on, of {self.num_ranges:,} ranges of"
-            f" {self.span} numbers up to {self.highest}; lower it, or raise highest",
-        )
 
-    @property
-    def num_ranges(self) -> int:
-        """Ranges of numbers, by where they begin."""
-        return self.highest - self.span + 1
+def games(config: GamesConfig) -> dict[str, list[dict[str, Any]]]:
+    """Rows to train on and rows of other ranges held out, by the name of their file."""
+    random = Random(f"games of {SPAN} numbers, seed {config.seed}")
+    lows = random.sample(LOWS, len(LOWS))
+    held_out, others = lows[:HELD_OUT], lows[HELD_OUT:]
+    train = [_game(others[number % len(others)], random) for number in range(config.rows)]
+    return {"train.jsonl": train, "test.jsonl": [_game(low, random) for low in held_out]}
 
 
-def games(config: GamesConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows to train on and rows held out, of other ranges."""
-    random = Random(f"games of {config.span} numbers, seed {config.seed}")
-    lows = random.sample(range(1, config.num_ranges + 1), config.num_ranges)
-    held_out, others = lows[: config.held_out], lows[config.held_out :]
-    rows = config.rows
-    train = [_game(others[number % len(others)], random, config) for number in range(rows)]
-    return train, [_game(low, random, config) for low in held_out]
-
-
-def _game(low: int, random: Random, config: GamesConfig) -> dict[str, Any]:
-    """A row; a game that is not found in `max_turns` guesses ends with the number all the same."""
-    high = low + config.span - 1
+def _game(low: int, random: Random) -> dict[str, Any]:
+    """A row; a game that is not won in `MAX_TURNS` guesses ends with the number all the same."""
+    high = low + SPAN - 1
     number = random.randint(low, high)
     least, most = low, high
     turns: list[dict[str, str]] = []
-    for turn in range(config.max_turns):
-        is_sensible = random.random() < config.sensible
+    for turn in range(MAX_TURNS):
+        is_sensible = random.random() < 0.5
         guess = random.randint(least, most) if is_sensible else random.randint(low, high)
-        if turn == config.max_turns - 1:
+        if turn == MAX_TURNS - 1:
             guess = number
         turns.append({"role": "assistant", "content": str(guess)})
         if guess == number:
@@ -103,19 +141,12 @@ def main(argv: Sequence[str]) -> None:
         usage=f"{MODULE} rewards.environments.games [--SETTING VALUE ...]",
         about="Write guessing games as rows to train on.",
     )
-    for name in ("train.jsonl", "test.jsonl"):
-        path = config.out / name
+    files = {config.out / name: rows for name, rows in games(config).items()}
+    for path in files:
         require(not path.exists(), f"{path} already exists; remove it or choose another --out")
-    train, held_out = games(config)
-    parts = {"train": train, "test": held_out}
-    write_output(
-        {config.out / f"{name}.jsonl": json_lines(part) for name, part in parts.items()},
-        option="--out",
-    )
-    say(
-        f"{len(train):,} games to train on and {len(held_out):,} held out in {config.out};"
-        f" train.py --data-path {config.out} --config guessing-grpo.yaml plays them"
-    )
+    write_output({path: json_lines(rows) for path, rows in files.items()}, option="--out")
+    counts = " and ".join(f"{len(rows):,} games in {path}" for path, rows in files.items())
+    say(f"{counts}; train.py --data-path {config.out} --config guessing-grpo.yaml plays them")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ added to the last user turn; methods with types and docstrings; `get_reward()` o
 import inspect
 import json
 import re
-import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from pipeline.data.examples import Message
 from rewards.environments.file import REWARDS, is_tool
@@ -31,9 +32,6 @@ OPENING = (
 """What the model reads of them; `INSTRUCTIONS` of the class takes its place, and an empty text
 leaves it out."""
 
-_KINDS: dict[type, tuple[type, ...]] = {float: (int, float)}
-"""Types that a JSON value may have for a parameter's type, where that is not the type alone."""
-
 
 class ToolEnvironment:
     """The object of a user's class, played as `rewards.environments.contract.Environment`."""
@@ -45,7 +43,7 @@ class ToolEnvironment:
             for name in dir(type(user))
             if is_tool(name) and inspect.isroutine(getattr(type(user), name))
         }
-        self._kinds = {name: typing.get_type_hints(tool) for name, tool in self._tools.items()}
+        self._types = {name: typing.get_type_hints(tool) for name, tool in self._tools.items()}
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
         """The row's dialogue, after a system message about the tools, with what `reset` adds."""
@@ -99,7 +97,7 @@ class ToolEnvironment:
         if name not in self._tools:
             return f"error: there is no tool {name}; there are {', '.join(sorted(self._tools))}"
         tool = self._tools[name]
-        wrong = wrong_arguments(tool, arguments, self._kinds[name])
+        wrong = wrong_arguments(tool, arguments, self._types[name])
         if wrong:
             return f"error: {name}: {wrong}"
         try:
@@ -126,32 +124,20 @@ def wrong_arguments(
         return f"{error}; it takes {signature}"
     for name, value in arguments.items():
         if name in hints and not fits(value, hints[name]):
-            return f"{name} must be {kind_name(hints[name])}, got {json.dumps(value)}"
+            expected = inspect.formatannotation(hints[name])
+            return f"{name} must be {expected}, got {json.dumps(value)}"
     return None
 
 
-def fits(value: object, kind: Any) -> bool:  # noqa: ANN401
-    """Whether a value of JSON is of an annotated type; types that JSON lacks take any."""
-    origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, each) for each in typing.get_args(kind))
-    if origin is typing.Literal:
-        return value in typing.get_args(kind)
-    plain = origin or kind
-    if kind is None or plain is type(None):
-        return value is None
-    if plain in (Sequence, Mapping):
-        plain = list if plain is Sequence else dict
-    if plain not in (bool, int, float, str, list, dict):
+def fits(value: object, annotation: Any) -> bool:  # noqa: ANN401
+    """Whether a JSON value has an annotated type; a type that JSON lacks takes any value."""
+    try:
+        TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+    except PydanticSchemaGenerationError:
         return True
-    if isinstance(value, bool):
-        return plain is bool
-    return isinstance(value, _KINDS.get(plain, (plain,)))
-
-
-def kind_name(kind: Any) -> str:  # noqa: ANN401
-    """A type as a person writes it."""
-    return kind.__name__ if isinstance(kind, type) and not typing.get_origin(kind) else str(kind)
+    except ValidationError:
+        return False
+    return True
 
 
 def as_text(result: object) -> str:
@@ -162,3 +148,37 @@ def as_text(result: object) -> str:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(result)
+
+
+class Calculator:
+    """Sums, differences, products and quotients of numbers: `--environment calculator`.
+
+    `python -m pipeline.demo.arithmetic --calculator true` writes rows whose demonstrations call it.
+    The reward is of the last answer, by any source: `--reward math`.
+    """
+
+    INSTRUCTIONS = ""  # the demonstrations show how it is called
+
+    def reset(self, **row: object) -> None:
+        """Nothing is kept from one call to the next."""
+
+    def add(self, a: float, b: float) -> float:
+        """The sum a + b."""
+        return a + b
+
+    def subtract(self, a: float, b: float) -> float:
+        """The difference a - b."""
+        return a - b
+
+    def multiply(self, a: float, b: float) -> float:
+        """The product a * b."""
+        return a * b
+
+    def divide(self, a: float, b: float) -> float:
+        """The quotient a / b."""
+        if b == 0:
+            raise ValueError("the divisor is 0")
+        try:
+            return a / b
+        except OverflowError:
+            raise ValueError("the quotient has too many digits") from None

@@ -1,4 +1,4 @@
-"""rewards/code_tests.py: programs against the tests of their rows."""
+"""rewards/sandbox.py: programs against the tests of their rows."""
 
 import pytest
 

@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 import pytest
 
-from rewards.environments.calculator import Calculator
 from rewards.environments.file import read_environment
-from rewards.environments.guessing import GuessingGame
+from rewards.environments.games import GuessingGame
 from rewards.environments.pool import Environments, Played
-from rewards.environments.tools import ToolEnvironment
+from rewards.environments.tools import Calculator, ToolEnvironment
 from tests.rewards.processes import alive, descendants, read_command
 
 GAME = """
