@@ -17,7 +17,6 @@ from pipeline.errors import (
 from pipeline.installation import CHAT
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import Check, insist, look
-from pipeline.plan.make import make_plan
 from pipeline.plan.output import (
     COMMAND,
     REPORT,
@@ -31,7 +30,7 @@ from pipeline.plan.output import (
     record_command,
     with_last_options,
 )
-from pipeline.plan.plan import Plan
+from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.stage import Stage
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
@@ -148,10 +147,12 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
 
 
 def _insist_on_memory(plan: Plan) -> None:
-    from pipeline.plan.memory import chosen_settings, insist_on_memory, memory_lines
+    """Print the memory of each step, and refuse a plan with one that can't fit its machine."""
+    from pipeline.plan.describe import memory_lines, refusals
 
-    insist_on_memory(plan)
-    say("\n".join([*memory_lines(plan), *(chosen_settings(plan) if plan.chosen else ())]))
+    for sentence in refusals(plan):
+        raise ConfigError(sentence)
+    say("\n".join(memory_lines(plan)))
 
 
 def _look(plan: Plan) -> Check:

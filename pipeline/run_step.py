@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from pipeline.budget.start import check_memory
+from pipeline.budget.fit import check_memory
 from pipeline.cli import parse_step
 from pipeline.config import StepConfig
 from pipeline.logs import configure_logging

@@ -14,10 +14,9 @@ import pytest
 
 from pipeline.cli import parse_step
 from pipeline.errors import UserError
-from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.plan.stage import without_unchosen
+from pipeline.plan.stage import side_by_side, without_unchosen
 from train import STAGES
 
 ROOT = Path(__file__).parent.parent

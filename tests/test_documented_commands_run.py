@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
-from pipeline.plan.stage import without_unchosen
+from pipeline.plan.stage import side_by_side, without_unchosen
 from tests.families import tiny_causal_lm, tiny_config
 from tests.pipeline.data.tokenizers import byte_level
 from tests.test_documented_commands import FILES, ROOT, lines

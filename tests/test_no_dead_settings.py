@@ -14,7 +14,6 @@ import pipeline.config
 import pipeline.export.command
 import pipeline.launch.deployment
 import pipeline.plan.request
-import pipeline.plan.tuning_options
 import rewards.config
 import rewards.sampling
 import rewards.select
@@ -35,7 +34,6 @@ CONFIG_MODULES = (
     inference.generate,
     inference.serve.config,
     inference.settings,
-    pipeline.plan.tuning_options,
     pipeline.config,
     pipeline.export.command,
     pipeline.launch.deployment,

@@ -27,8 +27,7 @@ from inference.serve.served import Lane, ServedModel, load_reward, vocabulary_of
 from inference.serve.state import State
 from inference.serve.text import TokenBytes
 from inference.weights.hash import weights_hash
-from pipeline.budget.fit import in_words
-from pipeline.budget.machine import GIB
+from pipeline.budget.machine import GIB, in_words
 from pipeline.cli import remark
 from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.resolve_format import resolve_format

@@ -1,36 +1,76 @@
 """Autotuning of a plan: short runs of each step with other settings; the fastest stay.
 
 The micro-batch is doubled until that stops paying, then recomputation and the other ZeRO stages
-are tried, each once. Settings that the user gave stay.
+are tried, each once. Settings that the user gave stay. A trial is a real run of a step over a few
+optimizer steps.
 
 OUT/autotune/trials.jsonl     a line for each trial
 OUT/autotune/logs/            the output of the trials
-OUT/autotune/best.yaml        the best settings of the steps tuned so far
+OUT/autotune/best.yaml        settings that repeat the run with the best settings so far
 """
 
 import json
 import shlex
 import shutil
+import signal
+import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, Literal
 
-from pipeline.autotune.best import write_best
-from pipeline.autotune.trial import MODELS, Trial, run_trial, with_trial_models
-from pipeline.budget.fit import shortage
-from pipeline.budget.fixes import Settings, changed, of_models, trained_models
-from pipeline.cli import complain, say
-from pipeline.config import StepConfig
-from pipeline.errors import EXIT_FAILED, ConfigError
+import yaml
+
+from pipeline.budget.fit import Settings, changed, of_models, shortage, trained_models
+from pipeline.budget.memory import step_memory
+from pipeline.cli import EXIT_INTERRUPTED, complain, say, write_config
+from pipeline.config import FrozenModelConfig, StepConfig
+from pipeline.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, ConfigError
+from pipeline.files.durable import replace_durably
 from pipeline.installation import TRAIN
-from pipeline.plan.output import AUTOTUNE
+from pipeline.launch.child import run_child
+from pipeline.launch.commands import step_command, step_environment
+from pipeline.launch.deployment import Deployment
+from pipeline.launch.local import PLANNED
+from pipeline.plan.inputs import model_paths
+from pipeline.plan.output import AUTOTUNE, MARK
 from pipeline.plan.plan import Plan
-from pipeline.plan.stage import Stage
+from pipeline.plan.request import Request
+from pipeline.plan.stage import METHODS, Stage
+from pipeline.settings.plain import plain
+from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 BEST, TRIALS, LOGS = "best.yaml", "trials.jsonl", "logs"
 
+MODELS = ".models"
+"""Directory of what trials write: steps that start from a model of another one find it there."""
+
 GAIN = 1.03
 """A change is kept if the step is faster by this factor; single steps differ by a few percent."""
+
+WARM_UP = 2
+"""First optimizer steps, which allocate and compile; they are not measured."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of a trial."""
+
+    outcome: Literal["measured", "out of memory", "refused", "failed"]
+
+    speed: float = 0.0
+    """Median of tokens per second over all processes; 0 where nothing was measured."""
+
+    memory_gb: float = 0.0
+    """Memory of the largest process."""
+
+    message: str = ""
+    """The last line of the log, where nothing was measured."""
+
+    def __str__(self) -> str:
+        if self.outcome == "measured":
+            return f"{self.speed:,.0f} tokens/s, {self.memory_gb:.2f} GB"
+        return f"{self.outcome}: {self.message}" if self.message else self.outcome
 
 
 def tune(plan: Plan) -> Plan:
@@ -44,7 +84,6 @@ def tune(plan: Plan) -> Plan:
     out = plan.request.output_dir / AUTOTUNE
     out.mkdir(parents=True, exist_ok=True)
     (out / TRIALS).unlink(missing_ok=True)
-    chosen: dict[str, Settings] = {}
     try:
         for stage in plan.stages:
             if stage.name in plan.finished:
@@ -52,13 +91,37 @@ def tune(plan: Plan) -> Plan:
             best = _Tuning(plan, stage).run()
             config = changed(plan.configs[stage.name], best)
             plan = replace(plan, configs={**plan.configs, stage.name: config})
-            chosen[stage.name] = best
-            write_best(out / BEST, plan.request, plan.all_stages, plan.configs, chosen)
+            _write_best(plan, out / BEST)
     finally:
         shutil.rmtree(out / MODELS, ignore_errors=True)
     command = shlex.join(["--config", str(out / BEST)])
     say(f"the best settings: {out / BEST}; `{TRAIN} {command}` runs with them")
     return plan
+
+
+def _write_best(plan: Plan, file: Path) -> None:
+    """Write all settings of a plan, so that `train.py --config FILE` runs it without options."""
+    request = plan.request
+    names = ("output_dir", "step", "method", *(each.name for each in fields(Deployment)))
+    defaults = {each.name: each.default for each in fields(Request)}
+    given = {name: getattr(request, name) for name in names}
+    document = {
+        name: plain(value)
+        for name, value in given.items()
+        if value != defaults[name] or name in ("output_dir", "step")
+    }
+    if request.plan == "off":
+        document["plan"] = "off"
+    for stage in plan.all_stages:
+        settings = plain(plan.configs[stage.name])
+        dropped = ("output_dir", "method") if request.method else ("output_dir",)
+        settings = {name: value for name, value in settings.items() if name not in dropped}
+        section = document if stage.method is None else document.setdefault(METHODS, {})
+        section[stage.method or stage.section] = settings
+    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    command = f"# Run it: {TRAIN} {shlex.join(['--config', str(file)])}\n"
+    temporary = file.with_name(file.name + ".partial")
+    replace_durably(file, (command + text).encode(), temporary=temporary)
 
 
 @dataclass
@@ -141,8 +204,6 @@ class _Tuning:
         Raises:
             ConfigError: the step refuses its input.
         """
-        from pipeline.budget.memory import step_memory
-
         machine = self.plan.machine
         try:
             config = with_trial_models(self._config(settings), self.plan)
@@ -192,3 +253,86 @@ class _Tuning:
 
 def _words(settings: Mapping[str, object]) -> str:
     return "  ".join(f"{name} {str(value).lower()}" for name, value in settings.items())
+
+
+def run_trial(plan: Plan, stage: Stage, config: StepConfig, *, log: Path) -> Trial:
+    """Run a step with these settings over a few optimizer steps.
+
+    Raises:
+        SystemExit: a scheduler's signal stopped it; the code is 75.
+        KeyboardInterrupt: Ctrl-C stopped it.
+    """
+    out = plan.request.output_dir / AUTOTUNE / MODELS / stage.name
+    shutil.rmtree(out, ignore_errors=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    steps = WARM_UP + plan.request.autotune_steps
+    write_config(trial_settings(config, out, steps=steps, world=plan.machine.world), out / MARK)
+    with log.open("wb") as output:
+        ending = run_child(
+            step_command(stage.module, out / MARK, plan.where, plan.request),
+            {**step_environment(plan.where, plan.request), PLANNED: "1"},
+            output=output,
+        )
+    if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
+        raise SystemExit(EXIT_REQUEUE)
+    if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt(f"interrupted while {stage.title} was tuned")
+    lines = _read_metrics(out / "metrics.jsonl")[WARM_UP:]
+    if ending.code == 0 and lines:
+        return Trial(
+            "measured",
+            statistics.median(float(line["tokens_per_second"]) for line in lines),
+            max(line.get("memory_gb", 0.0) for line in lines),
+        )
+    text = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    message = next((line.strip() for line in reversed(text) if line.strip()), "")
+    if ending.code in (EXIT_OUT_OF_MEMORY, -signal.SIGKILL, 128 + signal.SIGKILL):
+        return Trial("out of memory", message=message)
+    return Trial("refused" if ending.code == EXIT_USER_ERROR else "failed", message=message)
+
+
+def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: int) -> StepConfig:
+    """The settings for so many optimizer steps, with evaluations as short as possible."""
+    values: dict[str, object] = {
+        "output_dir": output_dir,
+        "max_steps": steps,
+        "eval_every": 0,
+        "keep_best": False,
+        "log_every": 1,
+        "save_every": None,
+        "resume": False,
+        "trackers": (),
+        "data.max_eval_rows": world,
+    }
+    of_some_steps: dict[str, object] = {
+        "patience": None,
+        "normalization_prompts": 2,
+        "samples_every": steps + 1,
+        "base": FrozenModelConfig(),
+        "critic_warmup_steps": 0,
+        "guards": (),
+    }
+    names = {each.name for each in fields(config)}
+    return changed(config, values | {n: v for n, v in of_some_steps.items() if n in names})
+
+
+def with_trial_models(config: StepConfig, plan: Plan) -> StepConfig:
+    """The settings with models of trials in place of those of steps that have not run yet.
+
+    The speed of a step depends on the shapes of its models alone.
+    """
+    made = {str(plan.request.output_dir / stage.name): stage.name for stage in plan.stages}
+    models = plan.request.output_dir / AUTOTUNE / MODELS
+    paths = {
+        name: str(models / made[path])
+        for name, path in model_paths(config)
+        if path in made and not (Path(path) / "config.json").is_file()
+    }
+    return changed(config, paths)
+
+
+def _read_metrics(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if "tokens_per_second" in line]

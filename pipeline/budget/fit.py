@@ -1,20 +1,50 @@
-"""Whether a step fits a machine, and the memory plan in words."""
+"""Whether a step fits a machine, and the cheapest settings with which it does.
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+Options that save memory are ordered as DeepSpeed orders them: smaller micro-batches,
+recomputation, stage 2, an offloaded optimizer, stage 3, offloaded weights; then tensor and pipeline
+parallelism, and adapters. A refusal and `--plan auto` search the same list.
+"""
 
-from pipeline.budget.machine import GIB, MIB, Machine
-from pipeline.budget.memory import KINDS, Phase, Place, StepMemory
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-LEFT_OUT = {"compare": "the comparison with the base model"}
-"""Purpose of the optional phases, by name."""
+from pipeline.budget.machine import Machine, describe_machine, in_words, this_machine
+from pipeline.budget.memory import Phase, StepMemory, line, step_memory
+from pipeline.budget.models import models_of
+from pipeline.cli import remark, say
+from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
+from pipeline.errors import ConfigError, ModelError
+from pipeline.launch.local import PLANNED, list_gpus
+from pipeline.parallel import launched
 
-PLACES: Mapping[Place, str] = {"host": "in main memory", "disk": "on the disk"}
+ConfigT = TypeVar("ConfigT")
+
+Settings = Mapping[str, Any]
+"""Values by dotted name, as in a file of settings: {"model.zero_stage": 2}."""
+
+Count = Callable[[StepConfig], StepMemory]
+"""The memory of a step with other settings, on the machine in question."""
+
+CHECKPOINTING: Settings = {"gradient_checkpointing": True}
+OFFLOADED: Settings = {"zero.offload.optimizer": "cpu", "zero.offload.gradients": "cpu"}
+WEIGHTS_OFFLOADED: Settings = {"zero_stage": 3, **OFFLOADED, "zero.offload.params": "cpu"}
+
+ENOUGH_TOKENS = 2048
+"""Tokens of a micro-batch below which `--plan auto` prefers recomputation or offload."""
+
+MOST_TOKENS = 16384
+"""Tokens of a micro-batch above which larger ones are not faster."""
+
+MARGIN = 0.9
+"""Share of the memory that `--plan auto` fills."""
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A phase that needs more than there is."""
+    """A phase that needs more memory than there is."""
 
     phase: Phase
     where: str
@@ -30,104 +60,276 @@ class Shortage:
 
 
 def shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
-    """The required phase that lacks most; None where all of them fit, as far as is known."""
-    return _most_lacking((phase for phase in memory.phases if not phase.optional), machine)
-
-
-def left_out(memory: StepMemory, machine: Machine) -> Iterator[Shortage]:
-    """The optional phases that don't fit."""
+    """The phase that lacks most; None where all of them fit, as far as is known."""
+    lacks: list[Shortage] = []
     for phase in memory.phases:
-        short = _most_lacking([phase], machine) if phase.optional else None
-        if short is not None:
-            yield short
-
-
-def _most_lacking(phases: Iterable[Phase], machine: Machine) -> Shortage | None:
-    lacks = _shortages(phases, machine)
-    return max(lacks, key=lambda short: short.needed - short.available, default=None)
-
-
-def _shortages(phases: Iterable[Phase], machine: Machine) -> Iterator[Shortage]:
-    for phase in phases:
         least = phase.least()
         device, host = least.peak("device"), least.peak("host")
         if machine.gpu_bytes is not None and device > machine.gpu_bytes:
-            yield Shortage(phase, "each GPU", device, machine.gpu_bytes)
+            lacks.append(Shortage(phase, "each GPU", device, machine.gpu_bytes))
         on_host = machine.processes * (host if machine.has_gpu else device + host)
         if machine.host_bytes is not None and on_host > machine.host_bytes:
-            yield Shortage(phase, "each machine", on_host, machine.host_bytes)
+            lacks.append(Shortage(phase, "each machine", on_host, machine.host_bytes))
+    return max(lacks, key=lambda short: short.needed - short.available, default=None)
 
 
-def in_words(*sizes: int) -> tuple[str, ...]:
-    """Bytes in GiB, or in MiB where all are small."""
-    large = max(sizes) >= GIB
-    unit, name = (GIB, "GiB") if large else (MIB, "MiB")
-    return tuple(f"{size / unit:.1f} {name}" for size in sizes)
+def check_memory(config: StepConfig, *, section: str) -> None:
+    """Print the memory that a step takes, on the first process, and refuse what can't fit.
+
+    Under `train.py`, which checks all steps, this only logs which number formats are slow here.
+
+    Raises:
+        ConfigError: names the need, the supply, and the cheapest change.
+    """
+    if launched.rank() != 0:
+        return
+    from pipeline.models.number_formats import slow_formats
+
+    if advice := slow_formats(config, section=section):
+        remark(advice)
+    if PLANNED in os.environ:
+        return
+    processes = launched.local_world_size()
+    gpus = list_gpus()[:processes]
+    machine = this_machine(processes=processes, world=launched.world_size(), gpus=gpus)
+    memory = step_memory(config, machine=machine)
+    if (sentence := refusal("this step", "", config, machine, {}, memory)) is not None:
+        raise ConfigError(sentence)
+    say(f"memory: {describe_machine(machine)}; this step takes {line(memory, machine)}")
 
 
-def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
-    """Kinds down, phases across; main memory and disk after the device."""
-    unit = GIB if memory.peak("device") >= GIB else MIB
-    for role, count in memory.parameters.items():
-        yield f"  {role:<18} {count / 1e6:,.1f}M parameters"
-    yield f"  {'MiB' if unit == MIB else 'GiB':<18}" + "".join(
-        f"{phase.name:>10}" for phase in memory.phases
+def refusal(
+    step: str,
+    section: str,
+    config: StepConfig,
+    machine: Machine,
+    origins: Mapping[str, str],
+    memory: StepMemory,
+) -> str | None:
+    """The sentence by which a step that can't fit is refused; None where it fits.
+
+    Args:
+        step: beginning of the sentence, as "step 1".
+        section: prefix of the settings on the command line; empty for a step's own.
+        config: settings of the step.
+        machine: the machine it is to run on.
+        origins: for a directory that an earlier step has yet to write, the model it starts from.
+        memory: the memory of the step there.
+    """
+    short = shortage(memory, machine)
+    if short is None:
+        return None
+
+    def count(other: StepConfig) -> StepMemory:
+        return step_memory(other, machine=machine, origins=origins)
+
+    fix = suggest_fix(config, machine, count, origins)
+    if fix is None:
+        return (
+            f"{step} {short}; nothing that saves memory makes it fit: take a smaller model, shorter"
+            " sequences, or a machine with more memory, more GPUs or fewer processes"
+        )
+    prefix = f"--{section}." if section else "--"
+    options = (f"{prefix}{name} {str(value).lower()}" for name, value in fix.items())
+    return f"{step} {short}; it fits with {' '.join(options)}"
+
+
+def suggest_fix(
+    config: StepConfig, machine: Machine, count: Count, origins: Mapping[str, str] | None = None
+) -> Settings | None:
+    """The cheapest change found with which a step fits; None where nothing helps."""
+    options = [{"micro_batch_size": 1}, *savings(config, machine, origins or {})]
+    spare = [option for option in options if "cpu" not in option.values()]
+    adapters = of_models(config, {"lora.rank": 16})
+    quantized = {**adapters, **of_models(config, {"quantize": "nf4"})}
+    lists = (options, spare, [*options, adapters], [*spare, adapters, quantized])
+    found = (first_that_fits(config, machine, count, each) for each in lists)
+    return next((settings for settings in found if settings is not None), None)
+
+
+def choose_settings(
+    config: StepConfig, machine: Machine, origins: Mapping[str, str], given: frozenset[str]
+) -> Settings:
+    """The choice of `--plan auto`: the fastest settings that leave a tenth of the memory free.
+
+    Args:
+        config: settings of the step.
+        machine: its machine.
+        origins: for a directory that an earlier step has yet to write, the model it starts from.
+        given: dotted names of settings that the user gave, which stay.
+    """
+    tight = replace(
+        machine,
+        gpu_bytes=machine.gpu_bytes and int(MARGIN * machine.gpu_bytes),
+        host_bytes=machine.host_bytes and int(MARGIN * machine.host_bytes),
     )
-    yield from _rows(memory, "device", unit)
-    for place, name in PLACES.items():
-        if memory.peak(place):
-            yield f"  {name}"
-            yield from _rows(memory, place, unit)
-    yield f"  {describe_machine(machine)}"
-    for short in left_out(memory, machine):
-        yield f"  {LEFT_OUT[short.phase.name]} is left out: it {short}"
-    yield from (f"  {sentence}" for sentence in memory.unknown)
+    work = config.workload(machine.world)
+    most = max(1, min(-(-config.batch_size // work.data_processes), MOST_TOKENS // work.length))
+    fastest = {
+        **of_models(config, {"zero_stage": 2 if machine.world > 1 else 0}),
+        "micro_batch_size": most,
+    }
+    enough = max(1, min(most, ENOUGH_TOKENS // work.length))
+    options = [
+        {"micro_batch_size": enough},
+        *savings(config, machine, origins),
+        {"micro_batch_size": 1},
+    ]
+
+    def free(settings: Settings) -> Settings:
+        return {name: value for name, value in settings.items() if name not in given}
+
+    def count(other: StepConfig) -> StepMemory:
+        return step_memory(other, machine=machine, origins=origins)
+
+    try:
+        start = changed(config, free(fastest))
+        start.parallel.check(machine.world)
+    except ConfigError:  # a given setting contradicts it
+        fastest, start = {}, config
+    for spares_host in (False, True):
+        allowed = [o for o in map(free, options) if not (spares_host and "cpu" in o.values())]
+        found = first_that_fits(start, tight, count, [{}, *allowed])
+        if found is not None:
+            chosen = {**free(fastest), **found}
+            responses = _responses_at_once(changed(config, chosen), tight, count)
+            return {**chosen, **free(responses)}
+    return {}
 
 
-def line(memory: StepMemory, machine: Machine) -> str:
-    """The memory of the largest phase."""
-    phases = [phase.least() for phase in memory.phases if not phase.optional]
-    worst = max(phases, key=lambda phase: phase.peak("device"))
-    (needed,) = in_words(worst.peak("device"))
-    more = " and more, which is not counted" if memory.unknown else ""
-    host = max(phase.peak("host") for phase in phases)
-    beside = f", {in_words(host)[0]} of main memory" if host and machine.has_gpu else ""
-    each = "on each GPU" if machine.has_gpu else "in each process"
-    return f"about {needed} {each} (to {worst.name}){beside}{more}"
+def _responses_at_once(config: StepConfig, machine: Machine, count: Count) -> Settings:
+    """The number of responses that the key-value cache has room for."""
+    generation = config.workload(machine.world).generation
+    if generation is None or generation.phase != "each iteration":
+        return {}
+    phase = next(phase for phase in count(config).phases if phase.name == "generate")
+    room = machine.gpu_bytes or (machine.host_bytes or 0) // machine.processes
+    one, every = phase.least().peak("device"), phase.peak("device")
+    each = (every - one) / max(1, generation.slots - 1)
+    slots = 1 + int((room - one) / each) if each else generation.slots
+    return {"generation_batch_size": max(1, min(slots, generation.most_at_once))}
 
 
-def describe_machine(machine: Machine) -> str:
-    """The memory of a machine."""
-    parts: list[str] = []
-    if machine.gpu_bytes is not None:
-        parts.append(f"{in_words(machine.gpu_bytes)[0]} on each GPU")
-    elif machine.has_gpu:
-        parts.append("GPUs whose memory is not known")
-    if machine.host_bytes is not None:
-        count = machine.processes
-        processes = "1 process" if count == 1 else f"{count} processes"
-        parts.append(f"{in_words(machine.host_bytes)[0]} of main memory for {processes}")
-    return f"{machine.name} has {' and '.join(parts) or 'memory that is not known'}"
+def savings(
+    config: StepConfig, machine: Machine, origins: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Settings that save memory on this machine, the cheapest first."""
+    many, stage_2 = machine.world > 1, of_models(config, {"zero_stage": 2})
+    tp, pp = _divisors(config, machine, origins)
+    options: list[tuple[bool, Settings]] = [
+        (True, {"reuse_forward": False}),
+        (True, of_models(config, CHECKPOINTING)),
+        (True, {"replica": "release"}),
+        (many, stage_2),
+        (config.parallel.replicas > 1, {"parallel.replicas": 1}),
+        (machine.has_gpu, of_models(config, OFFLOADED)),
+        (many, of_models(config, {"zero_stage": 3})),
+        *((size <= 8, {"inference_tp_size": size}) for size in tp),
+        (machine.has_gpu, of_models(config, WEIGHTS_OFFLOADED)),
+        (machine.has_gpu, {"offload_in_generation": True}),
+        *((size > config.parallel.tp, {"parallel.tp": size}) for size in tp),
+        *((size > config.parallel.pp, {"parallel.pp": size, **stage_2}) for size in pp),
+    ]
+    for applies, settings in options:
+        if applies and all(hasattr(config, name.partition(".")[0]) for name in settings):
+            yield dict(settings)
 
 
-def _rows(memory: StepMemory, place: Place, unit: int) -> Iterator[str]:
-    by_phase = [phase.by_kind(place) for phase in memory.phases]
-    for kind in KINDS:
-        if any(kind in kinds for kinds in by_phase):
-            yield _row(kind.replace("_", " "), [kinds.get(kind, 0) for kinds in by_phase], unit)
-            if kind == "weights":
-                yield from _roles(memory, place, unit)
-    yield _row("in all", [phase.peak(place) for phase in memory.phases], unit)
+def _divisors(
+    config: StepConfig, machine: Machine, origins: Mapping[str, str]
+) -> tuple[list[int], list[int]]:
+    """Sizes above 1 of `parallel.tp` and `parallel.pp` that processes and models allow.
+
+    Families that can't be divided are found when the memory of a candidate is computed.
+    """
+    every = models_of(config.workload(machine.world), origins, has_gpu=machine.has_gpu)
+    models = [model for model in every if model.trained is not None and model.module is not None]
+    if machine.world == 1 or not models:
+        return [], []
+    heads = math.gcd(*(model.shape.key_heads for model in models))
+    blocks = min(model.shape.layers for model in models)
+    sizes = range(2, machine.world + 1)
+    tp = [size for size in sizes if machine.processes % size == 0 and heads % size == 0]
+    return tp, [size for size in sizes if machine.world % size == 0 and size <= blocks]
 
 
-def _roles(memory: StepMemory, place: Place, unit: int) -> Iterator[str]:
-    """Weights by role, where several models have some."""
-    by_phase = [phase.weights(place) for phase in memory.phases]
-    roles = [role for role in memory.parameters if any(role in each for each in by_phase)]
-    if len(roles) > 1:
-        for role in roles:
-            yield _row(f"  {role}", [each.get(role, 0) for each in by_phase], unit)
+def first_that_fits(
+    config: StepConfig, machine: Machine, count: Count, options: Sequence[Settings]
+) -> Settings | None:
+    """The least of the options, from the first one on, with which a step fits; None of none.
+
+    Of the shortest list of options that fits, those that are not needed are left out, the most
+    expensive first; then the micro-batch is as large as possible.
+    """
+
+    def fits(settings: Settings) -> bool:
+        try:
+            other = changed(config, settings)
+            other.parallel.check(machine.world)
+            return shortage(count(other), machine) is None
+        except (ConfigError, ModelError):  # they contradict other settings, or the family
+            return False
+
+    together: dict[str, Any] = {}
+    for option in options:
+        if not option or _is_change(config, option):
+            together |= option
+            if fits(together):
+                break
+    else:
+        return None
+    for name in reversed(list(together)):
+        fewer = {other: value for other, value in together.items() if other != name}
+        if fits(fewer):
+            together = fewer
+    least = together.get("micro_batch_size", config.micro_batch_size)
+    sizes = (2**power for power in reversed(range((config.micro_batch_size - 1).bit_length())))
+    for size in sizes:
+        if size > least and fits({**together, "micro_batch_size": size}):
+            return {**together, "micro_batch_size": size}
+    return together
 
 
-def _row(name: str, sizes: list[int], unit: int) -> str:
-    return f"  {name:<18}" + "".join(f"{size / unit:>10.1f}" for size in sizes)
+def _is_change(config: StepConfig, settings: Settings) -> bool:
+    """True if the settings save more than the present ones."""
+    for role, model in trained_models(config).items():
+        stage = settings.get(f"{role}.zero_stage", model.zero_stage)
+        if stage < model.zero_stage and "parallel.pp" not in settings:
+            return False
+        if f"{role}.lora.rank" in settings and model.lora and f"{role}.quantize" not in settings:
+            return False
+    try:
+        return changed(config, settings) != config
+    except ConfigError:
+        return False
+
+
+def trained_models(config: StepConfig) -> dict[str, TrainedModelConfig]:
+    """The models of a step that learn, by role."""
+    uses = config.workload(1).models
+    return {use.role: use.settings for use in uses if isinstance(use.settings, TrainedModelConfig)}
+
+
+def of_models(config: StepConfig, settings: Settings) -> dict[str, Any]:
+    """These settings for every model of the step that learns."""
+    return {
+        f"{role}.{n}": value for role in trained_models(config) for n, value in settings.items()
+    }
+
+
+def changed(config: ConfigT, settings: Settings) -> ConfigT:
+    """A dataclass of settings with other values; sections that are null are made as needed."""
+    by_head: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            by_head.setdefault(head, {})[rest] = value
+        else:
+            values[head] = value
+    for head, inner in by_head.items():
+        section = getattr(config, head)
+        if head == "lora" and section is None:
+            section = LoraConfig()
+        values[head] = changed(section, inner)
+    return replace(config, **values)  # pyright: ignore[reportArgumentType, reportReturnType]

@@ -1,13 +1,18 @@
-"""A machine as the plan sees it: its processes, their devices, its main memory."""
+"""A machine as the plan sees it: processes, devices, main memory, and speed."""
 
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
 from pipeline.system.memory import available_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 MIB, GIB = 2**20, 2**30
 
@@ -130,3 +135,60 @@ def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
     if len(lines) != len(gpus) or not all(line.isdigit() for line in lines):
         return None
     return min(int(line) * MIB for line in lines)
+
+
+def in_words(*sizes: int) -> tuple[str, ...]:
+    """Bytes in GiB, or in MiB where all are small."""
+    unit, name = (GIB, "GiB") if max(sizes) >= GIB else (MIB, "MiB")
+    return tuple(f"{size / unit:.1f} {name}" for size in sizes)
+
+
+def describe_machine(machine: Machine) -> str:
+    """The memory of a machine."""
+    parts: list[str] = []
+    if machine.gpu_bytes is not None:
+        parts.append(f"{in_words(machine.gpu_bytes)[0]} on each GPU")
+    elif machine.has_gpu:
+        parts.append("GPUs whose memory is not known")
+    if machine.host_bytes is not None:
+        count = machine.processes
+        processes = "1 process" if count == 1 else f"{count} processes"
+        parts.append(f"{in_words(machine.host_bytes)[0]} of main memory for {processes}")
+    return f"{machine.name} has {' and '.join(parts) or 'memory that is not known'}"
+
+
+PEAKS = {"A100": 312, "A800": 312, "H100": 989, "H200": 989, "H20": 148, "B200": 2250, "L40S": 362}
+"""TFLOP/s of bf16 on tensor cores without sparsity, by NVIDIA's data sheets."""
+
+SIDE = {"cpu": 512, "cuda": 4096}
+"""Rows and columns of the matrices whose product is timed."""
+
+SECONDS = 0.2
+"""Time for which products are repeated; the fastest one counts."""
+
+
+def data_sheet_peak(name: str) -> tuple[float, str] | None:
+    """Operations per second of a GPU by its name, and the card; None if it is not known."""
+    for card in sorted(PEAKS, key=len, reverse=True):
+        if card.lower() in name.lower():
+            return 1e12 * PEAKS[card], card
+    return None
+
+
+def measured_peak(device: "torch.device", dtype: "torch.dtype") -> float:
+    """Operations per second of the fastest of several products of square matrices."""
+    import torch
+
+    side = SIDE[device.type]
+    left, right = torch.ones(2, side, side, device=device, dtype=dtype)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    fastest, end = float("inf"), time.perf_counter() + SECONDS
+    with torch.no_grad():
+        torch.mm(left, right)  # the first allocates and starts threads
+        while time.perf_counter() < end or fastest == float("inf"):
+            wait()
+            start = time.perf_counter()
+            torch.mm(left, right)
+            wait()
+            fastest = min(fastest, time.perf_counter() - start)
+    return 2 * side**3 / fastest

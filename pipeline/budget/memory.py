@@ -1,7 +1,7 @@
-"""Memory of a step on each of its processes: one table of closed formulas.
+"""Memory of a step on each of its processes, by closed formulas.
 
-`FORMULAS` describes each row. The result is an estimate of what the process takes from the system
-(resident memory on a CPU, reserved memory on a GPU), within about 15 %.
+The result is an estimate of what the process takes from the system (resident memory on a CPU,
+reserved memory on a GPU), within about 15 %.
 """
 
 from collections import Counter
@@ -9,34 +9,33 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from pipeline.budget.machine import MIB, RUNTIME_CPU, Machine
+from pipeline.budget.machine import (
+    GIB,
+    MIB,
+    RUNTIME_CPU,
+    Machine,
+    describe_machine,
+    in_words,
+)
 from pipeline.budget.models import CountedModel, check_cut, models_of
 from pipeline.config import Generation, OptimConfig, StepConfig, Workload
 
 Place = Literal["device", "host", "disk"]
 """Where the model computes, main memory next to a GPU, or a file."""
 
-PhaseName = Literal["load", "score", "train", "generate", "compare"]
-
-FORMULAS: Mapping[str, str] = {
-    "weights": "bytes as loaded, over tp, pp and, at stage 3, the processes that share them",
-    "masters": "2 bytes for each trained bf16 weight with AdamW, 4 where the optimizer is"
-    " offloaded or another one, none for fp32; shared from stage 1",
-    "moments": "8 bytes for each trained weight with Adam, 4 in bf16; shared from stage 1",
-    "gradients": "4 bytes for each trained weight, shared at every stage",
-    "gradient_buffers": "4 bytes for each trained weight of the root and of two blocks",
-    "gathered": "at stage 3 the weights of the root and of two blocks",
-    "activations": "tokens of a micro-batch, times the numbers that a block keeps, times blocks;"
-    " with recomputation one vector for each block and one block in full",
-    "logits": "targets of a micro-batch times the vocabulary, up to a tile, two to four times",
-    "replica": "weights to generate with, where they are sharded, quantized or adapted",
-    "kv_cache": "slots, times tokens of the longest sequence, times keys and values of all layers",
-    "ema": "4 bytes for each trained weight; so do `best` and `start`",
-    "staging": "copies of masters, moments, `ema` and `best` that a checkpoint is written from",
-    "runtime": "Python, PyTorch and transformers; on a GPU also CUDA's context and workspaces",
-    "slack": "what the allocator keeps or can't use, a share of what comes and goes",
+PLACES: Mapping[Place, str] = {
+    "device": "",
+    "host": "  in main memory",
+    "disk": "  on the disk",
 }
-KINDS = (*FORMULAS, "best", "start")
+
+PhaseName = Literal["load", "score", "train", "generate"]
+
+KINDS = (
+    *("weights", "masters", "moments", "gradients", "gradient_buffers", "gathered", "activations"),
+    *("logits", "replica", "kv_cache", "ema", "staging", "runtime", "slack", "best", "start"),
+)
+"""Kinds of memory; `docs/scaling.md` has the formula of each."""
 
 RUNTIME_GPU = 768 * MIB
 SLACK = {"cpu": 0.05, "cuda": 0.10}
@@ -75,20 +74,12 @@ class Phase:
     name: PhaseName
     items: tuple[Item, ...]
 
-    optional: bool = False
-    """Whether the step leaves it out where it doesn't fit."""
-
     def by_kind(self, place: Place) -> Mapping[str, int]:
         """Bytes of each kind that takes any."""
         sums = Counter[str]()
         for item in self._items(place):
             sums[item.kind] += int(item.num_bytes)
         return {kind: sums[kind] for kind in KINDS if sums[kind]}
-
-    def weights(self, place: Place) -> Mapping[str, int]:
-        """Bytes of the weights by role."""
-        items = [item for item in self._items(place) if item.kind == "weights"]
-        return {item.role: int(item.num_bytes) for item in items}
 
     def peak(self, place: Place) -> int:
         """Bytes of all kinds."""
@@ -373,11 +364,8 @@ class _Step:
         yield self._phase("train", self._train())
         if generation is not None and generates and not self.workload.generates_first:
             yield self._phase("generate", self._generate(generation))
-        for use in self.workload.compared:
-            if use.role in self.models:
-                yield self._phase("compare", self._compare(use.role), optional=True)
 
-    def _phase(self, name: PhaseName, items: Iterable[Item], *, optional: bool = False) -> Phase:
+    def _phase(self, name: PhaseName, items: Iterable[Item]) -> Phase:
         """A phase with the runtime and the allocator's slack."""
         every = [item for item in items if item.num_bytes]
         host: Place = "host" if self.machine.has_gpu else "device"
@@ -388,7 +376,7 @@ class _Step:
         moving = [i for i in every if i.kind in TRANSIENT and i.place == "device"]
         least = sum(i.num_bytes if i.least is None else i.least for i in moving)
         slack = share * sum(i.num_bytes for i in moving)
-        return Phase(name, (*every, Item("slack", "", slack, least=share * least)), optional)
+        return Phase(name, (*every, Item("slack", "", slack, least=share * least)))
 
     @property
     def present(self) -> list[ModelMemory]:
@@ -437,16 +425,43 @@ class _Step:
         yield from actor.replica(generation)
         yield from actor.responses(generation)
 
-    def _compare(self, role: str) -> Iterator[Item]:
-        yield from self._states()
-        yield from self.models[role].states()
-        assert self.workload.generation is not None
-        alone = replace(self.workload.generation, tensor_parallel=1)
-        yield from self.models[role].responses(alone)
-
 
 TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache")
 
 
 def _sum(items: Iterable[Item]) -> float:
     return sum(item.num_bytes for item in items)
+
+
+def line(memory: StepMemory, machine: Machine) -> str:
+    """The memory of the largest phase."""
+    phases = [phase.least() for phase in memory.phases]
+    worst = max(phases, key=lambda phase: phase.peak("device"))
+    (needed,) = in_words(worst.peak("device"))
+    more = " and more, which is not counted" if memory.unknown else ""
+    host = max(phase.peak("host") for phase in phases)
+    of_host = f", {in_words(host)[0]} of main memory" if host and machine.has_gpu else ""
+    each = "on each GPU" if machine.has_gpu else "in each process"
+    return f"about {needed} {each} (to {worst.name}){of_host}{more}"
+
+
+def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
+    """Kinds down, phases across; main memory and disk after the device."""
+    unit, name = (GIB, "GiB") if memory.peak("device") >= GIB else (MIB, "MiB")
+
+    def row(name: str, sizes: Iterable[int]) -> str:
+        return f"  {name:<18}" + "".join(f"{size / unit:>10.1f}" for size in sizes)
+
+    for role, count in memory.parameters.items():
+        yield f"  {role:<18} {count / 1e6:,.1f}M parameters"
+    yield f"  {name:<18}" + "".join(f"{phase.name:>10}" for phase in memory.phases)
+    for place, title in PLACES.items():
+        if memory.peak(place):
+            yield from [title] if title else []
+            by_phase = [phase.by_kind(place) for phase in memory.phases]
+            for kind in KINDS:
+                if any(kind in kinds for kinds in by_phase):
+                    yield row(kind.replace("_", " "), (kinds.get(kind, 0) for kinds in by_phase))
+            yield row("in all", (phase.peak(place) for phase in memory.phases))
+    yield f"  {describe_machine(machine)}"
+    yield from (f"  {sentence}" for sentence in memory.unknown)

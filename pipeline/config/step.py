@@ -310,6 +310,9 @@ class StepConfig(ABC):
     ALONE_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Further ones, where no other step runs."""
 
+    METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Settings of each method by name, of a step that has several."""
+
     AT_LEAST: ClassVar[Mapping[str, str]] = {}
     """Settings that are raised to another one where an option sets that one."""
 

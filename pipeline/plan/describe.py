@@ -4,25 +4,23 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.budget.fit import table
-from pipeline.budget.fixes import trained_models
-from pipeline.config import RowShare, StepConfig, TrainedModelConfig
+import yaml
+
+from pipeline.budget.fit import refusal, trained_models
+from pipeline.budget.machine import describe_machine
+from pipeline.budget.memory import line, table
+from pipeline.config import StepConfig
 from pipeline.installation import ROOT
 from pipeline.launch.commands import launch_command, node_command, step_words
-from pipeline.parallel.schedules import bubble, drawn
-from pipeline.plan.checks import contexts
-from pipeline.plan.estimate import SPREAD, Estimate, estimate, in_words, speed_of
+from pipeline.parallel.schedules import bubble
+from pipeline.plan.estimate import estimate, speed_of, with_spread
 from pipeline.plan.inputs import model_paths
-from pipeline.plan.memory import chosen_settings, crowded, memory_of, refusals, saving
 from pipeline.plan.plan import Plan
-from pipeline.plan.preview import Preview, rows_of_a_step
+from pipeline.plan.preview import Preview
 from pipeline.plan.stage import Stage
-from pipeline.settings.plain import as_options
+from pipeline.settings.plain import as_options, nested
 
 WIDTH = 100
-
-MOST_STAGES, MOST_COLUMNS = 16, 76
-"""Stages and columns of a timetable that are drawn at most."""
 
 
 def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> str:
@@ -33,22 +31,28 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
         f"The plan: {len(plan.stages)} {steps}, {plan.where}, into"
         f" {plan.request.output_dir}. Nothing is run."
     ]
-    times: list[Estimate] = []
+    times: list[float] = []
     speed = speed_of(plan) if previews else None
     for stage in plan.stages:
         lines += ["", *_step(plan, stage)]
         if stage.name in previews:
-            config, preview = plan.configs[stage.name], previews[stage.name]
-            lines += [*_data(config, preview), *_cut(plan, stage)]
-            unknown = "not known for GPUs of which there is no data sheet here"
-            time = unknown if speed is None else estimate(plan, stage, preview, speed)
-            lines.append(_line("time", str(time)))
-            times += [time] if isinstance(time, Estimate) else []
+            preview = previews[stage.name]
+            lines += _data(plan.configs[stage.name], preview)
+            time = "not known for GPUs of which there is no data sheet here"
+            if speed is not None:
+                time = estimate(plan, stage, preview, speed[0])
+            times += [] if isinstance(time, str) else [time]
+            lines.append(
+                _line("time", time if isinstance(time, str) else f"about {with_spread(time)}")
+            )
     if times and speed is not None:
-        lines += ["", *_total(times, plan, speed.basis)]
+        left_out = "" if len(times) == len(plan.stages) else " for the steps whose time is known"
+        total = with_spread(sum(times)).replace(" (", " in all (", 1)
+        lines += ["", f"About {total}{left_out}.", f"Estimated from {speed[1]}."]
+        if plan.machine.world > 1:
+            lines.append("Communication between processes is left out.")
     lines += ["", *chosen_settings(plan)] if plan.chosen else []
-    lines += ["", *_commands(plan), "", *_memory(plan)]
-    lines += [f"\n{note}" for note in crowded(plan)]
+    lines += ["", *_commands(plan), "", describe_memory(plan)]
     if plan.request.plan != "off":
         lines += [f"\nThis would be refused: {sentence}" for sentence in refusals(plan)]
     return "\n".join(lines)
@@ -56,15 +60,38 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
 
 def describe_memory(plan: Plan) -> str:
     """The table of what the steps take."""
-    return "\n".join(_memory(plan))
-
-
-def _memory(plan: Plan) -> Iterator[str]:
-    yield "Memory of each process, the largest micro-batch counted"
+    lines = ["Memory of each process, the largest micro-batch counted"]
     for stage in plan.stages:
-        yield ""
-        yield stage.name
-        yield from table(memory_of(plan, stage), plan.machine)
+        lines += ["", stage.name, *table(plan.memory(stage), plan.machine)]
+    return "\n".join(lines)
+
+
+def memory_lines(plan: Plan) -> Iterator[str]:
+    """The machine's memory, a line for each step, and the choice of `--plan auto`."""
+    yield f"memory: {describe_machine(plan.machine)}"
+    for stage in plan.stages:
+        if stage.name not in plan.finished:
+            yield f"  {stage.title} takes {line(plan.memory(stage), plan.machine)}"
+    if plan.chosen:
+        yield from chosen_settings(plan)
+
+
+def chosen_settings(plan: Plan) -> Iterator[str]:
+    """The choice of `--plan auto` as a file of settings."""
+    yield "chosen by --plan auto; as a file for --config:"
+    dotted = {f"{at}.{name}": v for at, each in plan.chosen.items() for name, v in each.items()}
+    text = yaml.safe_dump(nested(dotted), sort_keys=False)
+    yield from (f"  {each}" for each in text.splitlines())
+
+
+def refusals(plan: Plan) -> Iterator[str]:
+    """A sentence for each unfinished step that can't fit its machine."""
+    for stage in plan.stages:
+        if stage.name not in plan.finished:
+            config, memory = plan.configs[stage.name], plan.memory(stage)
+            names = stage.title, stage.prefix
+            sentence = refusal(*names, config, plan.machine, plan.origins, memory)
+            yield from [sentence] if sentence else []
 
 
 def _step(plan: Plan, stage: Stage) -> Iterator[str]:
@@ -74,71 +101,32 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
     trained = trained_models(config)
     for name, path in model_paths(config):
         role = name.partition(".")[0]
-        how = f", ZeRO stage {trained[role].zero_stage}" if role in trained else ""
-        yield _line(role, f"{path}{how}{_offload(trained[role]) if role in trained else ''}")
-    yield from _mesh(config, plan.machine.world)
-    yield from _method(config)
-    split = f", split {_split(config)}" if config.reads_dialogues else ""
-    yield _line("data", f"{' '.join(config.data.path)}{split}")
+        text = path
+        if role in trained:
+            places = vars(trained[role].zero.offload)
+            kinds = ("optimizer", "gradients", "params")
+            away = [f"{kind} to {places[kind]}" for kind in kinds if places[kind] != "none"]
+            text += f", ZeRO stage {trained[role].zero_stage}"
+            text += f", offloaded: {', '.join(away)}" if away else ""
+        yield _line(role, text)
+    parallel, work = config.parallel, config.workload(plan.machine.world)
+    sizes = {"pp": "stages", "tp": "processes to a layer", "replicas": "replicas"}
+    shared = [f"{n} {text}" for name, text in sizes.items() if (n := getattr(parallel, name)) > 1]
+    if parallel.pp > 1:
+        waits = bubble(parallel.pp, work.micro_batches)
+        shared.append(f"{work.micro_batches} micro-batches a step: stages wait {waits:.0%}")
+    if shared:
+        yield _line("parallel", ", ".join(shared))
+    if work.generates_first and (method := getattr(config, "method", None)):
+        yield _line("method", method)
+    split = f", split {','.join(f'{part:g}' for part in config.data.split)}"
+    yield _line("data", f"{' '.join(config.data.path)}{split if config.reads_dialogues else ''}")
     length = f"{config.max_steps} steps" if config.max_steps else f"{config.epochs:g} epoch(s)"
     yield _line(
         "training",
         f"{length}, batch {config.batch_size} in micro-batches of {config.micro_batch_size}, length"
-        f" {_length(config)}, seed {config.seed}",
+        f" {work.length}, seed {config.seed}",
     )
-    for number, text in enumerate(saving(plan, stage)):
-        yield _line("" if number else "saving", text)
-
-
-def _mesh(config: StepConfig, world: int) -> Iterator[str]:
-    """How the processes are divided, where they are."""
-    replicas, shards = config.parallel.replicas, config.workload(world).shards
-    yield from _stages(config, world)
-    if config.parallel.tp > 1:
-        groups = world // config.parallel.tp
-        where = f", in {groups} groups" if groups > 1 else ""
-        own = ", hidden states shared out by tokens" if config.parallel.sequence else ""
-        together = f"{config.parallel.tp} processes compute each layer together"
-        yield _line("tensor", f"{together}{where}{own}")
-    if replicas > 1:
-        each = "one process" if shards == 1 else f"{shards} processes, which share its states"
-        yield _line("parallel", f"{replicas} replicas of each model that learns, each of {each}")
-
-
-def _stages(config: StepConfig, world: int) -> Iterator[str]:
-    """The pipeline, with a timetable of its first stages by the unit of a forward pass."""
-    parallel, workload = config.parallel, config.workload(world)
-    if parallel.pp == 1:
-        return
-    count = workload.micro_batches
-    of_steps = f"{count} micro-batches of a step on each of {workload.data_processes}"
-    waits = f"stages wait {bubble(parallel.pp, count):.0%} of the time"
-    yield _line("pipeline", f"{parallel.pp} stages, {of_steps}: {waits}")
-    for number, row in enumerate(drawn(parallel.pp, count)[:MOST_STAGES]):
-        yield _line("", f"stage {number} {row[:MOST_COLUMNS]}")
-
-
-def _method(config: StepConfig) -> Iterator[str]:
-    """How a step learns that knows several ways, and from how many responses to a prompt."""
-    method, generation = getattr(config, "method", None), config.workload(1).generation
-    if method is None or generation is None:
-        return
-    if not config.workload(1).generates_first:
-        share = config.row_share
-        parts = "" if share is None else f"{share.use} of the parts of steps {_listed(share)}"
-        yield _line("method", f"{method}: learns from {parts}")
-        return
-    size = generation.group_size
-    responses = "one response" if size == 1 else f"{size} responses"
-    without = f", without a {' or '.join(sorted(config.unused_roles))}"
-    yield _line(
-        "method",
-        f"{method}: {responses} to each prompt{without if config.unused_roles else ''}",
-    )
-
-
-def _listed(share: RowShare) -> str:
-    return " and ".join(map(str, share.of_steps))
 
 
 def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
@@ -149,37 +137,19 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
         return
     yield _line("rows", f"{counts.train:,} to train on, {counts.held_out:,} held out")
     yield from (_line("", note) for note in counts.notes if not note.startswith("step "))
-    steps, epochs, tokens = preview.steps(config), preview.epochs(config), preview.tokens
-    if steps is None or epochs is None:
+    work, steps, tokens = config.workload(1), preview.steps(config), preview.tokens
+    if steps is None:
         return
-    kind = "iteration" if config.workload(1).generates_first else "optimizer step"
+    epochs = steps * work.data_rows / counts.train
+    kind = "iteration" if work.generates_first else "optimizer step"
     kind += "" if steps == 1 else "s"
-    rows = rows_of_a_step(config)
     passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
     passes += " pass" if passes == "1" else " passes"
-    yield _line("steps", f"{steps:,} {kind} of {rows:,} rows: {passes} over the rows")
+    yield _line("steps", f"{steps:,} {kind} of {work.data_rows:,} rows: {passes} over the rows")
     if tokens is not None:
-        total = tokens.row * rows * steps
+        total = tokens.row * work.data_rows * steps
         cut = f"; {tokens.cut:.0%} of the rows are too long" if tokens.cut else ""
         yield _line("tokens", f"{tokens.row:.0f} a row, {_count(total)} in all{cut}")
-
-
-def _cut(plan: Plan, stage: Stage) -> Iterator[str]:
-    """A line where a model reads less than the step's settings give it."""
-    config = plan.configs[stage.name]
-    for context in contexts(plan, stage):
-        if context.role == "model" and config.data.max_length > context.tokens:
-            yield _line("", f"the model reads {context.tokens} tokens: rows are cut there")
-
-
-def _total(times: Sequence[Estimate], plan: Plan, basis: str) -> Iterator[str]:
-    whole = sum(each.seconds for each in times)
-    shortest, longest = (whole * factor for factor in SPREAD)
-    left_out = "" if len(times) == len(plan.stages) else " for the steps whose time is known"
-    yield f"About {in_words(whole)} in all ({in_words(shortest)} to {in_words(longest)}){left_out}."
-    yield f"Estimated from {basis}."
-    if plan.machine.world > 1:
-        yield "What processes send each other is left out."
 
 
 def _commands(plan: Plan) -> Iterator[str]:
@@ -191,11 +161,10 @@ def _commands(plan: Plan) -> Iterator[str]:
         if stage.name in plan.finished:
             continue
         config = plan.configs[stage.name]
-        unused = config.unused_roles
         options = [
             word
             for name, words in as_options(config)
-            if name.partition(".")[0] not in unused
+            if name.partition(".")[0] not in config.unused_roles
             for word in (f"--{name}", *words)
         ]
         module, *rest = step_words(stage.module, Path("FILE"), plan.where)[1:]
@@ -205,10 +174,10 @@ def _commands(plan: Plan) -> Iterator[str]:
         if plan.where.by in ("ssh", "hand"):
             for rank, host in enumerate(plan.where.hosts):
                 yield f"  on {host.name}"
-                line = node_command(words, plan.where, rank, plan.request)
+                command = node_command(words, plan.where, rank, plan.request)
                 slots = ",".join(str(slot) for slot in host.slots)
                 shown = [] if host.is_whole else [f"CUDA_VISIBLE_DEVICES={slots}"]
-                yield from _wrapped([*shown, *line])
+                yield from _wrapped([*shown, *command])
 
 
 def _wrapped(words: Sequence[str]) -> Iterator[str]:
@@ -220,39 +189,18 @@ def _wrapped(words: Sequence[str]) -> Iterator[str]:
             groups[-1] += f" {quoted}"
         else:
             groups.append(quoted)
-    line = f"  {groups[0]}"
+    current = f"  {groups[0]}"
     for group in groups[1:]:
-        if len(line) + len(group) + 3 > WIDTH:
-            yield f"{line} \\"
-            line = f"    {group}"
+        if len(current) + len(group) + 3 > WIDTH:
+            yield f"{current} \\"
+            current = f"    {group}"
         else:
-            line += f" {group}"
-    yield line
+            current += f" {group}"
+    yield current
 
 
 def _line(name: str, text: str) -> str:
     return f"  {name:<10} {text}".rstrip()
-
-
-def _offload(model: TrainedModelConfig) -> str:
-    """What leaves the device: ", offloaded: optimizer to cpu, params to nvme"."""
-    offload = model.zero.offload
-    places = {
-        "optimizer": offload.optimizer,
-        "gradients": offload.gradients,
-        "params": offload.params,
-    }
-    away = [f"{name} to {place}" for name, place in places.items() if place != "none"]
-    return f", offloaded: {', '.join(away)}" if away else ""
-
-
-def _length(config: StepConfig) -> int:
-    """Tokens of the longest sequence: in step 3 prompt and response, which it names itself."""
-    return getattr(config, "max_length", config.data.max_length)
-
-
-def _split(config: StepConfig) -> str:
-    return ",".join(f"{part:g}" for part in config.data.split)
 
 
 def _count(number: float) -> str:

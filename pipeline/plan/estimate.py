@@ -1,19 +1,19 @@
 """The duration of a plan's steps, by a coarse count of operations.
 
-Training, evaluation, generation and scoring are counted as the step makes them, at a share of the
-device's peak, with a minimum for each block of each pass. Unknown quantities, such as the length of
-responses, are taken from the settings. The result is right within a factor of two or three.
+A forward pass takes two operations for each weight and token, a backward pass four. They run at a
+share of the device's peak, with a minimum for each block of each pass. Unknown quantities, such as
+the length of responses, are taken from the settings. The result is right within a factor of two or
+three.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 
+import torch
+
+from pipeline.budget.machine import data_sheet_peak, measured_peak
 from pipeline.budget.models import CountedModel, models_of
-from pipeline.config import StepConfig, Workload
 from pipeline.launch.local import gpu_names, share_of_cores
 from pipeline.parallel.schedules import bubble
-from pipeline.plan.memory import origins_of
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview
 from pipeline.plan.stage import Stage
@@ -34,137 +34,74 @@ SPREAD = (0.5, 2.5)
 """Factors of the shortest and the longest time that an estimate stands for."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds of a step."""
-
-    seconds: float
-
-    def __str__(self) -> str:
-        shortest, longest = (self.seconds * factor for factor in SPREAD)
-        return f"about {in_words(self.seconds)} ({in_words(shortest)} to {in_words(longest)})"
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Operations per second of one process."""
-
-    flops: float
-    basis: str
-
-
-def speed_of(plan: Plan) -> Speed | None:
-    """The speed of a process of the plan; None where the machine's GPUs are not known."""
-    import torch
-
-    from pipeline.budget.flops import data_sheet_peak, measured_peak
-
+def speed_of(plan: Plan) -> tuple[float, str] | None:
+    """Operations per second of a process of the plan, and their source; None of unknown GPUs."""
     share = f"{EFFICIENCY:.0%} of"
     if plan.machine.has_gpu:
         known = data_sheet_peak(plan.request.plan_for or " ".join(gpu_names()))
         if known is None:
             return None
         peak, card = known
-        return Speed(EFFICIENCY * peak, f"{share} an {card}'s peak of {peak / 1e12:.0f} TFLOP/s")
+        return EFFICIENCY * peak, f"{share} an {card}'s peak of {peak / 1e12:.0f} TFLOP/s"
     peak = measured_peak(torch.device("cpu"), torch.float32)
-    crowd = max(1.0, plan.machine.processes / share_of_cores(1))
     basis = f"{share} the {peak / 1e9:.0f} GFLOP/s that a product of matrices reaches here now"
-    return Speed(EFFICIENCY * peak / max(crowd, plan.machine.processes), basis)
+    return EFFICIENCY * peak / max(plan.machine.processes / share_of_cores(1), 1.0), basis
 
 
-def estimate(plan: Plan, stage: Stage, preview: Preview, speed: Speed) -> Estimate | str:
-    """The duration of a step, or the reason why there is no estimate."""
-    config = plan.configs[stage.name]
+def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float | str:
+    """Seconds of a step at `flops` operations per second, or the reason why they are not known."""
+    config, counts, tokens = plan.configs[stage.name], preview.counts, preview.tokens
     steps = preview.steps(config)
-    if preview.counts is None:
+    if counts is None:
         return "not known before the rows are read"
-    if preview.tokens is None or steps is None:
+    if tokens is None or steps is None:
         return "not known before the tokenizer is there"
-    workload = config.workload(plan.machine.world)
-    models = models_of(workload, origins_of(plan.configs), has_gpu=plan.machine.has_gpu)
-    known = {model.role: model for model in models if model.module is not None}
-    if len(known) < len(models):
+    work = config.workload(plan.machine.world)
+    models = models_of(work, plan.origins, has_gpu=plan.machine.has_gpu)
+    if any(model.module is None for model in models):
         return "not known before the models are there"
-    seconds = _Passes(config, workload, known, preview, speed.flops).seconds(steps)
-    return Estimate(START + preview.seconds + seconds)
+    generation = work.generation
+    new_tokens = RESPONSE * generation.new_tokens if generation is not None else 0.0
+    row = tokens.row + (new_tokens if work.generates_first else 0.0)
 
-
-@dataclass(frozen=True)
-class _Passes:
-    """The passes of one process."""
-
-    config: StepConfig
-    workload: Workload
-    models: Mapping[str, CountedModel]
-    preview: Preview
-    flops: float
-
-    def seconds(self, steps: int) -> float:
-        """Seconds of that many iterations and of the evaluations."""
-        assert self.preview.counts is not None
-        assert self.preview.tokens is not None
-        work, generation = self.workload, self.workload.generation
-        every = self.config.eval_every
-        evaluations = 2 + (steps // every if every else 0)
-        held_out = -(-self.preview.counts.held_out // work.world)
-        rows = -(-work.iteration_rows // work.world)
-        learning = sum(self._pass(use.role, rows, trains=True) for use in self._learning)
-        learning *= work.epochs / (1 - self._bubble)
-        learning += sum(
-            use.scored * self._pass(use.role, rows)
-            for use in work.models
-            if use.role in self.models
-        )
-        if work.generates_first:
-            compared = 1 + 2 * evaluations
-            return steps * (learning + self._generate(rows)) + compared * self._generate(held_out)
-        encoding = self.preview.tokens.seconds
-        seconds = steps * (learning + work.iteration_rows * encoding)
-        role = self._learning[0].role
-        seconds += evaluations * (self._pass(role, held_out) + held_out * encoding)
-        if generation is not None and generation.role in self.models:
-            seconds += self._generate(generation.count)
-        return seconds
-
-    @property
-    def _learning(self) -> list[CountedModel]:
-        return [model for model in self.models.values() if model.trained is not None]
-
-    @property
-    def _bubble(self) -> float:
-        """Share of their time in which the stages of a pipeline wait."""
-        return bubble(self.workload.parallel.pp, self.workload.micro_batches)
-
-    def _pass(self, role: str, rows: int, *, trains: bool = False) -> float:
-        """Seconds of a pass over rows with their responses."""
-        from pipeline.budget.flops import model_flops
-
-        assert self.preview.tokens is not None
-        work, model = self.workload, self.models[role]
-        row = self.preview.tokens.row
-        if work.generates_first and work.generation is not None:
-            row += RESPONSE * work.generation.new_tokens
-        length = round(row / work.sequences_per_row)
-        flops = model_flops(model.present)
-        recomputes = model.trained is not None and model.trained.gradient_checkpointing
-        each = flops.train(length, recomputes=recomputes) if trains else flops.forward(length)
+    def forward(model: CountedModel, rows: int, times: int = 1) -> float:
+        """Seconds of `times` forward passes over rows."""
         most = work.micro_batch_size * work.length * work.sequences_per_row
-        passes = max(1, math.ceil(rows * row / most))
-        least = passes * flops.layers * BLOCK_SECONDS * (3 if trains else 1)
-        return max(least, rows * row * each / self.flops)
+        least = max(1, math.ceil(rows * row / most)) * model.shape.layers * BLOCK_SECONDS
+        return times * max(least, rows * row * 2 * model.parameters / flops)
 
-    def _generate(self, prompts: int) -> float:
+    def generate(prompts: int) -> float:
         """Seconds of reading prompts and of a pass for each token of the responses."""
-        from pipeline.budget.flops import model_flops
+        model = next((each for each in models if generation and each.role == generation.role), None)
+        if generation is None or model is None:
+            return 0.0
+        passes = -(-prompts // max(1, min(generation.slots, prompts))) * new_tokens
+        all_tokens = prompts * (tokens.row + new_tokens)
+        return max(
+            passes * model.shape.layers * BLOCK_SECONDS, all_tokens * 2 * model.parameters / flops
+        )
 
-        generation = self.workload.generation
-        assert generation is not None
-        assert self.preview.tokens is not None
-        flops = model_flops(self.models[generation.role].present)
-        slots = max(1, min(generation.slots, prompts))
-        passes = -(-prompts // slots) * RESPONSE * generation.new_tokens
-        tokens = prompts * (self.preview.tokens.row + RESPONSE * generation.new_tokens)
-        return max(passes * flops.layers * BLOCK_SECONDS, tokens * flops.forward(1) / self.flops)
+    rows, held_out = (-(-count // work.world) for count in (work.iteration_rows, counts.held_out))
+    evaluations = 2 + (steps // config.eval_every if config.eval_every else 0)
+    waits = bubble(work.parallel.pp, work.micro_batches)
+    learning = [model for model in models if model.trained is not None]
+    seconds = START + preview.seconds
+    for model in learning:
+        recomputes = model.trained is not None and model.trained.gradient_checkpointing
+        passes = forward(model, rows, times=4 if recomputes else 3)
+        seconds += steps * work.epochs * passes / (1 - waits)
+    seconds += steps * sum(forward(model, rows, times=model.use.scored) for model in models)
+    if work.generates_first:
+        return seconds + steps * generate(rows) + (1 + 2 * evaluations) * generate(held_out)
+    seconds += steps * work.iteration_rows * tokens.seconds
+    seconds += evaluations * (forward(learning[0], held_out) + held_out * tokens.seconds)
+    return seconds + (generate(generation.count) if generation is not None else 0.0)
+
+
+def with_spread(seconds: float) -> str:
+    """`5 min (2.5 min to 12 min)`."""
+    shortest, longest = (in_words(seconds * factor) for factor in SPREAD)
+    return f"{in_words(seconds)} ({shortest} to {longest})"
 
 
 def in_words(seconds: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.budget.fixes import trained_models
+from pipeline.budget.fit import trained_models
 from pipeline.cli import split_options
 from pipeline.config import LENGTH, StepConfig, affects_result
 from pipeline.engine.lr import length_dependence
@@ -24,9 +24,8 @@ from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.installation import TRAIN
-from pipeline.plan.methods import directories
 from pipeline.plan.request import Request
-from pipeline.plan.stage import BEFORE, Stage
+from pipeline.plan.stage import BEFORE, Stage, directories
 from pipeline.settings.plain import flatten, plain, portable
 
 MARK = "config.yaml"

@@ -1,18 +1,27 @@
-"""The three-stage plan: which steps run, in which order, on what, in how many processes."""
+"""The plan of a run: which steps run, in which order, on what, in how many processes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from pipeline.budget.fixes import Settings
-from pipeline.budget.machine import Machine
+from pipeline.budget.machine import Machine, describe_machine, parse_machine, this_machine
+from pipeline.budget.memory import StepMemory, step_memory
+from pipeline.cli import say, split_options
 from pipeline.config import StepConfig
-from pipeline.launch.commands import step_command, step_environment
-from pipeline.launch.layout import Layout
-from pipeline.launch.local import PLANNED
-from pipeline.plan.output import MARK
-from pipeline.plan.request import Request
-from pipeline.plan.stage import Stage
+from pipeline.errors import ModelError, require
+from pipeline.launch.commands import devices_of, step_command, step_environment
+from pipeline.launch.layout import Host, Layout, is_this_machine, layout
+from pipeline.launch.local import PLANNED, list_gpus
+from pipeline.plan.help import train_help
+from pipeline.plan.inputs import check_inputs
+from pipeline.plan.output import MARK, RESULT, finished_steps
+from pipeline.plan.request import Request, check_sections_run, parse_request
+from pipeline.plan.resolve import Resolver, resolve_run, step_configs
+from pipeline.plan.stage import Stage, side_by_side, without_unchosen
+
+Settings = Mapping[str, Any]
+"""Values by dotted name, as in a file of settings."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,16 @@ class Plan:
         """Processes of each step under torchrun; None runs one without it."""
         return self.where.processes
 
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """For each step's output the model it starts from."""
+        return origins_of(self.configs)
+
+    def memory(self, stage: Stage) -> StepMemory:
+        """The memory of a step of the plan on its machine."""
+        config = self.configs[stage.name]
+        return step_memory(config, machine=self.machine, origins=self.origins)
+
     def moved(self, where: Layout) -> "Plan":
         """The plan with its processes in another place, at a port that is free for one."""
         request = self.request
@@ -71,3 +90,120 @@ class Plan:
     def command(self, stage: Stage) -> list[str]:
         """What runs the step."""
         return step_command(stage.module, self.config_file(stage), self.where, self.request)
+
+
+def origins_of(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
+    """For the output of each step with these settings the model it starts from."""
+    models = {str(each.output_dir): each.used_models().get("model") for each in configs.values()}
+    return {out: str(model.path) for out, model in models.items() if model is not None}
+
+
+def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
+    """The plan for a command line; reads the output directory and changes nothing.
+
+    `--help` prints and exits with code 0.
+
+    Raises:
+        UserError: an option, an input or the output directory can't be used.
+    """
+    for name, words in split_options(argv):
+        if name == "help":
+            say(train_help(stages, words))
+            raise SystemExit(0)
+    command_line = parse_request(argv, stages)
+    request, known, out = command_line.request, stages, command_line.request.output_dir
+    left = {each.name for each in known if (out / each.name / RESULT).is_file()}
+    stages = side_by_side(without_unchosen(known, request.step, left), request.method)
+    check_sections_run(command_line, stages, known)
+    made = {each.number for each in stages if (out / each.name / RESULT).is_file()}
+    command_line = replace(command_line, made=frozenset(made))
+    if request.plan_for is not None:
+        machine = parse_machine(request.plan_for)
+        where = _imagined(machine)
+    else:
+        where = layout(request)
+        machine = _machine(where, request)
+    command_line, configs = resolve_run(command_line, stages, known=known, world=machine.world)
+    request = command_line.request
+    requested = tuple(stage for stage in stages if stage.number in request.step)
+    resolver = Resolver(command_line, stages, machine.world)
+    chosen: Mapping[str, Settings] = {}
+    if request.plan == "auto":
+        chosen = _choose(resolver, requested, configs, machine)
+        configs = step_configs(command_line, stages, world=machine.world, chosen=chosen)
+    finished = finished_steps(request, stages, configs, known=known)
+    check_inputs(request, stages, configs)
+    return Plan(
+        request=request,
+        stages=requested,
+        configs=configs,
+        finished=frozenset(finished),
+        where=where,
+        machine=machine,
+        chosen=chosen,
+        all_stages=tuple(stages),
+        given={stage.name: resolver.given(stage, files=False) for stage in stages},
+    )
+
+
+def _choose(
+    resolver: Resolver,
+    stages: Sequence[Stage],
+    configs: Mapping[str, StepConfig],
+    machine: Machine,
+) -> Mapping[str, Settings]:
+    """The choice of `--plan auto`: settings by the prefix of their stage.
+
+    Raises:
+        ModelError: the size of a model is not known.
+        ConfigError: the memory of the machines is not known.
+    """
+    from pipeline.budget.fit import choose_settings
+
+    require(
+        machine.is_known,
+        f"--plan auto can't choose, for {describe_machine(machine)}; name the machine with"
+        " --plan-for, as --plan-for 8xA100-80GB, and run with the file of settings that this"
+        " prints",
+    )
+    origins = origins_of(configs)
+    chosen: dict[str, Settings] = {}
+    for stage in stages:
+        config = configs[stage.name]
+        unknown = step_memory(config, machine=machine, origins=origins).unknown
+        if unknown:
+            raise ModelError(f"--plan auto can't choose for {stage.title}: {unknown[0]}")
+        chosen[stage.prefix] = choose_settings(config, machine, origins, resolver.given(stage))
+    return chosen
+
+
+def _machine(where: Layout, request: Request) -> Machine:
+    """This machine, where it is one of those of the job, which are taken to be like it."""
+    if where.by == "process":
+        return this_machine(processes=1, world=1, gpus=list_gpus()[:1])
+    each = max(len(host.slots) for host in where.hosts)
+    world = where.processes or 1
+    own = _own_host(where, request)
+    if own is not None:
+        return this_machine(processes=each, world=world, gpus=devices_of(own, request))
+    return Machine(each, world, None, None, "each machine of the job", unread_gpus=True)
+
+
+def _own_host(where: Layout, request: Request) -> Host | None:
+    """The host that is this machine; None where `train.py` runs outside the job."""
+    if where.by in ("node", "hand"):
+        return where.hosts[request.node_rank or 0]
+    own = (host for host in where.hosts if is_this_machine(host.name.rpartition("@")[2]))
+    return next(own, None)
+
+
+def _imagined(machine: Machine) -> Layout:
+    """Processes on machines that are not there."""
+    slots = tuple(range(machine.processes))
+    if machine.world == 1:
+        return Layout("process")
+    if machine.world == machine.processes:
+        return Layout("node", (Host("localhost", slots),))
+    count = machine.world // machine.processes
+    hosts = tuple(Host(f"machine {number}", slots) for number in range(count))
+    return Layout("hand", hosts, count)

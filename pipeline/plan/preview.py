@@ -65,19 +65,7 @@ class Preview:
             return config.max_steps
         if self.counts is None:
             return None
-        return math.ceil(config.epochs * self.counts.train / rows_of_a_step(config))
-
-    def epochs(self, config: StepConfig) -> float | None:
-        """Passes over the training rows."""
-        steps = self.steps(config)
-        if steps is None or self.counts is None:
-            return None
-        return steps * rows_of_a_step(config) / self.counts.train
-
-
-def rows_of_a_step(config: StepConfig) -> int:
-    """Rows of the data that an optimizer step, or an iteration with a rollout, takes."""
-    return config.workload(1).data_rows
+        return math.ceil(config.epochs * self.counts.train / config.workload(1).data_rows)
 
 
 def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:

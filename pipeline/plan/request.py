@@ -10,9 +10,7 @@ from pipeline.cli import read_layers, split_options
 from pipeline.config import AdapterVariant, Quantize, check_split
 from pipeline.errors import ConfigError, raise_all, require
 from pipeline.launch.deployment import Deployment
-from pipeline.plan.methods import check_sections
-from pipeline.plan.stage import METHODS, Stage
-from pipeline.plan.tuning_options import Autotuning
+from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
 from pipeline.settings.describe import Setting, did_you_mean, list_settings
@@ -23,7 +21,7 @@ OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Deployment, Autotuning):
+class Request(Deployment):
     """The options of `train.py`."""
 
     step: tuple[Literal[0, 1, 2, 3], ...] = (1, 2, 3)
@@ -160,6 +158,14 @@ class Request(Deployment, Autotuning):
     """Plan for another machine and run nothing: 8xA100-80GB, 4x24GB, 2x8xH100-80GB with two
     machines, 8xA100-80GB+1024GB with its main memory."""
 
+    autotune: Literal["tune", "run"] | None = None
+    """Find fast settings that fit, by short timed trials, each a real run: the micro-batch is
+    doubled until that stops paying, then recomputation and ZeRO stages are tried. tune writes them
+    to autotune/best.yaml of the output directory and stops, run continues with them."""
+
+    autotune_steps: int = 4
+    """Optimizer steps that a trial measures (iterations in step 3), after 2 that don't count."""
+
     check: bool = False
     """Check the machines that the run would use - versions, devices, disk, clock, network - and
     report what is wrong; run nothing. multi_node does so automatically."""
@@ -175,12 +181,14 @@ class Request(Deployment, Autotuning):
     """Steps between checkpoints, or a time such as 2h; without it 15m."""
 
     def __post_init__(self) -> None:
-        Deployment.__post_init__(self)
-        Autotuning.__post_init__(self)
+        super().__post_init__()
         require(bool(self.step), "--step names no step; give some of 0 1 2 3")
-        _require_words(self)
+        for name in ("actor_model", "reward_model", "data_path", "eval_path"):
+            value = getattr(self, name)
+            words = (value,) if isinstance(value, str) else value or ()
+            require("" not in words, f"{name} is empty; name something, or leave the option out")
         counts = ("batch_size", "epochs", "lora", "max_length", "replicas", "tensor_parallel")
-        for name in ("lr", *counts, "pipeline_parallel"):
+        for name in ("lr", *counts, "pipeline_parallel", "threads", "autotune_steps"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
@@ -191,42 +199,30 @@ class Request(Deployment, Autotuning):
         if self.data_split is not None:
             check_split("data_split", self.data_split)
         require(
-            self.threads is None or self.threads > 0,
-            f"--threads must be above 0, got {self.threads}",
+            self.autotune is not None or self.autotune_steps == Request.autotune_steps,
+            "--autotune-steps needs --autotune tune or --autotune run",
         )
-        require(
-            not (self.check and (self.dry_run or self.no_check)),
-            f"--check looks at the machines; omit {'--dry-run' if self.dry_run else '--no-check'}",
-        )
-        require(
-            not (self.check and self.plan_for),
-            "--check looks at the machines there are; omit --plan-for",
-        )
-        for option, given in (
-            ("--dry-run", self.dry_run),
-            ("--check", self.check),
-            ("--node-rank", self.node_rank is not None),
-            ("--plan-for", self.plan_for is not None),
+        given = {
+            "--dry-run": self.dry_run,
+            "--no-check": self.no_check,
+            "--plan-for": self.plan_for is not None,
+            "--check": self.check,
+            "--node-rank": self.node_rank is not None,
+        }
+        for option, reason, excluded in (
+            ("check", "looks at the machines", ("--dry-run", "--no-check", "--plan-for")),
+            (
+                "autotune",
+                "makes trials, on machines that this command reaches",
+                ("--dry-run", "--check", "--node-rank", "--plan-for"),
+            ),
         ):
-            require(
-                self.autotune is None or not given,
-                f"--autotune makes trials, on machines that this command reaches; omit {option}",
-            )
+            for other in excluded if getattr(self, option) else ():
+                require(not given[other], f"--{option} {reason}; omit {other}")
         require(
             not (self.resume and self.overwrite),
             "--resume keeps what an earlier run made and --overwrite replaces it; choose one",
         )
-
-
-def _require_words(request: Request) -> None:
-    """Raise for a name or path that is empty, as that of a shell's variable that is not set.
-
-    An empty path would be the current directory.
-    """
-    for name in ("actor_model", "reward_model", "data_path", "eval_path"):
-        value = getattr(request, name)
-        words = (value,) if isinstance(value, str) else value or ()
-        require("" not in words, f"{name} is empty; name something, or leave the option out")
 
 
 @dataclass(frozen=True)
@@ -280,15 +276,9 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
         actor_model=full_name("--actor-model", request.actor_model),
         reward_model=full_name("--reward-model", request.reward_model),
     )
-    check_sections(files, dotted, request.method, stages)
+    _check_methods(files, dotted, request.method, stages)
     overrides = {section: tuple(options) for section, options in dotted.items()}
     return CommandLine(request, tuple(files), overrides, frozenset(name for name, _ in own))
-
-
-def given_rewards(request: Request) -> list[str]:
-    """The options for rewards and environments that have a value."""
-    names = ("reward_function", "reward", "environment")
-    return [_option_name(name) for name in names if getattr(request, name)]
 
 
 def full_name(option: str, path: str | None) -> str | None:
@@ -307,6 +297,76 @@ def full_name(option: str, path: str | None) -> str | None:
         " family give the model's name or directory",
     )
     return f"facebook/opt-{path.lower()}"
+
+
+def check_sections_run(
+    command_line: CommandLine, stages: Sequence[Stage], known: Sequence[Stage]
+) -> None:
+    """Refuse options of a step that does not run, because its methods are not named.
+
+    Args:
+        command_line: the options.
+        stages: the steps that may run, with the named methods.
+        known: all steps.
+
+    Raises:
+        ConfigError: it names the option and the methods that it belongs to.
+    """
+    present = {stage.section for stage in stages}
+    for stage in known:
+        options = command_line.overrides.get(stage.section, ())
+        if options and stage.section not in present:
+            how = f"methods {', '.join(stage.methods)}, none of which runs; name one with --method"
+            if stage.by_choice:
+                how = f"step {stage.number}, which is not named; add --step {stage.number}"
+            raise ConfigError(
+                f"--{stage.section}.{options[0][0]} is a setting of {how}, or leave it out"
+            )
+    names = ("reward_function", "reward", "environment")
+    rewards = [_option_name(name) for name in names if getattr(command_line.request, name)]
+    takes_rewards = any("environment" in stage.config_class.OPTIONS for stage in stages)
+    require(
+        takes_rewards or not rewards,
+        f"{' '.join(rewards)} is for methods that learn from rewards, and those that run learn from"
+        " preferences; add a method such as grpo to --method, or leave it out",
+    )
+
+
+def _check_methods(
+    files: Sequence[Layer],
+    overrides: Mapping[str, Sequence[Option]],
+    methods: Sequence[str],
+    stages: Sequence[Stage],
+) -> None:
+    """Refuse settings of single methods that nothing would read.
+
+    A file may hold those of more methods than a run has, if it names any.
+
+    Raises:
+        ConfigError: there is no such method, it does not run, or its section holds no settings.
+    """
+    named = "can't be set: the name before it is the method"
+    for layer in files:
+        sections = layer.settings.get(METHODS, {})
+        origin = f"{METHODS} in {layer.origin}"
+        require(isinstance(sections, Mapping), f"{origin} holds no settings: {sections}")
+        require(not sections or bool(methods), f"{origin} holds settings, and --method names none")
+        for name, settings in sections.items():
+            check_method_name(str(name), stages, f"{origin}:")
+            full = f"{METHODS}.{name}"
+            is_section = isinstance(settings, Mapping)
+            require(is_section, f"{full} in {layer.origin} holds no settings: {settings}")
+            require("method" not in settings, f"{full}.method in {layer.origin} {named}")
+    for section, options in overrides.items():
+        head, _, name = section.partition(".")
+        if head == METHODS:
+            check_method_name(name, stages, f"--{METHODS}.NAME.SETTING:")
+            require(
+                name in methods,
+                f"--{section}.{options[0][0]} is of a method that does not run; add {name} to"
+                " --method",
+            )
+            require(all(each != "method" for each, _ in options), f"--{section}.method {named}")
 
 
 def _own_options(layer: Layer, stages: Sequence[Stage]) -> Layer:

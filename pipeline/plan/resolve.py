@@ -11,18 +11,18 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pipeline.cli import read_layers
 from pipeline.config import EMBEDDED, StepConfig
 from pipeline.config.deepspeed import deepspeed_layer
 from pipeline.errors import ConfigError, UserErrors, require
 from pipeline.installation import ROOT
-from pipeline.plan.methods import of_methods, options_of, settings_of
 from pipeline.plan.request import CommandLine, Request
-from pipeline.plan.stage import BEFORE, Stage
-from pipeline.settings.build import Layer, build_config, method_layer, rows_of, typed_settings
+from pipeline.plan.stage import BEFORE, METHODS, Stage
+from pipeline.settings.build import Layer, build_config, method_layer
+from pipeline.settings.describe import default_of
 from pipeline.settings.plain import Option, flatten, nested
 
 DEFAULT_DATA = "Dahoas/rm-static"
@@ -30,44 +30,64 @@ DEFAULT_DATA = "Dahoas/rm-static"
 
 EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
 
-NOTHING = Layer({}, "nothing")
-
 
 def step_configs(
     command_line: CommandLine,
     stages: Sequence[Stage],
     *,
     world: int = 1,
-    chosen: Mapping[str, Layer] | None = None,
+    chosen: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, StepConfig]:
-    """The settings of all steps by name, whether they are to run, in `world` processes, or not.
+    """The settings of all steps by name, whether they are to run or not.
 
     Where a step of the run may learn labels all of them read rows alike.
 
-    `chosen` has settings by the prefix of a stage that give way to all that the user gave.
+    Args:
+        command_line: what the user gave.
+        stages: the steps.
+        world: processes of each step.
+        chosen: what `--plan auto` chose, by the prefix of a stage and dotted name.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
         UserErrors: that is so in several methods, each in its way.
     """
+    run = Resolver(command_line, stages, world, chosen or {})
     configs: dict[str, StepConfig] = {}
     wrong: dict[str, list[str]] = {}
     for stage in stages:
-        layer = (chosen or {}).get(stage.prefix)
         try:
-            configs[stage.name] = step_config(
-                stage, command_line, stages, world=world, chosen=layer
-            )
+            configs[stage.name] = run.config(stage)
         except ConfigError as error:
             if stage.method is None:
                 raise
             wrong.setdefault(str(error), []).append(stage.method)
     if wrong:
-        _refuse(of_methods(wrong, stages))
+        sentences = name_methods(wrong, stages)
+        raise ConfigError(sentences[0]) if len(sentences) == 1 else UserErrors(sentences)
     in_run = {*command_line.request.step, *command_line.made}
     if not any(configs[stage.name].learns_labels for stage in stages if stage.number in in_run):
         return configs
-    return {name: _knowing_labels(config) for name, config in configs.items()}
+    return {
+        name: replace(config, data=replace(config.data, labels=True))
+        if config.reads_dialogues and EMBEDDED not in config.data.path
+        else config
+        for name, config in configs.items()
+    }
+
+
+def name_methods(wrong: Mapping[str, Sequence[str]], stages: Sequence[Stage]) -> list[str]:
+    """Sentences about what is wrong, with the methods of which each holds unless it is all.
+
+    Args:
+        wrong: by sentence the methods of which it holds, none if it is about another step.
+        stages: those that were looked at.
+    """
+    number = sum(stage.method is not None for stage in stages)
+    return [
+        f"method {', '.join(methods)}: {sentence}" if 0 < len(methods) < number else sentence
+        for sentence, methods in wrong.items()
+    ]
 
 
 def resolve_run(
@@ -111,109 +131,96 @@ def resolve_run(
     return command_line, step_configs(command_line, stages, world=world)
 
 
-def step_config(
-    stage: Stage,
-    command_line: CommandLine,
-    stages: Sequence[Stage],
-    *,
-    world: int = 1,
-    chosen: Layer | None = None,
-) -> StepConfig:
-    """The settings of one of the steps.
-
-    Raises:
-        ConfigError: as `step_configs`.
-    """
-    run = _Run(command_line, stages, world)
-    usual, given = run.layers(stage, chosen or NOTHING)
-
-    def with_models_from(origins: Mapping[str, str]) -> StepConfig:
-        layers = [run.handed_over(stage, origins), *usual, *given]
-        overrides = run.overrides(stage)
-        return build_config(stage.config_class, layers, overrides, section=f"{stage.section}.")
-
-    # Which models a step uses follows from its settings, and where some come from follows from it.
-    config = with_models_from(stage.models)
-    origins = stage.origins(config.used_models().keys(), _method(stage, command_line.request))
-    return config if origins == stage.models else with_models_from(origins)
-
-
-def given_settings(
-    command_line: CommandLine, stage: Stage, stages: Sequence[Stage]
-) -> frozenset[str]:
-    """Dotted names of the settings of a step that options of the command line set."""
-    run = _Run(command_line, stages)
-    dotted = {name for name, _ in run.overrides(stage)}
-    options = {**run.options(stage, []).settings, **run.method(stage).settings}
-    return frozenset(dotted | flatten(options).keys())
-
-
-def user_settings(
-    stage: Stage, command_line: CommandLine, stages: Sequence[Stage], *, world: int
-) -> frozenset[str]:
-    """Dotted names of the settings of a step that the user has given, in files or options.
-
-    Raises:
-        ConfigError: as `step_configs`.
-    """
-    run = _Run(command_line, stages, world)
-    _, given = run.layers(stage, NOTHING)
-    names = {name for layer in given for name in flatten(layer.settings)}
-    return frozenset(names | {name for name, _ in run.overrides(stage)})
-
-
 @dataclass(frozen=True)
-class _Run:
-    """The sources of the layers of all steps."""
+class Resolver:
+    """The layers of all steps of a run."""
 
     command_line: CommandLine
     stages: Sequence[Stage]
     world: int = 1
+    chosen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     @property
     def request(self) -> Request:
         """The options of train.py."""
         return self.command_line.request
 
-    def layers(self, stage: Stage, chosen: Layer) -> tuple[list[Layer], list[Layer]]:
-        """The layers of a step above the models it is handed: usual settings, then those given."""
-        config_class, overrides = stage.config_class, self.overrides(stage)
-        files = list(self.files(stage))
-        self.check_place(stage, files)
-        base, named = self.base(stage), self.method(stage)
-        row = method_layer(config_class, [base, *files, named], overrides)
-        usual = [base, row, chosen]
-        own = [named, self.options(stage, [*usual, *files])]
-        own += [Layer({"output_dir": str(self.request.output_dir / stage.name)}, "--output-dir")]
+    def config(self, stage: Stage) -> StepConfig:
+        """The settings of a step.
+
+        Raises:
+            ConfigError: as `step_configs`.
+        """
+        self._check_place(stage)
+        layers = [*self._usual(stage), *self._given(stage)]
+        layers.append(self._raised(stage, layers))
+
+        def build(origins: Mapping[str, str]) -> StepConfig:
+            handed_over, overrides = self._handed_over(stage, origins), self._overrides(stage)
+            section = f"{stage.section}."
+            return build_config(
+                stage.config_class, [handed_over, *layers], overrides, section=section
+            )
+
+        # Which models a step uses follows from its settings; some origins follow from that.
+        config = build(stage.models)
+        origins = stage.origins(config.used_models().keys(), _method(stage, self.request))
+        return config if origins == stage.models else build(origins)
+
+    def given(self, stage: Stage, *, files: bool = True) -> frozenset[str]:
+        """Dotted names of the settings that the user gave, in options or also in files.
+
+        Raises:
+            ConfigError: as `step_configs`.
+        """
+        layers = self._given(stage) if files else [self._options(stage)]
+        names = {name for layer in layers for name in flatten(layer.settings)}
+        return frozenset(names | {name for name, _ in self._overrides(stage)})
+
+    def _usual(self, stage: Stage) -> list[Layer]:
+        """Layers 2 to 4."""
+        base = Layer({}, "nothing")
+        if self._first_model() == EMBEDDED:
+            (preset,) = read_layers([str(EMBEDDED_PRESET)])
+            base = replace(preset, settings=preset.settings.get(stage.section, {}))
+        elif stage.config_class.reads_dialogues:
+            base = Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py")
+        layers = [base, *self._files(stage), self._options(stage)]
+        row = method_layer(stage.config_class, layers, self._overrides(stage))
+        return [base, row, Layer(nested(self.chosen.get(stage.prefix, {})), "--plan auto")]
+
+    def _given(self, stage: Stage) -> list[Layer]:
+        """Layers 5 to 7."""
+        files, options = list(self._files(stage)), self._options(stage)
         path = self.request.zero_config
         # Steps that don't run are resolved for what they hand over: the file need not suit them.
         if path is None or stage.number not in self.request.step:
-            return usual, [*files, *own]
+            return [*files, options]
         of_file = deepspeed_layer(
-            config_class,
+            stage.config_class,
             path,
             world=self.world,
-            layers=[*usual, *files, *own],
-            overrides=overrides,
+            layers=[*self._usual(stage), *files, options],
+            overrides=self._overrides(stage),
             section=f"{stage.section}.",
         )
-        return usual, [*files, of_file, *own]
+        return [*files, of_file, options]
 
-    def method(self, stage: Stage) -> Layer:
-        """The method that the user named for a step."""
-        name = _method(stage, self.request) if rows_of(stage.config_class) else None
-        return Layer({} if name is None else {"method": name}, "--method")
+    def _files(self, stage: Stage) -> Iterator[Layer]:
+        """Each file's settings of a step, and above them those of the method it runs."""
+        method = _method(stage, self.request)
+        for layer in self.command_line.files:
+            yield replace(layer, settings=layer.settings.get(stage.section, {}))
+            if stage.methods:
+                yield replace(layer, settings=layer.settings.get(METHODS, {}).get(method, {}))
 
-    def base(self, stage: Stage) -> Layer:
-        """The preset of the embedded model, or else the default data."""
-        if self.first_model() == EMBEDDED:
-            (preset,) = read_layers([str(EMBEDDED_PRESET)])
-            return replace(preset, settings=preset.settings.get(stage.section, {}))
-        if not stage.config_class.reads_dialogues:
-            return NOTHING
-        return Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py")
+    def _overrides(self, stage: Stage) -> tuple[Option, ...]:
+        """The dotted options of a step, and after them those of the method it runs."""
+        overrides = self.command_line.overrides
+        method = f"{METHODS}.{_method(stage, self.request)}" if stage.methods else ""
+        return *overrides.get(stage.section, ()), *overrides.get(method, ())
 
-    def first_model(self) -> str:
+    def _first_model(self) -> str:
         """The model that the first step begins with."""
         first, path = self.stages[0], EMBEDDED
         for layer in self.command_line.files:
@@ -224,33 +231,24 @@ class _Run:
             path = words[0] if name == f"{first.main_role}.path" and words else path
         return str(path)
 
-    def files(self, stage: Stage) -> Iterator[Layer]:
-        """Each file's settings of a step, and then of its method."""
-        for layer in self.command_line.files:
-            yield from settings_of(layer, stage, _method(stage, self.request))
-
-    def overrides(self, stage: Stage) -> tuple[Option, ...]:
-        """The dotted options of a step, those of its method last."""
-        method = _method(stage, self.request)
-        return options_of(self.command_line.overrides, stage, method)
-
-    def check_place(self, stage: Stage, files: Sequence[Layer]) -> None:
+    def _check_place(self, stage: Stage) -> None:
         """Refuse a method, or an output directory, for one step where the run has its own."""
-        dotted = {name for name, _ in self.overrides(stage)}
+        dotted = {name for name, _ in self._overrides(stage)}
+        in_files = [file.settings for file in self._files(stage)]
         require(
             stage.method is None or "method" not in dotted,
             f"{stage.section}.method names one method, and --method several; leave it out",
         )
         require(
-            "output_dir" not in dotted and not any("output_dir" in file.settings for file in files),
+            not any("output_dir" in names for names in (dotted, *in_files)),
             f"{stage.section}.output_dir can't be set here: train.py puts this step in"
             f" {self.request.output_dir / stage.name}; --output-dir moves it",
         )
 
-    def handed_over(self, stage: Stage, origins: Mapping[str, str]) -> Layer:
+    def _handed_over(self, stage: Stage, origins: Mapping[str, str]) -> Layer:
         """Models from earlier steps, by role the section of the step that makes it."""
         made = {each.section: str(self.request.output_dir / each.name) for each in self.stages}
-        made[BEFORE] = EMBEDDED if stage is self.stages[0] else self.first_model()
+        made[BEFORE] = EMBEDDED if stage is self.stages[0] else self._first_model()
         running = {*self.request.step, *self.command_line.made}
         present = {each.section for each in self.stages if each.number in running} | {BEFORE}
         settings: dict[str, Any] = {
@@ -265,7 +263,7 @@ class _Run:
             settings["shares"] = sorted({stage.number, *earlier})
         return Layer(settings, "train.py")
 
-    def options(self, stage: Stage, below: Sequence[Layer]) -> Layer:
+    def _options(self, stage: Stage) -> Layer:
         """The settings that train.py's own options stand for."""
         config_class, request = stage.config_class, self.request
         runs, alone = stage.number in request.step, set(request.step) == {stage.number}
@@ -278,30 +276,27 @@ class _Run:
         given = {name: value for name, value in given.items() if value not in (None, (), {})}
         settings = {setting: value for name, value in given.items() for setting in table[name]}
         settings |= config_class.implied_settings(given)
-        settings |= self.raised(stage, settings, below)
-        if "epochs" in settings and not self.keeps_steps(stage):
+        in_file = any("max_steps" in file.settings for file in self._files(stage))
+        if "epochs" in settings and ("epochs" in self.command_line.typed or not in_file):
             settings["max_steps"] = None
-        settings |= {f"{role}.path": path for role, path in self.paths(stage)}
+        settings |= {f"{role}.path": path for role, path in self._paths(stage)}
+        if stage.methods and (method := _method(stage, request)) is not None:
+            settings["method"] = method
+        settings["output_dir"] = str(request.output_dir / stage.name)
         return Layer(nested(settings), "the command line")
 
-    def raised(
-        self, stage: Stage, settings: Mapping[str, Any], below: Sequence[Layer]
-    ) -> dict[str, Any]:
+    def _raised(self, stage: Stage, layers: Sequence[Layer]) -> Layer:
         """Settings that must be at least as large as another one that an option sets."""
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
+        options = self._options(stage).settings
         for name, other in stage.config_class.AT_LEAST.items():
-            if other in settings:
-                section = f"{stage.section}."
-                typed = typed_settings(stage.config_class, below, names=[name], section=section)
-                found[name] = max(typed[name], settings[other])
-        return found
+            if other in options:
+                values = [layer.settings[name] for layer in layers if name in layer.settings]
+                value = values[-1] if values else default_of(stage.config_class, name)
+                settings[name] = max(value, options[other]) if isinstance(value, int) else value
+        return Layer(settings, "the command line")
 
-    def keeps_steps(self, stage: Stage) -> bool:
-        """Whether a file has a step's own max_steps, which are more specific than its epochs."""
-        in_file = any("max_steps" in file.settings for file in self.files(stage))
-        return in_file and "epochs" not in self.command_line.typed
-
-    def paths(self, stage: Stage) -> Iterator[tuple[str, str]]:
+    def _paths(self, stage: Stage) -> Iterator[tuple[str, str]]:
         """The models that options name for roles of a step, unless an earlier step begins with it.
 
         Later steps take the model from that one.
@@ -317,16 +312,5 @@ class _Run:
 
 def _method(stage: Stage, request: Request) -> str | None:
     """The method that the user named for a step: its own of several, or the one it has."""
-    known = rows_of(stage.config_class)
-    named = (name for name in request.method if name in known or not known)
+    named = (name for name in request.method if name in stage.methods or not stage.methods)
     return stage.method or next(named, None)
-
-
-def _knowing_labels(config: StepConfig) -> StepConfig:
-    if not config.reads_dialogues or EMBEDDED in config.data.path:
-        return config
-    return replace(config, data=replace(config.data, labels=True))
-
-
-def _refuse(sentences: Sequence[str]) -> NoReturn:
-    raise ConfigError(sentences[0]) if len(sentences) == 1 else UserErrors(sentences)

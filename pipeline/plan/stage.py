@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import StepConfig
+from pipeline.errors import ConfigError, require, suggestion
 
 if TYPE_CHECKING:
     from pipeline.data.chat.chat_format import ChatFormat
@@ -104,6 +105,15 @@ class Stage:
             import_module(self.learns).check_learnable(train, held_out, chat, config)
 
     @property
+    def methods(self) -> Mapping[str, Mapping[str, Any]]:
+        """Settings of each method by name; empty for a step without methods."""
+        return self.config_class.METHODS
+
+    def directory(self, method: str) -> str:
+        """The directory of a method that runs with others: `step3_grpo`."""
+        return f"{self.name.partition('_')[0]}_{method}"
+
+    @property
     def main_role(self) -> str:
         """The model that the step is about."""
         return next(iter(self.models))
@@ -134,3 +144,45 @@ def without_unchosen(
         for stage in stages
         if stage.section not in left_out
     )
+
+
+def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage, ...]:
+    """The stages of a run, where several methods are named one for each of them.
+
+    `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with one method or none it stays, unless its
+    methods have directories of their own. Of stages with methods and the same number those stay
+    that have a named one, without a name the first.
+
+    Raises:
+        ConfigError: no step has a method of such a name, or one is named twice.
+    """
+    for name in methods:
+        check_method_name(name, stages, "--method")
+        require(methods.count(name) == 1, f"--method names {name} twice")
+    run: list[Stage] = []
+    numbers: set[int] = set()
+    for stage in stages:
+        named = [name for name in methods if name in stage.methods]
+        if stage.methods and not named and (methods or stage.number in numbers):
+            continue
+        numbers.add(stage.number)
+        if len(methods) > 1 and named:
+            run += [replace(stage, name=stage.directory(name), method=name) for name in named]
+        elif stage.own_directories:
+            run += [replace(stage, name=stage.directory(name)) for name in named] or [stage]
+        else:
+            run.append(stage)
+    return tuple(run)
+
+
+def directories(stages: Sequence[Stage]) -> set[str]:
+    """Names of all directories that runs of these steps make, by whatever methods."""
+    names = (stage.directory(method) for stage in stages for method in stage.methods)
+    return {stage.name for stage in stages} | set(names)
+
+
+def check_method_name(name: str, stages: Sequence[Stage], origin: str) -> None:
+    """Raise a `ConfigError` that begins with `origin` for a name that no method has."""
+    known = [method for stage in stages for method in stage.methods]
+    if name not in known:
+        raise ConfigError(f"{origin} {name}: there is no such method; {suggestion(name, known)}")

@@ -6,9 +6,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.budget.flops import model_flops
 from pipeline.parallel.mesh import current_mesh
-from pipeline.utilization import Peak, Utilization, device_peak, utilization_of
+from pipeline.utilization import Peak, Utilization, device_peak, model_flops, utilization_of
 
 LENGTH, TARGETS = 40, 25
 

@@ -9,8 +9,7 @@ import pytest
 from pipeline.cli import write_config
 from pipeline.errors import UserError
 from pipeline.orchestrator import main
-from pipeline.plan.make import make_plan
-from pipeline.plan.plan import Plan
+from pipeline.plan.plan import Plan, make_plan
 from pipeline.report.findings import findings
 from pipeline.report.results import model_to_talk_to, read_results
 from train import STAGES

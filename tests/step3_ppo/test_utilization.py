@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.budget.flops import ModelFlops
 from pipeline.parallel.mesh import current_mesh
-from pipeline.utilization import Peak, Utilization
+from pipeline.utilization import ModelFlops, Peak, Utilization
 from step3_ppo.metrics import UpdateUtilization
 from step3_ppo.update import Update, Updates
 from tests.step3_ppo.toy import toy_config, toy_models, toy_rollout

@@ -94,7 +94,7 @@ def test_later_steps_start_from_models_of_trials(bench: Bench) -> None:
         *[f"step2_reward 2 {models}/step1_sft"] * 2,
     ]
     assert not models.exists()
-    assert "path" not in bench.best["reward"].get("model", {})  # type: ignore[operator]
+    assert bench.best["reward"]["model"]["path"] == str(bench.out / "step1_sft")  # type: ignore[index]
 
 
 def test_wrong_input_ends_the_tuning_at_once(bench: Bench) -> None:

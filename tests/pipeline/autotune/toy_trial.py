@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.budget.fixes import trained_models
+from pipeline.budget.fit import trained_models
 from pipeline.cli import parse_step, run_main
 from pipeline.errors import DataError
 from train import STAGES

@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.budget.fixes import (
-    Fix,
-    suggest_fix,
-)
+from pipeline.budget.fit import suggest_fix
 from pipeline.budget.machine import Machine
 from pipeline.budget.memory import Item, Phase, StepMemory
 from pipeline.config import StepConfig, TrainedModelConfig
@@ -54,15 +51,17 @@ RECOMPUTED = {"model.gradient_checkpointing": True}
 def test_one_change_is_tried_first_and_then_all_up_to_it(
     count: int, size: int, settings: Any
 ) -> None:
-    found = suggest_fix(config(micro_batch_size=8), gpus(count, size), toy)
+    machine = gpus(count, size)
 
-    assert found == (None if settings is None else Fix(settings))
+    found = suggest_fix(config(micro_batch_size=8), machine, lambda each: toy(each, machine))
+
+    assert found == settings
 
 
 def test_a_machine_without_main_memory_shards_rather_than_offloads() -> None:
-    def both(config: StepConfig, machine: Machine) -> StepMemory:
+    def both(config: StepConfig) -> StepMemory:
         model: TrainedModelConfig = config.model  # pyright: ignore[reportAttributeAccessIssue]
-        state = 100 // (machine.world if model.zero_stage >= 2 else 1)
+        state = 100 // (4 if model.zero_stage >= 2 else 1)
         offloads = model.zero.offload.optimizer == "cpu"
         items = (Item("weights", "model", 0 if offloads else state),)
         return StepMemory(
@@ -72,4 +71,4 @@ def test_a_machine_without_main_memory_shards_rather_than_offloads() -> None:
     start = config(micro_batch_size=1, model={"gradient_checkpointing": True})
     machine = replace(gpus(4, 25), host_bytes=10)
 
-    assert suggest_fix(start, machine, both) == Fix({"model.zero_stage": 2})
+    assert suggest_fix(start, machine, both) == {"model.zero_stage": 2}

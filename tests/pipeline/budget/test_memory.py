@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from pipeline.budget.fit import shortage
-from pipeline.budget.fixes import CHECKPOINTING, OFFLOADED, changed, of_models
+from pipeline.budget.fit import CHECKPOINTING, OFFLOADED, changed, of_models, shortage
 from pipeline.budget.machine import GIB, Machine, parse_machine
 from pipeline.budget.memory import Place, step_memory
 from pipeline.config import (

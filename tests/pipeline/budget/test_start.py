@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.budget.start import check_memory
+from pipeline.budget.fit import check_memory
 from pipeline.config import TrainedModelConfig
 from pipeline.errors import ConfigError
 from pipeline.launch.local import PLANNED

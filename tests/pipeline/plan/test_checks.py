@@ -13,8 +13,7 @@ import pytest
 from pipeline.demo.model import CONTEXT, build_model, build_tokenizer
 from pipeline.errors import UserErrors
 from pipeline.plan.checks import check_plan
-from pipeline.plan.make import make_plan
-from pipeline.plan.plan import Plan
+from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.preview import Preview
 from train import STAGES
 

@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from pipeline.errors import UserError
-from pipeline.plan.make import make_plan
-from pipeline.plan.plan import Plan
+from pipeline.plan.plan import Plan, make_plan
 from pipeline.settings.plain import flatten, plain
 from train import STAGES
 

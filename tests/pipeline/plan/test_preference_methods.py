@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.plan.make import make_plan
-from pipeline.plan.plan import Plan
+from pipeline.plan.plan import Plan, make_plan
 from step3_preference.config import PreferenceConfig
 from train import STAGES
 
