@@ -187,8 +187,8 @@ def choose_settings(
         start.parallel.check(machine.world)
     except ConfigError:  # a given setting contradicts it
         fastest, start = {}, config
-    for spares_host in (False, True):
-        allowed = [o for o in map(free, options) if not (spares_host and "cpu" in o.values())]
+    for offloads in (False, True):  # shards before it offloads
+        allowed = [o for o in map(free, options) if offloads or "cpu" not in o.values()]
         found = first_that_fits(start, tight, count, [{}, *allowed])
         if found is not None:
             chosen = {**free(fastest), **found}

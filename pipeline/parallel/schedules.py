@@ -63,22 +63,6 @@ def timetable(stages: int, count: int) -> list[dict[Instruction, float]]:
     return starts
 
 
-def drawn(stages: int, count: int) -> list[str]:
-    """A timetable in text, a line for each stage: forward passes of one column, backward of two.
-
-    A pass is the last digit of its micro-batch, a backward pass is it twice, and a dot is a wait.
-    """
-    columns = round((TIMES["forward"] + TIMES["backward"]) * (count + stages - 1))
-    rows: list[str] = []
-    for starts in timetable(stages, count):
-        row = ["."] * columns
-        for at, start in starts.items():
-            width = round(TIMES[at.kind])
-            row[round(start) : round(start) + width] = str(at.micro_batch % 10) * width
-        rows.append("".join(row))
-    return rows
-
-
 def bubble(stages: int, count: int) -> float:
     """Share of a step's time that stages of equal length wait."""
     return (stages - 1) / (count + stages - 1)
