@@ -1,4 +1,4 @@
-"""The order in which the stages of a pipeline run their passes: 1F1B, and its timetable.
+"""The order in which the stages of a pipeline run their passes: 1F1B.
 
 Narayanan et al. 2019 (PipeDream-flush): a stage alternates forward and backward passes as soon as
 the first gradient can arrive, so that it keeps the activations of `stages - stage` micro-batches at
@@ -12,9 +12,6 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "backward"]
-
-TIMES = {"forward": 1.0, "backward": 2.0}
-"""Duration of a pass on any stage: a backward pass has twice the products."""
 
 
 class Instruction(NamedTuple):
@@ -40,27 +37,6 @@ def most_sent(stages: int) -> int:
     this many sends after its own, so stages can't wait for each other.
     """
     return 4 * stages
-
-
-def timetable(stages: int, count: int) -> list[dict[Instruction, float]]:
-    """The time at which each stage starts each of its passes, by `TIMES`."""
-    left = [instructions(stage=stage, stages=stages, count=count) for stage in range(stages)]
-    starts: list[dict[Instruction, float]] = [{} for _ in range(stages)]
-    free = [0.0] * stages
-    while any(left):
-        for stage, passes in enumerate(left):
-            while passes:
-                at = passes[0]
-                source = stage - 1 if at.kind == "forward" else stage + 1
-                ready = 0.0
-                if 0 <= source < stages:
-                    if at not in starts[source]:
-                        break
-                    ready = starts[source][at] + TIMES[at.kind]
-                starts[stage][at] = max(free[stage], ready)
-                free[stage] = starts[stage][at] + TIMES[at.kind]
-                del passes[0]
-    return starts
 
 
 def bubble(stages: int, count: int) -> float:
