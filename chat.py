@@ -1,6 +1,6 @@
 """Talk to a trained model: `python chat.py --path OUT/step3_ppo/actor`."""
 
-from inference.chat.command import main
+from inference.chat import main
 from pipeline.cli import run_main
 
 if __name__ == "__main__":

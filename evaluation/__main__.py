@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
 
     from evaluation.figures import as_table, document
     from evaluation.responding import Chat
-    from inference.weights.hash import weights_hash
+    from inference.replica import weights_hash
     from pipeline.data.chat.resolve_format import resolve_format
     from pipeline.logs import configure_logging
     from pipeline.models.chat import check_ready

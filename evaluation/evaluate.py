@@ -11,8 +11,8 @@ from evaluation.config import TaskSettings, questions_of
 from evaluation.contract import Question, Task
 from evaluation.figures import Figure, figures_of
 from evaluation.responding import Chat, responses_to
+from inference.replica import Replica
 from inference.settings import Sampling
-from inference.weights.replica import Replica
 from pipeline.engine.engine import Engine
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.files.responses import Responder
+from inference.responses import Responder
 from inference.settings import Sampling
 from pipeline.data.batches import TokenBatch
 from pipeline.models.forward import Policy, context_length

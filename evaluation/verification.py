@@ -11,7 +11,7 @@ from typing import Any
 
 from evaluation.held_out import HeldOutPrompts, Prompt
 from evaluation.scored import ScoredResponse
-from inference.chat.command import ChatConfig
+from inference.chat import ChatConfig
 from pipeline.data.examples import Message
 from pipeline.demo.task import TALK, verify
 from pipeline.parallel.mesh import current_mesh

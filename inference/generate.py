@@ -1,9 +1,9 @@
 """Answer a file of prompts: `python -m inference.generate --path DIR --prompts IN --out OUT`.
 
 Reads a JSON object a line, `{"prompt": "..."}` or `{"messages": [...]}`, and writes one a line, in
-the same order: the prompt, and of its responses the texts (`answers`), `token_ids`, `logprobs` and
-why each ended (`stop`). OUT appears when all is done; until then its lines are in a file beside it,
-and the same command goes on from there.
+the same order: the prompt, other columns of the line, and of its responses the texts (`answers`),
+`token_ids`, `logprobs` and why each ended (`stop`). OUT appears when it is complete; until then its
+lines are in a partial file next to it, from which the same command continues.
 """
 
 import logging
@@ -86,8 +86,7 @@ def main(argv: Sequence[str]) -> None:
         gather=joined("stop"),
     )
 
-    from inference.files.prompts import read_prompts
-    from inference.files.responses import Responder, write_responses
+    from inference.responses import Responder, read_prompts, write_responses
     from pipeline.logs import configure_logging
     from pipeline.models.load import load_for_inference
 

@@ -3,7 +3,10 @@
 One engine for training, evaluation and chat, on the modules and the attention that training uses.
 """
 
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import psutil
 import torch
@@ -12,16 +15,19 @@ from transformers import PreTrainedModel
 
 from inference.engine.batch import OpenBatch
 from inference.engine.cache import slot_bytes
-from inference.engine.exchange import Exchange, SamePrompts
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
 from inference.engine.sampling import Sampler
-from inference.tp_group import sharing_of, tp_group_of
+from inference.tensor_parallel import sharing_of, tp_group_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import base_model, context_length
+from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 
 __all__ = ["Response", "generate", "generate_each"]
+
+KeyedPrompt = tuple[tuple[int, ...], int]
+"""Token ids of a prompt, and the key that chooses its samples."""
 
 
 def generate(
@@ -35,7 +41,6 @@ def generate(
     top_p: float = 1.0,
     keys: Sequence[int] | None = None,
     batch_size: int = 64,
-    on_token: OnToken | None = None,
 ) -> list[Response]:
     """Respond to each prompt; responses are in the order of the prompts.
 
@@ -53,7 +58,6 @@ def generate(
         top_p: sample only from the likeliest tokens that together reach this probability.
         keys: one number for each prompt; their indices if not given.
         batch_size: sequences computed at once: slots of the key-value cache.
-        on_token: called with (prompt index, token) as tokens are generated.
 
     Raises:
         DataError: a prompt is empty, has ids that the model lacks or fills its context.
@@ -65,7 +69,6 @@ def generate(
         max_new_tokens=max_new_tokens,
         keys=keys,
         batch_size=batch_size,
-        on_token=on_token,
     )
     responses = {each.index: each.response for each in finished}
     return [responses[index] for index in range(len(prompts))]
@@ -87,38 +90,99 @@ def generate_each(
     """Respond to the prompts like `generate`, yielding each response as it ends.
 
     Fewer sequences than `batch_size` are computed at once where the keys and values of that many
-    don't fit in `cache_bytes` (by default, the free memory). `stop_when` may end responses in
-    addition to the sampler's stop tokens and the length. `passes` keeps account of decoding passes.
+    don't fit in `cache_bytes` (by default, the free memory). `on_token` is called with each prompt
+    index and token; `stop_when` may end responses in addition to the sampler's stop tokens and the
+    length; both need a model on one process. `passes` counts decoding passes.
 
-    If the model is divided among processes, all of them must call this with the same settings, each
-    with its own prompts, and exhaust the iterator. Processes with the same prompts each answer some
-    of them: `on_token` and `stop_when` are called for these alone.
+    If the model is sharded over processes, all of them must call this with the same settings, each
+    with its own prompts, and exhaust the iterator. Processes with the same prompts each answer a
+    share of them.
 
     Raises:
         DataError: a prompt is empty, has ids that the model lacks or fills its context.
         ConfigError: there is no room for the keys and values of one sequence.
     """
     plain = base_model(model)
+    tp_group, sharing = tp_group_of(plain), sharing_of(plain)
     numbers = range(len(prompts)) if keys is None else keys
-    same = SamePrompts(sharing_of(plain), len(prompts))
-    on_token, stop_when = same.on_token(on_token), same.stop_when(stop_when)
-    exchange = Exchange.of(same.own(prompts), same.own(numbers), tp_group_of(plain))
+    own = [(tuple(prompt), key) for prompt, key in zip(prompts, numbers, strict=True)]
+    share = -(-len(own) // sharing.size)
+    first = sharing.rank * share
+    # Consecutive prompts are often equal, and then read once.
+    keyed, indices = gather_prompts(own[first : first + share], tp_group)
     requests = [
         Request(prompt, sampler, key, min(max_new_tokens, room_after(plain, len(prompt))))
-        for prompt, key in exchange.prompts
+        for prompt, key in keyed
     ]
-    if not requests:
-        return same.all(iter(()))
-    if cache_bytes is None:
-        cache_bytes = free_bytes(next(model.parameters()).device)
-    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    room = slots_within(plain, exchange.smallest(cache_bytes), num_tokens=longest)
-    num_slots = min(batch_size, room, len(requests))
-    batch = OpenBatch(model, num_slots=num_slots, capacity=longest, passes=passes)
-    finished = run_closed(
-        batch, requests, exchange.on_token(on_token), exchange.stop_when(stop_when)
-    )
-    return same.all(exchange.own(finished))
+    finished: Iterator[Finished] = iter(())
+    if requests:
+        if cache_bytes is None:
+            cache_bytes = free_bytes(next(model.parameters()).device)
+        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+        smallest = min(tp_group.gather_objects(cache_bytes))
+        room = slots_within(plain, smallest, num_tokens=longest)
+        num_slots = min(batch_size, room, len(requests))
+        batch = OpenBatch(model, num_slots=num_slots, capacity=longest, passes=passes)
+        finished = run_closed(batch, requests, on_token, stop_when)
+    return _gather_shares(_own_responses(finished, indices, tp_group), first, sharing)
+
+
+def gather_prompts(
+    own: Sequence[KeyedPrompt], tp_group: Group
+) -> tuple[list[KeyedPrompt], list[list[int]]]:
+    """Gather the prompts of a tensor-parallel group, in rank order.
+
+    A prompt that several processes have under the same key, as processes have that train each layer
+    together, is answered once for all of them.
+
+    Returns:
+        (the prompts, the indices of each among this process's own).
+    """
+    indices: dict[tuple[KeyedPrompt, int], list[int]] = {}
+    for rank, prompts in enumerate(tp_group.gather_objects(list(own))):
+        times: Counter[KeyedPrompt] = Counter()
+        for index, prompt in enumerate(prompts):
+            times[prompt] += 1
+            places = indices.setdefault((prompt, times[prompt]), [])
+            if rank == tp_group.rank:
+                places.append(index)
+    return [prompt for prompt, _ in indices], list(indices.values())
+
+
+def _own_responses(
+    finished: Iterator[Finished], indices: Sequence[Sequence[int]], tp_group: Group
+) -> Iterator[Finished]:
+    """Yield this process's responses.
+
+    Raises:
+        GroupDisagreesError: the processes did not choose the same tokens.
+    """
+    checksum = 0
+    for each in finished:
+        if tp_group.size > 1:
+            checksum = zlib.crc32(repr((each.index, each.response.ids)).encode(), checksum)
+        for index in indices[each.index]:
+            yield replace(each, index=index)
+    if len(set(tp_group.gather_objects(checksum))) > 1:
+        raise GroupDisagreesError(
+            "the processes that generate together chose different tokens: they run different"
+            " versions, or on different devices"
+        )
+
+
+def _gather_shares(finished: Iterator[Finished], first: int, sharing: Group) -> Iterator[Finished]:
+    """Yield this process's responses as they end, then those of processes with the same prompts."""
+    own: list[Finished] = []
+    for each in finished:
+        own.append(replace(each, index=first + each.index))
+        yield own[-1]
+    for rank, responses in enumerate(sharing.gather_objects(own)):
+        if rank != sharing.rank:
+            yield from responses
+
+
+class GroupDisagreesError(RuntimeError):
+    """Processes that compute each layer together chose different tokens."""
 
 
 def run_closed(
@@ -189,3 +253,45 @@ def room_after(model: PreTrainedModel, num_tokens: int) -> int:
             f"a prompt has {num_tokens} tokens and the model reads {limit}; shorten the prompt"
         )
     return limit - num_tokens
+
+
+NEW_TOKENS = 8
+TOLERANCE = 16
+"""Rounding steps of the largest logit that two likeliest tokens may lie apart: the engine and a
+plain forward pass add in different orders."""
+
+
+class GenerationMismatchError(RuntimeError):
+    """Generation doesn't choose the tokens that the model finds likeliest."""
+
+
+@torch.no_grad()
+def check_generation(model: nn.Module, prompts: Sequence[Sequence[int]]) -> None:
+    """Compare greedy responses with plain forward passes, without a cache or other sequences.
+
+    Raises:
+        GenerationMismatchError: a token is not among the likeliest.
+    """
+    device = next(model.parameters()).device
+    repeated = [*prompts, *prompts[:1]]  # the last one is copied from the first, not read
+    responses = generate(
+        model,
+        repeated,
+        max_new_tokens=NEW_TOKENS,
+        temperature=0.0,
+        stop_ids=(),
+        seed=0,
+        batch_size=max(1, len(repeated) - 1),  # the last one waits for a slot
+    )
+    for prompt, response in zip(repeated, responses, strict=True):
+        tokens = torch.tensor([[*prompt, *response.ids]], device=device)
+        logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        step = torch.finfo(logits.dtype).eps * float(logits.abs().max())
+        chosen = logits.gather(-1, tokens[0, len(prompt) :, None]).squeeze(-1).float()
+        behind = (logits.amax(dim=-1).float() - chosen).max().item()
+        if not behind <= TOLERANCE * step:
+            raise GenerationMismatchError(
+                f"generation with {base_model(model).config.model_type} in {logits.dtype} chose a"
+                f" token whose logit is {behind:.2g} below the likeliest in a plain forward pass:"
+                " its responses would not be the model's; please report the model"
+            )

@@ -115,8 +115,7 @@ def respond(
         ModelError: there is no model at `path`.
         DataError: a prompt is too long for the model.
     """
-    from inference.files.prompts import Prompt
-    from inference.files.responses import Responder
+    from inference.responses import Prompt, Responder
     from inference.settings import Sampling
     from pipeline.models.load import load_for_inference
 

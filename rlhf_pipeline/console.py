@@ -18,7 +18,7 @@ def train() -> None:
 def chat() -> None:
     """`rlhf-chat`: talk to a model, with the options of `chat.py`."""
     rlhf_pipeline.add_to_path()
-    from inference.chat.command import main
+    from inference.chat import main
     from pipeline.cli import run_main
 
     run_main(main)

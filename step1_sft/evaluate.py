@@ -18,7 +18,7 @@ from pipeline.errors import ConfigError, require
 from pipeline.installation import MODULE
 
 if TYPE_CHECKING:
-    from inference.files.prompts import Prompt
+    from inference.responses import Prompt
 
 DEFAULT_PROMPTS = (
     "Tell me about the city of Lisbon in a few sentences.",
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
         max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed
     )
 
-    from inference.files.prompts import Prompt, read_prompts
+    from inference.responses import Prompt, read_prompts
     from pipeline.data.examples import Message
     from pipeline.logs import configure_logging
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
 
 def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[str]:
     """What the model at `path` answers to each prompt."""
-    from inference.files.responses import Responder
+    from inference.responses import Responder
     from pipeline.models.load import load_for_inference
 
     responder = Responder(*load_for_inference(path), sampling)
@@ -114,7 +114,7 @@ def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[s
 
 def as_text(prompts: "Sequence[Prompt]", answers: Mapping[str, Sequence[str]]) -> str:
     """The comparison for a terminal."""
-    from inference.streaming import printable
+    from inference.text import printable
 
     blocks = [
         "\n".join(

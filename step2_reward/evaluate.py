@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
         aliases={"model_name_or_path": "path"},  # DeepSpeed-Chat's
         gather=joined("answer"),
     )
-    from inference.streaming import printable
+    from inference.text import printable
     from pipeline.data.examples import Message
     from pipeline.logs import configure_logging
     from pipeline.models.reward_model import score_responses

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from torch import nn
 from transformers import PreTrainedModel
 
-from inference.weights.replica import Replica
+from inference.replica import Replica
 from pipeline.engine.engine import Engine
 from pipeline.engine.rollout_offload import KINDS, Kind
 from pipeline.parallel.group import ALONE, Group
@@ -48,7 +48,7 @@ class HybridEngine:
             stages=engine.stages,
         )
         self.weights_hash = 0
-        """Of the weights that generated last (`inference/weights/hash.py`)."""
+        """Of the weights that generated last (`inference/replica.py`)."""
         self.seconds = 0.0
         """Of the last switch from training to generation."""
         self._updates = -1

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from inference.self_test import check_generation
+from inference.generation import check_generation
 from pipeline.checkpoints import Checkpoints
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.guards.guards import Guards

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from inference.weights.replica import Replica
+from inference.replica import Replica
 from pipeline.data.batches import RowStream
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example

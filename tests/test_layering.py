@@ -55,10 +55,11 @@ FLOORS = (
 """The rooms of `pipeline`, from the ground up: a room imports rooms of lower floors."""
 
 INFERENCE_FLOORS = (
-    {"settings", "streaming", "tp_group", "ratings"},
+    {"settings", "text", "tensor_parallel", "ratings"},
     {"engine"},
-    {"weights", "generation"},
-    {"self_test", "files", "chat", "serve"},
+    {"replica", "generation"},
+    {"conversation", "responses"},
+    {"chat", "serve"},
 )
 """The same of `inference`."""
 

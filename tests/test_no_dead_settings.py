@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 
 import evaluation.config
 import evaluation.winrate
-import inference.chat.command
+import inference.chat
 import inference.generate
 import inference.serve.config
 import inference.settings
@@ -30,7 +30,7 @@ from train import STAGES
 CONFIG_MODULES = (
     evaluation.config,
     evaluation.winrate,
-    inference.chat.command,
+    inference.chat,
     inference.generate,
     inference.serve.config,
     inference.settings,

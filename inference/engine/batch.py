@@ -34,11 +34,10 @@ from inference.engine.requests import (
     Ticket,
     Token,
 )
-from inference.engine.row_adapters import RowAdapters
 from inference.engine.sampling import Sampler, reported
 from inference.engine.scheduler import Waiting
 from inference.engine.slots import PREFILL, Slots
-from inference.tp_group import tp_group_of
+from inference.tensor_parallel import tp_group_of
 from pipeline.errors import DataError
 from pipeline.models.forward import base_model, context_length, is_ragged
 
@@ -64,7 +63,6 @@ class OpenBatch:
         chunk: most prompt tokens of a step.
         reuses: whether prompts reuse the longest common prefix with a sequence in a slot, running
             or ended, of the same `scope`; otherwise only equal prompts share.
-        adapters: the adapters of the model's layers; each request names its own.
         passes: counts the passes.
     """
 
@@ -76,13 +74,11 @@ class OpenBatch:
         capacity: int,
         chunk: int = PREFILL,
         reuses: bool = False,
-        adapters: RowAdapters | None = None,
         passes: PassCounts | None = None,
     ) -> None:
         self._model = model
         self.passes = PassCounts() if passes is None else passes
         self._num_slots = num_slots
-        self._adapters = adapters
         plain = base_model(model)
         # If angles depend on the length of a pass, a prompt in pieces differs from the whole.
         fixed = has_fixed_positions(plain)
@@ -105,7 +101,6 @@ class OpenBatch:
                 capacity=self.capacity,
                 reuses=self._reuses,
                 passes=self.passes,
-                adapters=self._adapters,
             )
         _log_padded(str(base_model(self._model).config.model_type))
         return PaddedRows(self._model, batch_size=self._num_slots)
@@ -134,9 +129,6 @@ class OpenBatch:
                 f" fit the {self.capacity} tokens of a slot; shorten the prompt or lower"
                 " max_new_tokens"
             )
-        num_adapters = 0 if self._adapters is None else self._adapters.count
-        if not 0 <= request.adapter <= num_adapters:
-            raise DataError(f"there is no adapter {request.adapter}; there are {num_adapters}")
         if self._closed:
             raise RuntimeError("the batch is closed")
         ticket = Ticket(replace(request, prompt=prompt))

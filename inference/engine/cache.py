@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from inference.tp_group import kv_heads_here
+from inference.tensor_parallel import kv_heads_here
 from pipeline.kernels.cache_append import append_
 from pipeline.kernels.cache_append import kernel_for as append_kernel_for
 from pipeline.kernels.decode_attention import (

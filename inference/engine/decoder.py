@@ -13,9 +13,16 @@ from torch import Tensor, nn
 
 from inference.engine.cache import NextToken
 from inference.engine.graphs import Agree, Capture, CudaCapture, GraphedRows
-from inference.engine.replay import Column, Pass, PassCounts, ReplayedRows, ReplayError, Stage
-from inference.engine.trace import TracedRows
-from inference.tp_group import is_of_sharding, tp_group_of
+from inference.engine.replay import (
+    Column,
+    Pass,
+    PassCounts,
+    ReplayedRows,
+    ReplayError,
+    Stage,
+    TracedRows,
+)
+from inference.tensor_parallel import is_of_sharding, tp_group_of
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear import is_built
 from pipeline.models.attention import round_up
@@ -66,8 +73,8 @@ class Decoder:
         if capture is None and self._replays and device.type == "cuda":
             capture = CudaCapture(device)
         self._capture = capture
-        self._kept: dict[tuple[int, int, bool], ReplayedRows] = {}
-        """By number of rows, longest sequence, and whether rows have adapters."""
+        self._kept: dict[tuple[int, int], ReplayedRows] = {}
+        """By number of rows and longest sequence."""
         self._counts = counts
         self._agree = agree
 
@@ -77,14 +84,14 @@ class Decoder:
         """Return the logits after each token.
 
         Args:
-            columns: token, position, place in the cache and adapter of each row.
+            columns: token, position and place in the cache of each row.
             layout: attention of the rows.
             spare: the place in the cache for padding.
         """
         count = len(columns)
-        padding = (columns[-1][0], 0, spare, 0)
+        padding = (columns[-1][0], 0, spare)
         if self._replays:
-            rows = self._rows(count, max(layout.lengths), has_adapters(columns))
+            rows = self._rows(count, max(layout.lengths))
             is_replay = rows.stage is Stage.REPLAY
             try:
                 logits = rows.run([*columns, *[padding] * (rows.num_rows - count)], layout)[:count]
@@ -101,11 +108,11 @@ class Decoder:
         inputs = torch.tensor(columns).T.contiguous()
         return self._modules(inputs.to(self._device), layout)
 
-    def _rows(self, count: int, longest: int, adapters: bool) -> ReplayedRows:  # noqa: FBT001
+    def _rows(self, count: int, longest: int) -> ReplayedRows:
         """The passes for `count` sequences of at most `longest` tokens."""
         num_rows = power_of_two(count) if count <= MANY else round_up(count, STEP)
         longest = 0 if self._capture is None else max(SHORT, power_of_two(longest))
-        key = num_rows, longest, adapters
+        key = num_rows, longest
         if key not in self._kept:
             wider = self._wider(*key)
             if wider is not None:
@@ -113,15 +120,15 @@ class Decoder:
             self._kept[key] = self._new_rows(num_rows, longest)
         return self._kept[key]
 
-    def _wider(self, num_rows: int, longest: int, adapters: bool) -> ReplayedRows | None:  # noqa: FBT001
+    def _wider(self, num_rows: int, longest: int) -> ReplayedRows | None:
         """The verified passes with the fewest rows, if not too many more."""
         if self._device.type == "cpu" and not (kernel_mode() != "off" and is_built(self._dtype)):
             return None  # PyTorch multiplies padding as well
         found = [
             rows
-            for (wide, *others), rows in self._kept.items()
+            for (wide, length), rows in self._kept.items()
             if num_rows < wide <= WIDER * num_rows
-            and others == [longest, adapters]
+            and length == longest
             and rows.stage is Stage.REPLAY
         ]
         return min(found, key=lambda rows: rows.num_rows, default=None)
@@ -153,11 +160,6 @@ def can_replay(model: nn.Module, device: torch.device) -> bool:
     if tp_group_of(base_model(model)).size > 1 and device.type == "cpu":
         return False
     return all(is_of_sharding(hook) for hook in hooks)
-
-
-def has_adapters(columns: Sequence[Column]) -> bool:
-    """Whether any row has an adapter; passes without one are the base model's."""
-    return any(column[3] for column in columns)
 
 
 @cache

@@ -14,8 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.engine.cache import NextToken, attend_by_kernel
-from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
-from inference.engine.trace import TraceRecorder
+from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError, TraceRecorder
 from pipeline.kernels.decode_attention import kernel_for
 
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
@@ -85,9 +84,9 @@ class GraphedRows(ReplayedRows):
     ) -> None:
         super().__init__(num_rows)
         self._modules = modules
-        # Token, position, place in the cache, adapter, and length of the sequence of each row.
-        self._staged: Int[Tensor, "5 N"] = torch.zeros(
-            5, num_rows, dtype=torch.long, pin_memory=device.type == "cuda"
+        # Token, position, place in the cache, and length of the sequence of each row.
+        self._staged: Int[Tensor, "4 N"] = torch.zeros(
+            4, num_rows, dtype=torch.long, pin_memory=device.type == "cuda"
         )
         self._numbers = self._staged.to(device, copy=True)
         self._layout = LiveKeys(num_rows, longest, device)
@@ -98,13 +97,13 @@ class GraphedRows(ReplayedRows):
     def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
         padding = [0] * (len(columns) - len(layout.lengths))
         # The tokens of the last pass were read, so its copy from this memory has ended.
-        self._staged[:4] = torch.tensor(columns).T
-        self._staged[4] = torch.tensor([*layout.lengths, *padding])
+        self._staged[:3] = torch.tensor(columns).T
+        self._staged[3] = torch.tensor([*layout.lengths, *padding])
         self._numbers.copy_(self._staged, non_blocking=True)
 
     def _by_modules(self) -> Float[Tensor, "N V"]:
-        self._layout.ends.copy_(self._numbers[4])
-        return self._modules(self._numbers[:4], self._layout)
+        self._layout.ends.copy_(self._numbers[3])
+        return self._modules(self._numbers[:3], self._layout)
 
     def _record(self) -> Float[Tensor, "N V"]:
         logits = self._by_modules()  # a graph's are not trusted before they are verified

@@ -1,22 +1,28 @@
 """Decoding passes repeated without the Python code of the modules."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.engine.cache import NextToken
+from inference.engine.cache import NextToken, prepare_attention
+from pipeline.kernels.choice import kernel_mode
+from pipeline.kernels.linear import Linear, prepare
 from pipeline.models.attention import Layout
 
-Pass = Callable[[Int[Tensor, "4 N"], Layout], Float[Tensor, "N V"]]
-"""A forward pass of the modules over tokens, positions, places in the cache, and adapters."""
+Pass = Callable[[Int[Tensor, "3 N"], Layout], Float[Tensor, "N V"]]
+"""A forward pass of the modules over tokens, positions, and places in the cache."""
 
-Column = tuple[int, int, int, int]
-"""A token, its position, its place in the cache, and the number of its adapter, 0 for none."""
+Column = tuple[int, int, int]
+"""A token, its position, and its place in the cache."""
 
 
 class ReplayError(Exception):
@@ -131,3 +137,369 @@ def relative_difference(ours: Float[Tensor, "N V"], expected: Float[Tensor, "N V
     """Return the largest difference as a share of the largest number."""
     difference = (ours.float() - expected.float()).abs().max()
     return float(difference / expected.float().abs().max().clamp(min=1e-30))
+
+
+Replay = Callable[[], object]
+"""Repeats a call on what its memory contains now."""
+
+TRANSFERS = {"_to_copy", "copy_", "to"}
+"""Operators that may copy between the host and a device, and wait for it."""
+
+COPIES = {"_to_copy", "clone", "contiguous", "to"}
+"""Operators whose result is their argument, perhaps in another format."""
+
+WITH_OUT = {"mm", "bmm", "addmm", "baddbmm", "mean", "sum", "cat", "index_select", "embedding"}
+"""Operators besides the elementwise ones that can write into `out`."""
+
+TO_PYTHON = {"tolist", "numpy", "__array__"}
+"""Methods that hand numbers to Python without the dispatcher, which sees `item`."""
+
+UNREPLAYABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator, with the tensors that it read and made."""
+
+    operator: Any
+    """PyTorch's operator; None for attention, which is computed outside of the trace."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    made: tuple[Tensor, ...]
+    """Its results, in the memory that they keep."""
+
+    repeat: Replay | None = None
+    """Repeats a call outside of the trace."""
+
+    @property
+    def name(self) -> str:
+        """The operator's name without namespace and overload."""
+        return self.operator.overloadpacket.__name__ if self.operator else "outside"
+
+    def read(self) -> Iterator[Tensor]:
+        """The tensors among the arguments."""
+        return tensors_in((*self.args, *self.kwargs.values()))
+
+    def changed(self) -> list[Tensor]:
+        """The arguments that are written to."""
+        if self.operator is None or not self.operator._schema.is_mutable:  # noqa: SLF001
+            return []
+        values = [
+            self.args[place] if place < len(self.args) else self.kwargs.get(str(argument.name))
+            for place, argument in enumerate(self.operator._schema.arguments)  # noqa: SLF001
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        return list(tensors_in(values))
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the results are views of the arguments."""
+        if self.operator is None or self.changed():
+            return False
+        return {memory(each) for each in self.made} <= {memory(each) for each in self.read()}
+
+
+class _NoNumbers(TorchFunctionMode):
+    """Inside it, no number of a tensor is handed to Python."""
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if func.__name__ in TO_PYTHON:
+            raise ReplayError(f"{func.__name__} hands numbers to Python")
+        return func(*args, **(kwargs or {}))
+
+
+class TraceRecorder(TorchDispatchMode):
+    """Inside it, operators are computed and recorded; all their results are kept.
+
+    Raises:
+        ReplayError: an operator can't be repeated.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._outside = False
+        self._no_numbers = _NoNumbers()
+
+    def __enter__(self) -> "TraceRecorder":
+        super().__enter__()
+        self._no_numbers.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:  # noqa: ANN401
+        self._no_numbers.__exit__(*raised)
+        super().__exit__(*raised)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Called by PyTorch for each operator."""
+        result = func(*args, **(kwargs or {}))
+        if not self._outside:
+            call = Call(func, args, kwargs or {}, tuple(tensors_in((result,))))
+            require_replayable(call, result)
+            self.calls.append(call)
+        return result
+
+    def outside(self, compute: Callable[[Tensor | None], Tensor], read: Sequence[Tensor]) -> Tensor:
+        """Return what `compute` returns, recorded as one call.
+
+        Args:
+            compute: is given the memory for the result when it is repeated, None the first time.
+            read: the tensors that it reads.
+        """
+        self._outside = True
+        try:
+            result = compute(None).clone()  # a result may be a view of what another call changes
+        finally:
+            self._outside = False
+        self.calls.append(Call(None, read, {}, (result,), partial(compute, result)))
+        return result
+
+
+def require_replayable(call: Call, result: object) -> None:
+    """Refuse a call whose repetition would not do what the modules' Python code does.
+
+    Raises:
+        ReplayError: it draws random numbers, Python or a shape depends on the numbers it read, or
+            it copies between the host and a device.
+    """
+    if isinstance(result, (bool, int, float)) and any(True for _ in call.read()):
+        raise ReplayError(f"{call.name} hands a number to Python")
+    # Dropout without a probability is a view.
+    if any(tag in call.operator.tags for tag in UNREPLAYABLE) and not call.is_view:
+        raise ReplayError(f"{call.name} can't be repeated")
+    if torch.Tag.dynamic_output_shape in call.operator.tags and (
+        call.name != "index" or any(index.dtype == torch.bool for index in call.read())
+    ):
+        raise ReplayError(f"the size of the result of {call.name} depends on numbers")
+    if call.name in TRANSFERS and len({each.device for each in (*call.read(), *call.made)}) > 1:
+        raise ReplayError(f"{call.name} copies between the host and a device")
+
+
+class OperatorTrace:
+    """The calls of a `TraceRecorder`, ready to be repeated.
+
+    Args:
+        calls: the computation.
+        inputs: tensors whose numbers change; all others that the calls read but neither make nor
+            change are constants.
+        result: the result of the computation.
+        substitute: returns a faster way to repeat a call, or None.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        inputs: Sequence[Tensor],
+        result: Tensor,
+        substitute: Callable[[Call], Replay | None] = lambda _: None,
+    ) -> None:
+        self.result: Shaped[Tensor, "..."] = result
+        self._kept = needed(varying(calls, inputs), result)  # keeps the memory of each call
+        self._replays = [substitute(call) or replay_of(call) for call in self._kept]
+
+    def __len__(self) -> int:
+        """Calls of a repetition."""
+        return len(self._replays)
+
+    def replay(self) -> Tensor:
+        """Compute again from what the inputs contain; the result has the same memory each time."""
+        for repeat in self._replays:
+            repeat()
+        return self.result
+
+
+def varying(calls: Sequence[Call], inputs: Sequence[Tensor]) -> list[Call]:
+    """The calls whose results depend on the inputs, without views."""
+    alive = {memory(tensor) for tensor in inputs}
+    alive |= {memory(tensor) for call in calls for tensor in call.changed()}
+    kept: list[Call] = []
+    for call in calls:
+        if call.is_view:
+            continue
+        sources = {memory(tensor) for tensor in call.read()}
+        targets = {memory(tensor) for tensor in call.made}
+        if call.operator is None or call.changed() or (sources | targets) & alive:
+            kept.append(call)
+            alive |= targets
+    return kept
+
+
+def needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
+    """The calls that the result depends on, and those that change their arguments."""
+    wanted = {memory(result)}
+    kept: list[Call] = []
+    for call in reversed(calls):
+        if call.changed() or wanted & {memory(tensor) for tensor in call.made}:
+            kept.append(call)
+            wanted |= {memory(tensor) for tensor in call.read()}
+    return kept[::-1]
+
+
+def replay_of(call: Call) -> Replay:
+    """Return the leanest way to repeat a call."""
+    if call.repeat is not None:
+        return call.repeat
+    # PyTorch's own bindings are leaner than the dispatcher's.
+    is_plain = call.operator.namespace == "aten" and "out" not in call.kwargs
+    if call.changed():
+        method = getattr(Tensor, call.name, None) if is_plain else None
+        return partial(method or call.operator, *call.args, **call.kwargs)
+    if len(call.made) == 1 and is_plain:
+        (made,) = call.made
+        source = next(call.read(), None)
+        if call.name in COPIES and source is not None and source.shape == made.shape:
+            return partial(made.copy_, source)
+        places = (torch, vars(torch._C)["_nn"])  # noqa: SLF001
+        bindings = (getattr(place, call.name, None) for place in places)
+        function = next((each for each in bindings if each is not None), call.operator)
+        repeat = partial(function, *call.args, **call.kwargs, out=made)
+        if torch.Tag.pointwise in call.operator.tags or call.name in WITH_OUT:
+            try:
+                repeat()
+            except (TypeError, RuntimeError, NotImplementedError):
+                pass
+            else:
+                return repeat
+    return partial(_again, call)
+
+
+def _again(call: Call) -> None:
+    results = call.operator(*call.args, **call.kwargs)
+    for made, result in zip(call.made, tensors_in((results,)), strict=True):
+        made.copy_(result)
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among values and in their lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def memory(tensor: Tensor) -> int:
+    """Identifies a tensor's memory; views have that of their base."""
+    return tensor.untyped_storage()._cdata  # noqa: SLF001
+
+
+class CurrentLayout:
+    """The layout that modules are given: that of the current pass, on and off a trace."""
+
+    def __init__(self) -> None:
+        self.layout: NextToken | None = None
+        self.recorder: TraceRecorder | None = None
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "S G M D"],
+        value: Float[Tensor, "S G M E"],
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "1 N H E"]:
+        """Attention of the current pass."""
+        again: Callable[[NextToken], object] | None = None
+
+        def attend(layout: NextToken, out: Tensor | None = None) -> Tensor:
+            return layout.attend(
+                query,
+                key,
+                value,
+                scaling=scaling,
+                sliding_window=sliding_window,
+                dropout=dropout,
+                out=out,
+            )
+
+        def compute(out: Tensor | None) -> Tensor:
+            nonlocal again
+            assert self.layout is not None
+            if out is None:
+                return attend(self.layout)
+            if again is None:
+                again = prepare_attention(
+                    query, key, value, out, scaling=scaling, sliding_window=sliding_window
+                ) or partial(attend, out=out)
+            again(self.layout)
+            return out
+
+        if self.recorder is None:
+            return compute(None)
+        return self.recorder.outside(compute, [query, key, value])
+
+
+class TracedRows(ReplayedRows):
+    """Passes of one number of rows from a trace, with products by the kernel for few rows."""
+
+    def __init__(self, modules: Pass, num_rows: int) -> None:
+        super().__init__(num_rows)
+        self._modules = modules
+        self._inputs: Int[Tensor, "3 N"] = torch.zeros(3, num_rows, dtype=torch.long)
+        self._layout = CurrentLayout()
+        self._calls: list[Call] = []
+        self._result: Float[Tensor, "N V"] | None = None
+        self._products: list[Linear] = []
+        self._trace: OperatorTrace | None = None
+
+    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+        self._inputs.copy_(torch.tensor(columns).T)
+        self._layout.layout = layout
+
+    def _by_modules(self) -> Float[Tensor, "N V"]:
+        return self._modules(self._inputs, self._layout)
+
+    def _record(self) -> Float[Tensor, "N V"]:
+        recorder = self._layout.recorder = TraceRecorder()
+        try:
+            with recorder:
+                self._result = self._by_modules()
+        finally:
+            self._layout.recorder = None
+        self._calls = recorder.calls
+        return self._result.clone()
+
+    def _verify(self, num_live: int) -> Float[Tensor, "N V"]:
+        assert self._result is not None
+        self._trace = OperatorTrace(self._calls, [self._inputs], self._result, self._product)
+        self._calls = []
+        return super()._verify(num_live)
+
+    def _replay(self) -> Float[Tensor, "N V"]:
+        assert self._trace is not None
+        assert self._layout.layout is not None
+        for product in self._products:
+            product.take(len(self._layout.layout.lengths))
+        return self._trace.replay()
+
+    def _product(self, call: Call) -> Replay | None:
+        """A product of few rows by the kernel, which skips padding; None if it doesn't take it."""
+        if kernel_mode() == "off" or len(call.made) != 1 or call.kwargs:
+            return None
+        if call.made[0].shape[:-1].numel() != self._inputs.shape[1]:
+            return None  # not one row per token
+        linear = None
+        if call.name == "linear":
+            x, weight, *bias = call.args
+            linear = prepare(x, weight, bias[0] if bias else None, call.made[0])
+        elif call.name == "addmm":  # transformers' Conv1D, of GPT-2
+            bias, x, weight = call.args
+            linear = prepare(x, weight.mT, bias, call.made[0])
+        if linear is not None:
+            self._products.append(linear)
+        return linear

@@ -69,15 +69,7 @@ class Request:
     """Adds `Reported` to each token, with this many of the likeliest tokens."""
 
     scope: Hashable = None
-    """Only requests of the same scope and adapter share keys and values."""
-
-    adapter: int = 0
-    """Number of its adapter, 0 for none."""
-
-    @property
-    def sharers(self) -> Hashable:
-        """Equal for requests that may share keys and values."""
-        return self.scope, self.adapter
+    """Only requests of the same scope share keys and values."""
 
 
 def as_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
@@ -112,7 +104,7 @@ class Ticket:
     @cached_property
     def identity(self) -> Hashable:
         """Equal for tickets whose prompts are read once."""
-        return self.request.sharers, self.request.prompt
+        return self.request.scope, self.request.prompt
 
     @property
     def tokens(self) -> list[int]:

@@ -65,8 +65,8 @@ class Slot:
     identity: Hashable = None
     """`Ticket.identity` of the last request."""
 
-    sharers: Hashable = None
-    """`Request.sharers` of the last request."""
+    scope: Hashable = None
+    """`Request.scope` of the last request."""
 
     freed_at: int = 0
 
@@ -90,7 +90,7 @@ class Slot:
     def assign(self, ticket: Ticket, *, stored: int) -> None:
         """Give the slot, which stores the first `stored` tokens of the prompt, to a request."""
         self.ticket, self.tokens, self.stored = ticket, ticket.prompt, stored
-        self.identity, self.sharers = ticket.identity, ticket.request.sharers
+        self.identity, self.scope = ticket.identity, ticket.request.scope
         ticket.num_reused = stored
 
 
@@ -130,11 +130,10 @@ class PrefixCache:
             return (equal, len(prompt)) if len(prompt) else (None, 0)
         if not self._partial:
             return None, 0
-        sharers = ticket.request.sharers
         counts = [
             (common_prefix(slot.tokens[: slot.stored], prompt), slot.ticket is None, slot.index)
             for slot in self._slots
-            if slot.sharers == sharers
+            if slot.scope == ticket.request.scope
         ]
         count, _, index = max(counts, default=(0, False, 0))
         return (self._slots[index], count) if count >= REUSE_MIN else (None, 0)
@@ -151,7 +150,7 @@ class PrefixCache:
         shared = [
             common_prefix(other.prompt, ticket.prompt[:-1])
             for other in others
-            if other.request.sharers == ticket.request.sharers
+            if other.request.scope == ticket.request.scope
         ]
         return max(shared, default=0) >= count + REUSE_MIN
 

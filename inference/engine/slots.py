@@ -11,12 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from inference.engine.cache import NextToken, Piece, Pieces, SlotCache
-from inference.engine.decoder import Decoder, has_adapters
+from inference.engine.decoder import Decoder
 from inference.engine.replay import Column, PassCounts
 from inference.engine.requests import Ticket
-from inference.engine.row_adapters import RowAdapters
 from inference.engine.scheduler import Scheduler, Slot, Waiting
-from inference.tp_group import tp_group_of
+from inference.tensor_parallel import tp_group_of
 from pipeline.kernels.choice import kernel_mode
 from pipeline.models.attention import Layout, Ragged
 from pipeline.models.forward import base_model, cache_name
@@ -28,32 +27,25 @@ PREFILL = 2048
 class SlotModel:
     """Forward passes of a model that stores its keys and values in slots."""
 
-    def __init__(
-        self, model: nn.Module, cache: SlotCache, device: torch.device, adapters: RowAdapters | None
-    ) -> None:
+    def __init__(self, model: nn.Module, cache: SlotCache, device: torch.device) -> None:
         self._model = model
         self._cache = cache
         self._cache_argument = {cache_name(model): cache}
-        self._adapters = adapters
-        self.has_adapters = False
-        """Whether a row of the next pass has an adapter."""
         # transformers passes a 4-D mask through unchanged; the layouts need none.
         self._no_mask = torch.ones(1, 1, 1, 1, device=device)
 
     def __call__(
-        self, inputs: Int[Tensor, "4 N"], layout: Layout, *, reads_slots: bool = True, keep: int = 0
+        self, inputs: Int[Tensor, "3 N"], layout: Layout, *, reads_slots: bool = True, keep: int = 0
     ) -> Float[Tensor, "K V"]:
         """Logits after the last `keep` tokens, or after all of them if `keep` is 0.
 
         Args:
-            inputs: tokens, positions, places in the cache, and adapters.
+            inputs: tokens, positions, and places in the cache.
             layout: attention of the pass.
             reads_slots: see `SlotCache.begin`.
             keep: number of tokens.
         """
         self._cache.begin(inputs[2], reads_slots=reads_slots)
-        if self._adapters is not None:
-            self._adapters.begin(inputs[3] if self.has_adapters else None)
         output = self._model(
             input_ids=inputs[:1],
             position_ids=inputs[1:2],
@@ -76,7 +68,6 @@ class Slots:
         reuses: whether prompts reuse any common prefix of the sequences in the slots, rather than
             that of equal prompts only.
         passes: counts the passes.
-        adapters: the adapters of the model's layers.
     """
 
     def __init__(
@@ -87,13 +78,12 @@ class Slots:
         capacity: int,
         reuses: bool,
         passes: PassCounts,
-        adapters: RowAdapters | None = None,
     ) -> None:
         self.device = next(model.parameters()).device
         self.cache = SlotCache(num_slots=num_slots, capacity=capacity)
         self._scheduler = Scheduler(self.cache, reuses=reuses)
         self._passes = passes
-        self._modules = SlotModel(model, self.cache, self.device, adapters)
+        self._modules = SlotModel(model, self.cache, self.device)
         tp_group = tp_group_of(base_model(model))
         self._decode = Decoder(
             self._modules,
@@ -143,7 +133,7 @@ class Slots:
             request, start = slot.ticket.request, slot.index * self.cache.width
             layout_pieces.append(Piece(slot.index, slot.stored, count))
             columns += [
-                (request.prompt[position], position, start + position, request.adapter)
+                (request.prompt[position], position, start + position)
                 for position in range(slot.stored, slot.stored + count)
             ]
         continues = any(piece.first for piece in layout_pieces)
@@ -153,7 +143,6 @@ class Slots:
             else Ragged([count for _, count in pieces], self.device, kernels=kernel_mode())
         )
         inputs = torch.tensor(columns).T.contiguous().to(self.device)
-        self._modules.has_adapters = has_adapters(columns)
         self._modules(inputs, layout, reads_slots=continues, keep=1)
         self._passes.prefill += 1
         self._scheduler.record_read(pieces)
@@ -165,14 +154,8 @@ class Slots:
         running = self.running
         lengths = [len(ticket.prompt) + len(ticket.response.ids) for ticket in running]
         columns = [
-            (
-                ticket.newest,
-                length - 1,
-                slot * self.cache.width + length - 1,
-                ticket.request.adapter,
-            )
+            (ticket.newest, length - 1, slot * self.cache.width + length - 1)
             for slot, (ticket, length) in enumerate(zip(running, lengths, strict=True))
         ]
-        self._modules.has_adapters = has_adapters(columns)
         layout = NextToken(lengths, self.device)
         return running, self._decode(columns, layout, spare=self.cache.spare)

@@ -1,15 +1,17 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`: requests to jobs, pieces to objects."""
 
+import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from inference.engine.sampling import Reported
+from inference.engine.requests import Request, sample_key
+from inference.engine.sampling import Reported, Sampler
 from inference.serve.http import (
     DONE,
     SIGN_OF_LIFE,
@@ -19,61 +21,136 @@ from inference.serve.http import (
     json_response,
     until_gone,
 )
-from inference.serve.jobs import Piece, Wanted
-from inference.serve.objects import RowSoFar, Usage, chat_logprobs, new_id, text_logprobs
-from inference.serve.sampling import check_prompt, check_tokens, seed_of, wanted_of
 from inference.serve.schema import ChatRequest, CompletionRequest, SamplingFields, read_request
 from inference.serve.served import ServedModel
 from inference.serve.state import State, client_of, off_loop, read_body, size_of, state_of
-from inference.streaming import plain_text
+from inference.serve.worker import Piece, Wanted
+from inference.text import plain_text
 
-F = TypeVar("F", bound=SamplingFields)
+MOST_ROWS = 1024
+"""Most responses of one request."""
+
+LEAST = -9999.0
+"""Replaces minus infinity, which JSON has no number for."""
 
 
-@dataclass(kw_only=True)
+async def chat_completions(request: HttpRequest) -> Response:
+    """Respond to a dialogue, at once or as a stream."""
+    fields, ignored = read_request(ChatRequest, await read_body(request))
+    size = size_of([each.message for each in fields.messages], fields.chat_template_kwargs)
+    reply = await off_loop(size, ChatReply, state_of(request), fields, client_of(request))
+    return await _respond(reply, request, ignored)
+
+
+async def completions(request: HttpRequest) -> Response:
+    """Continue one or more prompts, at once or as a stream."""
+    fields, ignored = read_request(CompletionRequest, await read_body(request))
+    size = sum(map(len, fields.prompts))
+    reply = await off_loop(size, TextReply, state_of(request), fields, client_of(request))
+    await until_gone(request.receive, reply.score_prompts())
+    return await _respond(reply, request, ignored)
+
+
+async def _respond(reply: "ChatReply | TextReply", request: HttpRequest, ignored: str) -> Response:
+    headers = {"x-ignored-fields": ignored} if ignored else {}
+    if not reply.fields.stream:
+        return json_response(await until_gone(request.receive, _complete(reply)), headers=headers)
+    events = _events(reply)
+    await anext(events)  # so that a refusal has its own status
+    return EventStream(events, headers)
+
+
+async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:
+    pieces: dict[int, Piece] = {}
+    if reply.wanted:
+        broker = reply.state.broker
+        with broker.open(reply.wanted, reply.client, streams=False) as job:
+            async for new in broker.pieces(job):
+                pieces |= {piece.row: piece for piece in new}
+    usage = Usage(reply.num_prompt, reply.per_prompt)
+    for piece in pieces.values():
+        usage.add(piece)
+    choices = [
+        reply.choice(number, pieces.get(number, Piece(number, finish="length")))
+        for number in range(reply.num_rows)
+    ]
+    return reply.object(choices, reply.kind) | {"usage": usage.json}
+
+
+async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
+    """The events of a stream, after an empty one when the request is admitted."""
+    rows = [TextPosition(reply.served, reply.begins) for _ in range(reply.num_rows)]
+    usage = Usage(reply.num_prompt, reply.per_prompt)
+    with_usage = {"usage": None} if reply.fields.wants_usage else {}
+
+    def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
+        return reply.object(choices, reply.chunk_kind) | with_usage
+
+    with ExitStack() as stack:
+        broker, job = reply.state.broker, None
+        if reply.wanted:
+            job = stack.enter_context(broker.open(reply.wanted, reply.client, streams=True))
+        yield b""
+        for choice in reply.openings(rows):
+            yield event(chunk(choice))
+        if job is not None:
+            async for pieces in broker.pieces(job):
+                parts = b"" if pieces else SIGN_OF_LIFE
+                for piece in pieces:
+                    usage.add(piece)
+                    parts += event(chunk(reply.part(rows[piece.row], piece)))
+                yield parts
+    if reply.fields.wants_usage:
+        yield event(chunk() | {"usage": usage.json})
+    yield DONE
+
+
 class Reply:
-    """A request that was read, and the objects of its responses."""
+    """A request that was read, and the parts that both kinds of objects share.
 
-    state: State
-    served: ServedModel
-    client: str
-    seed: int
-    id: str
-    wanted: list[Wanted]
-    """Empty if the prompts are only scored."""
+    Args:
+        state: of the server.
+        fields: of the request.
+        client: the client's name.
 
-    num_prompt: int
-    """Tokens of all prompts."""
+    Raises:
+        ApiError: a field is out of range.
+    """
 
-    per_prompt: int
-    """Responses to each prompt."""
-
-    wants_usage: bool
-    returns_ids: bool
+    prefix: str
     kind: str
     """OpenAI's name of the object."""
+    chunk_kind: str
+    begins: bool
+    """Whether a response is a new text, so that decoding may drop the space of its first word."""
 
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(self, state: State, fields: SamplingFields, client: str) -> None:
+        self.state = state
+        self.served = state.model(fields.model)
+        self.client = client
+        self.seed = secrets.randbelow(2**31) if fields.seed is None else fields.seed
+        self.per_prompt = fields.n or 1
+        self.id, self.created = new_id(self.prefix), int(time.time())
+        self.returns_ids = bool(fields.return_token_ids)
+        self.prompts: list[list[int]] = []
+        self.wanted: list[Wanted] = []
+        """Empty if the prompts are only scored."""
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
 
     @property
     def num_rows(self) -> int:
-        """Responses in all."""
-        return sum(len(wanted.keys) for wanted in self.wanted)
+        """Number of responses."""
+        return len(self.prompts) * self.per_prompt
 
-    def row(self) -> RowSoFar:
-        """The state of the log-probabilities of a response."""
-        return RowSoFar(self.served, begins=False)
-
-    def usage(self) -> Usage:
-        """Tokens, none of a response yet."""
-        return Usage(self.num_prompt, self.per_prompt)
-
-    def object(self, choices: Sequence[dict[str, Any]], *, chunk: bool = False) -> dict[str, Any]:
+    def object(self, choices: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
         """A response, or a chunk of a stream."""
-        del chunk
         return {
             "id": self.id,
-            "object": self.kind,
+            "object": kind,
             "created": self.created,
             "model": self.served.name,
             "system_fingerprint": f"fp_{self.served.weights_hash}",
@@ -81,270 +158,346 @@ class Reply:
             "choices": choices,
         }
 
-    def choice(self, number: int, piece: Piece) -> dict[str, Any]:
-        """A whole response."""
-        raise NotImplementedError
+    def end(self, piece: Piece) -> dict[str, Any]:
+        """The last fields of a choice."""
+        ids = {"token_ids": piece.ids} if self.returns_ids else {}
+        return {"finish_reason": piece.finish, **ids}
 
-    def part(self, row: RowSoFar, piece: Piece) -> dict[str, Any]:
-        """A piece of a response in a stream."""
-        raise NotImplementedError
+    def want(
+        self,
+        fields: SamplingFields,
+        max_tokens: int | None,
+        num_top: int | None,
+        *,
+        continues: bool,
+    ) -> None:
+        """Set the responses to generate.
 
-    def openings(self, rows: Sequence[RowSoFar]) -> Iterator[dict[str, Any]]:
-        """The first chunks of a stream."""
-        raise NotImplementedError
+        The samples are those that `python -m inference.generate` draws for the same rows and seed.
 
-    def ids(self, piece: Piece) -> dict[str, Any]:
-        """The field `token_ids`, if it was requested."""
-        return {"token_ids": piece.ids} if self.returns_ids else {}
+        Raises:
+            ApiError: a prompt or a setting is out of range.
+        """
+        config = self.state.config
+        if self.per_prompt > config.max_n:
+            message = f"n must be at most {config.max_n}, got {self.per_prompt}"
+            raise ApiError(400, message, param="n")
+        if self.num_rows > MOST_ROWS:
+            raise ApiError(400, f"a request has at most {MOST_ROWS} responses", param="n")
+        sampler = _sampler(fields, self.served, self.seed)
+        for row, prompt in enumerate(self.prompts):
+            check_prompt(self.served, prompt)
+            length = self._length(fields, len(prompt), max_tokens)
+            requests = [
+                Request(
+                    tuple(prompt),
+                    sampler,
+                    sample_key(row, sample),
+                    max_new_tokens=length,
+                    num_top=num_top,
+                    scope=self.client if config.prefix_reuse == "client" else "",
+                )
+                for sample in range(self.per_prompt)
+            ]
+            self.wanted.append(Wanted(self.served.name, tuple(requests), fields.stops, continues))
 
-
-async def _whole(reply: Reply) -> dict[str, Any]:
-    found: dict[int, Piece] = {}
-    if reply.wanted:
-        broker = reply.state.broker
-        with broker.open(reply.wanted, reply.client, streams=False) as job:
-            async for pieces in broker.pieces(job):
-                found |= {piece.row: piece for piece in pieces}
-    usage = reply.usage()
-    for piece in found.values():
-        usage.add(piece)
-    choices = [
-        reply.choice(number, found.get(number, Piece(number, finish="length")))
-        for number in range(reply.num_rows)
-    ]
-    return reply.object(choices) | {"usage": usage.json}
-
-
-async def _events(reply: Reply) -> AsyncGenerator[bytes]:
-    """The events of a stream, after an empty one that says that the request was admitted."""
-    rows, usage = [reply.row() for _ in range(reply.num_rows)], reply.usage()
-    with_usage = {"usage": None} if reply.wants_usage else {}
-    with ExitStack() as stack:
-        broker, job = reply.state.broker, None
-        if reply.wanted:
-            job = stack.enter_context(broker.open(reply.wanted, reply.client, streams=True))
-        yield b""
-        for choice in reply.openings(rows):
-            yield event(reply.object([choice], chunk=True) | with_usage)
-        if job is not None:
-            async for pieces in broker.pieces(job):
-                parts = b"" if pieces else SIGN_OF_LIFE
-                for piece in pieces:
-                    usage.add(piece)
-                    choice = reply.part(rows[piece.row], piece)
-                    parts += event(reply.object([choice], chunk=True) | with_usage)
-                yield parts
-    if reply.wants_usage:
-        yield event(reply.object([], chunk=True) | {"usage": usage.json})
-    yield DONE
-
-
-async def _respond(reply: Reply, request: Request, ignored: str, *, streams: bool) -> Response:
-    headers = {"x-ignored-fields": ignored} if ignored else {}
-    if not streams:
-        content = await until_gone(request.receive, _whole(reply))
-        return json_response(content, headers=headers)
-    events = _events(reply)
-    await anext(events)  # so that a refusal has its own status
-    return EventStream(events, headers)
+    def _length(self, fields: SamplingFields, num_prompt: int, max_tokens: int | None) -> int:
+        room = self.served.context - num_prompt
+        default = min(self.state.config.max_tokens_default, room)
+        length = default if max_tokens is None else max_tokens
+        if length > room:
+            raise ApiError(
+                400,
+                f"the prompt has {num_prompt} tokens and {length} are asked for, and"
+                f" {self.served.name} holds {self.served.context} in all; shorten the prompt or"
+                " lower max_tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if length < 1:
+            raise ApiError(400, "max_tokens must be above 0", param="max_tokens")
+        if (fields.min_tokens or 0) > length:
+            message = f"min_tokens must be at most max_tokens, {length}"
+            raise ApiError(400, message, param="min_tokens")
+        return length
 
 
-@dataclass(kw_only=True)
+def check_prompt(served: ServedModel, prompt: Sequence[int], *, after: int = 1) -> None:
+    """Refuse a prompt without room for `after` tokens, or with token ids that the model lacks.
+
+    Raises:
+        ApiError: the prompt is refused.
+    """
+    if not prompt:
+        raise ApiError(400, "a prompt has no tokens; give it at least one", param="prompt")
+    if max(prompt) >= served.vocabulary:
+        raise ApiError(
+            400,
+            f"prompt has the token id {max(prompt)}, and those of {served.name} are 0 to"
+            f" {served.vocabulary - 1}; use its own tokenizer",
+            param="prompt",
+        )
+    if served.context - len(prompt) < after:
+        raise ApiError(
+            400,
+            f"the prompt has {len(prompt)} tokens, and {served.name} holds {served.context}, prompt"
+            " and response; shorten it",
+            param="messages",
+            code="context_length_exceeded",
+        )
+
+
+def _sampler(fields: SamplingFields, served: ServedModel, seed: int) -> Sampler:
+    return Sampler(
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        seed=seed,
+        top_k=fields.top_k if fields.top_k and fields.top_k > 0 else None,
+        top_p=fields.top_p or 1.0,
+        min_p=fields.min_p or 0.0,
+        repetition_penalty=fields.repetition_penalty or 1.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        logit_bias=_bias(fields.logit_bias or {}, served),
+        min_new_tokens=fields.min_tokens or 0,
+        stop_ids=tuple(served.chat.stop_ids),
+    )
+
+
+def _bias(given: Mapping[str, float], served: ServedModel) -> tuple[tuple[int, float], ...]:
+    bias: dict[int, float] = {}
+    for word, value in given.items():
+        is_token = word.isascii() and word.isdigit() and len(word) < 10
+        if not is_token or int(word) >= served.vocabulary:
+            raise ApiError(
+                400,
+                f"logit_bias: {word[:32]} is not a token id of {served.name}; they are 0 to"
+                f" {served.vocabulary - 1}",
+                param="logit_bias",
+            )
+        if not -100 <= value <= 100:
+            message = f"logit_bias must lie in [-100, 100], got {value:g}"
+            raise ApiError(400, message, param="logit_bias")
+        bias[int(word)] = value
+    return tuple(sorted(bias.items()))
+
+
 class ChatReply(Reply):
     """A reply to a chat."""
 
-    logprobs: bool
-    continues: bool
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def row(self) -> RowSoFar:
-        """The state of the log-probabilities of a response."""
-        return RowSoFar(self.served, begins=not self.continues)
-
-    def object(self, choices: Sequence[dict[str, Any]], *, chunk: bool = False) -> dict[str, Any]:
-        """A response, or a chunk of a stream."""
-        return super().object(choices) | ({"object": f"{self.kind}.chunk"} if chunk else {})
+    def __init__(self, state: State, fields: ChatRequest, client: str) -> None:
+        super().__init__(state, fields, client)
+        self.fields = fields
+        continues = bool(fields.continue_final_message)
+        self.begins = not continues
+        prompt = self.served.encode_chat(
+            [each.message for each in fields.messages],
+            continues=continues,
+            opens=fields.opens,
+            arguments=fields.chat_template_kwargs,
+        )
+        self.prompts = [prompt]
+        limit = fields.max_completion_tokens
+        self.want(
+            fields,
+            fields.max_tokens if limit is None else limit,
+            fields.num_top,
+            continues=continues,
+        )
 
     def choice(self, number: int, piece: Piece) -> dict[str, Any]:
-        """A whole response."""
+        """A complete response."""
         return {
             "index": number,
             "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": chat_logprobs(self.row(), piece) if self.logprobs else None,
-            "finish_reason": piece.finish,
-        } | self.ids(piece)
+            "logprobs": self._logprobs(TextPosition(self.served, self.begins), piece),
+            **self.end(piece),
+        }
 
-    def part(self, row: RowSoFar, piece: Piece) -> dict[str, Any]:
-        """A piece of a response in a stream."""
+    def part(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:
+        """A part of a response in a stream."""
         return {
             "index": piece.row,
             "delta": {"content": piece.text} if piece.text else {},
-            "logprobs": chat_logprobs(row, piece) if self.logprobs else None,
-            "finish_reason": piece.finish,
-        } | self.ids(piece)
+            "logprobs": self._logprobs(row, piece),
+            **self.end(piece),
+        }
 
-    def openings(self, rows: Sequence[RowSoFar]) -> Iterator[dict[str, Any]]:
-        """The role of each response."""
+    def openings(self, rows: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
+        """The first chunks of a stream: the role of each response."""
         for number in range(len(rows)):
             delta = {"role": "assistant", "content": "", "refusal": None}
             yield {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    def _logprobs(self, row: "TextPosition", piece: Piece) -> dict[str, Any] | None:
+        if not self.fields.logprobs:
+            return None
+        names = self.served.bytes_of
 
-async def chat_completions(request: Request) -> Response:
-    """Responses to a dialogue, whole or as a stream."""
-    state = state_of(request)
-    fields, ignored = read_request(ChatRequest, await read_body(request))
-    size = size_of([each.message for each in fields.messages], fields.chat_template_kwargs)
-    reply = await off_loop(size, _read_chat, state, fields, client_of(request))
-    return await _respond(reply, request, ignored, streams=bool(fields.stream))
+        def entry(token: int, part: bytes, logprob: float) -> dict[str, Any]:
+            name = part.decode(errors="replace") if part else names.name(token)
+            return {"token": name, "logprob": max(logprob, LEAST), "bytes": list(part)}
 
-
-def _read_chat(state: State, fields: ChatRequest, client: str) -> ChatReply:
-    served, seed = state.model(fields.model), seed_of(fields)
-    continues = bool(fields.continue_final_message)
-    prompt = served.encode_chat(
-        [each.message for each in fields.messages],
-        continues=continues,
-        opens=fields.opens,
-        arguments=fields.chat_template_kwargs,
-    )
-    limit = fields.max_completion_tokens
-    wanted = wanted_of(
-        *(fields, served, [prompt], state.config),
-        seed=seed,
-        max_tokens=fields.max_tokens if limit is None else limit,
-        num_top=fields.num_top,
-        continues=continues,
-        client=client,
-    )
-    return ChatReply(
-        state=state,
-        served=served,
-        client=client,
-        seed=seed,
-        id=new_id("chatcmpl"),
-        wanted=wanted,
-        num_prompt=len(prompt),
-        per_prompt=fields.n or 1,
-        wants_usage=fields.wants_usage,
-        returns_ids=bool(fields.return_token_ids),
-        kind="chat.completion",
-        logprobs=bool(fields.logprobs),
-        continues=continues,
-    )
+        content = [
+            {
+                **entry(token, part, report.logprob),
+                "top_logprobs": [entry(other, names.of(other), p) for other, p in report.top],
+            }
+            for token, part, report in row.tokens(piece)
+        ]
+        return {"content": content, "refusal": None}
 
 
-@dataclass(kw_only=True)
 class TextReply(Reply):
     """A reply to texts or token ids that the model continues."""
 
-    prompts: list[list[int]]
-    echoes: list[str] | None
-    """The text of each prompt, if it is part of the responses."""
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    begins = False
 
-    num_top: int | None
-    scores: list[list[Reported | None]] = field(default_factory=list)
-    """Log-probabilities of each prompt, if it is echoed with them."""
-
-    @property
-    def num_rows(self) -> int:
-        """Responses in all."""
-        return len(self.prompts) * self.per_prompt
+    def __init__(self, state: State, fields: CompletionRequest, client: str) -> None:
+        super().__init__(state, fields, client)
+        self.fields = fields
+        served, given = self.served, fields.prompts
+        self.scores: list[list[Reported | None]] = []
+        """Log-probabilities of each prompt, if it is echoed with them."""
+        if not given:
+            raise ApiError(400, "prompt is empty; give a text or token ids", param="prompt")
+        if fields.best_of not in (None, self.per_prompt):
+            raise ApiError(400, "best_of is not supported: leave it out, or as n", param="best_of")
+        self.prompts = [
+            served.encode_text(each) if isinstance(each, str) else each for each in given
+        ]
+        only_scores = bool(fields.echo) and fields.max_tokens == 0
+        for prompt in self.prompts:
+            check_prompt(served, prompt, after=0 if only_scores else 1)
+        if not only_scores:
+            limit = 16 if fields.max_tokens is None else fields.max_tokens  # OpenAI's default
+            self.want(fields, limit, fields.logprobs, continues=True)
+        self.echoes: list[str] | None = None
+        if fields.echo:
+            self.echoes = [
+                each if isinstance(each, str) else plain_text(served.tokenizer, each)
+                for each in given
+            ]
 
     async def score_prompts(self) -> None:
         """Compute the log-probabilities of echoed prompts."""
-        served, num_top = self.served, self.num_top
+        served, num_top = self.served, self.fields.logprobs
         if self.echoes is None or num_top is None:
             return
         for prompt in self.prompts:
-            score: Callable[[], list[Reported | None]] = lambda prompt=prompt: (  # noqa: E731
-                served.prompt_logprobs(prompt, num_top)
+            scores = await self.state.broker.call(
+                lambda prompt=prompt: served.prompt_logprobs(prompt, num_top)
             )
-            self.scores.append(await self.state.broker.call(score))
+            self.scores.append(scores)
 
     def choice(self, number: int, piece: Piece) -> dict[str, Any]:
-        """A whole response, after the prompt if it is echoed."""
+        """A complete response, after the prompt if it is echoed."""
         index, text, logprobs = number // self.per_prompt, piece.text, None
-        tokens = self.row().tokens(piece)
+        tokens: list[tuple[int, bytes, Reported | None]] = []
         if self.echoes is not None:
             text = self.echoes[index] + text
-        if self.num_top is not None:
+        if self.fields.logprobs is not None:
             if self.scores:
                 parts = self.served.bytes_of.of_all(self.prompts[index], begins=True)
-                prompt = zip(self.prompts[index], parts, self.scores[index], strict=True)
-                tokens = [*prompt, *tokens]
-            logprobs = text_logprobs(RowSoFar(self.served, begins=self.echoes is None), tokens)
-        return {
-            "index": number,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": piece.finish,
-        } | self.ids(piece)
+                tokens += zip(self.prompts[index], parts, self.scores[index], strict=True)
+            tokens += TextPosition(self.served, begins=False).tokens(piece)
+            logprobs = self._logprobs(TextPosition(self.served, self.echoes is None), tokens)
+        return {"index": number, "text": text, "logprobs": logprobs, **self.end(piece)}
 
-    def part(self, row: RowSoFar, piece: Piece) -> dict[str, Any]:
-        """A piece of a response in a stream."""
-        with_logprobs = self.num_top is not None
-        return {
-            "index": piece.row,
-            "text": piece.text,
-            "logprobs": text_logprobs(row, row.tokens(piece)) if with_logprobs else None,
-            "finish_reason": piece.finish,
-        } | self.ids(piece)
+    def part(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:
+        """A part of a response in a stream."""
+        logprobs = None
+        if self.fields.logprobs is not None:
+            logprobs = self._logprobs(row, row.tokens(piece))
+        return {"index": piece.row, "text": piece.text, "logprobs": logprobs, **self.end(piece)}
 
-    def openings(self, rows: Sequence[RowSoFar]) -> Iterator[dict[str, Any]]:
-        """The echoed prompts."""
+    def openings(self, rows: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
+        """The first chunks of a stream: the echoed prompts."""
         for number, row in enumerate(rows if self.echoes is not None else ()):
             choice = self.choice(number, Piece(number, finish=None if self.wanted else "length"))
             row.offset = len(choice["text"])
             yield choice
 
+    def _logprobs(
+        self, row: "TextPosition", tokens: Sequence[tuple[int, bytes, Reported | None]]
+    ) -> dict[str, Any]:
+        """OpenAI's object; the first token of all has no log-probability."""
+        names = self.served.bytes_of
+        reports = [report for *_, report in tokens]
+        return {
+            "tokens": [part.decode(errors="replace") or names.name(id_) for id_, part, _ in tokens],
+            "token_logprobs": [None if r is None else max(r.logprob, LEAST) for r in reports],
+            "top_logprobs": [
+                None if r is None else {names.name(t): max(value, LEAST) for t, value in r.top}
+                for r in reports
+            ],
+            "text_offset": [row.advance(part) for _, part, _ in tokens],
+        }
 
-async def completions(request: Request) -> Response:
-    """Continuations of one or more prompts, whole or as a stream."""
-    state = state_of(request)
-    fields, ignored = read_request(CompletionRequest, await read_body(request))
-    size = sum(map(len, fields.prompts))
-    reply = await off_loop(size, _read_texts, state, fields, client_of(request))
-    await until_gone(request.receive, reply.score_prompts())
-    return await _respond(reply, request, ignored, streams=bool(fields.stream))
+
+def new_id(prefix: str) -> str:
+    """Return a unique id of a response."""
+    return f"{prefix}-{secrets.token_hex(12)}"
 
 
-def _read_texts(state: State, fields: CompletionRequest, client: str) -> TextReply:
-    served, seed, given = state.model(fields.model), seed_of(fields), fields.prompts
-    if not given:
-        raise ApiError(400, "prompt is empty; give a text or token ids", param="prompt")
-    if fields.best_of not in (None, fields.n or 1):
-        raise ApiError(400, "best_of is not supported: leave it out, or as n", param="best_of")
-    prompts = [served.encode_text(each) if isinstance(each, str) else each for each in given]
-    only_scores = bool(fields.echo) and fields.max_tokens == 0
-    for prompt in prompts:
-        check_tokens(served, prompt)
-        check_prompt(served, len(prompt), after=0 if only_scores else 1)
-    wanted: list[Wanted] = []
-    if not only_scores:
-        wanted = wanted_of(
-            *(fields, served, prompts, state.config),
-            seed=seed,
-            max_tokens=16 if fields.max_tokens is None else fields.max_tokens,  # OpenAI's default
-            num_top=fields.logprobs,
-            continues=True,
-            client=client,
-        )
-    echoes = [
-        each if isinstance(each, str) else plain_text(served.tokenizer, each) for each in given
-    ]
-    return TextReply(
-        state=state,
-        served=served,
-        client=client,
-        seed=seed,
-        id=new_id("cmpl"),
-        wanted=wanted,
-        num_prompt=sum(map(len, prompts)),
-        per_prompt=fields.n or 1,
-        wants_usage=fields.wants_usage,
-        returns_ids=bool(fields.return_token_ids),
-        kind="text_completion",
-        prompts=prompts,
-        echoes=echoes if fields.echo else None,
-        num_top=fields.logprobs,
-    )
+@dataclass
+class Usage:
+    """Token counts of a request and its responses."""
+
+    num_prompt: int
+    """Of all prompts, each counted once."""
+    per_prompt: int
+    """Responses to each prompt."""
+    num_completion: int = 0
+    _reused: dict[int, int] = field(default_factory=dict)
+    """Tokens of each response's prompt that were not read for it."""
+
+    def add(self, piece: Piece) -> None:
+        """Count a piece."""
+        self.num_completion += len(piece.ids)
+        self._reused[piece.row] = self._reused.get(piece.row, 0) + piece.num_reused
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """OpenAI's object; tokens of a prompt are cached if none of its responses read them."""
+        by_prompt: dict[int, int] = {}
+        for row, count in self._reused.items():
+            prompt = row // self.per_prompt
+            by_prompt[prompt] = min(count, by_prompt.get(prompt, count))
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_completion,
+            "total_tokens": self.num_prompt + self.num_completion,
+            "prompt_tokens_details": {"cached_tokens": sum(by_prompt.values())},
+        }
+
+
+@dataclass
+class TextPosition:
+    """The position in the text of a response up to which tokens were returned."""
+
+    served: ServedModel
+    begins: bool
+    """Whether no token with a text was returned of a new text."""
+
+    offset: int = 0
+    """Characters before the next token; an incomplete character doesn't count."""
+    _open: bytes = field(default=b"", repr=False)
+
+    def tokens(self, piece: Piece) -> list[tuple[int, bytes, Reported]]:
+        """Return (id, bytes, log-probabilities) of the tokens of a piece that have text."""
+        ids = piece.ids[: len(piece.reported)]
+        parts = self.served.bytes_of.of_all(ids, begins=self.begins)
+        self.begins = self.begins and set(ids) <= self.served.bytes_of.special
+        return list(zip(ids, parts, piece.reported, strict=True))
+
+    def advance(self, part: bytes) -> int:
+        """Move past the next token, which has these bytes; return its offset."""
+        offset = self.offset
+        self._open += part
+        text = self._open.decode(errors="ignore")
+        self.offset += len(text)
+        self._open = self._open[len(text.encode()) :]
+        return offset

@@ -1,4 +1,4 @@
-"""Settings of `python -m inference.serve`."""
+"""Settings and API keys of `python -m inference.serve`."""
 
 import os
 from collections.abc import Sequence
@@ -14,22 +14,13 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 MIB = 2**20
 
-PrefixReuse = Literal["client", "all", "off"]
-"""Among whom keys and values are shared."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """What is served, where, and within which limits."""
+    """Models, address and limits of the server."""
 
     path: tuple[str, ...] = ()
-    """Models: a directory or Hub name each, with a name of its own as sft=OUT/step1_sft."""
-
-    adapter: tuple[str, ...] = ()
-    """LoRA adapters over a model, each as NAME=DIR; the model is in memory once."""
-
-    adapter_base: str | None = None
-    """Name of the model that adapters change; null takes the first one."""
+    """Models, each as a directory or Hub name, or with a name, as sft=OUT/step1_sft."""
 
     run: Path | None = None
     """A run's output directory: base, step 1 and step 3, those that are there."""
@@ -62,9 +53,9 @@ class ServeConfig:
     cache_gib: float | None = None
     """Memory for keys and values of all models; null takes half of what the weights leave free."""
 
-    prefix_reuse: PrefixReuse = "client"
-    """Whose keys and values a prompt takes over as far as it begins like an earlier one: client
-    (those of the same key or address), all, off."""
+    prefix_reuse: Literal["client", "all", "off"] = "client"
+    """Whose keys and values a prompt reuses for a common prefix: client (those of the same key or
+    address), all, off."""
 
     prefill_chunk: int | None = None
     """Most prompt tokens that are read between two tokens of running responses; null takes 64 on a
@@ -127,10 +118,6 @@ class ServeConfig:
             bool(self.path or self.run or self.watch),
             "--path is missing: give a model directory, or --run OUT for the models of a run",
         )
-        require(
-            self.adapter_base is None or bool(self.adapter),
-            "adapter_base is given without an adapter; give --adapter NAME=DIR too",
-        )
         require(0 <= self.port < 65536, f"port must lie in [0, 65535], got {self.port}")
         if self.watch is not None:
             require(self.watch.is_dir(), f"watch: {self.watch}: no such directory")
@@ -160,13 +147,6 @@ class ServeConfig:
     def is_local(self) -> bool:
         """Whether this machine alone reaches the server."""
         return self.host in LOOPBACK
-
-    @property
-    def ratings_path(self) -> Path | None:
-        """Where ratings go; None takes none."""
-        if self.ratings is None and self.run is not None:
-            return self.run / "ratings.jsonl"
-        return self.ratings
 
     @property
     def max_body(self) -> int:

@@ -2,15 +2,16 @@
 
 import asyncio
 import json
-import math
-import re
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
 
 KINDS = {
     400: "invalid_request_error",
@@ -27,13 +28,15 @@ KINDS = {
 }
 """The type of an error by its status."""
 
-
 LEFT = 499
 """Status, in log and metrics, of a request whose client left."""
 
+DONE = b"data: [DONE]\n\n"
+SIGN_OF_LIFE = b": waiting\n\n"
+
 
 class ApiError(Exception):
-    """A request that is not answered; the message is one sentence that says how to fix it."""
+    """A refused request; the message is one sentence that says how to fix it."""
 
     def __init__(
         self,
@@ -72,6 +75,10 @@ class ApiError(Exception):
         return json_response(self.body, status=self.status, headers=headers)
 
 
+class ClientGone(Exception):  # noqa: N818 - not an error: its request is over
+    """The client left before the response."""
+
+
 def json_response(
     content: object, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
@@ -80,7 +87,7 @@ def json_response(
 
 
 def as_json(content: object) -> bytes:
-    """Compact JSON; a lone surrogate, which UTF-8 has no bytes for, is escaped."""
+    """Return compact JSON; a lone surrogate, which UTF-8 has no bytes for, is escaped."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     try:
         return text.encode()
@@ -88,24 +95,11 @@ def as_json(content: object) -> bytes:
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
-MAX_DEPTH = 32
-"""Objects and lists within one another."""
-
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-"""Also one that never closes, so that each byte is looked at once."""
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
-
-
 async def read_json(request: Request, *, limit: int, seconds: float) -> dict[str, Any]:
-    """The JSON object that a request holds.
-
-    Args:
-        request: of any client.
-        limit: most bytes.
-        seconds: longest time to receive them in.
+    """Read the JSON object of a request, of at most `limit` bytes, within so many seconds.
 
     Raises:
-        ApiError: it holds something else, or too much.
+        ApiError: it contains something else, or too much.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -116,80 +110,29 @@ async def read_json(request: Request, *, limit: int, seconds: float) -> dict[str
     except TimeoutError:
         raise ApiError(400, f"the body did not come within {seconds:g} seconds") from None
     except ClientDisconnect:
-        raise ApiError(400, "the body ended before it was whole") from None
-    return parse_json(body)
+        raise ApiError(400, "the body ended before it was complete") from None
+    try:
+        content = from_json(body, allow_inf_nan=False)  # also bounds the depth
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}") from None
+    if not isinstance(content, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return content
 
 
 async def _read(request: Request, limit: int) -> bytes:
+    too_large = ApiError(413, f"the body is larger than {limit:,} bytes; send less")
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 15 or int(length) > limit):
-        raise _too_large(limit)
+        raise too_large
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise _too_large(limit)
+            raise too_large
         parts.append(part)
     return b"".join(parts)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit:,} bytes; send less")
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The object in a text of JSON.
-
-    Raises:
-        ApiError: it is not JSON or no object, is nested too deeply, or has numbers or characters
-            that JSON or UTF-8 have no place for.
-    """
-    if _depth(body) > MAX_DEPTH:
-        raise ApiError(400, f"the body nests objects or lists more than {MAX_DEPTH} deep")
-    try:
-        content = json.loads(body.decode(), parse_constant=_no_number, parse_float=_finite)
-    except UnicodeDecodeError:
-        raise ApiError(400, "the body is not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ApiError(400, f"the body is not valid JSON: {reason}") from None
-    if not isinstance(content, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    if rb"\u" in body and _SURROGATE.search(json.dumps(content, ensure_ascii=False)):
-        raise ApiError(400, "the body has half of a surrogate pair, which is not a character")
-    return content
-
-
-def _depth(body: bytes) -> int:
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return 0
-    deepest = depth = 0
-    for byte in re.findall(rb"[\[\]{}]", _STRING.sub(b"", body)):
-        depth += 1 if byte in b"[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is not a number")
-
-
-def _finite(word: str) -> float:
-    number = float(word)
-    if not math.isfinite(number):
-        raise ValueError(f"{word[:20]} is too large for a number")
-    return number
-
-
-T = TypeVar("T")
-
-DONE = b"data: [DONE]\n\n"
-SIGN_OF_LIFE = b": waiting\n\n"
-
-
-class ClientGone(Exception):  # noqa: N818 - no error of ours: its request is over
-    """Nobody waits for the response any more."""
 
 
 def event(content: object) -> bytes:
@@ -198,11 +141,9 @@ def event(content: object) -> bytes:
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled as soon as the client leaves.
+    """Await `work`, and cancel it as soon as the client leaves.
 
-    Args:
-        receive: of a request whose body was read.
-        work: what the client waits for.
+    `receive` is that of a request whose body was read.
 
     Raises:
         ClientGone: the client left.
@@ -215,14 +156,21 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGone
         return task.result()
     finally:
-        await _end(watcher)
-        await _end(task)
+        for each in (watcher, task):
+            each.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await each
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class EventStream(Response):
     """Sends events as they come; its source is closed when the client leaves.
 
-    An `ApiError` of the source becomes the last event, without the word that all is done.
+    An `ApiError` of the source becomes the last event.
     """
 
     media_type = "text/event-stream"
@@ -239,28 +187,15 @@ class EventStream(Response):
         try:
             with suppress(ClientGone):
                 await until_gone(receive, self._send_all(send))
-        finally:  # also where nothing of it was sent
+        finally:  # also if nothing was sent
             await self._source.aclose()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        body = "http.response.body"
         try:
             async for part in self._source:
-                await self._send(send, part)
+                await send({"type": body, "body": part, "more_body": True})
         except ApiError as error:
-            await self._send(send, event(error.body))
-        await self._send(send, b"", more=False)
-
-    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _end(task: "asyncio.Future[Any]") -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError, Exception):
-        await task
+            await send({"type": body, "body": event(error.body), "more_body": True})
+        await send({"type": body, "body": b"", "more_body": False})

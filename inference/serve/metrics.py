@@ -1,9 +1,5 @@
-"""Figures for Prometheus, in a registry of their own.
+"""Metrics for Prometheus, with vLLM's names where the meaning is the same."""
 
-Where a figure means what vLLM's does it has vLLM's name, so that dashboards fit.
-"""
-
-import time
 from collections.abc import Mapping
 
 import psutil
@@ -11,13 +7,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Reason, Ticket
-from inference.serve.jobs import Row
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """What the server counts; from any thread."""
+    """Counters, gauges and histograms of a server; thread-safe."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -61,45 +56,42 @@ class Metrics:
         memory.set_function(lambda: psutil.Process().memory_info().rss)
 
     def serves(self, model: str, slots: int) -> None:
-        """Count a model's slots: it is served from now on."""
+        """Set the number of a model's slots."""
         self._slots.labels(model).set(slots)
 
     def running(self, rows: Mapping[str, int], waiting: Mapping[str, int]) -> None:
-        """How many responses run and wait, by model."""
+        """Set the numbers of running responses and waiting prompts, by model."""
         for name, count in rows.items():
             self._running.labels(name).set(count)
         for name, count in waiting.items():
             self._waiting.labels(name).set(count)
 
     def passes(self, model: str, counts: PassCounts) -> None:
-        """How decoding passes were computed until now; adapters are counted under their base."""
+        """Set the numbers of decoding passes by how they were computed."""
         self._passes.labels(model, "modules").set(counts.by_modules)
         self._passes.labels(model, "replay").set(counts.replayed)
 
-    def token(self, row: Row, ticket: Ticket, now: float) -> None:
-        """A response has one more token."""
-        name = row.wanted.model
-        self._generated.labels(name).inc()
-        if row.newest:
-            self._between.labels(name).observe(now - row.newest)
+    def token(self, model: str, ticket: Ticket, *, seconds: float, is_first: bool) -> None:
+        """Count a token, which came that long after the last one or its request's submission."""
+        self._generated.labels(model).inc()
+        if is_first:
+            self._prompt.labels(model).inc(len(ticket.request.prompt))
+            self._queried.labels(model).inc(len(ticket.request.prompt))
+            self._reused.labels(model).inc(ticket.num_reused)
+            self._first.labels(model).observe(seconds)
         else:
-            self._prompt.labels(name).inc(len(row.wanted.prompt))
-            self._queried.labels(name).inc(len(row.wanted.prompt))
-            self._reused.labels(name).inc(ticket.num_reused)
-            self._first.labels(name).observe(now - row.began)
-        row.newest = now
+            self._between.labels(model).observe(seconds)
 
-    def ended(self, row: Row, reason: Reason) -> None:
-        """A response has ended."""
-        why = "stop" if reason == "cancelled" and row.stopped else reason
-        self._ended.labels(row.wanted.model, why).inc()
+    def ended(self, model: str, reason: Reason) -> None:
+        """Count a response that ended."""
+        self._ended.labels(model, reason).inc()
 
-    def request(self, route: str, status: int, began: float) -> None:
-        """A request has ended."""
+    def request(self, route: str, status: int, seconds: float) -> None:
+        """Count an answered request."""
         self._requests.labels(route, str(status)).inc()
-        self._seconds.labels(route).observe(time.perf_counter() - began)
+        self._seconds.labels(route).observe(seconds)
 
     @property
     def text(self) -> bytes:
-        """All of them, in Prometheus's format."""
+        """All metrics in Prometheus's format."""
         return generate_latest(self.registry)

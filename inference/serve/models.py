@@ -1,29 +1,49 @@
-"""The models and adapters to serve, with their names, checked before anything is loaded."""
+"""The models to serve: their names and paths, the plan of their memory, and loading."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
+import psutil
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.engine.batch import OpenBatch
+from inference.engine.cache import slot_bytes
+from inference.replica import weights_hash
 from inference.serve.config import ServeConfig
+from inference.serve.served import ServedModel, ServedReward, load_reward
+from inference.text import TokenBytes
+from pipeline.budget.machine import GIB, in_words
+from pipeline.cli import remark
+from pipeline.config import FrozenModelConfig
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.errors import ConfigError, DataError, ModelError, require
-from pipeline.files.safetensors_header import StoredTensor, read_header
-from pipeline.models.directory import ADAPTER, TOKENIZER_FILES
-from pipeline.models.export import ADAPTER_DIR
+from pipeline.models.chat import check_ready
+from pipeline.models.forward import context_length
+from pipeline.models.load import load_causal_lm, load_tokenizer
+from pipeline.models.lora import Task
+from pipeline.models.meta import model_on_meta
+from pipeline.parallel.device import local_device
 from pipeline.report.results import StepResult, read_results
 
 NAME = re.compile(r"[\w.:-]{1,64}")
 BASE = "base"
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-PLAIN = re.compile(r"\.lora_[AB]\.weight$")
-MERGE = "merge it with peft's merge_and_unload, and give the result as --path"
+
+MOST_CONTEXT = 8192
+"""Tokens of a sequence without `--context`."""
+
+LEAST_CONTEXT = 256
+"""Tokens of a sequence that memory must suffice for without `--context`."""
+
+MOST_SLOTS = 32
+"""Sequences that run at once without `--slots`."""
+
+CHUNK = {"cpu": 64, "cuda": 512}
+"""Prompt tokens of a step without `--prefill-chunk`."""
 
 
 @dataclass(frozen=True)
@@ -37,58 +57,25 @@ class ModelPath:
     """Seed of the weights of an embedded base model."""
 
     format_of: str | None = None
-    """Model whose chat template a model without its own takes."""
-
-    adapter: Path | None = None
-    """Directory of an adapter over the model; None for the model alone."""
-
-    base: str | None = None
-    """Name of the model under the adapter; None without one."""
-
-    @property
-    def begins_run(self) -> bool:
-        """Whether it is the model that a run's first step began from."""
-        return self.format_of is not None
+    """Of the model that a run began from: the model whose chat template it may take."""
 
 
 def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
-    """The models of `--path` and `--run`, and the adapters, each with its own name.
+    """Return the models of `--path` and `--run`, with different names.
 
     Raises:
-        ConfigError: two have the same name, or there is no model for the adapters.
-        ModelError: the run has no model yet, or there is no adapter in a directory.
+        ConfigError: two have the same name.
+        ModelError: the run has no model yet.
     """
-    found = [] if config.run is None else models_of_run(config.run)
-    found += [_named(word) for word in config.path]
-    found += _adapted(config, found)
-    names = [place.name for place in found]
+    paths = [] if config.run is None else models_of_run(config.run)
+    paths += [_named(word) for word in config.path]
+    names = [path.name for path in paths]
     for name in names:
         require(
             names.count(name) == 1,
             f"--path: two models are called {name}; name them, as sft=OUT/step1_sft",
         )
-    return found
-
-
-def _adapted(config: ServeConfig, models: Sequence[ModelPath]) -> list[ModelPath]:
-    """The adapters, over the model of `--adapter-base`."""
-    if not config.adapter:
-        return []
-    wanted = config.adapter_base
-    bases = [place for place in models if wanted in (None, place.name)]
-    if not bases:
-        names = ", ".join(place.name for place in models) or "none"
-        raise ConfigError(f"--adapter-base: there is no model {wanted}; there are: {names}")
-    found: list[ModelPath] = []
-    for word in config.adapter:
-        name, equals, path = word.partition("=")
-        require(
-            bool(equals and path and NAME.fullmatch(name)),
-            f"--adapter takes NAME=DIR, as polite=OUT/step1_sft, got {word[:100]}",
-        )
-        directory = adapter_directory(path)
-        found.append(replace(bases[0], name=name, adapter=directory, base=bases[0].name))
-    return found
+    return paths
 
 
 def _named(word: str) -> ModelPath:
@@ -103,26 +90,26 @@ def _named(word: str) -> ModelPath:
 
 
 def models_of_run(out: Path) -> list[ModelPath]:
-    """The models of a run that answer: base, step 1, and step 3 of each method.
+    """Return a run's models that generate: base, step 1, and step 3 of each method.
 
     Raises:
         ModelError: there is none.
     """
-    found: list[ModelPath] = []
+    paths: list[ModelPath] = []
     for name, step in _steps(out).items():
-        if not found and step.finished and step.has("perplexity_after"):
-            found += _base(step, str(out / name))
+        if not paths and step.finished and step.has("perplexity_after"):
+            paths += _base(step, str(out / name))
         for directory in (out / name, out / name / "actor"):
-            talks = step.has("perplexity_after") or directory.name == "actor"
-            if step.finished and talks and (directory / "config.json").is_file():
-                found.append(ModelPath(name, str(directory)))
-    if all(place.name == BASE for place in found):
+            generates = step.has("perplexity_after") or directory.name == "actor"
+            if step.finished and generates and (directory / "config.json").is_file():
+                paths.append(ModelPath(name, str(directory)))
+    if all(path.name == BASE for path in paths):
         raise ModelError(f"--run {out} has no model to talk to yet; finish its steps with --resume")
-    return found
+    return paths
 
 
 def reward_of_run(out: Path) -> str | None:
-    """The reward model of a run, if it has one."""
+    """Return the path of a run's reward model, if it has one."""
     for name, step in _steps(out).items():
         if step.finished and step.has("accuracy_after") and (out / name / "config.json").is_file():
             return str(out / name)
@@ -144,108 +131,151 @@ def _base(step: StepResult, directory: str) -> list[ModelPath]:
     return [ModelPath(BASE, path, seed if isinstance(seed, int) else 0, directory)]
 
 
-def adapter_directory(path: str) -> Path:
-    """The directory of an adapter: `path`, or `adapter/` in it, as a step with LoRA leaves it.
+@dataclass(frozen=True)
+class Room:
+    """Memory of a model: its weights, and slots of keys and values."""
+
+    weight_bytes: int
+    slots: int
+    context: int
+    cache_bytes: int
+
+    @property
+    def words(self) -> str:
+        """The room as text, for the log."""
+        return (
+            f"{in_words(self.weight_bytes)[0]} of weights, {self.slots} slots of"
+            f" {self.context:,} tokens ({in_words(self.cache_bytes)[0]} of keys and values)"
+        )
+
+
+def load_models(
+    config: ServeConfig, paths: Sequence[ModelPath], reward: str | None
+) -> tuple[dict[str, ServedModel], ServedReward | None]:
+    """Plan the memory of all models, then load them and the reward model at `reward`.
 
     Raises:
-        ModelError: there is none, or one of another kind than LoRA.
+        UserError: there is no such model, or no room for it.
     """
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        raise ModelError(f"no such adapter: the directory {directory} does not exist")
-    places = [
-        place for place in (directory, directory / ADAPTER_DIR) if (place / ADAPTER).is_file()
-    ]
-    if not places:
-        raise ModelError(
-            f"{directory} holds no adapter: it has no {ADAPTER}; give a directory that peft saved,"
-            " or a step's that was trained with --lora"
+    paths = _ready(paths)
+    if reward is not None:
+        check_ready(reward, scores=True)
+    rooms = plan_memory(paths, reward, config)
+    served_reward = None if reward is None else load_reward(reward)
+    models: dict[str, ServedModel] = {}
+    for path in paths:
+        room = rooms[path.name]
+        remark(f"{path.name}: {path.path}, {room.words}")
+        settings = FrozenModelConfig(path=path.path, precision=config.precision)
+        model = load_causal_lm(settings, device=local_device(), seed=path.seed)
+        model.requires_grad_(requires_grad=False)
+        tokenizer = _tokenizer(path)
+        models[path.name] = ServedModel(
+            name=path.name,
+            model=model,
+            tokenizer=tokenizer,
+            chat=resolve_format(tokenizer, "auto"),
+            batch=OpenBatch(
+                model,
+                num_slots=room.slots,
+                capacity=room.context,
+                chunk=config.prefill_chunk or CHUNK[model.device.type],
+                reuses=config.prefix_reuse != "off",
+            ),
+            num_slots=room.slots,
+            context=room.context,
+            weights_hash=f"{weights_hash(model):013x}",
+            bytes_of=TokenBytes(tokenizer),
         )
-    kind = _settings(places[0]).get("peft_type")
-    if kind != "LORA":
-        raise ModelError(
-            f"{places[0]} holds an adapter of the kind {str(kind)[:32]}, and LoRA alone is served;"
-            f" {MERGE}"
-        )
-    if not (places[0] / WEIGHTS).is_file():
-        raise ModelError(f"{places[0]} holds {ADAPTER} and no {WEIGHTS}; copy it there")
-    return places[0]
+    return models, served_reward
 
 
-def tokenizer_directory(adapter: Path) -> str | None:
-    """The directory of the tokenizer that an adapter was trained with; None for the model's."""
-    parents = [adapter.parent] if adapter.name == ADAPTER_DIR else []
-    for directory in (adapter, *parents):
-        if any(file.is_file() for name in TOKENIZER_FILES for file in directory.glob(name)):
-            return str(directory)
-    return None
+def _ready(paths: Sequence[ModelPath]) -> list[ModelPath]:
+    """The models that can be loaded: all but the one that a run began from, if it is gone.
+
+    A run may be moved to another machine, and finished models outlive their origins.
+    """
+    ready: list[ModelPath] = []
+    for path in paths:
+        try:
+            check_ready(path.path)
+        except ModelError as error:
+            if path.format_of is None:
+                raise
+            remark(f"{path.name} is left out, the model that the run began from: {error}")
+        else:
+            ready.append(path)
+    return ready
 
 
-def trained_on(adapter: Path) -> str | None:
-    """The name of the model that an adapter was trained on."""
-    name = _settings(adapter).get("base_model_name_or_path")
-    return name if isinstance(name, str) and name else None
-
-
-def check_adapter(place: ModelPath, base: nn.Module) -> int:
-    """Return the bytes of an adapter that fits the model.
-
-    Args:
-        place: of the adapter.
-        base: the model, which may be on the meta device.
+def plan_memory(
+    paths: Sequence[ModelPath], reward: str | None, config: ServeConfig
+) -> dict[str, Room]:
+    """Return the number and length of each model's slots.
 
     Raises:
-        ModelError: a file is damaged, or the adapter is of another model or not plain LoRA of
-            linear layers.
+        ConfigError: the weights don't fit, or not one sequence does.
+        ModelError: a model has no configuration to read.
     """
-    adapter = place.adapter
-    assert adapter is not None
-    stored = read_header(adapter / WEIGHTS)
-    if not stored:
-        raise ModelError(f"{adapter} holds an adapter without tensors")
-    for name, tensor in stored.items():
-        wrong = _misfit(name, tensor, base)
-        if wrong:
-            raise ModelError(
-                f"the adapter {place.name} in {adapter} is of another model than {place.path}:"
-                f" {wrong}; give the model that it was trained on as --path"
-            )
-    layers = dict(base.named_modules())
-    owners = {PLAIN.sub("", name.removeprefix(PREFIX)) for name in stored}
-    if _settings(adapter).get("alora_invocation_tokens") or not all(
-        isinstance(layers.get(owner), nn.Linear | Conv1D) for owner in owners
-    ):
-        raise ModelError(
-            f"the adapter {place.name} in {adapter} is not plain LoRA of linear layers; {MERGE}"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    models = {path.name: _on_meta(path.path, config, device) for path in paths}
+    total = sum(map(_num_bytes, models.values()))
+    if reward is not None:
+        total += _num_bytes(_on_meta(reward, config, device, task="classifier"))
+    free = psutil.virtual_memory().available
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    if total > free:
+        needed, available = in_words(total, free)
+        raise ConfigError(
+            f"the weights of {len(models) + (reward is not None)} models take {needed}, and"
+            f" {available} are free; serve fewer of them, or set --precision bf16"
         )
-    return (adapter / WEIGHTS).stat().st_size
+    budget = (free - total) // 2 if config.cache_gib is None else int(config.cache_gib * GIB)
+    share = budget // max(1, len(models))
+    return {name: _room(name, model, share, config) for name, model in models.items()}
 
 
-def _misfit(name: str, tensor: StoredTensor, base: nn.Module) -> str | None:
-    """Why a tensor of an adapter doesn't fit a model; None if it does."""
-    owner, _, leaf = name.removeprefix(PREFIX).partition(".lora_")
-    if not leaf:
-        shapes = {path: tuple(param.shape) for path, param in base.named_parameters()}
-        fits = shapes.get(owner) == tensor.shape
-        return None if fits else f"it has {name[:100]} of shape {tensor.shape}"
-    try:
-        module = base.get_submodule(owner)
-    except AttributeError:
-        return f"that has no {owner[:100]}"
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        return f"{owner[:100]} of that has no weight"
-    size = {"A": tensor.shape[-1], "B": tensor.shape[0]}.get(leaf.partition(".")[0])
-    if size is not None and size not in weight.shape:
-        return f"{name[:100]} has the shape {tensor.shape}, and {tuple(weight.shape)} is its weight"
-    return None
+def _room(name: str, model: PreTrainedModel, budget: int, config: ServeConfig) -> Room:
+    limit = context_length(model)
+    require(
+        config.context is None or config.context <= limit,
+        f"--context is {config.context}, and {name} reads {limit} tokens; lower it",
+    )
+    context = min(limit, config.context or MOST_CONTEXT)
+    if config.context is None:  # a shorter one rather than none
+        while context > LEAST_CONTEXT and slot_bytes(model, context) > budget:
+            context = max(LEAST_CONTEXT, context // 2)
+    slot = slot_bytes(model, context)
+    slots = config.slots or max(1, min(MOST_SLOTS, budget // slot))
+    if slots * slot > budget:
+        needed, available = in_words(slots * slot, budget)
+        raise ConfigError(
+            f"the keys and values of {name} take {needed} in {slots} slots of {context:,} tokens,"
+            f" and {available} are free for them; lower --slots or --context, or serve fewer models"
+        )
+    return Room(_num_bytes(model), slots, context, slots * slot)
 
 
-def _settings(adapter: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{adapter / ADAPTER} can't be read: {error}") from None
-    if not isinstance(settings, dict):
-        raise ModelError(f"{adapter / ADAPTER} can't be read: it is not a JSON object")
-    return settings
+def _on_meta(
+    path: str, config: ServeConfig, device: torch.device, *, task: Task = "causal"
+) -> PreTrainedModel:
+    settings = FrozenModelConfig(path=path, precision=config.precision)
+    return cast("PreTrainedModel", model_on_meta(settings, task=task, device=device))
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(param.nbytes for param in model.parameters())
+
+
+def _tokenizer(path: ModelPath) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer.
+
+    A base model without a chat template takes the tokenizer of the step that trained it, if it has
+    the same tokens, so that both models are given the same text.
+    """
+    tokenizer = load_tokenizer(FrozenModelConfig(path=path.path))
+    if path.format_of is None or tokenizer.chat_template:
+        return tokenizer
+    trained = load_tokenizer(FrozenModelConfig(path=path.format_of))
+    return trained if trained.get_vocab() == tokenizer.get_vocab() else tokenizer

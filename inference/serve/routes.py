@@ -1,16 +1,22 @@
-"""Routes besides completions: models, health, metrics, tokens, scores, and those of the page."""
+"""The routes of the server: models, health, metrics, tokens, scores, and the page with its data."""
 
 import asyncio
+import mimetypes
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from inference.ratings.agreement import agreement
-from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
-from inference.serve.http import ApiError, json_response, until_gone
-from inference.serve.objects import new_id
+from inference.ratings import RatingsFile, agreement, read_ratings, standing_ratings
+from inference.serve.completions import chat_completions, completions, new_id
+from inference.serve.http import KINDS, LEFT, ApiError, ClientGone, json_response, until_gone
 from inference.serve.schema import (
     DetokenizeRequest,
     RatingRequest,
@@ -19,11 +25,91 @@ from inference.serve.schema import (
     UndoRequest,
     read_request,
 )
+from inference.serve.security import Doorkeeper
 from inference.serve.served import ServedModel
 from inference.serve.state import State, client_of, off_loop, read_body, size_of, state_of
-from inference.streaming import plain_text
+from inference.text import plain_text
 from pipeline import __version__
 from pipeline.errors import DataError
+
+PAGE = Path(__file__).parent / "page"
+VIEWS = ("chat", "compare", "rate", "watch")
+
+
+def build_app(state: State) -> ASGIApp:
+    """The application that answers the requests of a server."""
+    get, post = ["GET"], ["POST"]
+    routes = [
+        Route("/v1/chat/completions", chat_completions, methods=post),
+        Route("/v1/completions", completions, methods=post),
+        Route("/v1/models", models, methods=get),
+        Route("/v1/models/{name:path}", model, methods=get),
+        Route("/v1/score", score, methods=post),
+        Route("/tokenize", tokenize, methods=post),
+        Route("/detokenize", detokenize, methods=post),
+        Route("/health", health, methods=get),
+        Route("/ready", ready, methods=get),
+        Route("/version", version, methods=get),
+        Route("/api/server", server, methods=get),
+        Route("/api/ratings", add_rating, methods=post),
+        Route("/api/ratings/undo", undo_rating, methods=post),
+        Route("/api/ratings/summary", summary, methods=get),
+        Route("/api/watch", watch, methods=get),
+    ]
+    if state.config.metrics:
+        routes.append(Route("/metrics", metrics, methods=get))
+    pages = page_routes() if state.config.page else []
+    app = Starlette(
+        routes=[*routes, *pages],
+        exception_handlers={
+            ApiError: _refuse,
+            HTTPException: _refuse_route,
+            ClientGone: _leave,
+            Exception: _fail,
+        },
+    )
+    app.state.server = state
+    return Doorkeeper(app, state, frozenset({"/health", *(route.path for route in pages)}))
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response
+
+
+async def _leave(*_: object) -> Response:
+    return Response(status_code=LEFT)
+
+
+async def _fail(*_: object) -> Response:
+    return ApiError(500, "the server failed; its log says why").response
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    """No such path, or not by this method."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code if error.status_code in KINDS else 400
+    what = {404: "there is no such path", 405: f"this path takes no {request.method}"}
+    return ApiError(status, what.get(status, "the request can't be read")).response
+
+
+def page_routes() -> list[Route]:
+    """A route for each file of the page, which is at /, and redirects to its views."""
+    routes = [Route(f"/{view}", partial(_redirect, view), methods=["GET"]) for view in VIEWS]
+    for file in sorted(PAGE.glob("*.*")):
+        path = "/" if file.name == "index.html" else f"/page/{file.name}"
+        kind = mimetypes.guess_type(file.name)[0]
+        answer = partial(_file, file.read_bytes(), kind)
+        routes.append(Route(path, answer, methods=["GET"]))
+    return routes
+
+
+async def _redirect(view: str, _: Request) -> Response:
+    return RedirectResponse(f"/#{view}")
+
+
+async def _file(content: bytes, kind: str | None, _: Request) -> Response:
+    return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
 
 async def models(request: Request) -> Response:
@@ -46,24 +132,21 @@ def _model(state: State, served: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "rlhf",
-        "parent": served.base,
         "context": served.context,
-        "slots": served.lane.num_slots,
+        "slots": served.num_slots,
         "weights_hash": served.weights_hash,
         "chat_format": served.chat.name,
     }
 
 
-async def health(request: Request) -> Response:
+async def health(_: Request) -> Response:
     """`GET /health`: the process is alive."""
-    del request
     return json_response({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """`GET /ready`: requests are let in; else 503."""
-    state = state_of(request)
-    broker = state.broker
+    """`GET /ready`: whether requests are admitted; else 503."""
+    broker = state_of(request).broker
     status = "ready" if broker.is_ready else "draining" if broker.draining else "not ready"
     return json_response({"status": status}, status=200 if broker.is_ready else 503)
 
@@ -73,14 +156,13 @@ async def metrics(request: Request) -> Response:
     return Response(state_of(request).metrics.text, media_type="text/plain; version=0.0.4")
 
 
-async def version(request: Request) -> Response:
+async def version(_: Request) -> Response:
     """`GET /version`."""
-    del request
     return json_response({"version": __version__})
 
 
 async def tokenize(request: Request) -> Response:
-    """`POST /tokenize`: the token ids of a text, or of a dialogue as it is prompted with."""
+    """`POST /tokenize`: the token ids of a text, or of a dialogue as a prompt."""
     state = state_of(request)
     fields, _ = read_request(TokenizeRequest, await read_body(request))
     served = state.model(fields.model)
@@ -103,7 +185,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """`POST /detokenize`: the text of token ids, without special ones."""
+    """`POST /detokenize`: the text of token ids, without special tokens."""
     state = state_of(request)
     fields, _ = read_request(DetokenizeRequest, await read_body(request))
     served = state.model(fields.model)
@@ -136,7 +218,7 @@ async def score(request: Request) -> Response:
 
 
 async def server(request: Request) -> Response:
-    """`GET /api/server`: what there is to show."""
+    """`GET /api/server`: the views that have something to show."""
     state = state_of(request)
     return json_response(
         {
@@ -149,25 +231,24 @@ async def server(request: Request) -> Response:
 
 
 async def add_rating(request: Request) -> Response:
-    """`POST /api/ratings`: append a rating; it is on the disk once its id comes back."""
+    """`POST /api/ratings`: append a rating; it is on the disk when its id is returned."""
     state = state_of(request)
-    body = await read_body(request)
-    rating, _ = read_request(RatingRequest, body)
+    rating, _ = read_request(RatingRequest, await read_body(request))
     line = rating.model_dump(mode="json")
     line["rater"] = line["rater"] or _key_name(request)
     try:
-        name = await asyncio.to_thread(_file(state).add, line)
+        name = await asyncio.to_thread(_ratings(state).add, line)
     except DataError as error:
         raise ApiError(503, str(error)) from None
     return json_response({"id": name})
 
 
 async def undo_rating(request: Request) -> Response:
-    """`POST /api/ratings/undo`: take one back, by a line of its own."""
+    """`POST /api/ratings/undo`: revoke a rating, by another line."""
     state = state_of(request)
     undo, _ = read_request(UndoRequest, await read_body(request))
     try:
-        await asyncio.to_thread(_file(state).undo, undo.id, undo.rater or _key_name(request))
+        await asyncio.to_thread(_ratings(state).undo, undo.id, undo.rater or _key_name(request))
     except KeyError:
         raise ApiError(404, "there is no rating of this id", param="id") from None
     except DataError as error:
@@ -176,18 +257,18 @@ async def undo_rating(request: Request) -> Response:
 
 
 async def summary(request: Request) -> Response:
-    """`GET /api/ratings/summary`: how many there are, and how far raters agree."""
-    file = _file(state_of(request))
+    """`GET /api/ratings/summary`: the number of ratings, and the agreement of raters."""
+    file = _ratings(state_of(request))
     try:
-        found = await asyncio.to_thread(
+        figures = await asyncio.to_thread(
             lambda: agreement(standing_ratings(read_ratings(file.path)))
         )
     except (DataError, KeyError, TypeError, IndexError) as error:
         raise ApiError(503, f"{file.path.name} can't be read: {error}") from None
-    return json_response({"path": file.path.name, **asdict(found)})
+    return json_response({"path": file.path.name, **asdict(figures)})
 
 
-def _file(state: State) -> RatingsFile:
+def _ratings(state: State) -> RatingsFile:
     if state.ratings is None:
         raise ApiError(404, "no ratings are taken; start the server with --ratings FILE")
     return state.ratings
@@ -199,10 +280,10 @@ def _key_name(request: Request) -> str:
 
 
 async def watch(request: Request) -> Response:
-    """`GET /api/watch`: curves, alarms and samples of a run, as far as it is now."""
+    """`GET /api/watch`: curves, alarms and samples of a run so far."""
     watched = state_of(request).watched
     if watched is None:
         raise ApiError(404, "no run is watched; start the server with --watch OUT")
     query = request.query_params
-    step, version = query.get("step", ""), query.get("version", "")
-    return json_response(await asyncio.to_thread(watched.view, step, version))
+    step, known = query.get("step", ""), query.get("version", "")
+    return json_response(await asyncio.to_thread(watched.view, step, known))

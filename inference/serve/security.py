@@ -1,18 +1,17 @@
-"""Who is let in, and what every response says to browsers. docs/serving.md lists the promises."""
+"""Which requests are let in, and security headers. docs/serving.md lists the promises."""
 
 import hmac
 import logging
 import time
-from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference.serve.config import LOOPBACK, ServeConfig
+from inference.serve.config import LOOPBACK
 from inference.serve.http import LEFT, ApiError
-from inference.serve.metrics import Metrics
+from inference.serve.state import State
 
 logger = logging.getLogger(__name__)
 
@@ -31,31 +30,20 @@ HEADERS = {
 
 
 class Doorkeeper:
-    """Lets a request in, or answers it with what is wrong; counts and logs it.
+    """Passes requests on or refuses them, and counts and logs them.
 
     Args:
-        app: what answers the others.
-        config: of the server.
-        keys: by name; empty where everybody is let in.
-        open_paths: that need no key: they tell nothing but that the server is alive, or are the
-            page's own files.
-        metrics: of the server.
+        app: answers the requests.
+        state: of the server.
+        open_paths: paths without a key: health, and the page's own files.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        config: ServeConfig,
-        keys: Mapping[str, str],
-        open_paths: frozenset[str],
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, app: ASGIApp, state: State, open_paths: frozenset[str]) -> None:
         self._app = app
-        self._config = config
-        self._keys = keys
+        self._config = state.config
+        self._keys = state.keys
+        self._metrics = state.metrics
         self._open = open_paths
-        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -77,14 +65,14 @@ class Doorkeeper:
         except Exception:  # its client has been answered
             logger.exception("a request failed")
         finally:
-            self._note(scope, status, began)
+            self._log(scope, status, time.perf_counter() - began)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         try:
             self._check_host(headers)
             allowed = self._check_origin(scope["method"], headers, scope["scheme"])
             if allowed and scope["method"] == "OPTIONS":
-                await _preflight().__call__(scope, receive, send)
+                await _preflight()(scope, receive, send)
                 return
             if scope["path"] not in self._open:
                 scope["key_name"] = self._check_key(headers)
@@ -94,7 +82,7 @@ class Doorkeeper:
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
-        """On this machine's own addresses, no other name leads here: a page may have rebound it."""
+        """On loopback addresses, refuse other host names, which a web page may have rebound."""
         if not self._config.is_local:
             return
         try:
@@ -105,10 +93,10 @@ class Doorkeeper:
             raise ApiError(403, "the Host header names another machine; use 127.0.0.1 or localhost")
 
     def _check_origin(self, method: str, headers: Headers, scheme: str) -> bool:
-        """Whether another page that may use the API asks.
+        """Whether the request is of another page that `--cors` allows.
 
         Raises:
-            ApiError: another page asks that may not.
+            ApiError: it is of another page that may not use the API.
         """
         origin = headers.get("origin")
         if origin in self._config.cors:
@@ -122,39 +110,37 @@ class Doorkeeper:
         return False
 
     def _check_key(self, headers: Headers) -> str | None:
-        """The name of the key that a request has; None where none is needed."""
+        """The name of the request's key; None if none is needed."""
         if not self._keys:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         offered = given.strip().encode() if scheme.lower() == "bearer" else b""
         # Every key is compared, in constant time.
-        found = [
+        names = [
             name for name, key in self._keys.items() if hmac.compare_digest(key.encode(), offered)
         ]
-        if not found:
+        if not names:
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",
                 code="invalid_api_key",
             )
-        return found[0]
+        return names[0]
 
     def _add_headers(self, message: Message, origin: str | None) -> None:
         headers = MutableHeaders(scope=message)
-        for name, value in HEADERS.items():
-            headers[name] = value
+        headers.update(HEADERS)
         if origin in self._config.cors and origin is not None:
             headers["Access-Control-Allow-Origin"] = origin
             headers["Cross-Origin-Resource-Policy"] = "cross-origin"
             headers["Vary"] = "Origin"
 
-    def _note(self, scope: Scope, status: int, began: float) -> None:
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.request(route, status, began)
+        self._metrics.request(route, status, seconds)
         if not self._config.log_requests or route == "/health":
             return
         client = scope.get("key_name") or (scope.get("client") or ("?",))[0]
-        seconds = time.perf_counter() - began
         logger.info("%s %s %s %d %.3f s", client, scope["method"], route, status, seconds)
 
 

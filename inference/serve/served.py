@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from inference.engine.batch import OpenBatch
 from inference.engine.sampling import Reported, reported
 from inference.serve.http import ApiError
-from inference.serve.text import TokenBytes
+from inference.text import TokenBytes
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import Argument, never_read, resolve_format
@@ -24,54 +24,29 @@ MOST_LOGITS = 2**26
 
 
 @dataclass(frozen=True)
-class Lane:
-    """A batch, which a model and its adapters share."""
+class ServedModel:
+    """A model with a name."""
 
     name: str
-    """Name of the model."""
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
 
     batch: OpenBatch
+    """Used by the generation thread alone."""
+
     num_slots: int
 
     context: int
     """Most tokens of prompt and response."""
 
-    names: tuple[str, ...]
-    """Names of the model and of its adapters, by their numbers in the batch."""
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model or adapter with a name."""
-
-    name: str
-
-    base: str | None
-    """Of an adapter, the name of its model."""
-
-    model: PreTrainedModel
-    """Scores given tokens; generates in its lane."""
-
-    tokenizer: PreTrainedTokenizerBase
-    chat: ChatFormat
-    lane: Lane
     weights_hash: str
     bytes_of: TokenBytes
 
     @property
-    def adapter(self) -> int:
-        """Its number in its lane, 0 for the model itself."""
-        return self.lane.names.index(self.name)
-
-    @property
-    def context(self) -> int:
-        """Most tokens of prompt and response."""
-        return self.lane.context
-
-    @property
     def vocabulary(self) -> int:
-        """Number of tokens that the model knows."""
-        return vocabulary_of(self.model)
+        """Number of token ids of the model."""
+        return self.model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportReturnType, reportOptionalMemberAccess, reportAttributeAccessIssue, reportIndexIssue]
 
     def encode_chat(
         self,
@@ -81,7 +56,7 @@ class ServedModel:
         opens: bool = True,
         arguments: Mapping[str, Argument] | None = None,
     ) -> list[int]:
-        """Token ids of a dialogue as a prompt.
+        """Return the token ids of a dialogue as a prompt.
 
         Args:
             messages: the dialogue.
@@ -90,8 +65,8 @@ class ServedModel:
             arguments: of the chat template.
 
         Raises:
-            ApiError: the template can't render it or doesn't read an argument, or it ends in the
-                wrong turn.
+            ApiError: the template can't render it or doesn't read an argument, or the last turn has
+                the wrong role.
         """
         answered = messages[-1].role == "assistant"
         if (continues and not answered) or (answered and opens and not continues):
@@ -128,33 +103,28 @@ class ServedModel:
             raise ApiError(400, reason, param="chat_template_kwargs") from None
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text, after the tokenizer's first special tokens."""
+        """Return the token ids of a text, after the tokenizer's first special tokens."""
         begin = self.tokenizer.bos_token
         special = special and not (begin and text.startswith(str(begin)))
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     @torch.inference_mode()
     def prompt_logprobs(self, prompt: Sequence[int], num_top: int) -> list[Reported | None]:
-        """Log-probabilities of each token after those before it; None for the first.
+        """Return the log-probability of each token given the preceding ones; None for the first.
 
         A long prompt is read once for every `MOST_LOGITS` of its logits.
         """
         device = next(self.model.parameters()).device
         ids = torch.tensor(list(prompt), device=device)
         policy = Policy(self.model)
-        part = max(1, MOST_LOGITS // self.vocabulary)
-        found: list[Reported | None] = [None]
-        for first in range(1, len(prompt), part):
-            last = min(first + part, len(prompt))
+        step = max(1, MOST_LOGITS // self.vocabulary)
+        result: list[Reported | None] = [None]
+        for first in range(1, len(prompt), step):
+            last = min(first + step, len(prompt))
             batch = TokenBatch(ids[:last], (last,), torch.arange(first, last, device=device))
             logits = policy.logits(batch)
-            found += reported(logits, list(prompt[first:last]), [num_top] * (last - first))
-        return found
-
-
-def vocabulary_of(model: PreTrainedModel) -> int:
-    """Number of tokens that a model knows."""
-    return model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportReturnType, reportOptionalMemberAccess, reportAttributeAccessIssue, reportIndexIssue]
+            result += reported(logits, list(prompt[first:last]), [num_top] * (last - first))
+        return result
 
 
 @dataclass(frozen=True)
@@ -166,7 +136,7 @@ class ServedReward:
     chat: ChatFormat
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
-        """Token ids of a dialogue that ends in a response.
+        """Return the token ids of a dialogue that ends in a response.
 
         Raises:
             ApiError: it doesn't, or is too long, or the template can't render it.
@@ -190,7 +160,7 @@ class ServedReward:
 
     @torch.inference_mode()
     def score(self, dialogue: Encoded) -> float:
-        """The score of a dialogue's last response."""
+        """Return the score of a dialogue's last response."""
         batch = collate([dialogue]).to(local_device())
         return self.scorer.final_scores(batch).item()
 

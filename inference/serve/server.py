@@ -1,4 +1,4 @@
-"""The life of a server: it listens, loads, answers, drains and ends."""
+"""The life of a server: it listens, answers, drains and ends."""
 
 import asyncio
 import logging
@@ -12,9 +12,8 @@ from contextlib import contextmanager
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from inference.serve.app import build_app
-from inference.serve.broker import deliver
 from inference.serve.config import ServeConfig
+from inference.serve.routes import build_app
 from inference.serve.state import State
 from inference.serve.worker import Worker
 from pipeline.cli import remark
@@ -30,7 +29,7 @@ KEEP_ALIVE = 5
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """The socket that requests come to.
+    """Return the socket that accepts requests.
 
     Raises:
         ConfigError: the port is taken, or there is no such address here.
@@ -55,31 +54,31 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 class ImpatientProtocol(H11Protocol):
-    """Drops a client that doesn't send its headers, or doesn't read what it was sent, in time."""
+    """Drops clients that don't send their headers, or don't read their responses, in time."""
 
     seconds = 30.0
     _silent: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A client has come."""
+        """Start the timer of its first request."""
         super().connection_made(transport)
         self._silent = self.loop.call_later(self.seconds, self._close_without_request)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone; a timer that still ran would keep all of it in memory."""
+        """Cancel the timers, which would keep the connection in memory."""
         super().connection_lost(exc)
         for timer in (self._silent, self._unread):
             if timer is not None:
                 timer.cancel()
 
     def pause_writing(self) -> None:
-        """The client leaves much unread: cut it off unless it reads on in time."""
+        """Start the timer of a client that leaves much unread."""
         super().pause_writing()
         self._unread = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read on."""
+        """Cancel that timer."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
@@ -117,7 +116,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None of uvicorn's: the first signal drains, a second one ends the process."""
+        """Replace uvicorn's handlers: the first signal drains, a second one ends the process."""
         loop = asyncio.get_running_loop()
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -129,20 +128,17 @@ class Server(uvicorn.Server):
     async def run(self, listener: socket.socket) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Answer requests until a signal, or until generation fails."""
         state = self.state
-        self._worker = Worker(
-            state.models, deliver=deliver, failed=self._fail, metrics=state.metrics
-        )
+        self._worker = Worker(state.models, failed=self._fail, metrics=state.metrics)
         self._worker.start()
         state.broker.attach(self._worker)
         state.created = int(time.time())
         try:
             await self.serve([listener])
         finally:
-            if self._worker is not None:
-                await asyncio.to_thread(self._worker.close)
+            await asyncio.to_thread(self._worker.close)
 
     def stop(self) -> None:
-        """Let nothing new in, wait for what runs, then end."""
+        """Admit no more requests, wait for running ones, then end."""
         self.state.broker.draining = True
         if self._drain is None:
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())

@@ -1,50 +1,185 @@
-"""What all routes share."""
+"""The state of a server, and the event loop's side of generation: admission and delivery."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from inference.ratings.file import RatingsFile
-from inference.serve.broker import Broker
+from inference.ratings import RatingsFile
 from inference.serve.config import ServeConfig
 from inference.serve.http import ApiError, read_json
 from inference.serve.metrics import Metrics
 from inference.serve.served import ServedModel, ServedReward
 from inference.serve.watch import WatchedRun
+from inference.serve.worker import Job, Piece, Wanted, Worker
 from pipeline.data.chat.resolve_format import Argument
 from pipeline.data.examples import Message
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+QUIET = 15.0
+"""Seconds without a piece after which a stream gets a comment."""
+
+QUEUED_TOKENS = 2**22
+"""Most tokens of all prompts in the server."""
+
 LONG = 20_000
-"""Characters that take a few milliseconds to be made into tokens."""
+"""Characters whose tokenization takes a few milliseconds."""
+
+
+class Broker:
+    """Admits requests while there is room, and passes them to the generation thread."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._worker: Worker | None = None
+        self._jobs: set[Job] = set()
+        self._calls = 0
+        self._ends: deque[float] = deque(maxlen=32)
+        self.draining = False
+        """Whether no request is admitted any more."""
+        self.failure: BaseException | None = None
+        """The error that ended the generation thread."""
+
+    def attach(self, worker: Worker) -> None:
+        """Start admitting requests."""
+        self._worker = worker
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are admitted."""
+        return self._worker is not None and not self.draining and self.failure is None
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._jobs) + self._calls
+
+    @contextmanager
+    def open(self, wanted: Sequence[Wanted], client: str, *, streams: bool) -> Iterator[Job]:
+        """A job that runs until the end of the block; unfinished responses are then cancelled.
+
+        Raises:
+            ApiError: the server doesn't admit it now.
+        """
+        job = Job(wanted, client, streams=streams)
+        worker = self._admit(job.num_prompt_tokens)
+        self._jobs.add(job)
+        try:
+            worker.submit(job)
+            yield job
+        finally:
+            self._jobs.discard(job)
+            worker.cancel(job)
+            self._ends.append(time.monotonic())
+
+    async def pieces(self, job: Job) -> AsyncIterator[list[Piece]]:
+        """Yield the pieces of a job until its responses have ended; none every `QUIET` seconds.
+
+        Raises:
+            ApiError: it waits too long for a slot, takes too long, or a response failed.
+        """
+        left = job.num_rows
+        began = time.monotonic()
+        while left:
+            pieces = await self._next(job, began)
+            for piece in pieces:
+                if piece.error is not None:
+                    raise ApiError(500, piece.error)
+                left -= piece.finish is not None
+            yield pieces
+
+    async def _next(self, job: Job, began: float) -> list[Piece]:
+        config, since = self._config, time.monotonic()
+        while time.monotonic() - since < QUIET:
+            seconds = time.monotonic() - began
+            limit = config.request_seconds if job.started else config.queue_seconds
+            limit = min(limit, config.request_seconds)
+            if seconds >= limit and job.started:
+                raise ApiError(504, f"the request took longer than {limit:g} seconds")
+            if seconds >= limit:
+                raise self._busy(503, f"no slot was free for {limit:g} seconds; try again later")
+            if self.failure is not None:
+                raise ApiError(500, "generation has failed, and the server ends")
+            try:
+                async with asyncio.timeout(min(1.0, limit - seconds)):
+                    return await job.take()
+            except TimeoutError:
+                continue
+        return []
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the generation thread.
+
+        Raises:
+            ApiError: the server doesn't admit it now, or it takes too long.
+        """
+        worker = self._admit(0)
+        self._calls += 1
+        future = worker.call(function)
+        try:
+            async with asyncio.timeout(self._config.request_seconds):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            seconds = self._config.request_seconds
+            raise ApiError(504, f"the request took longer than {seconds:g} seconds") from None
+        finally:
+            self._calls -= 1
+            future.cancel()
+
+    def _admit(self, num_tokens: int) -> Worker:
+        if self.failure is not None:
+            raise ApiError(500, "generation has failed, and the server ends")
+        if self._worker is None or self.draining:
+            what = "the server is about to end" if self.draining else "the models are being loaded"
+            raise self._busy(503, f"{what}; try again later")
+        waiting = sum(not job.started for job in self._jobs) + self._calls
+        tokens = sum(job.num_prompt_tokens for job in self._jobs)
+        if waiting >= self._config.queue or tokens + num_tokens > QUEUED_TOKENS:
+            raise self._busy(429, f"{waiting} requests wait already; try again later")
+        return self._worker
+
+    def _busy(self, status: int, message: str) -> ApiError:
+        """An error with the seconds after which a slot should be free, by how fast jobs ended."""
+        seconds = 1.0
+        if len(self._ends) > 1:
+            interval = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+            seconds = interval * sum(not job.started for job in self._jobs)
+        return ApiError(status, message, retry_after=math.ceil(min(max(seconds, 1), 60)))
 
 
 @dataclass
 class State:
-    """A server: what it serves, and within which limits."""
+    """Models, files and limits of a server."""
 
     config: ServeConfig
     keys: Mapping[str, str]
-    """By the name that the log has for each; empty where everybody is let in."""
-    metrics: Metrics
-    broker: Broker
-    models: dict[str, ServedModel] = field(default_factory=dict)
+    """API keys by the names that the log has; empty if none is needed."""
+    models: Mapping[str, ServedModel]
     reward: ServedReward | None = None
     ratings: RatingsFile | None = None
     watched: WatchedRun | None = None
     created: int = 0
-    """When it started, in seconds since 1970."""
+    """Time of its start, in seconds since 1970."""
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def __post_init__(self) -> None:
+        self.broker = Broker(self.config)
+        for served in self.models.values():
+            self.metrics.serves(served.name, served.num_slots)
 
     def model(self, name: str) -> ServedModel:
-        """The model that a request names; the first one where it names none.
+        """Return the model with this name; the first one if the name is empty.
 
         Raises:
-            ApiError: there is none of this name, or none yet.
+            ApiError: there is no such model.
         """
         if not self.models:
             raise ApiError(
@@ -63,9 +198,9 @@ class State:
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a function returns that reads `size` characters; many of them are read by a thread.
+    """Call a function that reads `size` characters, many of them on a thread.
 
-    So a long text doesn't hold up the streams of others.
+    So a long text doesn't delay the streams of others.
     """
     if size < LONG:
         return function(*args, **kwargs)
@@ -78,18 +213,18 @@ def size_of(messages: Sequence[Message], arguments: Mapping[str, Argument] | Non
 
 
 def state_of(request: Request) -> State:
-    """The state of the server that has a request."""
+    """The state of the request's server."""
     return request.app.state.server
 
 
 def client_of(request: Request) -> str:
-    """Who asks, for turns in the queue and the log: the name of a key, or an address."""
+    """The client, for turns in the queue and the log: the name of a key, or an address."""
     name = request.scope.get("key_name")
     return str(name or (request.client.host if request.client else "?"))
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """The JSON object that a request contains.
+    """Read the JSON object of a request.
 
     Raises:
         ApiError: it contains something else, or too much.

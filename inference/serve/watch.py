@@ -1,236 +1,95 @@
-"""A run as it learns, from its files alone: what grew is read, whoever looks and however many.
+"""A run in progress, from its files alone: the report's curves, alarms and samples."""
 
-`metrics.jsonl` grows by whole lines; a resumed run cuts it, and then it is read anew.
-"""
-
-import json
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.charts import charts_of
-from pipeline.report.results import GuardEvent, event_of, finite, mapping
+from pipeline.errors import DataError
+from pipeline.report.charts import step_charts
+from pipeline.report.results import events_of, read_results
 
-POINTS = 400
-"""Points of a drawn curve at most: more are not seen."""
-
-MOST_LINES = 20_000
-"""Of those that are new at once, evenly chosen where there are more: curves have fewer points."""
-
-STALLED = 3
-"""Step times without a new line after which a run is called stalled."""
-
+FILES = ("metrics.jsonl", "diverged.json", "result.json", "samples.json")
 MOST_SAMPLES = 8
-
 MOST_EVENTS = 20
-"""Sentences of guards that are shown, the newest ones."""
+STALLED = 3
+"""Mean seconds between lines after which an unfinished step is reported as silent."""
 
 LEAST_SECONDS = 30.0
-"""Seconds after a line within which no run is called stalled."""
-
-
-class MetricsTail:
-    """The lines of a growing `metrics.jsonl`, as series of (step, value) by name."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._clear()
-
-    def _clear(self) -> None:
-        self._offset = 0
-        self._rest = b""
-        self._head = b""
-        self.series: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        self.events: list[GuardEvent] = []
-        """Guards that spoke up."""
-        self.count = 0
-        """Lines so far."""
-
-    @property
-    def position(self) -> str:
-        """The same for what was read to the same place of the same file."""
-        return f"{self._offset} {hash(self._head)}"
-
-    def read(self) -> None:
-        """Take in what was written since; all of it where the file was cut or replaced."""
-        try:
-            with self.path.open("rb") as file:
-                head = file.read(256)
-                size = file.seek(0, 2)
-                if size < self._offset or not head.startswith(self._head):
-                    self._clear()
-                self._head = self._head or head[: head.find(b"\n") + 1]
-                file.seek(self._offset)
-                new = file.read()
-        except OSError:
-            self._clear()
-            return
-        self._offset += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        stride = 1 + len(lines) // MOST_LINES
-        for number, line in enumerate(lines):
-            is_last = number == len(lines) - 1
-            if number % stride == 0 or is_last or b'"eval_' in line or b'"guard"' in line:
-                self._take(line)
-        self.count += len(lines)
-
-    def _take(self, line: bytes) -> None:
-        try:
-            metrics = mapping(json.loads(line))
-        except ValueError:
-            return
-        step = finite(metrics.get("step"))
-        event = event_of(metrics)
-        if event is not None:
-            self._note(event)
-        elif step is not None:
-            self._add(step, metrics)
-
-    def _note(self, event: GuardEvent) -> None:
-        """Record it, and forget what it undid."""
-        self.events.append(event)
-        if event.to is not None:
-            for name, points in self.series.items():
-                self.series[name] = [point for point in points if point[0] <= event.to]
-
-    def _add(self, step: float, metrics: Mapping[str, object]) -> None:
-        for name, value in metrics.items():
-            number = finite(value)
-            if number is not None:
-                self.series[name].append((step, number))
+"""Seconds after a line within which no step is silent."""
 
 
 class WatchedRun:
-    """The steps of an output directory; from any thread."""
+    """The steps of an output directory; thread-safe."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self._lock = threading.Lock()
-        self._tails: dict[str, MetricsTail] = {}
 
     def view(self, step: str, version: str) -> dict[str, Any]:
-        """What the page shows of a step, or of the newest one; little where nothing is new.
+        """Return what the page shows of a step; little if the page has this version of it.
 
         Args:
-            step: its directory's name; empty takes the one that was written last.
-            version: of what the page has.
+            step: name of its directory; empty for the one that was written last.
+            version: `version` of the page's last view.
         """
-        with self._lock:
-            try:
-                names = self._names()
-            except OSError:
-                names = []
-            if not names:
-                return {"unchanged": True, "notice": f"{self.out} has no step yet"}
-            chosen = (
-                step if step in names else max(names, key=lambda name: (self._written(name), name))
-            )
-            tail = self._tails.setdefault(chosen, MetricsTail(self.out / chosen / "metrics.jsonl"))
-            tail.read()
-            now = f"{chosen} {tail.position} {' '.join(map(self._state, names))}"
-            if now == version:
-                return {"unchanged": True, "notice": self._stall(chosen, tail)}
-            return self._whole(chosen, tail, names) | {"version": now}
-
-    def _names(self) -> list[str]:
-        return sorted(path.parent.name for path in self.out.glob("*/metrics.jsonl"))
-
-    def _written(self, name: str) -> float:
+        names = sorted(path.parent.name for path in self.out.glob("*/metrics.jsonl"))
+        if not names:
+            return {"unchanged": True, "notice": f"{self.out} has no step yet"}
+        stamps = [_stamp(self.out / name / file) for name in names for file in FILES]
+        now = f"{hash(tuple(stamps)):x}"
+        if now == version:
+            return {"unchanged": True, "notice": self._notice(step)}
         try:
-            return (self.out / name / "metrics.jsonl").stat().st_mtime
-        except OSError:
-            return 0.0
+            with self._lock:
+                view = self._read(step)
+        except (DataError, OSError, KeyError, TypeError) as error:  # a file is being written
+            return {"unchanged": True, "notice": f"{self.out} can't be read: {error}"}
+        return view | {"version": now, "notice": self._notice(view["step"])}
 
-    def _whole(self, chosen: str, tail: MetricsTail, names: list[str]) -> dict[str, Any]:
-        sentences = [
-            str(read_object(self.out / name / "diverged.json").get("sentence", ""))
-            for name in names
+    def _read(self, step: str) -> dict[str, Any]:
+        results = read_results(self.out)
+        newest = max(results.steps, key=lambda name: (_stamp(self.out / name / FILES[0]), name))
+        chosen = step if step in results.steps else newest
+        events = [
+            f"{event.unit} {event.step}, {event.words}: {event.sentence}"
+            for event in events_of(results.steps[chosen])
         ]
+        diverged = [step.diverged for step in results.steps.values() if step.diverged]
         return {
             "step": chosen,
-            "steps": [{"name": name, "state": self._state(name)} for name in names],
-            "charts": charts(tail.series),
-            "alarms": [
-                *(sentence for sentence in sentences if sentence),
-                *(sentence_of(event) for event in tail.events[-MOST_EVENTS:]),
+            "steps": [{"name": name, "state": step.state} for name, step in results.steps.items()],
+            "charts": [asdict(drawn) for drawn in step_charts(results.steps[chosen])],
+            "alarms": [*diverged, *events[-MOST_EVENTS:]],
+            "samples": [
+                {
+                    "prompt": "\n\n".join(content for _, content in sample.prompt),
+                    "answers": {name: answer.text for name, answer in sample.answers.items()},
+                }
+                for sample in results.samples[:MOST_SAMPLES]
             ],
-            "samples": samples(self.out / chosen / "samples.json"),
-            "notice": self._stall(chosen, tail),
         }
 
-    def _state(self, name: str) -> str:
-        if (self.out / name / "diverged.json").exists():
-            return "diverged"
-        return "finished" if (self.out / name / "result.json").exists() else "not finished"
-
-    def _stall(self, name: str, tail: MetricsTail) -> str:
-        """A sentence where an unfinished step has written nothing for long."""
-        if (self.out / name / "result.json").exists() or not tail.count:
+    def _notice(self, name: str) -> str:
+        """A sentence if an unfinished step has written nothing for long; else empty."""
+        directory = self.out / name
+        begun, written = _stamp(directory / "config.yaml")[0], _stamp(directory / FILES[0])[0]
+        if not (name and begun and written) or (directory / "result.json").exists():
             return ""
-        begun = (self.out / name / "config.yaml").stat() if self._has_config(name) else None
-        if begun is None:
-            return ""
-        written = self._written(name)
-        each = (written - begun.st_mtime) / tail.count
+        seconds = (written - begun) / max(1, (directory / FILES[0]).read_bytes().count(b"\n"))
         quiet = time.time() - written
-        if quiet < max(STALLED * each, LEAST_SECONDS):
+        if quiet < max(STALLED * seconds, LEAST_SECONDS):
             return ""
-        return f"{name} has written nothing for {quiet:.0f} seconds, a line took {each:.1f} before"
-
-    def _has_config(self, name: str) -> bool:
-        return (self.out / name / "config.yaml").exists()
-
-
-def sentence_of(event: GuardEvent) -> str:
-    """When a guard spoke up, what was done, and why."""
-    return f"{event.unit} {event.step}, {event.words}: {event.sentence}"
+        return (
+            f"{name} has written nothing for {quiet:.0f} seconds, a line took {seconds:.1f} before"
+        )
 
 
-def charts(series: Mapping[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
-    """The report's charts of which there are two points or more."""
-    drawn: list[dict[str, Any]] = []
-    for chart in charts_of(series):
-        curves = [
-            {"name": title, "points": thinned(series[metric])}
-            for metric, title in chart.names.items()
-            if series.get(metric)
-        ]
-        if any(len(curve["points"]) > 1 for curve in curves):
-            drawn.append(
-                {
-                    "title": chart.title,
-                    "note": chart.note,
-                    "logarithmic": chart.logarithmic,
-                    "curves": curves,
-                }
-            )
-    return drawn
-
-
-def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `POINTS` of them, evenly, the first and the last among them."""
-    if len(points) <= POINTS:
-        return points
-    return [points[place * (len(points) - 1) // (POINTS - 1)] for place in range(POINTS)]
-
-
-def samples(path: Path) -> list[dict[str, Any]]:
-    """The first answers of each model to held-out prompts."""
-    rows = read_object(path).get("rows", [])
-    found: list[dict[str, Any]] = []
-    for row in rows[:MOST_SAMPLES] if isinstance(rows, list) else []:
-        prompt = "\n\n".join(str(turn["content"]) for turn in row["prompt"])
-        answers = {name: str(answer.get("text", "")) for name, answer in row["answers"].items()}
-        found.append({"prompt": prompt, "answers": answers})
-    return found
-
-
-def read_object(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file; empty where there is none, or it is being written."""
+def _stamp(path: Path) -> tuple[float, int]:
+    """The time of a file's last change, and its size; zeros if there is no such file."""
     try:
-        return mapping(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError):
-        return {}
+        status = path.stat()
+    except OSError:
+        return 0.0, 0
+    return status.st_mtime, status.st_size

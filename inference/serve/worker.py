@@ -1,4 +1,4 @@
-"""The generation thread, which owns the models and their batches.
+"""The generation thread, which owns the models and their batches, and the jobs that it runs.
 
 Other threads use `submit`, `cancel` and `call`; results go to the event loop, once for each step.
 """
@@ -7,86 +7,158 @@ import asyncio
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Literal, TypeVar
 
 from inference.engine.requests import Ended, Request, Ticket, Token
-from inference.serve.jobs import Job, Piece, Row, Wanted
+from inference.engine.sampling import Reported
 from inference.serve.metrics import Metrics
-from inference.serve.served import Lane, ServedModel
+from inference.serve.served import ServedModel
+from inference.text import ResponseText
 from pipeline.errors import DataError
 
 T = TypeVar("T")
 
-
-class FairQueue(Generic[T]):
-    """Items of clients; of each client oldest first, and of the clients one after the other."""
-
-    def __init__(self) -> None:
-        self._items: OrderedDict[Hashable, deque[T]] = OrderedDict()
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[T]:
-        for items in self._items.values():
-            yield from items
-
-    def add(self, client: Hashable, item: T) -> None:
-        """Come last of this client's."""
-        self._items.setdefault(client, deque()).append(item)
-        self._count += 1
-
-    def take(self) -> T:
-        """The oldest item of the client whose turn it is, who then comes last."""
-        client, items = next(iter(self._items.items()))
-        item = items.popleft()
-        self._count -= 1
-        if items:
-            self._items.move_to_end(client)
-        else:
-            del self._items[client]
-        return item
-
-    def remove(self, client: Hashable, item: T) -> bool:
-        """Take an item out, wherever it is; False where it isn't there."""
-        items = self._items.get(client, deque())
-        if item not in items:
-            return False
-        items.remove(item)
-        self._count -= 1
-        if not items:
-            del self._items[client]
-        return True
-
-
 logger = logging.getLogger(__name__)
 
 
-Prompt = tuple[Job, int]
-"""A job and the number of one of its prompts."""
+@dataclass(frozen=True)
+class Wanted:
+    """A prompt, and the responses to it."""
+
+    model: str
+    requests: tuple[Request, ...]
+    """One for each response."""
+    stops: tuple[str, ...] = ()
+    """Texts before which a response ends."""
+    continues: bool = False
+    """Whether the text continues the prompt's."""
 
 
 @dataclass
-class Progress:
-    """How far a job is."""
+class Piece:
+    """A part of a response."""
 
-    left: int
-    """Responses that have not ended."""
-    tickets: set[Ticket] = field(default_factory=set)
-    """Those that have a slot, or wait for one in the batch."""
+    row: int
+    """Its number among the responses of the job."""
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    """Tokens since the last piece, a stop token included."""
+    reported: list[Reported] = field(default_factory=list)
+    """Of the tokens that have text, if log-probabilities are wanted."""
+    num_reused: int = 0
+    """Tokens of the prompt whose keys and values were stored; in the first piece."""
+    finish: Literal["stop", "length"] | None = None
+    """The reason why the response ended."""
+    error: str | None = None
+    """The reason why it failed."""
+
+    def join(self, later: "Piece") -> None:
+        """Append the next piece."""
+        self.text += later.text
+        self.ids += later.ids
+        self.reported += later.reported
+        self.num_reused += later.num_reused
+        self.finish, self.error = later.finish, later.error
+
+
+class Job:
+    """A client's request, and the pieces of its responses that were not read yet."""
+
+    def __init__(self, wanted: Sequence[Wanted], client: str, *, streams: bool) -> None:
+        self.wanted = tuple(wanted)
+        self.client = client
+        self.streams = streams
+        """Whether pieces are read as they come; otherwise each response is one piece."""
+        self.num_rows = sum(len(each.requests) for each in wanted)
+        self.num_prompt_tokens = sum(len(each.requests[0].prompt) for each in wanted)
+        """Of all prompts, each counted once."""
+        self.left = self.num_rows
+        """Responses that have not ended; used by the generation thread alone, as `tickets`."""
+        self.tickets: set[Ticket] = set()
+        """Requests in the batch."""
+        self.started = False
+        """Whether one of its prompts has a slot; set by the generation thread."""
+        self._pieces: dict[int, Piece] = {}
+        self._ready = asyncio.Event()
+
+    def put(self, piece: Piece) -> None:
+        """Add a piece; unread ones of a response are joined."""
+        waiting = self._pieces.get(piece.row)
+        if waiting is None:
+            self._pieces[piece.row] = piece
+        else:
+            waiting.join(piece)
+        self._ready.set()
+
+    async def take(self) -> list[Piece]:
+        """Wait for pieces, and return them by row."""
+        await self._ready.wait()
+        self._ready.clear()
+        pieces, self._pieces = self._pieces, {}
+        return [pieces[row] for row in sorted(pieces)]
+
+
+class Row:
+    """One response of a job."""
+
+    def __init__(self, job: Job, number: int, wanted: Wanted, served: ServedModel) -> None:
+        self.job = job
+        self.model = served.name
+        self._text = ResponseText(served.bytes_of, wanted.stops, begins=not wanted.continues)
+        self._piece = Piece(number)
+        self.began, self.newest = time.perf_counter(), 0.0
+        """Times of its submission and its newest token, for the metrics."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended it."""
+        return self._text.stopped
+
+    def token(self, event: Token) -> Piece | None:
+        """Add a token; return the piece that it completes, if the job streams."""
+        if self.stopped:
+            return None
+        self._piece.ids.append(event.id)
+        if not self.newest:
+            self._piece.num_reused = event.ticket.num_reused
+        if event.id in event.ticket.sampler.stop_ids:
+            return None
+        self._piece.text += self._text.add(event.id)
+        if event.reported is not None:
+            self._piece.reported.append(event.reported)
+        if not self.job.streams or not self._piece.text:
+            return None
+        return self._take()
+
+    def ended(self, event: Ended) -> Piece | None:
+        """Return the last piece; None if the client cancelled the response."""
+        if event.reason == "cancelled" and not self.stopped:
+            return None
+        self._piece.text += self._text.finish()
+        if event.error is not None:
+            return self.failed()
+        self._piece.finish = "stop" if self.stopped or event.reason == "stop" else "length"
+        return self._take()
+
+    def failed(self) -> Piece:
+        """Return the last piece of a response that can't continue."""
+        self._piece.error = "the response could not be generated; the server's log says why"
+        return self._take()
+
+    def _take(self) -> Piece:
+        piece, self._piece = self._piece, Piece(self._piece.row)
+        return piece
 
 
 class Worker:
-    """Runs the batches of all models, one step of each after the other.
+    """Runs the batches of all models, one step of each in turn.
 
     Args:
         models: by name.
-        deliver: called on the event loop with the pieces of a step.
         failed: called on the event loop when the thread has died.
         metrics: of the server.
     """
@@ -95,12 +167,11 @@ class Worker:
         self,
         models: Mapping[str, ServedModel],
         *,
-        deliver: Callable[[list[tuple[Job, Piece]]], None],
         failed: Callable[[BaseException], None],
         metrics: Metrics,
     ) -> None:
         self._models = models
-        self._deliver, self._failed = deliver, failed
+        self._failed = failed
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
@@ -108,31 +179,33 @@ class Worker:
         self._cancelled: deque[Job] = deque()
         self._calls: deque[tuple[Future[object], Callable[[], object]]] = deque()
         self._closed = False
-        self._lanes = {served.lane.name: served.lane for served in models.values()}
-        self._queues: dict[str, FairQueue[Prompt]] = {name: FairQueue() for name in self._lanes}
+        self._waiting: dict[str, list[tuple[Job, int]]] = {name: [] for name in models}
+        """Jobs and the numbers of their prompts that have no slot, by model, oldest first."""
+        self._turns: dict[str, int] = {}
+        """Number of the last turn of each client that was given a slot."""
         self._rows: dict[Ticket, Row] = {}
-        self._jobs: dict[Job, Progress] = {}
+        self._jobs: set[Job] = set()
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End after the step at hand; wait for it."""
+        """End the thread after the current step, and wait for it."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join(timeout=30)
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its pieces come by `deliver`."""
+        """Queue a job; its pieces are put into it on the event loop."""
         with self._changed:
             self._submitted.append(job)
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """End what still runs of a job before its next token; a job that has ended is left so."""
+        """End a job's responses before their next tokens; does nothing after its end."""
         with self._changed:
             self._cancelled.append(job)
             self._changed.notify()
@@ -145,125 +218,113 @@ class Worker:
             self._changed.notify()
         return future
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job waits or runs."""
+        return not (self._submitted or self._cancelled or self._calls or self._rows or self._jobs)
+
     def _run(self) -> None:
         try:
-            while self._wait():
-                self._turn()
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or not self.is_idle)
+                    if self._closed:
+                        return
+                    calls, self._calls = self._calls, deque()
+                for future, function in calls:
+                    _call(future, function)
+                self._step()
         except BaseException as error:
             logger.exception("generation failed")
             self._on_loop(self._failed, error)
 
-    def _wait(self) -> bool:
-        """Until there is something to do; False once the thread is to end."""
-        with self._changed:
-            self._changed.wait_for(self._has_work)
-            return not self._closed
-
-    def _has_work(self) -> bool:
-        queues = (self._submitted, self._cancelled, self._calls, self._rows, self._jobs)
-        return self._closed or any(queues)
-
-    def _turn(self) -> None:
-        """One step of each model."""
-        with self._changed:
-            calls, self._calls = self._calls, deque()
-        for future, function in calls:
-            self._call(future, function)
-        with self._changed:  # as late as can be: who left by now is given no further token
+    def _step(self) -> None:
+        """Take changes, fill free slots, and run one step of each model."""
+        with self._changed:  # as late as possible: cancelled jobs get no further token
             submitted, self._submitted = self._submitted, deque()
             cancelled, self._cancelled = self._cancelled, deque()
         for job in submitted:
-            self._jobs[job] = Progress(left=job.num_rows)
+            self._jobs.add(job)
             for number, wanted in enumerate(job.wanted):
-                self._queue_of(wanted).add(job.client, (job, number))
+                self._waiting[wanted.model].append((job, number))
         for job in cancelled:
             self._end(job)
         pieces: list[tuple[Job, Piece]] = []
-        for lane in self._lanes.values():
-            self._admit(lane, pieces)
-        busy = [lane for lane in self._lanes.values() if lane.batch.busy]
-        for lane in busy:
-            self._step(lane, pieces)
-        self._metrics.running(*self._counts())
-        for lane in busy:
-            self._metrics.passes(lane.name, lane.batch.passes)
+        for served in self._models.values():
+            self._admit(served, pieces)
+        busy = [served for served in self._models.values() if served.batch.busy]
+        for served in busy:
+            self._decode(served, pieces)
+        self._count(busy)
         if pieces:
-            self._on_loop(self._deliver, pieces)
+            self._on_loop(_deliver, pieces)
 
-    def _call(self, future: "Future[object]", function: Callable[[], object]) -> None:
-        """Compute what a future promises, unless nobody waits for it any more."""
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  # whoever waits for it raises it
-            future.set_exception(error)
-
-    def _lane_of(self, wanted: Wanted) -> Lane:
-        return self._models[wanted.model].lane
-
-    def _queue_of(self, wanted: Wanted) -> FairQueue[Prompt]:
-        return self._queues[self._lane_of(wanted).name]
-
-    def _counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Responses in a batch, and prompts that wait, by model."""
-        running, waiting = dict.fromkeys(self._models, 0), dict.fromkeys(self._models, 0)
+    def _count(self, busy: Sequence[ServedModel]) -> None:
+        running = dict.fromkeys(self._models, 0)
         for row in self._rows.values():
-            running[row.wanted.model] += 1
-        for queue in self._queues.values():
-            for job, number in queue:
-                waiting[job.wanted[number].model] += 1
-        return running, waiting
+            running[row.model] += 1
+        self._metrics.running(running, {name: len(queue) for name, queue in self._waiting.items()})
+        for served in busy:
+            self._metrics.passes(served.name, served.batch.passes)
 
-    def _admit(self, lane: Lane, pieces: list[tuple[Job, Piece]]) -> None:
-        """Give free slots to the prompts that wait."""
-        queue = self._queues[lane.name]
-        of_lane = (self._lane_of(row.wanted) is lane for row in self._rows.values())
-        running = sum(of_lane) if queue else 0
-        while len(queue) and running < lane.num_slots:
-            job, number = queue.take()
+    def _admit(self, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
+        """Give free slots to waiting prompts; clients take turns."""
+        queue = self._waiting[served.name]
+        running = sum(row.model == served.name for row in self._rows.values()) if queue else 0
+        while queue and running < served.num_slots:
+            job, number = min(queue, key=lambda item: self._turns.get(item[0].client, -1))
+            queue.remove((job, number))
+            self._turns[job.client] = max(self._turns.values(), default=0) + 1
             job.started = True
             wanted = job.wanted[number]
-            served = self._models[wanted.model]
-            first = sum(len(each.keys) for each in job.wanted[:number])
-            for row, key in enumerate(wanted.keys, start=first):
+            first = sum(len(earlier.requests) for earlier in job.wanted[:number])
+            for row, request in enumerate(wanted.requests, start=first):
                 try:
-                    ticket = lane.batch.submit(_request(wanted, key, served.adapter))
+                    ticket = served.batch.submit(request)
                 except DataError as error:
                     pieces.append((job, Piece(row, error=str(error))))
                     continue
                 self._rows[ticket] = Row(job, row, wanted, served)
-                self._jobs[job].tickets.add(ticket)
-            running += len(wanted.keys)
+                job.tickets.add(ticket)
+            running += len(wanted.requests)
+        if not any(self._waiting.values()):
+            self._turns.clear()
 
     def _end(self, job: Job) -> None:
-        """Take out what still waits or runs of a job."""
-        progress = self._jobs.pop(job, None)
-        if progress is None:
+        """Remove a job's waiting prompts, and cancel its responses."""
+        if job not in self._jobs:
             return
-        for number, wanted in enumerate(job.wanted):
-            self._queue_of(wanted).remove(job.client, (job, number))
-        for ticket in progress.tickets:
-            self._lane_of(self._rows[ticket].wanted).batch.cancel(ticket)
+        self._jobs.remove(job)
+        for queue in self._waiting.values():
+            queue[:] = [item for item in queue if item[0] is not job]
+        for ticket in job.tickets:
+            self._models[self._rows[ticket].model].batch.cancel(ticket)
 
-    def _step(self, lane: Lane, pieces: list[tuple[Job, Piece]]) -> None:
+    def _decode(self, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
         now = time.perf_counter()
-        for event in lane.batch.step():
+        for event in served.batch.step():
             row = self._rows[event.ticket]
             if isinstance(event, Token):
                 piece = self._token(row, event)
-                self._metrics.token(row, event.ticket, now)
+                seconds = now - (row.newest or row.began)
+                self._metrics.token(
+                    row.model, event.ticket, seconds=seconds, is_first=not row.newest
+                )
+                row.newest = now
                 if row.stopped or (piece is not None and piece.error is not None):
-                    lane.batch.cancel(event.ticket)
+                    served.batch.cancel(event.ticket)
             else:
                 piece = self._ended(row, event)
-            if piece is not None and row.job in self._jobs:  # else nobody reads it any more
+            if piece is not None and row.job in self._jobs:
                 pieces.append((row.job, piece))
             if isinstance(event, Ended):
-                self._count_end(row.job, event.ticket)
+                row.job.tickets.discard(event.ticket)
+                row.job.left -= 1
+                if not row.job.left:
+                    self._jobs.discard(row.job)
 
     def _token(self, row: Row, event: Token) -> Piece | None:
-        """What a token adds; a tokenizer that fails on it ends its response alone."""
+        """The piece that a token completes; a tokenizer's error ends only its response."""
         try:
             return row.token(event)
         except Exception:
@@ -275,17 +336,9 @@ class Worker:
         if event.error is not None:
             notes = getattr(event.error, "__notes__", ())
             logger.error("a response failed: %s", "\n".join(notes) or event.error)
-        self._metrics.ended(row, event.reason)
+        is_stopped = event.reason == "cancelled" and row.stopped
+        self._metrics.ended(row.model, "stop" if is_stopped else event.reason)
         return row.ended(event)
-
-    def _count_end(self, job: Job, ticket: Ticket) -> None:
-        progress = self._jobs.get(job)
-        if progress is None:
-            return
-        progress.tickets.discard(ticket)
-        progress.left -= 1
-        if not progress.left:
-            del self._jobs[job]
 
     def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         try:
@@ -294,13 +347,16 @@ class Worker:
             self._closed = True
 
 
-def _request(wanted: Wanted, key: int, adapter: int) -> Request:
-    return Request(
-        wanted.prompt,
-        wanted.sampler,
-        key,
-        max_new_tokens=wanted.max_new_tokens,
-        num_top=wanted.num_top,
-        scope=wanted.scope,
-        adapter=adapter,
-    )
+def _call(future: "Future[object]", function: Callable[[], object]) -> None:
+    """Set the result of a future, unless it was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001  # raised where the future is awaited
+        future.set_exception(error)
+
+
+def _deliver(pieces: list[tuple[Job, Piece]]) -> None:
+    for job, piece in pieces:
+        job.put(piece)

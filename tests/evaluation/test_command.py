@@ -10,8 +10,8 @@ from evaluation.__main__ import main
 from evaluation.contract import Question, Reading
 from evaluation.responding import Chat, responses_to
 from evaluation.tasks import TASKS
+from inference.replica import weights_hash
 from inference.settings import Sampling
-from inference.weights.hash import weights_hash
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.errors import UserError

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.chat.conversation import Conversation
+from inference.conversation import Conversation
 from inference.settings import Sampling
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.models.load import load_for_inference

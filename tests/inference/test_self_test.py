@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.engine.cache import SlotCache
-from inference.self_test import GenerationMismatchError, check_generation
+from inference.generation import GenerationMismatchError, check_generation
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.models.load import load_causal_lm
 from tests.families import FAMILIES, random_rows, saved, tiny_causal_lm

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from inference.streaming import TextStream
+from inference.text import TextStream
 
 TEXT = "Grüße, 東京 🙂🏽!\n\n  two  spaces , and a dot ."
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.weights.hash import weights_hash
+from inference.replica import weights_hash
 from pipeline.config import (
     FrozenModelConfig,
     LoraConfig,

@@ -1,11 +1,8 @@
 // Which view is shown; each is a function that fills <main> and returns what ends it.
 
-import { Refused, get } from "./api.js";
 import { chatView } from "./chat.js";
-import { compareView } from "./compare.js";
-import { say } from "./dom.js";
-import { rateView } from "./rate.js";
-import { initialize } from "./settings.js";
+import { Refused, get, initialize, say } from "./common.js";
+import { compareView, rateView } from "./compare.js";
 import { watchView } from "./watch.js";
 
 const VIEWS = { chat: chatView, compare: compareView, rate: rateView, watch: watchView };

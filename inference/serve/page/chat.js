@@ -1,9 +1,7 @@
 // A dialogue with one model: streaming, stop, regenerate, edit, tokens by their log-probability.
 
-import { respond } from "./api.js";
-import { button, element, rich, say } from "./dom.js";
+import { button, drawSeed, element, respond, rich, sampling, say, system } from "./common.js";
 import { thumbs } from "./ratings.js";
-import { drawSeed, sampling, system } from "./settings.js";
 
 function load() {
   try {

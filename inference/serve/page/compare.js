@@ -1,10 +1,9 @@
-// One prompt, two to four models, the same seed; blind where names would bias.
+// Two views of pairs: one prompt for two to four models, and a list of prompts, judged blind.
 
-import { cards, choices, pairRating, shuffled } from "./cards.js";
-import { button, element, say } from "./dom.js";
-import { rate, undo, withSystem } from "./ratings.js";
-import { sampling } from "./settings.js";
+import { button, drawSeed, element, get, sampling, say } from "./common.js";
+import { cards, choices, pairRating, rate, shuffled, undo, withSystem } from "./ratings.js";
 
+// The same seed for each model; blind where names would bias.
 export function compareView(place, server, query) {
   const names = server.models.map((model) => model.id);
   if (names.length < 2) {
@@ -99,6 +98,166 @@ export function compareView(place, server, query) {
     results.append(rating.bar);
     sender.blur();
     input.blur();
+  }
+
+  return () => {
+    controller?.abort();
+    rating?.end();
+  };
+}
+
+const AGAIN = 10; // of so many prompts one comes twice, for how far a rater agrees with themselves
+
+export function promptsIn(text) {
+  const lines = text.split("\n").filter((line) => line.trim());
+  return lines.map((line) => {
+    try {
+      const row = JSON.parse(line);
+      return typeof row === "string" ? row : (row.prompt ?? row.question ?? row.messages?.[0]?.content ?? line);
+    } catch {
+      return line.trim();
+    }
+  });
+}
+
+export function rateView(place, server) {
+  let controller = null;
+  let rating = null;
+  let queue = [];
+  let at = 0;
+  let rated = 0;
+  const done = [];
+  const names = server.models.map((model) => model.id);
+  const pickers = [0, 1].map((at) => {
+    const options = names.map((name) => element("option", {}, name));
+    const picker = element("select", { "aria-label": `Model ${at + 1}` }, ...options);
+    picker.value = names.at(at === 1 ? -1 : -2) ?? names[0];
+    return picker;
+  });
+  const input = element("textarea", { rows: 5, "aria-label": "Prompts", placeholder: "Prompts, one a line; or lines of a .jsonl file with a prompt each" });
+  input.value = localStorage.getItem("prompts") ?? "";
+  const file = element("input", { type: "file", accept: ".txt,.jsonl", "aria-label": "File of prompts" });
+  file.addEventListener("change", async () => (input.value = await file.files[0].text()));
+  const summary = element("p", { class: "hint" });
+  const begin = element(
+    "div",
+    { class: "talk" },
+    element("p", { class: "hint" }, "Two responses to each prompt, without names and in random order. 1 and 2 choose, 3 is a tie, 4 both bad, S skips, U undoes. Two samples of one model can be compared, too."),
+    element("div", { class: "row bar" }, ...pickers, button("Begin", () => start(), { class: "main" })),
+    input,
+    element("div", { class: "row bar" }, file),
+    summary,
+  );
+  const stage = element("div", { hidden: true });
+  place.append(begin, stage);
+  summarize();
+
+  async function summarize() {
+    try {
+      summary.textContent = sentence(await get("/api/ratings/summary"));
+    } catch (error) {
+      say(error.message, true);
+    }
+  }
+
+  function sentence(found) {
+    const parts = [`${found.ratings} ratings in ${found.path}`];
+    if (found.left !== null) parts.push(`of ${found.blind} blind choices ${Math.round(100 * found.left)} % took the left response`);
+    if (found.self_agreement !== null) parts.push(`raters agree with themselves in ${Math.round(100 * found.self_agreement)} %`);
+    if (found.kappa !== null) parts.push(`and with one another with a kappa of ${found.kappa.toFixed(2)}`);
+    return `${parts.join("; ")}.`;
+  }
+
+  function start() {
+    const prompts = promptsIn(input.value);
+    if (!prompts.length) {
+      say("Give at least one prompt", true);
+      return;
+    }
+    localStorage.setItem("prompts", input.value.slice(0, 200_000));
+    queue = prompts;
+    at = rated = 0;
+    begin.hidden = true;
+    stage.hidden = false;
+    next();
+  }
+
+  async function next() {
+    rating?.end();
+    if (at >= queue.length) return finish();
+    // An earlier pair comes again with its responses, in an order of its own.
+    const repeats = done.length >= AGAIN && done.length % AGAIN === 0 && !done.at(-1).again;
+    const old = repeats ? done[done.length - AGAIN] : null;
+    const models = old?.models ?? pickers.map((picker) => picker.value);
+    const messages = old?.messages ?? withSystem(queue[at]);
+    const order = shuffled(2);
+    const shown = cards(models, order, true);
+    const own = (controller = new AbortController());
+    const title = `${at + 1} of ${queue.length}, ${rated} rated`;
+    const leave = button("End", finish);
+    stage.replaceChildren(
+      element("div", { class: "row bar" }, title, leave),
+      element("div", { class: "prompt" }, messages.at(-1).content),
+      shown.grid,
+    );
+    document.activeElement?.blur();
+    try {
+      const fields = { ...sampling(), seed: drawSeed() };
+      const answers = old?.answers ?? (await shown.ask(messages, fields, own.signal, models[0] === models[1]));
+      if (own.signal.aborted) return;
+      if (old) shown.show(answers);
+      offer(messages, models, answers, order, Boolean(old));
+    } catch (error) {
+      say(error.message, true);
+    }
+  }
+
+  function offer(messages, models, answers, order, again) {
+    const since = performance.now();
+    const step = () => {
+      if (!again) at += 1;
+      next();
+    };
+    rating = choices(
+      async (choice, strength) => {
+        rating.end();
+        const seconds = (performance.now() - since) / 1000;
+        try {
+          await rate(pairRating(messages, answers, order, choice, strength, true, seconds));
+          rated += 1;
+          done.push({ messages, models, answers, again });
+          say("Rated");
+          step();
+        } catch (error) {
+          say(error.message, true);
+        }
+      },
+      [
+        ["s", "Skip", step],
+        ["u", "Undo", back],
+      ],
+    );
+    stage.append(rating.bar);
+  }
+
+  async function back() {
+    try {
+      if (!(await undo())) return;
+      rated -= 1;
+      if (!done.pop()?.again) at = Math.max(0, at - 1);
+      next();
+    } catch (error) {
+      say(error.message, true);
+    }
+  }
+
+  async function finish() {
+    controller?.abort();
+    rating?.end();
+    stage.hidden = true;
+    begin.hidden = false;
+    say(`${rated} rated`);
+    await summarize();
   }
 
   return () => {

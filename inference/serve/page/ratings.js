@@ -1,8 +1,6 @@
-// Sending ratings, and taking the last one back.
+// Ratings: responses next to each other, buttons to choose, and what is sent to the server.
 
-import { post } from "./api.js";
-import { button, element, say } from "./dom.js";
-import { rater, system } from "./settings.js";
+import { button, element, post, rater, respond, rich, say, system } from "./common.js";
 
 const sent = [];
 
@@ -67,4 +65,151 @@ export function thumbs(messages, answer) {
     }
   });
   return element("span", { class: "row" }, good, bad, write, better);
+}
+
+const LETTERS = ["A", "B", "C", "D"];
+
+export function shuffled(count) {
+  const order = [...Array(count).keys()];
+  for (let last = count - 1; last > 0; last--) {
+    const other = crypto.getRandomValues(new Uint32Array(1))[0] % (last + 1);
+    [order[last], order[other]] = [order[other], order[last]];
+  }
+  return order;
+}
+
+// Asks every model at once. `order` says which of the models each column shows.
+export function cards(models, order, hidden) {
+  const columns = order.map((model, column) => ({
+    name: element("h2", {}, hidden ? LETTERS[column] : `${LETTERS[column]}: ${models[model]}`),
+    text: element("div", { class: "text" }),
+    foot: element("div", { class: "foot" }),
+  }));
+  const grid = element(
+    "div",
+    { class: "columns" },
+    ...columns.map((each) => element("article", { class: "card" }, each.name, each.text, each.foot)),
+  );
+  grid.style.setProperty("--count", String(models.length));
+
+  async function one(model, messages, fields, signal) {
+    const column = columns[order.indexOf(model)];
+    column.text.textContent = "…";
+    const onText = (answer) => (column.text.textContent = answer.text.trim());
+    const answer = await respond(models[model], messages, fields, { signal, onText });
+    show(model, answer);
+    return answer;
+  }
+
+  function show(model, answer) {
+    const column = columns[order.indexOf(model)];
+    column.text.replaceChildren(...rich(answer.text.trim()));
+    const end = answer.finish === "length" ? ", at its longest" : "";
+    column.foot.textContent = `${answer.token_ids.length} tokens${end}`;
+  }
+
+  return {
+    grid,
+    show: (answers) => answers.forEach((answer, model) => show(model, answer)),
+    // Of each model the same seed, unless `apart`, where each has the next one.
+    ask: (messages, fields, signal, apart = false) =>
+      Promise.all(
+        models.map((_, model) =>
+          one(model, messages, apart ? { ...fields, seed: fields.seed + model } : fields, signal),
+        ),
+      ),
+    async score(messages, answers) {
+      await Promise.all(
+        answers.map(async (answer, model) => {
+          if (answer.text.trim() === "") return;
+          const dialogue = [...messages, { role: "assistant", content: answer.text.trim() }];
+          answer.score = (await post("/v1/score", { messages: dialogue })).score;
+          if (!hidden) columns[order.indexOf(model)].foot.append(` · score ${answer.score.toFixed(2)}`);
+        }),
+      );
+    },
+    async relate(reference, messages, answers, signal) {
+      await Promise.all(
+        answers.map(async (answer, model) => {
+          if (answer.model === reference || !answer.token_ids.length) return;
+          const { spans, words } = await related(answer, messages, reference, signal);
+          const column = columns[order.indexOf(model)];
+          column.text.replaceChildren(...spans);
+          column.foot.append(words);
+        }),
+      );
+    },
+    reveal(answers) {
+      columns.forEach((column, at) => {
+        column.name.textContent = `${LETTERS[at]}: ${models[order[at]]}`;
+        const score = answers?.[order[at]].score;
+        if (hidden && score !== undefined) column.foot.append(` · score ${score.toFixed(2)}`);
+      });
+    },
+  };
+}
+
+const CHOICES = [
+  ["1", "A is better", { column: 0 }],
+  ["2", "B is better", { column: 1 }],
+  ["3", "Tie", { tie: true }],
+  ["4", "Both bad", { bad: true }],
+];
+
+// Buttons, and keys while nothing is being typed; `others` are more of [key, label, action].
+export function choices(choose, others = []) {
+  const strength = element(
+    "select",
+    { "aria-label": "How much better" },
+    ...["a little", "clearly", "by far"].map((label, at) => element("option", { value: at + 1 }, label)),
+  );
+  const all = [
+    ...CHOICES.map(([key, label, choice]) => [key, label, () => choose(choice, Number(strength.value))]),
+    ...others,
+  ];
+  const bar = element(
+    "div",
+    { class: "row choices", role: "group", "aria-label": "Rating" },
+    ...all.map(([key, label, action]) => button(element("span", {}, `${label} `, element("kbd", {}, key)), action)),
+    strength,
+  );
+  const onkey = (event) => {
+    const typing = event.target.closest("input, textarea, select");
+    if (typing || event.ctrlKey || event.metaKey || event.altKey || bar.hidden) return;
+    const found = all.find(([key]) => key === event.key.toLowerCase());
+    if (found) {
+      event.preventDefault();
+      found[2]();
+    }
+  };
+  addEventListener("keydown", onkey);
+  return { bar, end: () => removeEventListener("keydown", onkey) };
+}
+
+// A rating of a pair as the server takes it.
+export function pairRating(messages, answers, order, choice, strength, blind, seconds) {
+  const rating = { kind: "pair", messages, answers, shown: order, blind, seconds, choice: null, tie: Boolean(choice.tie) };
+  if ("column" in choice) Object.assign(rating, { choice: order[choice.column], strength });
+  return rating;
+}
+
+// The response's tokens, tinted by log p / p_reference, and their sum, which estimates KL, in words.
+async function related(answer, messages, reference, signal) {
+  const { tokens: prompt } = await post("/tokenize", { model: answer.model, messages }, signal);
+  const body = { prompt: [...prompt, ...answer.token_ids], echo: true, max_tokens: 0, logprobs: 0 };
+  const say = async (model) => (await post("/v1/completions", { model, ...body }, signal)).choices[0].logprobs;
+  const [own, other] = await Promise.all([say(answer.model), say(reference)]);
+  if (own.tokens.some((token, at) => token !== other.tokens[at])) {
+    throw new Error(`${answer.model} and ${reference} have different tokens`);
+  }
+  let sum = 0;
+  const spans = own.tokens.slice(prompt.length).map((token, at) => {
+    const ratio = own.token_logprobs[prompt.length + at] - other.token_logprobs[prompt.length + at];
+    const level = [0.5, 1.5, 3].filter((limit) => Math.abs(ratio) >= limit).length;
+    sum += ratio;
+    const title = `${JSON.stringify(token)} ${ratio.toFixed(2)} nats, ${sum.toFixed(2)} until here`;
+    return element("span", { class: `token t${level}${ratio < 0 ? " less" : ""}`, title }, token);
+  });
+  const mean = (sum / spans.length).toFixed(3);
+  return { spans, words: ` · KL to ${reference} ${sum.toFixed(2)} nats, ${mean} a token` };
 }

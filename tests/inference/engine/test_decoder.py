@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 from inference.engine import decoder, slots
 from inference.engine.decoder import Decoder
 from inference.engine.graphs import CudaCapture
-from inference.engine.replay import PassCounts, ReplayError
+from inference.engine.replay import OperatorTrace, PassCounts, ReplayError, TraceRecorder
 from inference.engine.requests import Response
 from inference.engine.sampling import Sampler
-from inference.engine.trace import OperatorTrace, TraceRecorder
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.kernels.choice import SWITCH

@@ -1,6 +1,6 @@
 """Prompts of processes that generate together."""
 
-from inference.engine.exchange import Exchange
+from inference.generation import gather_prompts
 from pipeline.parallel.mesh import cut_mesh
 from tests.distributed import rank, run_ranks
 
@@ -8,16 +8,15 @@ SHARED = ((5, 6), 10)
 """A prompt that both processes have under one key."""
 
 
-def exchanged() -> tuple[list[tuple[tuple[int, ...], int]], list[int], list[list[int]]]:
+def exchanged() -> tuple[list[tuple[tuple[int, ...], int]], list[list[int]]]:
     own = [((7 + rank(),), 11), SHARED, SHARED]
     with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
-        exchange = Exchange.of([ids for ids, _ in own], [key for _, key in own], mesh.tensor.apart)
-    return exchange.prompts, exchange.firsts, exchange.places
+        return gather_prompts(own, mesh.tensor.apart)
 
 
 def test_a_prompt_that_several_have_is_answered_once_and_one_that_comes_twice_twice() -> None:
     first, second = run_ranks(exchanged)
 
     prompts = [((7,), 11), SHARED, SHARED, ((8,), 11)]
-    assert first == (prompts, [0, 1, 2, 0], [[0], [1], [2], []])
-    assert second == (prompts, [0, 1, 2, 0], [[], [1], [2], [0]])
+    assert first == (prompts, [[0], [1], [2], []])
+    assert second == (prompts, [[], [1], [2], [0]])

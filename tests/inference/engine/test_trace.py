@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from inference.engine.trace import OperatorTrace, TraceRecorder
+from inference.engine.replay import OperatorTrace, TraceRecorder
 
 
 def written(compute: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> OperatorTrace:

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from inference.ratings.file import RatingsFile
+from inference.ratings import RatingsFile
 from inference.serve.config import ServeConfig, read_keys
-from inference.serve.loading import load
-from inference.serve.models import ModelPath
+from inference.serve.models import ModelPath, load_models
 from inference.serve.server import Server, listen
 from inference.serve.state import State
 from inference.serve.watch import WatchedRun
@@ -71,9 +70,9 @@ class Running:
         """Whether nothing waits or runs, and every slot is free."""
         worker = self.server._worker
         assert worker is not None
-        left = [worker._jobs, worker._rows, self.state.broker._jobs, *worker._queues.values()]
-        busy = any(each.lane.batch.busy for each in self.state.models.values())
-        return not busy and not any(len(each) for each in left)
+        waiting = any(worker._waiting.values()) or bool(self.state.broker._jobs)
+        busy = any(each.batch.busy for each in self.state.models.values())
+        return worker.is_idle and not waiting and not busy
 
 
 def until(condition: Callable[[], bool], seconds: float = 20) -> bool:
@@ -99,7 +98,8 @@ def serving(
     """
     names = tuple(place.path for place in places)
     config = ServeConfig(**{"path": names, "port": 0, "slots": 4, "drain_seconds": 0, **settings})
-    state = load(config, places, reward, read_keys(config))
+    models, served_reward = load_models(config, places, reward)
+    state = State(config, read_keys(config), models, reward=served_reward)
     listener = listen(config)
     if send_buffer is not None:  # connections have it from the listener
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

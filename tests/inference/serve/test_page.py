@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inference.ratings.file import read_ratings, standing_ratings
+from inference.ratings import read_ratings, standing_ratings
 from tests.inference.serve.serving import (
     Running,
     get,

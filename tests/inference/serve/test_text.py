@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from inference.serve.text import ResponseText, TokenBytes
-from inference.streaming import plain_text
+from inference.text import ResponseText, TokenBytes, plain_text
 from pipeline.demo.model import build_tokenizer
 from tests.pipeline.data.tokenizers import KINDS
 

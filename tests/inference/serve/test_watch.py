@@ -1,31 +1,14 @@
-"""A run as it learns: what grew is read, what was cut is read anew, whatever a file holds."""
+"""A run in progress, as the page shows it."""
 
 import json
 import os
 from pathlib import Path
 
-from inference.serve.watch import MetricsTail, WatchedRun
+from inference.serve.watch import WatchedRun
 
 
 def lines(*steps: int, name: str = "loss") -> str:
     return "".join(json.dumps({"step": step, name: step / 2}) + "\n" for step in steps)
-
-
-def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(lines(1, 2, 3))
-    tail = MetricsTail(path)
-    tail.read()
-
-    path.write_text(lines(1, 2))  # as a resumed run does
-    tail.read()
-    assert [step for step, _ in tail.series["loss"]] == [1, 2]
-    path.write_text(lines(1, 2, 3, 4, name="accuracy"))
-    tail.read()
-    assert set(tail.series) == {"step", "accuracy"}
-    path.unlink()
-    tail.read()
-    assert tail.series == {}
 
 
 def test_a_view_says_what_is_new_and_how_each_step_stands(tmp_path: Path) -> None:
@@ -34,7 +17,7 @@ def test_a_view_says_what_is_new_and_how_each_step_stands(tmp_path: Path) -> Non
     for name in ("step1_sft", "step2_reward"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(lines(1, 2))
-    (tmp_path / "step1_sft" / "result.json").write_text("{}")
+    (tmp_path / "step1_sft" / "result.json").write_text('{"seconds": 1}')
     os.utime(tmp_path / "step1_sft" / "metrics.jsonl", (1, 1))
 
     first = watched.view("", "")
@@ -46,7 +29,8 @@ def test_a_view_says_what_is_new_and_how_each_step_stands(tmp_path: Path) -> Non
         ("step2_reward", "not finished"),
     ]
     (chart,) = first["charts"]
-    assert chart["curves"] == [{"name": "training", "points": [(1, 0.5), (2, 1.0)]}]
+    assert (chart["title"], chart["names"], chart["last"]) == ("Loss", ["training"], "1")
+    assert chart["picture"].startswith("<svg ")
     assert again["unchanged"] is True
     (tmp_path / "step2_reward" / "diverged.json").write_text('{"sentence": "the loss is NaN"}')
     later = watched.view("", first["version"])

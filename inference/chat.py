@@ -49,8 +49,7 @@ def main(argv: Sequence[str]) -> None:
     )
     sampling = config.sampling(secrets.randbelow(2**31) if config.seed is None else config.seed)
 
-    from inference.chat.conversation import Conversation
-    from inference.chat.terminal import Terminal
+    from inference.conversation import Conversation, Terminal
     from pipeline.data.chat.resolve_format import resolve_format
     from pipeline.logs import configure_logging
     from pipeline.models.load import load_for_inference

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from inference.files.prompts import Prompt, read_prompts
-from inference.files.responses import Responder, TextResponse, write_responses
 from inference.generate import main
 from inference.generation import Response
+from inference.responses import Prompt, Responder, TextResponse, read_prompts, write_responses
 from inference.settings import Sampling
 from pipeline.errors import DataError
 

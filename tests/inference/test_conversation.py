@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from inference.chat.conversation import Conversation
+from inference.conversation import Conversation
 from inference.generation import generate
 from pipeline.data.examples import Message
 from pipeline.models.forward import context_length

@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 
-from inference.ratings.__main__ import main
-from inference.ratings.agreement import agreement
-from inference.ratings.export import export
-from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
+from inference.ratings import (
+    RatingsFile,
+    agreement,
+    export,
+    main,
+    read_ratings,
+    standing_ratings,
+)
 from pipeline.data.examples import Message
 from pipeline.data.rows.reading import RowReader, Wanted
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 QUESTION = {"role": "user", "content": "Q"}
 
 
@@ -57,7 +61,7 @@ def test_killed_at_any_instant_every_rating_that_counted_is_there(tmp_path: Path
     path = tmp_path / "ratings.jsonl"
     program = f"""
 from pathlib import Path
-from inference.ratings.file import RatingsFile
+from inference.ratings import RatingsFile
 file = RatingsFile(Path({str(path)!r}))
 while True:
     print(file.add({pair(0)!r}), flush=True)
@@ -137,17 +141,17 @@ def test_the_majority_of_raters_is_exported() -> None:
         {**pair(None), "id": "7", "kind": "edit", "edit": "better"},
     ]
 
-    pairs, whole = export(ratings, "pairs"), export(ratings, "hh")
+    (pairs, undecided), (whole, _) = export(ratings, "pairs"), export(ratings, "hh")
 
-    assert pairs.undecided == 1
-    assert pairs.rows[0] == {
+    assert undecided == 1
+    assert pairs[0] == {
         "prompt": [QUESTION],
         "chosen": "short",
         "rejected": "a longer one",
         "margin": 1.5,
     }
-    assert pairs.rows[-1] == {"prompt": [QUESTION], "chosen": "better"}
-    assert whole.rows[1]["chosen"] == (
+    assert pairs[-1] == {"prompt": [QUESTION], "chosen": "better"}
+    assert whole[1]["chosen"] == (
         "\n\nHuman: Q\n\nAssistant: A\n\nHuman: Q\n\nAssistant: a longer one"
     )
 
@@ -159,14 +163,12 @@ def test_the_commands_write_what_steps_read(
     written(one, pair(0, shown=[0, 1], blind=True), pair(None))
     written(other, pair(1, rater="ben", messages=[{"role": "user", "content": "R"}]))
 
-    main(["merge", str(one), str(other), "--out", str(tmp_path / "both.jsonl")])
-    main(["export", str(tmp_path / "both.jsonl"), "--out", str(out)])
+    main(["export", str(one), str(other), str(one), "--out", str(out)])
     main(["agreement", str(one)])
 
     text = capsys.readouterr().out
-    assert "both.jsonl: 3 lines" in text
     assert "out.jsonl: 2 rows" in text
-    assert re.search("left response was chosen +1.000\n", text)
+    assert re.search("left +1\n", text)
     # Ratings of one millisecond have no order.
     chosen = [json.loads(line)["chosen"] for line in out.read_text().splitlines()]
     assert sorted(chosen) == ["a longer one", "short"]

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from inference.chat.conversation import Conversation
-from inference.chat.terminal import Terminal
+from inference.conversation import Conversation, Terminal
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 Type = Callable[..., list[str]]
 
 

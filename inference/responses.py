@@ -1,41 +1,127 @@
-"""Responses to many prompts, in a file that survives being killed."""
+"""Responses to a file of prompts, in a file that survives a kill."""
 
 import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.engine.requests import sample_key
 from inference.engine.sampling import sampler_of
-from inference.files.prompts import Prompt
 from inference.generation import Response, generate_each
 from inference.settings import Sampling
-from inference.streaming import continuation, plain_text
+from inference.text import continuation, plain_text
 from pipeline.data.chat.resolve_format import resolve_format
+from pipeline.data.examples import Message, Role
 from pipeline.errors import DataError
 from pipeline.models.forward import context_length
 from pipeline.progress import Progress
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """One line of a file of prompts."""
+
+    given: object
+    """The value of `prompt` or `messages` in the file."""
+
+    messages: tuple[Message, ...]
+    """A text alone is one user message."""
+
+    text: str | None
+    """The text alone; None where the line has messages."""
+
+    origin: str
+    """File and line, for error messages."""
+
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Other columns of the line, which the output keeps."""
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read the prompts in a .jsonl file; blank lines are skipped.
+
+    Raises:
+        DataError: there is no such file, it has no prompt, or a line is not one; names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise DataError(f"--prompts {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} can't be read as text: {error}") from None
+    prompts = [
+        parse_prompt(line, origin=f"{path} line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise DataError(f"{path} has no prompts")
+    return prompts
+
+
+def parse_prompt(line: str, *, origin: str) -> Prompt:
+    """Parse one line.
+
+    Raises:
+        DataError: the line is not a prompt; begins with `origin`.
+    """
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{origin} is not valid JSON: {error.msg}") from None
+    if not isinstance(row, Mapping) or ("prompt" in row) == ("messages" in row):
+        raise DataError(f'{origin} must be an object with either "prompt" or "messages"')
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "messages")}
+    if "messages" in row:
+        messages = parse_messages(row["messages"], origin=origin)
+        return Prompt(row["messages"], messages, None, origin, columns)
+    text = row["prompt"]
+    if not isinstance(text, str):
+        raise DataError(f'{origin}: "prompt" must be text')
+    return Prompt(text, (Message("user", text),), text, origin, columns)
+
+
+def parse_messages(value: object, *, origin: str) -> tuple[Message, ...]:
+    """Parse messages: objects with `role` and `content`, the last one the user's."""
+    roles = get_args(Role)
+    turns = value if isinstance(value, list) else []
+    messages = tuple(
+        Message(turn["role"], turn["content"])
+        for turn in turns
+        if isinstance(turn, Mapping)
+        and turn.get("role") in roles
+        and isinstance(turn.get("content"), str)
+    )
+    if not messages or len(messages) < len(turns):
+        raise DataError(
+            f'{origin}: "messages" must be a list of objects with a "role" ({", ".join(roles)})'
+            ' and a text "content"'
+        )
+    if messages[-1].role != "user":
+        raise DataError(f"{origin}: the last message must be the user's")
+    return messages
+
+
+@dataclass(frozen=True)
 class TextResponse:
-    """One response, cut where it ends."""
+    """A response, cut before its first stop string."""
 
     text: str
     token_ids: list[int]
     logprobs: list[float]
 
     stop: str
-    """Why it ended: eos, length or stop_string."""
+    """The reason why it ended: eos, length or stop_string."""
 
 
 class Responder:
-    """A model with all that decides its responses."""
+    """A model with the settings of its responses."""
 
     def __init__(
         self,
@@ -67,7 +153,7 @@ class Responder:
         return (eos,)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: by the chat format, or the text as it is.
+        """Return the token ids of a prompt: by the chat format, or of the raw text.
 
         Raises:
             DataError: the prompt is a dialogue and `raw` is on, or it is too long for the model.
@@ -89,10 +175,10 @@ class Responder:
     def responses(
         self, prompts: Sequence[Sequence[int]], *, first_row: int, batch_size: int
     ) -> Iterator[list[TextResponse]]:
-        """`num_samples` responses to each prompt, prompt after prompt as they are ready.
+        """Yield `num_samples` responses to each prompt, in the order of the prompts.
 
         A response depends on its prompt, its row in the file, the number of the sample and the
-        settings, not on what is answered beside it: `first_row` is the row of the first prompt.
+        settings, not on other prompts: `first_row` is the row of the first prompt.
         """
         count = self.num_samples
         finished = generate_each(
@@ -107,7 +193,7 @@ class Responder:
             ],
             batch_size=batch_size,
             cache_bytes=self.cache_bytes,
-            stop_when=self._says_stop if self.stop_strings else None,
+            stop_when=self._has_stop_string if self.stop_strings else None,
         )
         ready: dict[int, TextResponse] = {}
         row = 0
@@ -117,9 +203,8 @@ class Responder:
                 yield [ready.pop(row * count + sample) for sample in range(count)]
                 row += 1
 
-    def _says_stop(self, index: int, token_ids: Sequence[int]) -> bool:
-        """Whether a response has a stop string, in which case its last token completed it."""
-        del index  # every response has the same stop strings
+    def _has_stop_string(self, _: int, token_ids: Sequence[int]) -> bool:
+        """Whether the newest token of a response completes a stop string."""
         # A token is a byte at least. The tokens before keep the space of the first word.
         longest = 4 + max(len(stop.encode()) for stop in self.stop_strings)
         end = plain_text(self.tokenizer, list(token_ids[-longest:]))
@@ -128,39 +213,37 @@ class Responder:
         )
 
     def finish(self, prompt: Sequence[int], response: Response) -> TextResponse:
-        """The text of a response to `prompt`, cut before the first stop string, with its tokens."""
+        """Return the text of a response to `prompt`, cut before the first stop string."""
 
         def read(token_ids: list[int]) -> str:
-            # A text goes on where it was: its first word keeps its space. A response begins anew.
+            # A raw text continues the prompt, so that its first word keeps its space.
             return continuation(self.tokenizer, list(prompt) if self.raw else [], token_ids)
 
         text = read(response.ids)
         found = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]
         if not found:
             stop = "eos" if response.stopped else "length"
-            return TextResponse(self._trim(text), response.ids, response.logprobs, stop)
+            text = text if self.raw else text.strip()
+            return TextResponse(text, response.ids, response.logprobs, stop)
         # The shortest run of tokens whose text has a stop string.
         needed = next(
             number
             for number in range(1, len(response.ids) + 1)
             if any(stop in read(response.ids[:number]) for stop in self.stop_strings)
         )
+        text = text[: min(found)] if self.raw else text[: min(found)].strip()
         ids, logprobs = response.ids[:needed], response.logprobs[:needed]
-        return TextResponse(self._trim(text[: min(found)]), ids, logprobs, "stop_string")
-
-    def _trim(self, text: str) -> str:
-        """A response without the space around it; a text that goes on keeps it."""
-        return text if self.raw else text.strip()
+        return TextResponse(text, ids, logprobs, "stop_string")
 
     def fingerprint(self, prompts: Sequence[Prompt], model_path: str) -> str:
-        """Eight hexadecimal digits that change with whatever changes the responses."""
+        """Return eight hexadecimal digits of a hash of all that determines the responses."""
         directory = Path(model_path)
         files = sorted(directory.glob("*")) if directory.is_dir() else []
         identity = {
             "model": [model_path, *((file.name, file.stat().st_mtime_ns) for file in files)],
             "sampling": dataclasses.asdict(self.sampling),
             "rest": [self.raw, self.num_samples, self.stop_strings],
-            "prompts": [prompt.given for prompt in prompts],
+            "prompts": [[prompt.given, prompt.columns] for prompt in prompts],
         }
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
 
@@ -168,9 +251,9 @@ class Responder:
 def write_responses(
     responder: Responder, prompts: Sequence[Prompt], out: Path, *, model_path: str, batch_size: int
 ) -> None:
-    """Write a line of responses for each prompt to `out`, which appears when all are there.
+    """Write a line of responses for each prompt to `out`, which appears when it is complete.
 
-    Until then the lines are in `<out>.<fingerprint>.partial`; the same call goes on from them.
+    Until then the lines are in `<out>.<fingerprint>.partial`; the same call continues from them.
 
     Raises:
         DataError: a prompt can't be encoded, before anything is generated; or `out` can't be
@@ -200,9 +283,10 @@ def write_responses(
 
 
 def as_line(prompt: Prompt, responses: Sequence[TextResponse]) -> bytes:
-    """One line of the output."""
+    """Return a line of the output."""
     row = {
         "prompt": prompt.given,
+        **prompt.columns,
         "answers": [response.text for response in responses],
         "token_ids": [response.token_ids for response in responses],
         "logprobs": [response.logprobs for response in responses],
@@ -212,7 +296,7 @@ def as_line(prompt: Prompt, responses: Sequence[TextResponse]) -> bytes:
 
 
 def keep_whole_lines(path: Path) -> int:
-    """Cut off what a kill left of a line at the end of the file; return the number of lines."""
+    """Truncate a file to its complete lines, and return their number."""
     if not path.is_file():
         return 0
     content = path.read_bytes()

@@ -1,1 +1,0 @@
-"""A dialogue in the terminal."""

@@ -1,0 +1,303 @@
+"""A dialogue with a model in the terminal."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from logging.handlers import MemoryHandler
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from inference.engine.sampling import sampler_of
+from inference.generation import generate_each
+from inference.settings import Sampling
+from inference.text import TextStream, printable
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.examples import Message
+from pipeline.errors import DataError, UserError
+from pipeline.models.forward import context_length
+
+HELP = """\
+/reset           forget the dialogue, keep the system message (also: clear)
+/system TEXT     begin again with TEXT as the system message; without TEXT, with none
+/temperature X   0 takes the likeliest token, 1 samples as the model says
+/length N        longest response, in tokens
+/save FILE       write the dialogue as a JSON list of messages
+/help            this list
+/quit            leave (also: quit, Ctrl-D)
+Ctrl-C           stop the response"""
+
+ALIASES = {"clear": "/reset", "quit": "/quit", "exit": "/quit"}
+"""Lines that are commands, as in DeepSpeed-Chat."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response, whose text is the last message of the dialogue."""
+
+    text: str
+
+    num_left_out: int
+    """Oldest messages that did not fit the model's context."""
+
+    interrupted: bool
+    """Whether Ctrl-C ended it."""
+
+
+class Conversation:
+    """The messages of a dialogue, which the model continues."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_format: ChatFormat,
+        sampling: Sampling,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.chat_format = chat_format
+        self.sampling = sampling
+        self.messages: list[Message] = []
+        self._num_responses = 0
+
+    def reset(self, system: str | None = None) -> None:
+        """Start again, with `system` as the system message if given."""
+        self.messages = [Message("system", system)] if system else []
+
+    @property
+    def system(self) -> str | None:
+        """The system message, if there is one."""
+        has_system = self.messages and self.messages[0].role == "system"
+        return self.messages[0].content if has_system else None
+
+    def respond(self, text: str, write: Callable[[str], None]) -> Reply:
+        """Respond to the user's `text`, passing pieces of the response to `write` as they come.
+
+        KeyboardInterrupt ends the response; the pieces written until then stay in the dialogue.
+
+        Raises:
+            DataError: `text` alone does not fit the model's context; the dialogue is unchanged.
+        """
+        dialogue = [*self.messages, Message("user", text)]
+        num_left_out = 0
+        stream = TextStream(self.tokenizer)
+        pieces: list[str] = []
+
+        def emit(piece: str) -> None:
+            if piece:
+                pieces.append(piece)
+                write(piece)
+
+        def on_token(_: int, token_id: int) -> None:
+            if token_id not in self.chat_format.stop_ids:
+                emit(stream.add(token_id))
+
+        interrupted = False
+        try:
+            limit = context_length(self.model)
+            # At most half of the context is kept free for the response.
+            room = limit - min(self.sampling.max_new_tokens, limit // 2)
+            token_ids, num_left_out = fit_turns(dialogue, self.chat_format.encode_prompt, room)
+            sampling = replace(self.sampling, seed=self.sampling.seed + self._num_responses)
+            list(
+                generate_each(
+                    self.model,
+                    [token_ids],
+                    sampler_of(sampling, self.chat_format.stop_ids),
+                    max_new_tokens=self.sampling.max_new_tokens,
+                    on_token=on_token,
+                )
+            )
+            emit(stream.finish())
+        except KeyboardInterrupt:
+            interrupted = True
+        self._num_responses += 1
+        response = "".join(pieces).strip()
+        self.messages = [*dialogue, Message("assistant", response)]
+        return Reply(response, num_left_out, interrupted)
+
+
+def fit_turns(
+    messages: Sequence[Message],
+    encode: Callable[[Sequence[Message]], list[int]],
+    max_tokens: int,
+) -> tuple[list[int], int]:
+    """Leave out the oldest turns until the rest has at most `max_tokens` tokens.
+
+    A turn is the user's message with its response; the system message stays.
+
+    Returns:
+        (token ids, number of messages left out).
+
+    Raises:
+        DataError: the newest message alone is too long.
+    """
+    system = list(messages[:1]) if messages and messages[0].role == "system" else []
+    turns = list(messages[len(system) :])
+    num_tokens = 0
+    for start, message in enumerate(turns):
+        if message.role != "user":
+            continue
+        token_ids = encode([*system, *turns[start:]])
+        num_tokens = len(token_ids)
+        if num_tokens <= max_tokens:
+            return token_ids, start
+    raise DataError(
+        f"the message has {num_tokens} tokens, and {max_tokens} fit beside a response"
+        " in the model's context; shorten it"
+    )
+
+
+class Terminal:
+    """Reads messages and commands from standard input, a terminal or a pipe, until it ends."""
+
+    def __init__(self, conversation: Conversation, *, greeting: str = "") -> None:
+        """`greeting` is printed before the first prompt of a terminal."""
+        self.conversation = conversation
+        self.greeting = greeting
+        self.interactive = sys.stdin.isatty()
+        self._saved: set[Path] = set()
+
+    def run(self) -> None:
+        """Chat until the end of the input or /quit."""
+        if self.interactive:
+            # Gives input() a history, line editing, and pastes of several lines.
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")
+            if self.greeting:
+                self.say(self.greeting)
+            self.say("Type a message, or /help. Ctrl-D leaves.")
+        running = True
+        while running:
+            try:
+                text = self.read()
+                running = text is not None and self.take(text)
+            except KeyboardInterrupt:  # outside of input()
+                if not self.interactive:
+                    raise
+                self.say(" [stopped]")
+
+    def read(self) -> str | None:
+        """Return the next message; None at the end of the input."""
+        while True:
+            try:
+                return input("\nYou: " if self.interactive else "").strip()
+            except EOFError:
+                if self.interactive:
+                    self.say("")
+                return None
+            except KeyboardInterrupt:
+                if not self.interactive:
+                    raise
+                self.say("\n(Ctrl-D or /quit leaves; the dialogue is still there)")
+
+    def take(self, text: str) -> bool:
+        """Run the command in `text`, or respond to it; return False for /quit."""
+        word, _, rest = text.partition(" ")
+        word = "" if "\n" in text else ALIASES.get(text.lower(), word)  # a paste is no command
+        rest = rest.strip()
+        if text and not word.startswith("/"):
+            self.respond(text)
+        elif word == "/reset":
+            self.conversation.reset(self.conversation.system)
+            self.say("(new dialogue)")
+        elif word == "/system":
+            self.conversation.reset(rest or None)
+            self.say("(new dialogue with this system message)" if rest else "(no system message)")
+        elif word == "/temperature":
+            self._change("temperature", rest, float)
+        elif word == "/length":
+            self._change("max_new_tokens", rest, int)
+        elif word == "/save":
+            self.save(rest)
+        elif word == "/help":
+            self.say(HELP)
+        elif text and word != "/quit":
+            self.say(f"There is no command {word}; /help lists them.")
+        return word != "/quit"
+
+    def respond(self, text: str) -> None:
+        """Print the model's response as it comes; log lines wait for its end."""
+        with held_logs():
+            try:
+                if self.interactive:
+                    self.write("Model: ")
+                reply = self.conversation.respond(text, self.write)
+            except UserError as error:
+                self.say(f"({error})")
+                return
+            self.say(" [stopped]" if reply.interrupted else "")
+            if reply.num_left_out:
+                self.say(
+                    f"(the {reply.num_left_out} oldest messages no longer fit the model's context"
+                    " and were left out)"
+                )
+
+    def save(self, text: str) -> None:
+        """Write the messages to a new file, or to one that this chat wrote."""
+        if not text:
+            self.say("(/save needs a file name)")
+            return
+        path = Path(text).expanduser()
+        if path.exists() and path not in self._saved:
+            self.say(f"({path} exists; choose another name)")
+            return
+        messages = [
+            {"role": message.role, "content": message.content}
+            for message in self.conversation.messages
+        ]
+        try:
+            path.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8")
+        except OSError as error:
+            self.say(f"({path} can't be written: {error.strerror})")
+            return
+        self._saved.add(path)
+        self.say(f"(saved {len(messages)} messages in {path})")
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self.write(line + "\n")
+
+    def write(self, text: str) -> None:
+        """Print `text` at once."""
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+
+    def _change(self, name: str, text: str, kind: type[int] | type[float]) -> None:
+        """Replace a sampling setting by the number in `text`."""
+        try:
+            number = kind(text)
+            self.conversation.sampling = replace(self.conversation.sampling, **{name: number})
+        except UserError as error:
+            self.say(f"({error})")
+        except ValueError:
+            self.say(f"({name} takes {'a whole ' if kind is int else 'a '}number, not {text!r})")
+        else:
+            self.say(f"({name} {number})")
+
+
+@contextmanager
+def held_logs() -> Iterator[None]:
+    """Hold log records and warnings until the end of the block, then emit them."""
+    loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
+    handlers = {logger: logger.handlers for logger in loggers if logger.handlers}
+    for logger, targets in handlers.items():
+        # No record has this level, so that nothing is flushed before the end.
+        logger.handlers = [
+            MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, target=target)
+            for target in targets
+        ]
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        for logger, targets in handlers.items():
+            held, logger.handlers = logger.handlers, targets
+            for handler in held:
+                handler.close()

@@ -1,1 +1,0 @@
-"""Responses to a file of prompts."""

@@ -1,0 +1,337 @@
+"""Ratings: the file that the server appends to, their agreement, and `python -m inference.ratings`.
+
+    python -m inference.ratings export FILE ... --out FILE [--format pairs|hh]
+
+Lines of the file are flushed to the disk before they count, and none is changed: a kill costs the
+line that was being written at most.
+"""
+
+import itertools
+import json
+import os
+import secrets
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.cli import run_main, say
+from pipeline.command import choose_command, read_files_command
+from pipeline.data.rows.shapes import SCHEMA, UNDO
+from pipeline.errors import ConfigError, DataError, require
+from pipeline.files.durable import sync_directory
+from pipeline.files.output import check_output, write_output
+from pipeline.help import help_entry
+from pipeline.installation import MODULE
+
+PROGRAM = f"{MODULE} inference.ratings"
+TIE, BAD = "tie", "both bad"
+
+Rating = Mapping[str, Any]
+"""A line of the file; docs/rating.md lists its fields."""
+
+
+class RatingsFile:
+    """Appends ratings to a file, from any thread.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            sync_directory(path.parent)
+            content = path.read_bytes()
+            complete = content.rfind(b"\n") + 1
+            if complete < len(content):  # a kill left part of a line
+                os.truncate(path, complete)
+        except OSError as error:
+            raise ConfigError(f"--ratings {path} can't be written: {error.strerror}") from None
+        self._known = {str(rating["id"]) for rating in read_ratings(path)}
+
+    def add(self, rating: Mapping[str, Any], *, supersedes: str | None = None) -> str:
+        """Write a rating, and return its id once it is on the disk.
+
+        Raises:
+            DataError: the file can't be written; it is unchanged.
+        """
+        now = datetime.now(UTC)
+        name = f"{int(now.timestamp() * 1000):012x}{secrets.token_hex(8)}"
+        line = {
+            "schema": SCHEMA,
+            "id": name,
+            "time": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            **rating,
+            "supersedes": supersedes,
+        }
+        with self._lock:
+            self._append(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            self._known.add(name)
+        return name
+
+    def _append(self, line: bytes) -> None:
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                size, left = file.tell(), memoryview(line)
+                try:
+                    while left:  # a full disk writes only part of a line
+                        left = left[file.write(left) :]
+                    os.fsync(file.fileno())
+                except OSError:
+                    os.truncate(self.path, size)
+                    raise
+        except OSError as error:
+            raise DataError(f"{self.path} can't be written: {error.strerror}") from None
+
+    def undo(self, name: str, rater: str) -> None:
+        """Append a line that revokes a rating.
+
+        Raises:
+            KeyError: there is no rating with this id.
+            DataError: the file can't be written.
+        """
+        if name not in self._known:
+            raise KeyError(name)
+        self.add({"kind": UNDO, "rater": rater}, supersedes=name)
+
+
+def read_ratings(path: Path) -> list[Rating]:
+    """Read all lines of a file, revoked ratings included.
+
+    Raises:
+        DataError: the file can't be read, or a line is not a rating.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise DataError(f"{path} can't be read: {reason}") from None
+    return list(_lines(path, text))
+
+
+def _lines(path: Path, text: str) -> Iterator[Rating]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rating = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path} line {number} is not valid JSON: {error.msg}") from None
+        if not isinstance(rating, dict) or not {"id", "kind", "schema"} <= rating.keys():
+            raise DataError(f"{path} line {number} is not a rating: it has no id, kind and schema")
+        yield rating
+
+
+def standing_ratings(ratings: Sequence[Rating]) -> list[Rating]:
+    """Return the ratings that no later line revoked or replaced, each id once."""
+    revoked = {rating["supersedes"] for rating in ratings if rating.get("supersedes")}
+    unique = {str(rating["id"]): rating for rating in ratings if rating["kind"] != UNDO}
+    return [rating for name, rating in unique.items() if name not in revoked]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Figures of a file of ratings; None where there is nothing to compute one from."""
+
+    ratings: int
+    pairs: int
+    """Comparisons of two responses, ties and both bad included."""
+    blind: int
+    """Pairs with a choice that were shown without names, in random order."""
+    left: float | None
+    """Share of blind pairs whose left response was chosen; 0.5 without a bias of position."""
+    longer: float | None
+    """Share of pairs with a choice whose longer response was chosen."""
+    self_agreement: float | None
+    """Share of repeated pairs on which a rater made the same choice."""
+    kappa: float | None
+    """Agreement of different raters of the same pair beyond chance: Scott's pi (1955) over all two
+    of them, which Fleiss (1971) calls kappa."""
+
+
+def agreement(ratings: Sequence[Rating]) -> Agreement:
+    """Compute the figures of standing ratings."""
+    pairs = [rating for rating in ratings if rating["kind"] == "pair"]
+    decided = [pair for pair in pairs if pair.get("choice") is not None and not pair.get("tie")]
+    blind = [pair for pair in decided if pair.get("blind") and len(pair.get("shown") or ()) == 2]
+    lengths = [(pair["choice"], [len(a["text"]) for a in pair["answers"]]) for pair in decided]
+    items: defaultdict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+    for pair in pairs:
+        items[item_of(pair)].append((str(pair.get("rater", "")), label_of(pair)))
+    alike: list[bool] = []
+    others: list[tuple[str, str]] = []
+    for labels in items.values():
+        for (rater, label), (other_rater, other) in itertools.combinations(labels, 2):
+            if rater == other_rater:
+                alike.append(label == other)
+            else:
+                others.append((label, other))
+    return Agreement(
+        ratings=len(ratings),
+        pairs=len(pairs),
+        blind=len(blind),
+        left=_share([pair["shown"][0] == pair["choice"] for pair in blind]),
+        longer=_share([n[choice] > n[1 - choice] for choice, n in lengths if n[0] != n[1]]),
+        self_agreement=_share(alike),
+        kappa=_kappa(others),
+    )
+
+
+def label_of(pair: Rating) -> str:
+    """The choice: a tie, both bad, or the first or second response in alphabetical order."""
+    if pair.get("tie"):
+        return TIE
+    if pair.get("choice") is None:
+        return BAD
+    texts = [answer["text"] for answer in pair["answers"]]
+    return "first" if texts[pair["choice"]] == min(texts) else "second"
+
+
+def item_of(pair: Rating) -> tuple[str, ...]:
+    """The dialogue and the two responses, in alphabetical order."""
+    prompt = [f"{turn['role']}:{turn['content']}" for turn in pair["messages"]]
+    return (*prompt, *sorted(answer["text"] for answer in pair["answers"]))
+
+
+def _kappa(labels: Sequence[tuple[str, str]]) -> float | None:
+    """(observed - expected agreement) / (1 - expected), the expected one of pooled labels."""
+    if not labels:
+        return None
+    observed = sum(one == other for one, other in labels) / len(labels)
+    counts = Counter(itertools.chain(*labels))
+    expected = sum((count / (2 * len(labels))) ** 2 for count in counts.values())
+    return 1.0 if expected == 1.0 else (observed - expected) / (1.0 - expected)
+
+
+def _share(values: Sequence[bool]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Where rows are written, and in which form."""
+
+    out: Path = Path()
+    """The file to write; replaced where it exists."""
+
+    format: Literal["pairs", "hh"] = "pairs"
+    """pairs: prompt, chosen, rejected, margin; hh: two texts of complete dialogues."""
+
+    def __post_init__(self) -> None:
+        require(self.out != Path(), "--out is missing: give the file to write")
+        check_output(self.out, option="--out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgreementConfig:
+    """`agreement` has no options."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a command.
+
+    Raises:
+        UserError: a file can't be read or written, or has lines that are not ratings.
+    """
+    command, words = choose_command(COMMANDS, argv, _help)
+    command(words)
+
+
+def export_rows(words: Sequence[str]) -> None:
+    """One row for each pair, by the majority of its raters, and for each correction."""
+    files, config = read_files_command(
+        ExportConfig,
+        words,
+        usage=f"{PROGRAM} export FILE ... --out FILE",
+        about=(export_rows.__doc__ or "").strip(),
+    )
+    ratings = standing_ratings([rating for file in files for rating in read_ratings(Path(file))])
+    rows, undecided = export(ratings, config.format)
+    if not rows:
+        raise DataError(f"no rating prefers a response: {', '.join(files)}")
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_output({config.out: lines}, option="--out")
+    left_out = f"; {undecided} pairs without a preference left out" if undecided else ""
+    say(f"{config.out}: {len(rows)} rows{left_out}")
+
+
+def show_agreement(words: Sequence[str]) -> None:
+    """Agreement of raters, and whether position or length decides."""
+    files, _ = read_files_command(
+        AgreementConfig,
+        words,
+        usage=f"{PROGRAM} agreement FILE ...",
+        about=(show_agreement.__doc__ or "").strip(),
+    )
+    ratings = [rating for file in files for rating in read_ratings(Path(file))]
+    for name, value in asdict(agreement(standing_ratings(ratings))).items():
+        say(f"{name:16}{'-' if value is None else format(value, '.4g')}")
+
+
+COMMANDS = {"export": export_rows, "agreement": show_agreement}
+
+
+def _help() -> str:
+    lines = [f"usage: {PROGRAM} COMMAND FILE ...", ""]
+    for name, command in COMMANDS.items():
+        lines += help_entry(name, (command.__doc__ or "").strip())
+    return "\n".join(lines)
+
+
+def export(
+    ratings: Sequence[Rating], form: Literal["pairs", "hh"]
+) -> tuple[list[dict[str, Any]], int]:
+    """Return rows for steps 1 and 2, and the number of pairs without a preferred response.
+
+    `pairs` are rows of prompt, chosen, rejected and margin, the mean strength of the raters who
+    prefer the chosen response; and of prompt and chosen, for a correction or a thumb up. `hh` has
+    chosen and rejected as texts of complete dialogues, and pairs alone.
+    """
+    items: defaultdict[tuple[str, ...], list[Rating]] = defaultdict(list)
+    for rating in ratings:
+        if rating["kind"] == "pair":
+            items[item_of(rating)].append(rating)
+    rows: list[dict[str, Any]] = []
+    for votes in items.values():
+        counts = Counter(label_of(rating) for rating in votes)
+        first, second = counts["first"], counts["second"]
+        if first != second:
+            label = "first" if first > second else "second"
+            rows.append(_pair_row([vote for vote in votes if label_of(vote) == label], form))
+    undecided = len(items) - len(rows)
+    for rating in ratings if form == "pairs" else ():
+        if rating["kind"] == "edit":
+            rows.append({"prompt": rating["messages"], "chosen": rating["edit"]})
+        elif rating["kind"] == "thumb" and rating.get("choice") == 1:
+            text = rating["answers"][0]["text"].strip()
+            rows.append({"prompt": rating["messages"], "chosen": text})
+    return rows, undecided
+
+
+def _pair_row(agreeing: Sequence[Rating], form: str) -> dict[str, Any]:
+    pair = agreeing[0]
+    chosen, rejected = (
+        pair["answers"][index]["text"].strip() for index in (pair["choice"], 1 - pair["choice"])
+    )
+    if form == "hh":
+        return {"chosen": _dialogue(pair, chosen), "rejected": _dialogue(pair, rejected)}
+    strengths = [rating["strength"] for rating in agreeing if rating.get("strength")]
+    margin = {"margin": sum(strengths) / len(strengths)} if strengths else {}
+    return {"prompt": pair["messages"], "chosen": chosen, "rejected": rejected, **margin}
+
+
+def _dialogue(rating: Rating, response: str) -> str:
+    names = {"user": "Human", "assistant": "Assistant", "system": "System"}
+    turns = [*rating["messages"], {"role": "assistant", "content": response}]
+    return "".join(f"\n\n{names[turn['role']]}: {turn['content']}" for turn in turns)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,1 +1,0 @@
-"""Ratings of responses: the file that people's choices are kept in, and what follows from them."""

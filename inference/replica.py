@@ -1,0 +1,437 @@
+"""The replica: a second set of modules to generate with, of the trained model's class, plain.
+
+Its weights are the trained model's own where those are stored complete and unchanged, else copies,
+made one unit at a time from what an engine gathers. Adapters are merged into copies, and quantized
+weights are dequantized there. Weights that another pipeline stage trains are received from it. The
+replica has no hooks, adapters or autograd, so that a process generates without the others.
+"""
+
+import copy
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int64, Shaped
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from inference.tensor_parallel import Sharding, mark_sharing, sum_
+from pipeline.engine.tensor_parts import Part, part_of, whole_shape
+from pipeline.models.deferred import meta_model, places
+from pipeline.models.export import HasTurns
+from pipeline.models.forward import base_model
+from pipeline.models.lora import merged
+from pipeline.models.quantized import QuantizedLinear
+from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.shards import ShardSpec
+
+HASH_BITS = 52
+"""Bits of a hash: as many as a JSON number keeps in every language."""
+
+WORD = 8
+"""Bytes of a word."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The trained parameter that a weight of the replica is made from."""
+
+    key: object
+    """Equal for the names of a tied weight, different for all other weights."""
+
+    whole: torch.Size
+    """Shape of the full weight, of which this process may train a shard."""
+
+    dtype: torch.dtype
+
+    source: nn.Parameter | None
+    """Of a quantized weight, its codes; None if another stage trains it."""
+
+    layer: QuantizedLinear | None = None
+    """The layer of a quantized weight."""
+
+    adapter: LoraLayer | None = None
+
+    part: Part | None = None
+    """The shard that the source is, if this process trains a shard of each layer."""
+
+    @property
+    def in_place(self) -> Tensor:
+        """The trained parameter, without a copy."""
+        assert self.source is not None
+        return self.source.detach()
+
+    def is_part(self, spec: ShardSpec | None) -> bool:
+        """Whether this process trains this shard of it, or all of it if `spec` is None."""
+        return self.source is not None and spec == (None if self.part is None else self.part.own)
+
+    def is_stored_as(self, spec: ShardSpec | None) -> bool:
+        """Whether that shard is stored in the trained model, between uses of an engine."""
+        return self.layer is None and self.adapter is None and self.is_part(spec)
+
+    def value(self) -> Shaped[Tensor, "*S"]:
+        """This process's trained shard, dequantized and with its adapter merged."""
+        own = self.in_place if self.layer is None else self.layer.dequantized()
+        return own if self.adapter is None else merged(own, self.adapter)
+
+    def full_value(self, trained_by: Group) -> Shaped[Tensor, "*S"]:
+        """The full weight; a collective of the processes that train its shards."""
+        own = self.value()
+        if self.part is None:
+            return own
+        return self.part.joined(trained_by.gather(own, what="weights to generate with"))
+
+
+class Origins:
+    """The origins of all weights of a replica.
+
+    Args:
+        trained: the plain model inside of adapters, of which this process may have a stage.
+        replica: the full model, on the meta device.
+        stages: the processes that train its stages; the constructor is a collective of them.
+    """
+
+    def __init__(self, trained: PreTrainedModel, replica: PreTrainedModel, stages: Group) -> None:
+        self._trained = trained
+        self._by_name = dict(self._own(replica))
+        self._buffers: dict[str, Tensor] = {}
+        if stages.size > 1:
+            self._by_name = dict(_of_all_stages(self._by_name, replica, stages))
+            for buffers in stages.gather_objects(_saved_buffers(trained)):
+                self._buffers |= buffers
+
+    def of(self, name: str) -> Origin:
+        """The origin of the replica's weight with this name."""
+        return self._by_name[name]
+
+    def buffer(self, module: str, leaf: str) -> Tensor | None:
+        """The trained model's buffer; None if this stage lacks it and no file has it."""
+        try:
+            return _plain_module(self._trained, module).get_buffer(leaf)
+        except AttributeError:
+            saved = self._buffers.get(f"{module}.{leaf}")
+            return None if saved is None else saved.to(next(self._trained.parameters()).device)
+
+    def _own(self, replica: PreTrainedModel) -> Iterator[tuple[str, Origin]]:
+        """The origins of weights that this process trains."""
+        for name, _, leaf, _ in places(replica):
+            try:
+                source, layer, adapter = _source(self._trained, name.rpartition(".")[0], leaf)
+            except AttributeError:  # another stage has it
+                continue
+            whole = whole_shape(source) if layer is None else layer.whole_shape
+            dtype = source.dtype if layer is None else layer.dtype
+            part = part_of(source) if layer is None else layer.part
+            key = id(source), id(adapter)
+            yield name, Origin(key, whole, dtype, source, layer, adapter, part)
+
+
+def _of_all_stages(
+    own: dict[str, Origin], replica: PreTrainedModel, stages: Group
+) -> Iterator[tuple[str, Origin]]:
+    """The origin of each weight on the first stage that trains it under any of its names."""
+    tied: dict[nn.Parameter, list[str]] = {}
+    for name, _, _, param in places(replica):
+        tied.setdefault(param, []).append(name)
+    formats = stages.gather_objects({name: (o.whole, o.dtype) for name, o in own.items()})
+    for names in tied.values():
+        rank, first = next(
+            (rank, name) for rank, known in enumerate(formats) for name in names if name in known
+        )
+        whole, dtype = formats[rank][first]
+        origin = own[first] if rank == stages.rank else Origin(first, whole, dtype, None)
+        for name in names:
+            yield name, origin
+
+
+def _saved_buffers(trained: PreTrainedModel) -> dict[str, Tensor]:
+    """Buffers that a model's files contain, on the host; most models have none."""
+    buffers = {name.replace(".base_layer.", "."): each for name, each in trained.named_buffers()}
+    saved = {name.replace(".base_layer.", ".") for name in trained.state_dict()}
+    return {name: each.cpu() for name, each in buffers.items() if name in saved}
+
+
+def _plain_module(plain: PreTrainedModel, name: str) -> nn.Module:
+    """A module without its adapter."""
+    module = plain.get_submodule(name)
+    return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
+
+
+def _source(
+    plain: PreTrainedModel, owner: str, leaf: str
+) -> tuple[nn.Parameter, QuantizedLinear | None, LoraLayer | None]:
+    """The trained weight, its layer if it is quantized, and its adapter."""
+    module, layer = plain.get_submodule(owner), _plain_module(plain, owner)
+    adapter = module if isinstance(module, LoraLayer) and leaf == "weight" else None
+    if isinstance(layer, QuantizedLinear) and leaf == "weight":
+        return layer.get_parameter("codes"), layer, adapter
+    return layer.get_parameter(leaf), None, adapter
+
+
+@dataclass
+class ReplicaWeight:
+    """One weight of the replica."""
+
+    number: int
+    """Index among all weights, the same on all processes."""
+
+    name: str
+    """The weight's name; of a tied one the first."""
+
+    origin: Origin
+
+    spec: ShardSpec | None
+    """The shard of the full weight on this process; None for all of it."""
+
+    is_copied: bool
+    """Whether it has separate memory, rather than the source's."""
+
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Modules that have it, and the names of their parameters."""
+
+    memory: Tensor | None = None
+    """Memory of the copy, while the replica is loaded."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of this process's shard."""
+        return self.origin.whole if self.spec is None else self.spec.shape(self.origin.whole)
+
+    @property
+    def value(self) -> Tensor:
+        """This process's shard, in the memory from which generation reads it."""
+        if not self.is_copied:
+            return self.origin.in_place
+        assert self.memory is not None
+        return self.memory
+
+    def show(self, weight: Tensor) -> None:
+        """Set the modules' parameters to `weight`."""
+        param = nn.Parameter(weight, requires_grad=False)
+        for module, leaf in self.places:
+            setattr(module, leaf, param)
+
+    def shard(self, full: Shaped[Tensor, "*S"]) -> Shaped[Tensor, "*P"]:
+        """This process's shard of the full weight."""
+        return full if self.spec is None else self.spec.of(full)
+
+
+class InPlace:
+    """The weights of a model that is not sharded, for `Replica.load`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
+        """All parameters as one unit."""
+        yield list(self._model.parameters())
+
+
+class Replica:
+    """The model to generate with, made from a trained one.
+
+    Args:
+        trained: a causal language model, plain or with peft's adapters.
+        shares: whether its weights stay in place, complete, between uses of an engine.
+        tp_group: the processes that compute each layer together in generation.
+        trained_by: those that do so in training.
+        stages: those that train the other stages of the model, which have the same prompts.
+
+    Raises:
+        ConfigError: the model can't be sharded over so many processes.
+    """
+
+    def __init__(
+        self,
+        trained: nn.Module,
+        *,
+        shares: bool,
+        tp_group: Group = ALONE,
+        trained_by: Group = ALONE,
+        stages: Group = ALONE,
+    ) -> None:
+        plain = base_model(trained)
+        self.tp_group, self._trained_by, self._stages = tp_group, trained_by, stages
+        settings = copy.deepcopy(plain.config)
+        self.model = meta_model(lambda: _same_class(plain, settings))
+        self.model.eval().requires_grad_(False)
+        sharding = Sharding(self.model, tp_group)
+        self._origins = Origins(plain, self.model, stages)
+        self.device = next(plain.parameters()).device
+        self.loaded = False
+        """Whether it has weights to generate with."""
+        self.weights = list(self._lay_out(sharding, shares=shares))
+        sharding.apply()
+        if stages.size > 1:
+            mark_sharing(self.model, stages.apart)
+        self._by_source: dict[nn.Parameter, list[ReplicaWeight]] = {}
+        for weight in self.weights:
+            if weight.origin.source is not None:
+                self._by_source.setdefault(weight.origin.source, []).append(weight)
+        self._share_buffers()
+        self.release()
+
+    def _lay_out(self, sharding: Sharding, *, shares: bool) -> Iterator[ReplicaWeight]:
+        """Yield the weights, each with all of its places."""
+        weights: dict[tuple[object, ShardSpec | None], ReplicaWeight] = {}
+        for name, module, leaf, _ in places(self.model):
+            origin = self._origins.of(name)
+            spec = sharding.spec(name.rpartition(".")[0], leaf, origin.whole)
+            key = origin.key, spec
+            if key not in weights:
+                is_copied = not (shares and origin.is_stored_as(spec))
+                weights[key] = ReplicaWeight(len(weights), name, origin, spec, is_copied)
+                yield weights[key]
+            weights[key].places.append((module, leaf))
+
+    @property
+    def shares(self) -> bool:
+        """Whether any weight is the trained model's own."""
+        return not all(weight.is_copied for weight in self.weights)
+
+    @torch.no_grad()
+    def load(self, weights: HasTurns) -> None:
+        """Copy the trained weights as they are now, one unit at a time.
+
+        `weights` is the engine that trains the model; a collective of all its processes.
+        """
+        if not self.loaded:
+            for weight in self.weights:
+                if weight.is_copied:
+                    weight.memory = torch.empty(
+                        weight.shape, dtype=weight.origin.dtype, device=self.device
+                    )
+                weight.show(weight.value)
+            self.loaded = True
+        for stage in range(self._stages.size):
+            if stage == self._stages.rank:
+                self._take(weights)
+            else:
+                self._receive(stage)
+        self._share_buffers()
+
+    def _take(self, engine: HasTurns) -> None:
+        """Copy the weights that this process trains, and send them to the other stages."""
+        sends = self._stages.size > 1
+        for params in engine.iter_gathered_units():
+            weights = [weight for param in params for weight in self._by_source.get(param, ())]
+            if sends and weights:
+                self._announce([weight.number for weight in weights])
+            for weight in weights:
+                if not weight.is_copied and not sends:
+                    continue
+                if weight.origin.is_part(weight.spec) and not sends:
+                    weight.value.copy_(weight.origin.value())
+                    continue
+                full = weight.origin.full_value(self._trained_by).to(weight.origin.dtype)
+                if weight.is_copied:
+                    weight.value.copy_(weight.shard(full))
+                if sends:
+                    self._stages.broadcast(full.contiguous(), source=self._stages.rank)
+        if sends:
+            self._announce([])
+
+    def _receive(self, stage: int) -> None:
+        """Receive the weights that another stage trains, in the order in which it sends them."""
+        while numbers := self._announced(stage):
+            for weight in (self.weights[number] for number in numbers):
+                origin = weight.origin
+                full = torch.empty(origin.whole, dtype=origin.dtype, device=self.device)
+                self._stages.broadcast(full, source=stage)
+                weight.value.copy_(weight.shard(full))
+
+    def _announce(self, numbers: Sequence[int]) -> None:
+        """Broadcast the numbers of the next weights; none at the end."""
+        header = torch.zeros(len(self.weights) + 1, dtype=torch.int64, device=self.device)
+        header[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
+        self._stages.broadcast(header, source=self._stages.rank)
+
+    def _announced(self, stage: int) -> list[int]:
+        header = torch.zeros(len(self.weights) + 1, dtype=torch.int64, device=self.device)
+        self._stages.broadcast(header, source=stage)
+        count, *numbers = header.tolist()
+        return numbers[:count]
+
+    def _share_buffers(self) -> None:
+        """Set the trained model's buffers: some families change theirs in forward passes."""
+        for name, module in self.model.named_modules():
+            for leaf, buffer in module.named_buffers(recurse=False):
+                trained = self._origins.buffer(name, leaf)
+                trained = buffer.to(self.device) if trained is None else trained
+                setattr(module, leaf, trained.to(buffer.dtype))
+
+    def release(self) -> None:
+        """Free the copies; the weights read as NaN until they are loaded again."""
+        self.loaded = False
+        for weight in self.weights:
+            weight.memory = None
+            dtype = weight.origin.dtype
+            nothing = float("nan") if dtype.is_floating_point else 0
+            weight.show(
+                torch.full((), nothing, dtype=dtype, device=self.device).expand(weight.shape)
+            )
+
+    def weights_hash(self) -> int:
+        """Hash the weights that generation reads, adapters merged: the same for any sharding.
+
+        A collective of `tp_group`.
+        """
+        sums = torch.stack([self._sum(each, getattr(*each.places[0])) for each in self.weights])
+        return hash_of_sums([each.name for each in self.weights], sum_(sums, self.tp_group))
+
+    def _sum(self, weight: ReplicaWeight, shard: Tensor) -> Int64[Tensor, ""]:
+        """Sum over this process's shard of a weight, without what an earlier peer has too."""
+        if weight.spec is not None:
+            parts = weight.spec.first_held(shard)
+        else:
+            parts = [(shard, 0)] if self.tp_group.rank == 0 else []
+        none = torch.zeros((), dtype=torch.int64, device=shard.device)
+        return sum((bits_sum(part, first=first) for part, first in parts), start=none)
+
+
+def _same_class(plain: PreTrainedModel, settings: object) -> PreTrainedModel:
+    return type(plain)._from_config(settings, dtype=plain.dtype)  # noqa: SLF001
+
+
+def weights_hash(model: nn.Module) -> int:
+    """Hash a model's parameters; a tied one counts once, under its first name.
+
+    The bits of each weight are read in words of 64, row by row, and added modulo 2^64, in any
+    order, so that the shards of a weight add up to the same. The sums are then mixed by the names
+    of their weights. This is as fast as reading memory; it is no cryptographic hash.
+    """
+    named = dict(model.named_parameters())
+    return hash_of_sums(list(named), torch.stack([bits_sum(param) for param in named.values()]))
+
+
+def bits_sum(weight: Shaped[Tensor, "*S"], *, first: int = 0) -> Int64[Tensor, ""]:
+    """Return the sum of a weight's words, read as signed integers, modulo 2^64.
+
+    Each row of the last dimension is padded with zeros to complete words. Of a shard of a weight,
+    `first` is the index in the full rows at which its rows begin.
+    """
+    weight = weight.detach()
+    if weight.ndim == 0:
+        weight = weight[None]
+    per_word = WORD // weight.element_size()
+    before = first % per_word
+    after = -(before + weight.shape[-1]) % per_word
+    in_words = weight.is_contiguous() and weight.storage_offset() % per_word == 0
+    if before or after or not in_words:
+        weight = F.pad(weight, (before, after)).contiguous()
+    return weight.view(torch.int64).sum()
+
+
+def hash_of_sums(names: Sequence[str], sums: Int64[Tensor, " n"]) -> int:
+    """Return the hash of weights with these names and these `bits_sum`; below 2^52."""
+    total = sum(_factor(name) * each for name, each in zip(names, sums.tolist(), strict=True))
+    return total % 2**64 >> (64 - HASH_BITS)
+
+
+def _factor(name: str) -> int:
+    """An odd number of 64 bits: a change of any bit of the sum changes the product."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1

@@ -1,0 +1,169 @@
+// What all views share: elements, settings of this browser, and requests to the server.
+
+// Elements are made one by one: whatever a model writes becomes a text node.
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name === "class") made.className = value;
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value != null) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child != null && child !== false));
+  return made;
+}
+
+export function button(label, onclick, attributes = {}) {
+  return element("button", { type: "button", onclick, ...attributes }, label);
+}
+
+export function say(text, bad = false) {
+  const status = document.getElementById("status");
+  status.textContent = text;
+  status.classList.toggle("bad", bad);
+}
+
+// Text with fenced blocks and `code` set apart; nothing else of Markdown is read.
+export function rich(text) {
+  const parts = [];
+  text.split(/^```[^\n]*\n?/m).forEach((block, number) => {
+    if (number % 2) {
+      parts.push(element("pre", {}, block.replace(/\n$/, "")));
+      return;
+    }
+    block.split(/(`[^`\n]+`)/).forEach((piece) => {
+      const isCode = /^`[^`\n]+`$/.test(piece);
+      if (piece) parts.push(isCode ? element("code", {}, piece.slice(1, -1)) : piece);
+    });
+  });
+  return parts;
+}
+
+// The form above the views, kept in this browser; the key only until the browser is closed.
+const DEFAULTS = { temperature: "0.7", top_p: "1", top_k: "", max_tokens: "", seed: "", system: "", rater: "" };
+const settings = document.getElementById("settings");
+
+function kept() {
+  try {
+    return JSON.parse(localStorage.getItem("settings")) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+const values = { ...DEFAULTS, ...kept(), key: sessionStorage.getItem("key") ?? "" };
+
+export function initialize() {
+  for (const field of settings.elements) {
+    if (!field.name) continue;
+    field.value = values[field.name] ?? "";
+    field.addEventListener("input", () => {
+      values[field.name] = field.value;
+      const { key, ...others } = values;
+      localStorage.setItem("settings", JSON.stringify(others));
+      sessionStorage.setItem("key", key);
+    });
+  }
+  settings.addEventListener("submit", (event) => event.preventDefault());
+  const opener = document.getElementById("open-settings");
+  opener.addEventListener("click", () => {
+    settings.hidden = !settings.hidden;
+    opener.setAttribute("aria-expanded", String(!settings.hidden));
+  });
+}
+
+export const key = () => values.key.trim();
+export const rater = () => values.rater.trim();
+export const system = () => values.system.trim();
+
+// The fields of a request; `seed` is drawn here, so that several models can have the same one.
+export function sampling() {
+  const fields = { seed: values.seed === "" ? drawSeed() : Math.trunc(Number(values.seed)) };
+  for (const name of ["temperature", "top_p", "top_k", "max_tokens"]) {
+    if (values[name] !== "" && Number.isFinite(Number(values[name]))) fields[name] = Number(values[name]);
+  }
+  return fields;
+}
+
+export function drawSeed() {
+  return crypto.getRandomValues(new Uint32Array(1))[0] >>> 1;
+}
+
+export class Refused extends Error {}
+
+function headers() {
+  const found = { "Content-Type": "application/json" };
+  if (key()) found.Authorization = `Bearer ${key()}`;
+  return found;
+}
+
+async function checked(response) {
+  if (response.ok) return response;
+  let message = `the server answered ${response.status}`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // no error object: the status has to do
+  }
+  if (response.status === 401) message = "this server needs an API key: enter it in the settings";
+  throw new Refused(message);
+}
+
+export async function get(path) {
+  return (await checked(await fetch(path, { headers: headers() }))).json();
+}
+
+export async function post(path, body, signal) {
+  const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
+  return (await checked(response)).json();
+}
+
+// The chunks of a stream of chat, as they come; ends early where `signal` aborts it.
+export async function* chat(body, signal) {
+  const response = await checked(
+    await fetch("/v1/chat/completions", {
+      method: "POST",
+      headers: headers(),
+      body: JSON.stringify({ ...body, stream: true }),
+      signal,
+    }),
+  );
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  while (true) {
+    const { value, done } = await reader.read();
+    if (done) throw new Refused("the server broke off");
+    rest += value;
+    const events = rest.split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      if (!event.startsWith("data: ")) continue;
+      if (event === "data: [DONE]") return;
+      const chunk = JSON.parse(event.slice(6));
+      if (chunk.error) throw new Refused(chunk.error.message);
+      yield chunk;
+    }
+  }
+}
+
+// One response: `onText` is called as it grows, and what is returned is what a rating records.
+export async function respond(model, messages, fields, { signal, onText, logprobs = false } = {}) {
+  const answer = { model, text: "", token_ids: [], seed: fields.seed, sampling: fields, finish: null, tokens: [] };
+  const more = logprobs ? { logprobs: true, top_logprobs: 3 } : {};
+  try {
+    for await (const chunk of chat({ model, messages, ...fields, ...more, return_token_ids: true }, signal)) {
+      answer.weights_hash = chunk.system_fingerprint.slice(3);
+      for (const choice of chunk.choices) {
+        answer.text += choice.delta.content ?? "";
+        answer.token_ids.push(...(choice.token_ids ?? []));
+        answer.tokens.push(...(choice.logprobs?.content ?? []));
+        answer.finish = choice.finish_reason ?? answer.finish;
+      }
+      onText?.(answer);
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") throw error;
+    answer.finish = "stopped";
+  }
+  return answer;
+}

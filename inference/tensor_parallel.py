@@ -1,0 +1,88 @@
+"""Generation by several processes: tensor-parallel groups, and groups with the same prompts.
+
+A model has its groups as attributes. Time in the groups' collectives counts as waiting.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from pipeline.models.sharding import STYLES, TensorShards
+from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.sums import tree_sum
+from pipeline.position import HERE
+
+_TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
+_SHARING = "same_prompts_group"
+
+
+def tp_group_of(model: nn.Module) -> Group:
+    """The processes that compute each layer of `model` together."""
+    return getattr(model, _TP_GROUP, ALONE)
+
+
+def kv_heads_here(model: nn.Module) -> int | None:
+    """Key heads of a tensor-parallel model on this process; None for other models."""
+    return getattr(model, _KV_HEADS, None)
+
+
+def mark_sharing(model: nn.Module, group: Group) -> None:
+    """Set the processes that each have such a model, and the same prompts for it.
+
+    Each then answers its share of them, and all of the group must generate together.
+    """
+    setattr(model, _SHARING, group)
+
+
+def sharing_of(model: nn.Module) -> Group:
+    """The processes with the same prompts for `model`, each with a separate copy."""
+    return getattr(model, _SHARING, ALONE)
+
+
+def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
+    """Sum over the group, in place; the same bits on each process."""
+    if group.size > 1 and values.is_cuda:
+        with HERE.waiting(group.others):
+            dist.all_reduce(values, group=group.process_group)
+    elif group.size > 1:
+        values.copy_(tree_sum(group.gather(values, what="hidden states")))
+    return values
+
+
+class Sharding(TensorShards):
+    """The shards of a model's layers, and the hooks by which a group computes them together."""
+
+    def apply(self) -> None:
+        """Narrow the modules to this process's shards, and add the collectives."""
+        if self.tp_group.size == 1:
+            return
+        for name, kind in self.styles.items():
+            module, style = self.model.get_submodule(name), STYLES[kind]
+            if not style.by_outputs:
+                module.register_forward_hook(self._sum)
+            if style.joins:
+                module.register_forward_hook(self._join)
+            if style.splits:
+                module.register_forward_pre_hook(self._split)
+        self.narrow()
+        setattr(self.model, _TP_GROUP, self.tp_group)
+        setattr(self.model, _KV_HEADS, self.kv_heads_here)
+
+    def _sum(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        return sum_(output, self.tp_group)
+
+    def _join(
+        self, _module: nn.Module, _args: object, output: Float[Tensor, "*B n"]
+    ) -> Float[Tensor, "*B m"]:
+        return torch.cat(self.tp_group.gather(output, what="outputs"), dim=-1)
+
+    def _split(self, _module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (args[0].chunk(self.tp_group.size, dim=-1)[self.tp_group.rank],)
+
+
+def is_of_sharding(hook: Callable[..., object]) -> bool:
+    """Whether a hook was added by `Sharding`."""
+    return isinstance(getattr(hook, "__self__", None), Sharding)

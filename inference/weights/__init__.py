@@ -1,1 +1,0 @@
-"""The weights that generate: replica, hash, tensor-parallel shards."""
