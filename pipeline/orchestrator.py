@@ -85,26 +85,6 @@ def _goes_on(plan: Plan, stage: Stage) -> bool:
     return can_go_on(plan.request.output_dir, stage.name, plan.configs[stage.name])
 
 
-def follow_plan(plan: Plan) -> None:
-    """Run the processes of one machine of several that are started by hand, but not the first one.
-
-    The first one has the output directory; what it decides follows from the same files.
-
-    Raises:
-        SystemExit, KeyboardInterrupt: as `run_plan`.
-    """
-    environment = plan.environment
-    failed: dict[str, int] = {}
-    for stage in plan.stages:
-        if stage.name not in plan.finished:
-            goes_on = _goes_on(plan, stage)
-            say(f"step {stage.number}: {stage.name}")
-            ending = _run_step(plan, stage, environment, goes_on=goes_on)
-            if code := _failure(plan, stage, ending):
-                failed |= _unless_alone(stage, code)
-    _end_with(failed)
-
-
 def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     """`train.py`: make the plan, then print it or run it."""
     given, argv = argv, with_last_options(argv)
@@ -124,8 +104,6 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
         check = _look(plan)
         say("\n".join(check.table))
         insist(check)
-    elif plan.request.node_rank:
-        follow_plan(plan)
     else:
         from pipeline.plan.checks import check_rows, check_settings
 

@@ -124,7 +124,7 @@ def test_the_script_of_every_step_takes_a_model_and_a_deployment(
     assert (pretrain.data.path, pretrain.model.lora.rank) == (("c.tokens",), 256)
     reward = run("step2_reward", "qwen2.5-0.5b", "single_node", "out/two")
     assert (reward.actor.path, reward.model.zero_stage) == ("out/step1_sft", 0)
-    ppo = run("step3_ppo", "llama-3.1-70b", "multi_node", LAUNCH="--node-rank 1")
+    ppo = run("step3_ppo", "llama-3.1-70b", "multi_node", LAUNCH="--num-nodes 1")
     assert (ppo.actor.zero_stage, ppo.critic.zero_stage) == (3, 3)
     assert (ppo.actor.path, ppo.reward.path) == ("output/step1_sft", "output/step2_reward")
     grpo = run("step3_grpo", "qwen2.5-7b_lora", "single_gpu", "OUT", "1", ACTOR="A")

@@ -147,7 +147,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_nothing_below_the_steps_knows_one_by_name() -> None:
     """A step describes itself by `StepConfig.workload` and `Stage`."""
     # They name packages, the splits of sets on the Hub, or the settings for others' options.
-    lists = {"pipeline/logs.py", "pipeline/launch/probe.py", "pipeline/data/rows/sources.py"}
+    lists = {"pipeline/logs.py", "pipeline/launch/preflight.py", "pipeline/data/rows/sources.py"}
     lists |= {"pipeline/settings/deepspeed_chat.py"}
     names = STEPS | {"ppo", "step1", "step2", "step3"}
     found = {

@@ -12,7 +12,7 @@ import inference.serve.config
 import inference.settings
 import pipeline.config
 import pipeline.export.command
-import pipeline.launch.deployment
+import pipeline.launch.layout
 import pipeline.plan.request
 import rewards.config
 import rewards.sampling
@@ -36,7 +36,7 @@ CONFIG_MODULES = (
     inference.settings,
     pipeline.config,
     pipeline.export.command,
-    pipeline.launch.deployment,
+    pipeline.launch.layout,
     pipeline.plan.request,
     rewards.config,
     rewards.sampling,

@@ -30,7 +30,7 @@ from pipeline.files.durable import replace_durably
 from pipeline.installation import TRAIN
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import step_command, step_environment
-from pipeline.launch.deployment import Deployment
+from pipeline.launch.layout import Deployment
 from pipeline.launch.local import PLANNED
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.output import AUTOTUNE, MARK

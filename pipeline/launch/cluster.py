@@ -2,8 +2,7 @@
 
     python -m pipeline.launch.cluster --hostfile hosts -m step1_sft.train --config my.yaml
 
-Without --hostfile it uses the SLURM allocation that it runs in; with --node-rank the same command
-is started on each machine.
+Without --hostfile it uses the SLURM allocation that it runs in.
 """
 
 import os
@@ -23,8 +22,7 @@ from pipeline.launch.commands import (
     step_environment,
     visible_devices,
 )
-from pipeline.launch.deployment import Deployment
-from pipeline.launch.layout import Layout, layout
+from pipeline.launch.layout import Deployment, Layout, layout
 from pipeline.launch.local import passed_on
 from pipeline.launch.preflight import insist, look
 from pipeline.launch.remote import Errand, run_everywhere
@@ -32,7 +30,7 @@ from pipeline.settings.build import build_config
 from pipeline.settings.describe import list_settings
 from pipeline.settings.plain import Option
 
-NODE = (sys.executable, "-m", "pipeline.launch.node")
+REMOTE = (sys.executable, "-m", "pipeline.launch.remote")
 NOT_HERE = ("deployment_type", "num_processes")
 
 
@@ -53,7 +51,7 @@ def run_by_ssh(step: Sequence[str], where: Layout, deployment: Deployment) -> in
     variables = passed_on(os.environ, deployment.env_file)
     errands: list[Errand] = []
     for rank, host in enumerate(where.hosts):
-        command = [*NODE, *node_command(step, where, rank, deployment)]
+        command = [*REMOTE, *node_command(step, where, rank)]
         devices = {} if host.is_whole else visible_devices(host)
         errands.append(
             Errand(
@@ -62,7 +60,7 @@ def run_by_ssh(step: Sequence[str], where: Layout, deployment: Deployment) -> in
                 {**variables, **devices},
             )
         )
-    return run_everywhere(errands, fewest=where.fewest)
+    return run_everywhere(errands)
 
 
 def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:

@@ -8,14 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from pipeline.installation import ROOT
-from pipeline.launch.deployment import Deployment
-from pipeline.launch.layout import Host, Layout, is_this_machine
+from pipeline.launch.layout import Deployment, Host, Layout, is_this_machine
 from pipeline.launch.local import list_gpus, read_env_file, share_of_cores, spin_count
 
 TORCHRUN = ("-m", "pipeline.launch.torchrun")
-RESTARTS = 100
-"""Of an elastic job; every lost machine takes one."""
-
 SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 """Variables by which a user decides how OpenMP's threads wait."""
 
@@ -27,14 +23,12 @@ def step_command(
     module: str, config_file: Path, where: Layout, deployment: Deployment
 ) -> list[str]:
     """The command line on this machine that runs a step."""
-    return launch_command(step_words(module, config_file, where), where, deployment)
+    return launch_command(step_words(module, config_file), where, deployment)
 
 
-def step_words(module: str, config_file: Path, where: Layout) -> list[str]:
-    """What runs a step, after the name of Python or torchrun."""
-    words = ["-m", module, "--config", str(config_file)]
-    # torchrun starts the same command again when a machine is lost.
-    return [*words, "--resume"] if where.is_elastic else words
+def step_words(module: str, config_file: Path) -> list[str]:
+    """The words of a step's command line after Python or torchrun."""
+    return ["-m", module, "--config", str(config_file)]
 
 
 def launch_command(step: Sequence[str], where: Layout, deployment: Deployment) -> list[str]:
@@ -43,51 +37,35 @@ def launch_command(step: Sequence[str], where: Layout, deployment: Deployment) -
         case "process":
             return [sys.executable, *step]
         case "node":
-            return _torchrun(step, where.hosts[0], ["--standalone"], deployment)
-        case "hand":
-            return node_command(step, where, deployment.node_rank or 0, deployment)
+            return _torchrun(step, where.hosts[0], ["--standalone"])
         case "slurm":
-            return srun_command(step, where, deployment)
+            return srun_command(step, where)
         case "ssh":
             options = [*given_options(deployment), "--no-check"]
             return [sys.executable, "-m", "pipeline.launch.cluster", *options, *step]
 
 
-def node_command(
-    step: Sequence[str], where: Layout, rank: int, deployment: Deployment
-) -> list[str]:
+def node_command(step: Sequence[str], where: Layout, rank: int) -> list[str]:
     """The command line that runs the processes of one of several machines."""
-    return _torchrun(step, where.hosts[rank], rendezvous(where, rank), deployment)
+    return _torchrun(step, where.hosts[rank], _rendezvous(where, rank))
 
 
-def rendezvous(where: Layout, rank: int | str) -> list[str]:
+def _rendezvous(where: Layout, rank: int | str) -> list[str]:
     """Torchrun's options by which the machines find each other, for number `rank` of them."""
-    most = len(where.hosts)
-    if where.is_elastic:
-        # The first machine holds the store, so only the first one must not be lost.
-        return [
-            *("--nnodes", f"{where.fewest}:{most}", "--max-restarts", str(RESTARTS)),
-            *("--rdzv-backend", "c10d", "--rdzv-id", "rlhf"),
-            *("--rdzv-endpoint", f"{where.address}:{where.port}"),
-            *(("--rdzv-conf", f"is_host={int(rank == 0)}") if isinstance(rank, int) else ()),
-        ]
     return [
-        *("--nnodes", str(most), "--node-rank", str(rank)),
+        *("--nnodes", str(len(where.hosts)), "--node-rank", str(rank)),
         *("--master-addr", where.address, "--master-port", str(where.port)),
     ]
 
 
-def srun_command(step: Sequence[str], where: Layout, deployment: Deployment) -> list[str]:
+def srun_command(step: Sequence[str], where: Layout) -> list[str]:
     """The command line by which SLURM starts torchrun once on each machine of the allocation.
 
     srun labels the output by machine, passes signals on, names the task that fails, and ends all.
     """
     rank = "$SLURM_NODEID"
-    words = _torchrun(step, where.hosts[0], rendezvous(where, rank), deployment)
+    words = _torchrun(step, where.hosts[0], _rendezvous(where, rank))
     line = " ".join(rank if word == rank else shlex.quote(word) for word in words)
-    if deployment.log_dir is not None:
-        own = shlex.quote(str(deployment.log_dir / where.hosts[0].name))
-        line = line.replace(own, f"{shlex.quote(str(deployment.log_dir))}/$SLURMD_NODENAME")
     return [
         *("srun", "--nodes", str(len(where.hosts)), "--ntasks-per-node", "1", "--label"),
         *("--kill-on-bad-exit=1", "--quit-on-interrupt", "--cpu-bind", "none"),
@@ -140,9 +118,8 @@ def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]
         environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(1)))
     if not SPINNING.intersection(environment):
         environment["GOMP_SPINCOUNT"] = spin_count()
-    own = where.hosts[deployment.node_rank or 0] if where.by in ("node", "hand") else None
-    if own is not None and (deployment.filters or not own.is_whole):
-        environment |= visible_devices(own)
+    if where.by == "node" and (deployment.filters or not where.hosts[0].is_whole):
+        environment |= visible_devices(where.hosts[0])
     return environment
 
 
@@ -161,13 +138,6 @@ def visible_devices(host: Host) -> Mapping[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot) for slot in host.slots)}
 
 
-def _torchrun(
-    step: Sequence[str], host: Host, rendezvous: Sequence[str], deployment: Deployment
-) -> list[str]:
-    logs: list[str] = []
-    if deployment.log_dir is not None:
-        logs = ["--log-dir", str(deployment.log_dir / host.name), "--tee", "3"]
-    if deployment.bind_cores:
-        step = [*TORCHRUN, "--bind", *step[1:]]
-    each = ["--nproc-per-node", str(len(host.slots))]
-    return [sys.executable, *TORCHRUN, *rendezvous, *each, *logs, *step]
+def _torchrun(step: Sequence[str], host: Host, rendezvous: Sequence[str]) -> list[str]:
+    processes = ["--nproc-per-node", str(len(host.slots))]
+    return [sys.executable, *TORCHRUN, *rendezvous, *processes, *step]

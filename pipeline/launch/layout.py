@@ -1,4 +1,4 @@
-"""Where the processes of a step run: this machine, a host file, a SLURM allocation, or by hand.
+"""Where the processes of a step run: this machine, a host file, or a SLURM allocation.
 
 A host file is DeepSpeed's, one machine a line with the processes that it can run, its GPUs:
 
@@ -18,8 +18,13 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import ConfigError, require, suggestion
-from pipeline.launch.deployment import Deployment
 from pipeline.launch.local import CPU_PROCESSES, count_gpus, count_processes
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
+"""Without a password prompt; a connection that is lost is noticed within a minute."""
+
+OF_SEVERAL = ("hostfile", "num_nodes", "master_addr", "master_port")
+"""Options that one machine alone does not have."""
 
 PORT = 29500
 """Where processes meet, as with torchrun and DeepSpeed."""
@@ -28,6 +33,101 @@ LINE = re.compile(r"(?P<name>[\w.@\[\]:%][\w.@\[\]:%-]*)\s+slots=(?P<slots>[1-9]
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 NODES = r"[\w.-]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][\w.-]*)?"
 """One part of SLURM's list of names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """The options that say where processes run."""
+
+    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
+    """One process, on the GPU if there is one; one process per GPU of this machine; or several
+    machines, by --hostfile or inside a SLURM allocation."""
+
+    num_processes: int | None = None
+    """Processes of single_node. Without it, one per GPU, or 2 where there is none."""
+
+    hostfile: Path | None = None
+    """Machines of multi_node, as DeepSpeed writes them: `worker-0 slots=8` a line. ssh must reach
+    each without a password, and each must have the same files at the same paths."""
+
+    include: str | None = None
+    """Hosts and slots to take: worker-0@worker-1:0,2 has all slots of worker-0 and two of worker-1.
+    With single_node, GPUs of this machine: localhost:0,2."""
+
+    exclude: str | None = None
+    """Hosts and slots to leave out, written as for --include."""
+
+    num_nodes: int | None = None
+    """Machines of multi_node: the first that many."""
+
+    num_gpus: int | None = None
+    """Processes on each machine: the first that many slots of each host."""
+
+    master_addr: str | None = None
+    """Address of the first machine, where processes meet. Without it, the first host's name."""
+
+    master_port: int | None = None
+    """Port of the first machine. Without it 29500, or another one where that is taken."""
+
+    ssh_command: str = SSH
+    """How a host is reached; its name and a command line for its shell are added. For a port or a
+    key: "ssh -p 2222 -i KEY"."""
+
+    env_file: Path | None = None
+    """Lines NAME=VALUE that the processes on all machines see. Without it ~/.deepspeed_env, where
+    it exists. Variables of libraries, such as NCCL_*, are passed on without it."""
+
+    no_check: bool = False
+    """Begin multi_node without looking at the machines first."""
+
+    def __post_init__(self) -> None:
+        many = self.deployment_type == "multi_node"
+        require(
+            self.num_processes is None or self.deployment_type == "single_node",
+            "--num-processes needs --deployment-type single_node"
+            + ("; --num-gpus counts the processes on each machine" if many else ""),
+        )
+        for name in ("num_processes", "num_gpus", "num_nodes"):
+            value = getattr(self, name)
+            option = f"--{name.replace('_', '-')}"
+            require(value is None or value > 0, f"{option} must be above 0, got {value}")
+        for name in OF_SEVERAL:
+            require(
+                many or getattr(self, name) is None,
+                f"--{name.replace('_', '-')} needs --deployment-type multi_node",
+            )
+        for name in ("include", "exclude", "num_gpus"):
+            require(
+                self.deployment_type != "single_gpu" or not getattr(self, name),
+                f"--{name.replace('_', '-')} needs --deployment-type single_node or multi_node",
+            )
+        require(
+            self.include is None or self.exclude is None,
+            "--include and --exclude can't be combined; what --include does not name is left out",
+        )
+        option = "--include" if self.include else "--exclude"
+        require(
+            self.filters is None or (self.num_gpus is None and self.num_processes is None),
+            f"{option} names the slots; omit"
+            f" {'--num-gpus' if self.num_gpus else '--num-processes'}",
+        )
+        require(
+            self.filters is None or self.num_nodes is None,
+            f"{option} names the hosts; omit --num-nodes",
+        )
+        require(
+            self.num_gpus is None or self.num_processes is None,
+            "--num-gpus and --num-processes say the same; give one",
+        )
+        require(
+            self.master_port is None or 0 < self.master_port < 65536,
+            f"--master-port must be from 1 to 65535, got {self.master_port}",
+        )
+
+    @property
+    def filters(self) -> str | None:
+        """The value of --include or --exclude, if one of them is given."""
+        return self.include or self.exclude
 
 
 @dataclass(frozen=True)
@@ -53,15 +153,12 @@ class Host:
 class Layout:
     """Where the processes of a step run."""
 
-    by: Literal["process", "node", "ssh", "slurm", "hand"]
+    by: Literal["process", "node", "ssh", "slurm"]
     """What starts them: Python alone, torchrun on this machine, or torchrun on each machine,
-    through ssh, through srun, or through the people at them."""
+    through ssh or srun."""
 
     hosts: tuple[Host, ...] = ()
-    """The machines, the first one first. By hand only their number counts."""
-
-    fewest: int = 1
-    """Machines with which an elastic job continues."""
+    """The machines, the first one first."""
 
     address: str = "127.0.0.1"
     port: int = PORT
@@ -70,11 +167,6 @@ class Layout:
     def processes(self) -> int | None:
         """All processes of a step; None runs one without torchrun."""
         return None if self.by == "process" else sum(len(host.slots) for host in self.hosts)
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether machines may come and go."""
-        return self.fewest < len(self.hosts)
 
     def __str__(self) -> str:
         processes = "1 process" if (self.processes or 1) == 1 else f"{self.processes} processes"
@@ -92,16 +184,11 @@ def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) 
         return Layout("process")
     if deployment.deployment_type == "single_node":
         return Layout("node", (_this_machine(deployment),))
-    if deployment.node_rank is not None:
-        return _by_hand(deployment)
     if deployment.hostfile is not None:
         return _by_ssh(deployment)
     if "SLURM_JOB_ID" in environment:
         return _by_slurm(deployment, environment)
-    raise ConfigError(
-        "--deployment-type multi_node needs --hostfile FILE, or a SLURM allocation, or on each"
-        " machine --node-rank with --num-nodes and --master-addr"
-    )
+    raise ConfigError("--deployment-type multi_node needs --hostfile FILE, or a SLURM allocation")
 
 
 def is_this_machine(name: str) -> bool:
@@ -141,26 +228,7 @@ def _by_ssh(deployment: Deployment) -> Layout:
         )
     address = deployment.master_addr or hosts[0].name.rpartition("@")[2]
     port = deployment.master_port or PORT
-    return Layout("ssh", tuple(hosts), _fewest(deployment, len(hosts)), address, port)
-
-
-def _by_hand(deployment: Deployment) -> Layout:
-    if deployment.hostfile is not None:
-        given = _by_ssh(deployment)
-        fewest, hosts, address = given.fewest, given.hosts, given.address
-    else:
-        most = deployment.num_nodes or 0
-        require(most > 0, "--node-rank needs --num-nodes, how many machines there are")
-        require(deployment.master_addr is not None, "--node-rank needs --master-addr, of machine 0")
-        each = deployment.num_gpus or count_processes(None)
-        hosts = tuple(Host(f"machine {rank}", tuple(range(each))) for rank in range(most))
-        fewest, address = _fewest(deployment, most), deployment.master_addr or ""
-    rank = deployment.node_rank or 0
-    require(
-        0 <= rank < len(hosts),
-        f"--node-rank must be from 0 to {len(hosts) - 1}, one for each machine, got {rank}",
-    )
-    return Layout("hand", hosts, fewest, address, deployment.master_port or PORT)
+    return Layout("ssh", tuple(hosts), address, port)
 
 
 def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
@@ -178,14 +246,7 @@ def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
     hosts = tuple(Host(name, tuple(range(each))) for name in names[:most])
     # Jobs of one user may share a machine; their numbers give them different ports.
     port = deployment.master_port or PORT + int(environment["SLURM_JOB_ID"]) % 1000
-    fewest = _fewest(deployment, most)
-    return Layout("slurm", hosts, fewest, deployment.master_addr or names[0], port)
-
-
-def _fewest(deployment: Deployment, most: int) -> int:
-    fewest = deployment.min_nodes or most
-    require(fewest <= most, f"--min-nodes {fewest} is more than the {most} there are")
-    return fewest
+    return Layout("slurm", hosts, deployment.master_addr or names[0], port)
 
 
 def expand_nodelist(text: str) -> list[str]:

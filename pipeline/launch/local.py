@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -65,13 +66,26 @@ def list_gpus(*, hidden: bool = False, devices: Path = Path("/dev")) -> list[str
     return [str(number) for number in range(count)]
 
 
-def gpu_names() -> list[str]:
-    """What nvidia-smi calls this machine's GPUs; nothing where it is not there."""
+class Gpu(NamedTuple):
+    """One GPU as its driver lists it."""
+
+    name: str
+    total_mib: int
+    used_mib: int
+
+
+def query_gpus() -> list[Gpu]:
+    """The GPUs of this machine, visible to this process or not; none without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
-    requested = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    listing = subprocess.run(requested, capture_output=True, text=True, check=False).stdout
-    return [line.strip() for line in listing.splitlines() if line.strip()]
+    query = ["--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, check=False)
+    rows = [line.rsplit(",", 2) for line in listing.stdout.splitlines() if line.count(",") >= 2]
+    return [
+        Gpu(name.strip(), int(total), int(used))
+        for name, total, used in rows
+        if total.strip().isdigit() and used.strip().isdigit()
+    ]
 
 
 def spin_count() -> str:

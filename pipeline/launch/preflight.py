@@ -1,33 +1,38 @@
 """Checks all machines of a job, and the routes between them, before it starts.
 
-Each machine runs `pipeline.launch.probe`, the first one first: it holds the port at which the
-processes will meet, and the others try to reach it.
+Each machine runs `python -m pipeline.launch.preflight`, which prints one line of JSON. The first
+machine then listens at the port where the processes will meet, until its standard input ends; the
+others try to connect to it.
 """
 
+import argparse
+import hashlib
+import json
+import platform
 import secrets
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
+from threading import Thread
 
 from pipeline.cli import complain, remark
 from pipeline.errors import ConfigError
+from pipeline.installation import ROOT
 from pipeline.launch.commands import NO_DIRECTORY, NO_PYTHON, host_command
-from pipeline.launch.deployment import Deployment
-from pipeline.launch.layout import THIS_MACHINE, Host, Layout
-from pipeline.launch.probe import MARK, Machine
+from pipeline.launch.layout import THIS_MACHINE, Deployment, Host, Layout
+from pipeline.launch.local import Gpu, query_gpus
 
 PATIENCE_SECONDS = 30.0
 """For a machine to answer; starting Python from a slow file system takes time."""
 
-CLOCK_SECONDS = 30.0
-"""By which clocks may differ: people compare the logs and file times of several machines."""
+CONNECT_SECONDS = 5.0
 
 DISK_BYTES = 2**30
 """Free, at least."""
@@ -35,7 +40,38 @@ DISK_BYTES = 2**30
 IN_USE = 0.1
 """Share of a GPU's memory from which another job is assumed to use it."""
 
-PROBE = (sys.executable, "-m", "pipeline.launch.probe")
+PROBE = (sys.executable, "-m", "pipeline.launch.preflight")
+
+MARK = "rlhf machine: "
+"""Before the line of JSON, since a login shell may print a greeting first."""
+
+CODE = (
+    *("pipeline", "inference", "rewards", "evaluation"),
+    *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
+)
+PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The report of a machine."""
+
+    versions: dict[str, str]
+    """Of Python, of the packages, and a hash of this repository's code."""
+
+    disk_bytes: int
+    """Free bytes of the output directory's disk."""
+
+    gpus: list[Gpu]
+
+    shared: bool
+    """Whether it sees the launcher's file in the output directory."""
+
+    reaches: bool | None
+    """Whether it reaches the port of the first machine; None if that was not tried."""
+
+    port: int | None
+    """On the first machine: that port if it is free, else another one."""
 
 
 @dataclass(frozen=True)
@@ -43,54 +79,52 @@ class Check:
     """The result of a preflight."""
 
     where: Layout
-    """Where the processes are to run, with a port that is free."""
+    """Where the processes will run, with a port that is free."""
 
     table: Sequence[str]
     problems: Sequence[str]
 
 
 def look(where: Layout, deployment: Deployment, directory: Path) -> Check:
-    """Check all machines, or this one where processes are started by hand or only run here.
+    """Check all machines, or this one where processes only run here.
 
     Args:
-        where: where the processes are to run.
+        where: where the processes will run.
         deployment: the options; a port that they name is not replaced.
         directory: of the output; it need not exist.
     """
     meets = where.by in ("ssh", "slurm")
-    own = where.hosts[deployment.node_rank or 0] if where.hosts else Host("", (0,))
+    own = where.hosts[0] if where.hosts else Host("", (0,))
     hosts = where.hosts if meets else (replace(own, name=THIS_MACHINE[0]),)
     with ExitStack() as stack:
         mark = stack.enter_context(_mark_in(_existing_parent(directory)))
-        stack.callback((pool := ThreadPoolExecutor(len(hosts))).shutdown)
 
         def probe(host: Host, *options: str) -> _Probe:
             words = [*PROBE, "--mark", str(mark), *(options if meets else ())]
-            each = _Probe(host, host_command(words, host, where, deployment), pool)
-            stack.callback(each.close)
-            return each
+            started = _Probe(host, host_command(words, host, where, deployment))
+            stack.callback(started.close)
+            return started
 
         address = ["--address", where.address, "--port"]
         probes = [probe(hosts[0], *address, str(where.port), "--first")]
         probes[0].wait()
         where = _with_port(where, probes[0], deployment)
         probes += [probe(host, *address, str(where.port)) for host in hosts[1:]]
-        for each in probes[1:]:
-            each.wait()
-        found = {each: each.machine for each in probes if each.machine is not None}
+        for started in probes[1:]:
+            started.wait()
+        found = {each.host: each.machine for each in probes if each.machine is not None}
         problems = [each.problem for each in probes if each.machine is None]
-        for each, machine in found.items():
+        for host, machine in found.items():
             first = next(iter(found.values()))
             any_gpus = any(other.gpus for other in found.values())
-            problems += _versions(each.host, machine, hosts[0], first)
-            problems += _devices(each.host, machine) if any_gpus else []
-            problems += _place(each, machine, mark)
-            problems += _route(each.host, machine, where) if machine is not first else []
+            problems += _compare_versions(host, machine, hosts[0], first)
+            problems += _check_devices(host, machine) if any_gpus else []
+            problems += _check_place(host, machine, mark.parent, where)
     return Check(where, [*_table(found)] if found else [], problems)
 
 
 def insist(check: Check) -> Layout:
-    """Where the processes are to run, if there is no problem.
+    """Return where the processes will run, if there is no problem.
 
     Raises:
         ConfigError: there are problems; each is shown in a sentence.
@@ -105,11 +139,9 @@ def insist(check: Check) -> Layout:
 class _Probe:
     """The check of one machine."""
 
-    def __init__(self, host: Host, command: Sequence[str], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, host: Host, command: Sequence[str]) -> None:
         self.host, self.command = host, command
         self.machine: Machine | None = None
-        self.clock = 0.0
-        self._sent = time.time()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
             command,
@@ -119,27 +151,25 @@ class _Probe:
             text=True,
             process_group=0,
         )
-        self._reading = pool.submit(self._read)
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(MARK):
-                self.machine = Machine.from_line(line.removeprefix(MARK))
-                # The machine's clock was read at some moment between the request and now.
-                ahead, behind = self.machine.time - time.time(), self.machine.time - self._sent
-                self.clock = max(ahead, 0.0) + min(behind, 0.0)
+                values = json.loads(line.removeprefix(MARK))
+                self.machine = Machine(**values | {"gpus": [Gpu(*gpu) for gpu in values["gpus"]]})
                 return
         self._process.wait()
 
     def wait(self) -> None:
         """Wait until the machine has answered or failed, or the time is up."""
-        with suppress(Late):
-            self._reading.result(PATIENCE_SECONDS)
+        self._reader.join(PATIENCE_SECONDS)
 
     @property
     def problem(self) -> str:
-        """Why there is no answer, and the fix."""
+        """The reason why there is no answer, and the fix."""
         name, code = self.host.name, self._process.poll()
         place = f" ({self.host.place})" if self.host.place else ""
         by_hand = f"`{' '.join(self.command[:-1])} true`"
@@ -176,7 +206,7 @@ class _Probe:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reading.result()
+        self._reader.join()
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()
@@ -202,10 +232,9 @@ def _with_port(where: Layout, first: _Probe, deployment: Deployment) -> Layout:
 @contextmanager
 def _mark_in(directory: Path) -> Iterator[Path]:
     """A file that shows whether other machines see the same directory."""
-    word = secrets.token_hex(8)
-    mark = directory / f".seen-by-all-{word}"
+    mark = directory / f".seen-by-all-{secrets.token_hex(8)}"
     try:
-        mark.write_text(word, encoding="utf-8")
+        mark.touch()
     except OSError as error:
         raise ConfigError(f"{directory} can't be written: {error}") from None
     try:
@@ -216,13 +245,13 @@ def _mark_in(directory: Path) -> Iterator[Path]:
 
 def _existing_parent(directory: Path) -> Path:
     directory = directory.expanduser().absolute()
-    return next(each for each in (directory, *directory.parents) if each.is_dir())
+    return next(parent for parent in (directory, *directory.parents) if parent.is_dir())
 
 
 # Problems, each in one sentence with its fix
 
 
-def _versions(host: Host, machine: Machine, first: Host, other: Machine) -> Iterator[str]:
+def _compare_versions(host: Host, machine: Machine, first: Host, other: Machine) -> Iterator[str]:
     for name, version in machine.versions.items():
         if version == other.versions[name]:
             continue
@@ -238,7 +267,7 @@ def _versions(host: Host, machine: Machine, first: Host, other: Machine) -> Iter
             )
 
 
-def _devices(host: Host, machine: Machine) -> Iterator[str]:
+def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
     if max(host.slots) >= len(machine.gpus):
         yield (
             f"{host.name} has {len(machine.gpus)} GPUs, and slot {max(host.slots)} is required"
@@ -256,61 +285,113 @@ def _devices(host: Host, machine: Machine) -> Iterator[str]:
             )
 
 
-def _place(probe: _Probe, machine: Machine, mark: Path) -> Iterator[str]:
-    name, directory = probe.host.name, mark.parent
-    if machine.shared != mark.read_text():
+def _check_place(host: Host, machine: Machine, directory: Path, where: Layout) -> Iterator[str]:
+    if not machine.shared:
         yield (
-            f"{name} does not see this machine's {directory}; put --output-dir on a file system"
-            " that all machines share, at the same path"
+            f"{host.name} does not see this machine's {directory}; put --output-dir on a file"
+            " system that all machines share, at the same path"
         )
     elif machine.disk_bytes < DISK_BYTES:
         yield (
-            f"{directory} has {machine.disk_bytes / 2**20:.0f} MiB free on {name}; make room, or"
-            " choose another --output-dir"
+            f"{directory} has {machine.disk_bytes / 2**20:.0f} MiB free on {host.name}; make room,"
+            " or choose another --output-dir"
         )
-    if abs(probe.clock) > CLOCK_SECONDS:
-        direction = "ahead" if probe.clock > 0 else "behind"
+    if machine.reaches is False:
         yield (
-            f"the clock of {name} is {abs(probe.clock):.0f} s {direction}; set it, with NTP on all"
-            " machines"
+            f"{host.name} can't reach port {where.port} of {where.address}; check that the name is"
+            " that of the first machine there, open the ports above 1024 between the machines, or"
+            " give another --master-addr or --master-port"
         )
 
 
-def _route(host: Host, machine: Machine, where: Layout) -> Iterator[str]:
-    own = machine.own_address
-    if own is None:
-        yield (
-            f"{host.name} can't resolve {where.address}, or has no route to it; give --master-addr,"
-            " an address of the first machine that all machines reach"
-        )
-    elif own.startswith("127.") and not where.address.startswith("127."):
-        yield (
-            f"on {host.name} the name {where.address} means {host.name} itself; correct its"
-            " /etc/hosts, or give --master-addr, an address of the first machine"
-        )
-    elif machine.reaches is False:
-        yield (
-            f"{host.name} can't reach port {where.port} of {where.address}; open it and the ports"
-            " above 1024 between the machines, or give another --master-port or --master-addr"
-        )
-
-
-def _table(machines: Mapping[_Probe, Machine]) -> Iterator[str]:
+def _table(machines: Mapping[Host, Machine]) -> Iterator[str]:
     """The machines side by side."""
-    width = max(len("machine"), *(len(probe.host.name) for probe in machines))
+    width = max(len("machine"), *(len(host.name) for host in machines))
     yield (
         f"{'machine':<{width}}  {'python':<8} {'torch':<14} {'processes':>9}  {'GPUs':<26}"
-        f" {'memory':>9} {'disk':>9} {'clock':>7}"
+        f" {'disk':>9}"
     )
-    for probe, machine in machines.items():
+    for host, machine in machines.items():
         gpus = "none"
         if machine.gpus:
             kinds = sorted({gpu.name for gpu in machine.gpus})
             smallest = min(gpu.total_mib for gpu in machine.gpus) / 1024
             gpus = f"{len(machine.gpus)} x {', '.join(kinds)}, {smallest:.0f} GiB"
         yield (
-            f"{probe.host.name:<{width}}  {machine.versions['Python']:<8}"
-            f" {machine.versions['torch']:<14} {len(probe.host.slots):>9}  {gpus:<26}"
-            f" {machine.memory_bytes / 2**30:>5.0f} GiB {machine.disk_bytes / 2**30:>5.0f} GiB"
-            f" {probe.clock:>+5.0f} s"
+            f"{host.name:<{width}}  {machine.versions['Python']:<8}"
+            f" {machine.versions['torch']:<14} {len(host.slots):>9}  {gpus:<26}"
+            f" {machine.disk_bytes / 2**30:>5.0f} GiB"
         )
+
+
+# The report of a machine
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the report of this machine; hold the port until standard input ends."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.launch.preflight")
+    parser.add_argument("--mark", type=Path, required=True)
+    parser.add_argument("--address")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--first", action="store_true")
+    args = parser.parse_args(argv)
+    directory = args.mark.parent if args.mark.parent.is_dir() else Path.cwd()
+    packages = {name: _package_version(name) for name in PACKAGES}
+    with ExitStack() as held:
+        machine = Machine(
+            versions={"Python": platform.python_version(), **packages, "code": _code_hash()},
+            disk_bytes=shutil.disk_usage(directory).free,
+            gpus=query_gpus(),
+            shared=args.mark.is_file(),
+            reaches=_reaches(args.address, args.port) if args.address and not args.first else None,
+            port=_listen(args.port, held) if args.first else None,
+        )
+        sys.stdout.write(f"{MARK}{json.dumps(asdict(machine))}\n")
+        sys.stdout.flush()
+        if args.first:
+            sys.stdin.read()
+
+
+def _code_hash() -> str:
+    """SHA-256 of the code of this repository."""
+    digest = hashlib.sha256()
+    files = [ROOT / "train.py"]
+    for package in CODE:
+        files += [file for file in (ROOT / package).rglob("*") if file.suffix in (".py", ".jinja")]
+    for file in sorted(files):
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0")
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _package_version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _listen(port: int, held: ExitStack) -> int:
+    """Listen at the port, or at another one if it is taken; return its number."""
+    for wanted in (port, 0):
+        server = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("", wanted))
+        except OSError:
+            continue
+        server.listen()
+        return server.getsockname()[1]
+    return port
+
+
+def _reaches(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

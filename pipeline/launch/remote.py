@@ -1,6 +1,14 @@
-"""One command on each of several machines: passes their output on, ends all when one fails."""
+"""One command on each of several machines: passes their output on, ends all when one fails.
+
+On each machine `python -m pipeline.launch.remote COMMAND ...` runs the command. It reads its
+standard input: first a line of JSON, with variables for the command's environment; then lines with
+the name of a signal for the command, or empty ones, which show that the launcher is alive. Without
+the launcher, or the connection to it, the command is ended, so that no process is left behind.
+"""
 
 import json
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,16 +19,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from pipeline.cli import EXIT_USER_ERROR, complain, remark
+import psutil
+
+from pipeline.cli import EXIT_USER_ERROR, complain
 from pipeline.launch.child import SIGNALS
-from pipeline.launch.node import HEARTBEAT_SECONDS
 from pipeline.signals import STOP_SIGNALS
+
+HEARTBEAT_SECONDS = 10.0
+"""Between two lines to a remote side."""
+
+LOST_SECONDS = 60.0
+"""Without a line, after which a remote side assumes that the launcher is lost."""
 
 HEARING_SECONDS = 15.0
 """For the other machines to end by themselves after a failure, before they are asked to."""
 
 GRACE_SECONDS = 30.0
-"""For a machine that was asked to end, before the connection is closed."""
+"""For a command that was asked to end, before it or the connection is ended."""
 
 SAVING_SECONDS = 600.0
 """For processes that save their state after Ctrl-C or a scheduler's signal."""
@@ -43,17 +58,13 @@ class Errand:
     """For the remote command; it travels through standard input."""
 
 
-def run_everywhere(errands: Sequence[Errand], *, fewest: int | None = None) -> int:
+def run_everywhere(errands: Sequence[Errand]) -> int:
     """Run all to their end; return the exit code of the first that failed, else 0.
 
     Their output is passed on, each line after its host's name, and signals are passed to them.
-
-    Args:
-        errands: one for each machine, the first machine first.
-        fewest: with that many machines left, the first among them, the others continue; without it
-            all are needed.
+    `errands` has one for each machine, the first machine first.
     """
-    group = _Group(errands, len(errands) if fewest is None else fewest)
+    group = _Group(errands)
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, group.note_signal) for number in handled}
     try:
@@ -69,8 +80,8 @@ def run_everywhere(errands: Sequence[Errand], *, fewest: int | None = None) -> i
 class _Group:
     """The commands of several machines."""
 
-    def __init__(self, errands: Sequence[Errand], fewest: int) -> None:
-        self._errands, self._fewest = errands, fewest
+    def __init__(self, errands: Sequence[Errand]) -> None:
+        self._errands = errands
         self.commands: list[_Command] = []
         self._signals: list[signal.Signals] = []
         self._passed_on = 0
@@ -131,9 +142,6 @@ class _Group:
             if self._signals or self._failed is not None:
                 continue
             wrong_input = command.code == EXIT_USER_ERROR
-            if not wrong_input and self.commands[0] in running and len(running) >= self._fewest:
-                remark(f"{command.describe()}; {len(running)} of {len(self.commands)} continue")
-                continue
             self._failed = command
             if not wrong_input:  # which has printed its error
                 complain(f"{command.describe()}{'; the others are stopped' if running else ''}")
@@ -222,3 +230,55 @@ def _pass_lines(source: IO[bytes], sink: IO[str], prefix: bytes) -> None:
     for line in source:
         sink.buffer.write(prefix + line.rstrip(b"\n") + b"\n")  # pyright: ignore[reportAttributeAccessIssue]
         sink.flush()
+
+
+# The remote side
+
+STDIN = 0
+
+
+def main(argv: Sequence[str], *, lost_seconds: float = LOST_SECONDS) -> int:
+    """Run the command; return its exit code, 128 + n where signal n ended it."""
+    rest, is_open = b"", True
+    while b"\n" not in rest and is_open:
+        rest += (received := os.read(STDIN, 2**16))
+        is_open = bool(received)
+    line, _, rest = rest.partition(b"\n")
+    command = subprocess.Popen(
+        argv,
+        env={**os.environ, **json.loads(line or "{}")},
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+    )
+    heard = time.monotonic()
+    while command.poll() is None:
+        *lines, rest = rest.split(b"\n")
+        for name in filter(None, lines):
+            command.send_signal(signal.Signals[name.decode().strip()])
+        if not is_open or time.monotonic() - heard > lost_seconds:
+            _end(command)
+            with suppress(OSError):  # the reader may be lost as well
+                sys.stderr.write("the launcher is gone; its processes here have been ended\n")
+        elif select.select([STDIN], [], [], TICK_SECONDS)[0]:
+            rest += (received := os.read(STDIN, 2**16))
+            is_open, heard = bool(received), time.monotonic()
+    code = command.returncode
+    return code if code >= 0 else 128 - code
+
+
+def _end(command: subprocess.Popen[bytes]) -> None:
+    """Ask the command to stop, and after a while end all processes that it has started."""
+    started = psutil.Process(command.pid).children(recursive=True)
+    command.terminate()
+    try:
+        command.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        command.kill()
+    for process in started:  # torchrun's have separate groups
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    command.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

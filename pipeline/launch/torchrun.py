@@ -5,21 +5,16 @@ into exit code 1 below a page of text; here the failed process has already print
 Ctrl-C and a scheduler's signals reach the processes, which get the time they need to save their
 state; a second Ctrl-C aborts them. The processes share the cores of the machine, and find each
 other by the address that leads to the first one.
-
-`python -m pipeline.launch.torchrun --bind MODULE [ARGUMENTS ...]` runs a module as one of these
-processes, on separate cores (`--bind-cores`).
 """
 
 import argparse
 import logging
 import os
-import runpy
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
@@ -30,7 +25,6 @@ from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 GRACE_SECONDS = 600
 """Until processes that were asked to stop are killed; a scheduler's own patience ends sooner."""
 
-BIND = "--bind"
 ANY_PORT = 9
 """Nothing is sent to it: connecting a datagram socket only looks up the route."""
 
@@ -150,39 +144,5 @@ def _reason(error: Exception) -> str:
     )
 
 
-def cores_of(local_rank: int, processes: int, cpus: Sequence[int]) -> set[int]:
-    """An even share of the CPUs for one process; a shared one where there are too few.
-
-    Args:
-        local_rank: number of the process on its machine.
-        processes: how many there are.
-        cpus: allowed CPUs, hyper-threads of one core and cores of one socket next to each other.
-    """
-    if len(cpus) < processes:
-        return {cpus[local_rank % len(cpus)]}
-    first = local_rank * len(cpus) // processes
-    return set(cpus[first : (local_rank + 1) * len(cpus) // processes])
-
-
-def bind(argv: Sequence[str]) -> None:
-    """Run a module on this process's share of the cores."""
-    if hasattr(os, "sched_setaffinity"):  # macOS has none
-        cpus = sorted(os.sched_getaffinity(0), key=_socket_and_core)
-        rank, processes = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
-        os.sched_setaffinity(0, cores_of(rank, processes, cpus))
-    sys.argv = list(argv)
-    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
-
-
-def _socket_and_core(cpu: int) -> tuple[int, ...]:
-    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-    files = [topology / name for name in ("physical_package_id", "core_id")]
-    place = [int(file.read_text()) if file.is_file() else 0 for file in files]
-    return (*place, cpu)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == [BIND]:
-        bind(sys.argv[2:])
-    else:
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -167,14 +167,14 @@ def _commands(plan: Plan) -> Iterator[str]:
             if name.partition(".")[0] not in config.unused_roles
             for word in (f"--{name}", *words)
         ]
-        module, *rest = step_words(stage.module, Path("FILE"), plan.where)[1:]
+        module, *rest = step_words(stage.module, Path("FILE"))[1:]
         words = ["-m", module, *options, *rest[2:]]
         yield ""
         yield from _wrapped(launch_command(words, plan.where, plan.request))
-        if plan.where.by in ("ssh", "hand"):
+        if plan.where.by == "ssh":
             for rank, host in enumerate(plan.where.hosts):
                 yield f"  on {host.name}"
-                command = node_command(words, plan.where, rank, plan.request)
+                command = node_command(words, plan.where, rank)
                 slots = ",".join(str(slot) for slot in host.slots)
                 shown = [] if host.is_whole else [f"CUDA_VISIBLE_DEVICES={slots}"]
                 yield from _wrapped([*shown, *command])

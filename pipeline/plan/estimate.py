@@ -12,7 +12,7 @@ import torch
 
 from pipeline.budget.machine import data_sheet_peak, measured_peak
 from pipeline.budget.models import CountedModel, models_of
-from pipeline.launch.local import gpu_names, share_of_cores
+from pipeline.launch.local import query_gpus, share_of_cores
 from pipeline.parallel.schedules import bubble
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview
@@ -38,7 +38,7 @@ def speed_of(plan: Plan) -> tuple[float, str] | None:
     """Operations per second of a process of the plan, and their source; None of unknown GPUs."""
     share = f"{EFFICIENCY:.0%} of"
     if plan.machine.has_gpu:
-        known = data_sheet_peak(plan.request.plan_for or " ".join(gpu_names()))
+        known = data_sheet_peak(plan.request.plan_for or " ".join(gpu.name for gpu in query_gpus()))
         if known is None:
             return None
         peak, card = known

@@ -82,8 +82,6 @@ def finished_steps(
         ConfigError: the output directory holds another run or files that are not ours, and neither
             `--resume` nor `--overwrite` says what to do; or it can't be used even then.
     """
-    if request.node_rank:  # it is the first machine's, which may be at work in it already
-        return _skipped(request, stages, configs)
     out = request.output_dir
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--output-dir {out} is a file, not a directory")

@@ -183,16 +183,16 @@ def _machine(where: Layout, request: Request) -> Machine:
         return this_machine(processes=1, world=1, gpus=list_gpus()[:1])
     each = max(len(host.slots) for host in where.hosts)
     world = where.processes or 1
-    own = _own_host(where, request)
+    own = _own_host(where)
     if own is not None:
         return this_machine(processes=each, world=world, gpus=devices_of(own, request))
     return Machine(each, world, None, None, "each machine of the job", unread_gpus=True)
 
 
-def _own_host(where: Layout, request: Request) -> Host | None:
+def _own_host(where: Layout) -> Host | None:
     """The host that is this machine; None where `train.py` runs outside the job."""
-    if where.by in ("node", "hand"):
-        return where.hosts[request.node_rank or 0]
+    if where.by == "node":
+        return where.hosts[0]
     own = (host for host in where.hosts if is_this_machine(host.name.rpartition("@")[2]))
     return next(own, None)
 
@@ -206,4 +206,4 @@ def _imagined(machine: Machine) -> Layout:
         return Layout("node", (Host("localhost", slots),))
     count = machine.world // machine.processes
     hosts = tuple(Host(f"machine {number}", slots) for number in range(count))
-    return Layout("hand", hosts, count)
+    return Layout("ssh", hosts)

@@ -9,7 +9,7 @@ from typing import Literal
 from pipeline.cli import read_layers, split_options
 from pipeline.config import AdapterVariant, Quantize, check_split
 from pipeline.errors import ConfigError, raise_all, require
-from pipeline.launch.deployment import Deployment
+from pipeline.launch.layout import Deployment
 from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
@@ -207,14 +207,13 @@ class Request(Deployment):
             "--no-check": self.no_check,
             "--plan-for": self.plan_for is not None,
             "--check": self.check,
-            "--node-rank": self.node_rank is not None,
         }
         for option, reason, excluded in (
             ("check", "looks at the machines", ("--dry-run", "--no-check", "--plan-for")),
             (
                 "autotune",
                 "makes trials, on machines that this command reaches",
-                ("--dry-run", "--check", "--node-rank", "--plan-for"),
+                ("--dry-run", "--check", "--plan-for"),
             ),
         ):
             for other in excluded if getattr(self, option) else ():

@@ -105,46 +105,6 @@ def test_the_three_steps_end_on_two_machines_as_on_one(tmp_path: Path, machines:
     assert len(weights(tmp_path / "one")) >= 4
 
 
-@needs_machines
-@pytest.mark.faults
-@pytest.mark.timeout(600)
-def test_by_hand_two_machines_with_two_processes_each_end_as_one_with_four(
-    tmp_path: Path, machines: Machines
-) -> None:
-    exact = ["--sft.model.zero.reduction", "deterministic", "--step", "1"]
-    out = tmp_path / "many"
-    settings = tmp_path / "small.yaml"
-    settings.write_text(SMALL)
-    hand = ["--deployment-type", "multi_node", "--num-nodes", "2", "--num-gpus", "2"]
-
-    jobs = [
-        Command(
-            "-c",
-            "import os, sys; os.execv(sys.argv[1], sys.argv[1:])",
-            *machines.run(
-                name,
-                f"cd {ROOT} && OMP_NUM_THREADS=1 exec",
-                *PYTHON,
-                *("train.py", "--config", str(settings), "--output-dir", str(out), SMALL_DATA),
-                *hand,
-                *("--master-addr", "worker-0", "--node-rank", str(rank)),
-                *exact,
-            ),
-        )
-        for rank, name in enumerate(machines.names)
-    ]
-    for job in jobs:
-        finish(job)
-    finish(
-        train(
-            tmp_path / "one", *("--deployment-type", "single_node", "--num-processes", "4"), *exact
-        )
-    )
-
-    assert weights(out) == weights(tmp_path / "one")
-    assert weights(out)
-
-
 def wait_for_checkpoint(out: Path, job: Command) -> None:
     end = time.monotonic() + 120
     while not list((out / "step1_sft" / "checkpoints").glob("step_*/manifest.json")):
@@ -181,24 +141,4 @@ def test_a_machine_that_is_lost_is_named_and_the_job_resumes(
     finish(
         train(tmp_path / "one", "--deployment-type", "single_node", "--num-processes", "2", *LONG)
     )
-    assert weights(out) == weights(tmp_path / "one")
-
-
-@needs_machines
-@pytest.mark.faults
-@pytest.mark.timeout(600)
-def test_where_one_machine_is_enough_the_job_goes_on_without_the_other(
-    tmp_path: Path, machines: Machines
-) -> None:
-    exact = ["--sft.model.zero.reduction", "deterministic", *LONG]
-    out = tmp_path / "many"
-    hosts = by_ssh(machines.ssh, machines.hostfile(tmp_path))
-    with train(out, *hosts, *exact, "--min-nodes", "1") as job:
-        wait_for_checkpoint(out, job)
-        machines.kill("worker-1")
-        assert job.wait(240) == 0, job.output()
-        output = job.output()
-
-    assert "worker-1 ended first, by SIGKILL; 1 of 2 continue" in output
-    finish(train(tmp_path / "one", *exact))
     assert weights(out) == weights(tmp_path / "one")

@@ -12,8 +12,7 @@ from pipeline.launch.commands import (
     node_command,
     step_environment,
 )
-from pipeline.launch.deployment import Deployment
-from pipeline.launch.layout import Layout, layout
+from pipeline.launch.layout import Deployment, Layout, layout
 
 STEP = ["-m", "step1_sft.train", "--config", "out/config.yaml"]
 SLURM = {
@@ -47,9 +46,9 @@ def line(**options: object) -> str:
 
 
 def on_nodes(**options: object) -> list[str]:
-    where, deployment = deployed(deployment_type="multi_node", **options)
+    where, _ = deployed(deployment_type="multi_node", **options)
     ranks = range(len(where.hosts))
-    return [shlex.join(node_command(STEP, where, rank, deployment)) for rank in ranks]
+    return [shlex.join(node_command(STEP, where, rank)) for rank in ranks]
 
 
 def test_one_machine_runs_torchrun() -> None:
@@ -60,11 +59,11 @@ def test_one_machine_runs_torchrun() -> None:
 
 
 def test_several_machines_run_the_launcher_with_the_options_given(hosts: str) -> None:
-    said = {"hostfile": Path(hosts), "include": "worker-1:0,2", "bind_cores": True}
+    said = {"hostfile": Path(hosts), "include": "worker-1:0,2"}
 
     assert line(deployment_type="multi_node", **said) == (
         "/env/bin/python -m pipeline.launch.cluster --hostfile hosts --include worker-1:0,2"
-        " --bind-cores --no-check -m step1_sft.train --config out/config.yaml"
+        " --no-check -m step1_sft.train --config out/config.yaml"
     )
 
 

@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.launch.deployment import Deployment
-from pipeline.launch.layout import Host, expand_nodelist, layout, read_hostfile, select_hosts
+from pipeline.launch.layout import (
+    Deployment,
+    Host,
+    expand_nodelist,
+    layout,
+    read_hostfile,
+    select_hosts,
+)
 from pipeline.launch.local import (
     count_gpus,
     passed_on,
@@ -90,27 +96,13 @@ def test_machines_of_a_file_meet_at_the_first_one(hostfile: Path) -> None:
 
     assert (where.by, where.address, where.port) == ("ssh", "worker-0", 29500)
     assert (where.processes, str(where)) == (6, "6 processes each on 2 machines")
-    assert not where.is_elastic
-
-
-def test_by_hand_each_machine_is_told_its_number() -> None:
-    where = layout(
-        Deployment(deployment_type=MANY, node_rank=1, num_nodes=2, master_addr="h", master_port=7),
-        SLURM,
-    )
-
-    assert (where.by, where.address, where.port, where.processes) == ("hand", "h", 7, 4)
 
 
 @pytest.mark.parametrize(
     ("options", "environment", "missing"),
     [
         ({}, {}, "--hostfile"),
-        ({"node_rank": 0}, {}, "--num-nodes"),
-        ({"node_rank": 0, "num_nodes": 2}, {}, "--master-addr"),
-        ({"node_rank": 2, "num_nodes": 2, "master_addr": "a"}, {}, "--node-rank"),
         ({"include": "a1"}, SLURM, "--hostfile"),
-        ({"min_nodes": 4}, SLURM, "--min-nodes 4"),
         ({"num_nodes": 4}, SLURM, "--num-nodes 4"),
     ],
 )

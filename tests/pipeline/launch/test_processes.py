@@ -19,7 +19,7 @@ from pipeline.launch.child import SIGNALS, Ending, run_child
 from pipeline.launch.torchrun import select_exit_code
 
 ROOT = Path(__file__).parents[3]
-NODE = [sys.executable, "-m", "pipeline.launch.node", sys.executable, "-c"]
+NODE = [sys.executable, "-m", "pipeline.launch.remote", sys.executable, "-c"]
 TORCHRUN = [sys.executable, "-m", "pipeline.launch.torchrun", "--standalone"]
 
 
@@ -192,19 +192,19 @@ import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 from pipeline.launch.remote import Errand, run_everywhere
 
-node = [sys.executable, "-m", "pipeline.launch.node", sys.executable, "-c"]
+node = [sys.executable, "-m", "pipeline.launch.remote", sys.executable, "-c"]
 errands = [
     Errand(f"worker-{number}", command, {"NUMBER": str(number)})
     for number, program in enumerate(PROGRAMS)
     for command in [program if isinstance(program, list) else [*node, program]]
 ]
-sys.exit(run_everywhere(errands, fewest=FEWEST))
+sys.exit(run_everywhere(errands))
 """
 
 
-def start(*programs: str | list[str], fewest: int | None = None) -> "subprocess.Popen[str]":
+def start(*programs: str | list[str]) -> "subprocess.Popen[str]":
     """Run programs side by side; a list is a plain command instead of one on a machine."""
-    program = f"PROGRAMS = {[_dedented(each) for each in programs]!r}\nFEWEST = {fewest!r}\n{RUNS}"
+    program = f"PROGRAMS = {[_dedented(each) for each in programs]!r}\n{RUNS}"
     return subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -219,8 +219,8 @@ def _dedented(program: str | list[str]) -> str | list[str]:
     return textwrap.dedent(program) if isinstance(program, str) else program
 
 
-def run(*programs: str | list[str], fewest: int | None = None) -> tuple[int, str, str]:
-    process = start(*programs, fewest=fewest)
+def run(*programs: str | list[str]) -> tuple[int, str, str]:
+    process = start(*programs)
     out, errors = process.communicate(timeout=60)
     return process.returncode, out, errors
 
