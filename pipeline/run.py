@@ -26,7 +26,7 @@ from pipeline.progress import Progress
 from pipeline.settings.plain import flatten, plain
 from pipeline.signals import LeavesAtOnce
 from pipeline.trackers import Trackers, open_trackers
-from pipeline.watchdog.monitors import Health, Stragglers
+from pipeline.watchdog.monitors import Stragglers, peak_memory
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,6 @@ class Run:
         self._trackers = Trackers({})
         self._metrics: IO[bytes] | None = None
         self._stragglers = Stragglers(mesh.world, stages=mesh.stages.size)
-        self._health = Health(mesh.world)
         self._tokens_per_second = 0.0
         self._at_peak: list[AtPeak] = []
         """Of the steps since the last line."""
@@ -187,7 +186,7 @@ class Run:
             self._at_peak.append(at_peak)
         is_due = step % self.config.log_every == 0 or step == self.total_steps
         if is_due:
-            metrics["memory_gb"] = self._health.look(step)
+            metrics["memory_gb"] = peak_memory(self._mesh.world)
         if self._metrics is None:
             return
         if is_due:

@@ -39,7 +39,6 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     if torch.cuda.is_available():
         gpu = torch.device("cuda", gpu_of(launched.local_rank(), torch.cuda.device_count()))
         torch.cuda.set_device(gpu)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives of the flight record
     backend = "gloo" if gpu is None else "nccl"
     with ended_by_ctrl_c():
         # NCCL would otherwise guess the GPU, and find out only at the first collective.

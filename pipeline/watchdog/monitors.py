@@ -1,4 +1,4 @@
-"""Slow processes, and resources that a run never releases."""
+"""Slow processes, and the memory of the largest one."""
 
 import logging
 import os
@@ -23,12 +23,6 @@ FACTOR = 1.5
 
 EXCEPTIONS = 2
 """Steps of a window that are ignored: any process pauses now and then."""
-
-SETTLED = 10
-"""Steps until a run has opened the files and threads that it needs."""
-
-ALLOWED_GROWTH = 16
-"""Files or threads that a run may open after that."""
 
 
 class Stragglers:
@@ -96,47 +90,11 @@ def slow_ranks(seconds: Float64[Tensor, "ranks steps"]) -> dict[int, float]:
     return slow
 
 
-class Health:
-    """Memory of the largest process, and files and threads that are never closed."""
-
-    def __init__(self, world: Group) -> None:
-        self._world = world
-        self._process = psutil.Process()
-        self._before: tuple[float, float] | None = None
-        self._has_warned = False
-
-    def look(self, step: int) -> float:
-        """Memory in GB of the largest process; on a GPU, the peak of its memory.
-
-        All processes call it after the same steps.
-        """
-        process = self._process
-        memory, descriptors, threads = self._world.maxima(
-            [
-                torch.cuda.max_memory_allocated()
-                if torch.cuda.is_available()
-                else process.memory_info().rss,
-                process.num_fds() if hasattr(process, "num_fds") else 0,
-                process.num_threads(),
-            ]
-        )
-        if step >= SETTLED:
-            self._compare(step, descriptors, threads)
-        return round(memory / 1e9, 3)
-
-    def _compare(self, step: int, descriptors: float, threads: float) -> None:
-        if self._before is None:
-            self._before, self._since = (descriptors, threads), step
-            return
-        grown = max(descriptors - self._before[0], threads - self._before[1])
-        if grown > ALLOWED_GROWTH and not self._has_warned:
-            self._has_warned = True
-            logger.info(
-                "a process has %.0f open files and %.0f threads after step %d, and had %.0f and"
-                " %.0f after step %d: something isn't closed",
-                descriptors,
-                threads,
-                step,
-                *self._before,
-                self._since,
-            )
+def peak_memory(world: Group) -> float:
+    """Memory in GB of the largest process; on a GPU, the peak of its memory. All call it."""
+    own = (
+        torch.cuda.max_memory_allocated()
+        if torch.cuda.is_available()
+        else psutil.Process().memory_info().rss
+    )
+    return round(world.max(own) / 1e9, 3)

@@ -1,4 +1,4 @@
-"""What the processes of a job report in its store, and which of them the others wait for.
+"""Reports of the processes of a job in its store, and the process that the others wait for.
 
 The store is that of the rendezvous. torchrun's agent holds it, so that it outlives the processes.
 """
@@ -18,9 +18,7 @@ from pipeline.parallel.group import Group
 T = TypeVar("T")
 
 PATIENCE = timedelta(seconds=5)
-"""Longest wait for an answer of the store, which takes microseconds."""
-
-KEYS_PER_REQUEST = 256
+"""Longest wait for a reply of the store, which takes microseconds."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,6 @@ class Notices:
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         self._store = store
-        self._reads_many = store.has_extended_api()  # pyright: ignore[reportAttributeAccessIssue]
         self.rank, self.world_size = rank, world_size
         self.gone = False
         """Whether the connection to the store is lost."""
@@ -94,18 +91,9 @@ class Notices:
 
     def sightings(self, ranks: Sequence[int]) -> dict[int, Sighting]:
         """The positions of these processes, as far as the store has them."""
-        values: list[bytes | None] = []
-        keys = [f"at/{rank}" for rank in ranks]
-        for start in range(0, len(keys), KEYS_PER_REQUEST):
-            some = keys[start : start + KEYS_PER_REQUEST]
-            if self._reads_many:
-                answers = self._try(lambda some=some: self._store.multi_get(some))
-                values += answers or [None] * len(some)
-            else:
-                values += [self._get(key) for key in some]
         seen: dict[int, Sighting] = {}
-        for rank, value in zip(ranks, values, strict=True):
-            if value is not None:
+        for rank in ranks:
+            if (value := self._get(f"at/{rank}")) is not None:
                 *fields, waits_for = json.loads(value)
                 seen[rank] = Sighting(*fields, waits_for=tuple(waits_for))
         return seen
@@ -120,7 +108,7 @@ class Notices:
             return query()
         except dist.DistNetworkError:  # torch prints a page for every further attempt
             self.gone = True
-        except (RuntimeError, ValueError):  # it may answer the next time
+        except (RuntimeError, ValueError):  # the next request may succeed
             pass
         return None
 
@@ -156,27 +144,22 @@ def find_hanging_stage(seen: Mapping[int, Sighting], timeout: float) -> Failure 
     first = max(stuck, key=lambda rank: stuck[rank].seconds, default=None)
     if first is None or stuck[first].seconds < timeout:
         return None
-    came_from: dict[int, int] = {}
-    queue = [(other, first) for other in stuck[first].waits_for]
-    while queue:
-        rank, before = queue.pop(0)
-        if rank in came_from or rank == first:
-            continue
-        came_from[rank] = before
+    chain = [first]
+    while True:
+        others = [rank for rank in stuck[chain[-1]].waits_for if rank not in chain]
+        rank = min(others, key=lambda rank: rank in stuck, default=None)
+        if rank is None:
+            return None
         if rank not in stuck:
-            between: list[int] = []
-            while before != first:
-                between.insert(0, before)
-                before = came_from[before]
-            through = "".join(f" through rank {each}" for each in between)
-            place = whereabouts(seen[rank]) if rank in seen else "it has reported nothing"
-            what = (
-                f"rank {rank} hangs: rank {first} waited {stuck[first].seconds:.0f} s for it"
-                f"{through} at {stuck[first].label}: {place}"
-            )
-            return Failure(rank, what, 1, stacks=True)
-        queue += [(other, rank) for other in stuck[rank].waits_for]
-    return None
+            break
+        chain.append(rank)
+    place = whereabouts(seen[rank]) if rank in seen else "it has reported nothing"
+    through = "".join(f" through rank {each}" for each in chain[1:])
+    what = (
+        f"rank {rank} hangs: rank {first} waited {stuck[first].seconds:.0f} s for it{through}"
+        f" at {stuck[first].label}: {place}"
+    )
+    return Failure(rank, what, 1, stacks=True)
 
 
 def whereabouts(seen: Sighting) -> str:

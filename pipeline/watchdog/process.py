@@ -18,13 +18,10 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from importlib import import_module
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from pipeline.errors import (
@@ -47,8 +44,6 @@ from pipeline.watchdog.notices import (
 )
 
 TICK_SECONDS = 1.0
-HEARTBEATS_A_SECOND = 1000
-"""Of all processes together: processes of larger jobs report less often."""
 
 OBSERVERS = 2
 """The first ranks read the positions of all, so that requests grow with the number of processes."""
@@ -75,9 +70,6 @@ OF_COLLECTIVES = re.compile(
 ONE_SENTENCE = (UserError, DivergedError)
 """Errors that all processes may meet together, and whose sentence is complete."""
 
-FLIGHT_RECORD = "TORCH_FR_DUMP_TEMP_FILE"
-"""PyTorch's variable for the path prefix of NCCL's flight records, to which the rank is added."""
-
 
 @contextmanager
 def watching(timeout_seconds: float) -> Iterator[None]:
@@ -102,10 +94,9 @@ class Watchdog:
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout = timeout_seconds
         world = current_mesh().world
-        self.rank, size = world.rank, world.size
+        self.rank = world.rank
         self.notices = Notices.of_job(world.gather_objects(uuid.uuid4().hex)[0], world)
         self.tick = min(TICK_SECONDS, timeout_seconds / 4)
-        self.pace = max(self.tick, size / HEARTBEATS_A_SECOND)
         self._beats, self._place, self._since = 0, (0, 0), time.monotonic()
         self.notices.appear(Sighting(0, "none yet", 0.0, 0))
         host = os.uname().nodename
@@ -118,7 +109,6 @@ class Watchdog:
         self._hosts = [name for name, _ in pids]
         self._heard: dict[int, tuple[int, float]] = {}
         """The last heartbeat of each process, and when it was first read."""
-        self._next_look = 0.0
         self._armed_at = -float("inf")
         self._speaking = threading.RLock()
         self._has_spoken = False
@@ -188,7 +178,6 @@ class Watchdog:
             if failure.stacks:
                 lines += f"\nrank {self.rank} is here:\n"
                 lines += _stacks() if error is None else _traceback(error)
-                lines += _dump_flight_record(self.rank)
             _write(lines)
 
     def _stop_on_signal(self, _number: int, _frame: FrameType | None) -> None:
@@ -250,10 +239,9 @@ class Watchdog:
         """The process that keeps the others waiting, if this one observes and stands still."""
         now = time.monotonic()
         still = now - self._since
-        if now < self._next_look or sum(self._place) == 0:
+        if sum(self._place) == 0:
             return None
-        self._next_look = now + self.pace
-        if still < min(STANDING_STILL * self.pace, self.timeout):
+        if still < min(STANDING_STILL * self.tick, self.timeout):
             self._heard.clear()
             return None
         if self.notices.gone and still >= SILENCE_SECONDS:
@@ -284,7 +272,7 @@ class Watchdog:
     # Threads
 
     def _beat(self) -> None:
-        while not self._over.wait(self.pace):
+        while not self._over.wait(self.tick):
             self._appear()
 
     def _run(self) -> None:
@@ -334,19 +322,6 @@ def _is_of_collectives(error: Exception) -> bool:
     if isinstance(error, DesyncError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and OF_COLLECTIVES.search(str(error)) is not None
-
-
-def _dump_flight_record(rank: int) -> str:
-    """Write NCCL's record of the last collectives; a sentence that names the file."""
-    dump = getattr(import_module("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
-    if dump is None or not torch.cuda.is_available():
-        return ""
-    default = Path(tempfile.gettempdir()) / "rlhf_nccl_trace_rank_"
-    path = Path(f"{os.environ.get(FLIGHT_RECORD, default)}{rank}")
-    with suppress(Exception):
-        path.write_bytes(dump())
-        return f"\nNCCL's last collectives: {path}; torchfrtrace reads the files of all ranks"
-    return ""
 
 
 def _summary(error: Exception) -> str:
