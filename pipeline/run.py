@@ -186,7 +186,7 @@ class Run:
             self._at_peak.append(at_peak)
         is_due = step % self.config.log_every == 0 or step == self.total_steps
         if is_due:
-            metrics["memory_gb"] = peak_memory(self._mesh.world)
+            metrics["memory_gb"] = peak_memory(self.mesh.world)
         if self._metrics is None:
             return
         if is_due:
