@@ -1,17 +1,47 @@
-"""What the guards' signals are in numbers, and what each says of a run in a sentence."""
+"""The guards' signals of an iteration: their values and sentences."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.guards.guards import Metrics, Signals
 from pipeline.guards.settings import Guard
-from pipeline.guards.signals import Metrics, Signals, percent
 
 OF_DIVERGENCE = ("score", "score_stderr", "gold", "gold_stderr")
 """Metrics whose course over some iterations is looked at: means and their standard errors."""
 
 LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tokens"}
 """The limits of an episode, by the metric that has the share of episodes each one ended."""
+
+
+SENTENCES: Mapping[str, str] = {
+    "kl": "the actor is {kl:.3g} nats a response from the reference, beyond {limit:g}; to keep it"
+    " nearer, raise ppo.kl_coef or lower ppo.actor.optim.lr",
+    "kl_per_token": "the actor is {value:.2f} nats a token from the reference, beyond {limit:g}:"
+    " its responses may please what rewards them alone; raise ppo.kl_coef or lower"
+    " ppo.actor.optim.lr",
+    "ratio_max": "updates made a token {ratio_max:.0f} times as likely, beyond {limit:.0f} times:"
+    " they go too far; lower ppo.actor.optim.lr, ppo.ppo_epochs or ppo.target_kl",
+    "entropy": "entropy went from {first[entropy]:.3g} to {entropy:.3g} nats a token: responses"
+    " {effect}; lower ppo.actor.optim.lr or raise ppo.kl_coef",
+    "response_length": "responses went from {first[response_length]:.0f} to {response_length:.0f}"
+    " tokens: the reward may favour their length; read the samples, or raise ppo.kl_coef",
+    "stop_rate": "{stop_rate:.0%} of responses end by themselves, against {first[stop_rate]:.0%} at"
+    " first: {remedy}",
+    "repetition": "{repetition:.0%} of tokens repeat a phrase of their response, beyond"
+    " {limit:.0%}: responses run in loops; raise ppo.kl_coef, or take repetition off the reward",
+    "explained_variance": "the critic explains {explained_variance:.2f} of the returns' variance,"
+    " below {limit:g}: advantages are noise; change ppo.critic.optim.lr, or raise"
+    " ppo.critic_warmup_steps",
+    "skipped": "{skipped:.2g} optimizer steps of an update were skipped, beyond {limit:g}:"
+    " gradients are not finite; lower ppo.actor.optim.lr, or train with precision bf16 or fp32",
+    "dead_groups": "{dead_groups:.0%} of prompts have responses of equal rewards, beyond"
+    " {limit:.0%}: they teach nothing; take other prompts, or set ppo.dynamic_sampling",
+    "reward_failures": "{reward_failures:.0%} of responses have no reward, beyond {limit:.0%}: look"
+    " at why they failed, or raise ppo.reward_timeout",
+    "rollout_gap": "generation and training differ by {rollout_gap:.2g} nats a token, beyond"
+    " {limit:g}: responses are another policy's; set ppo.correction, or a higher precision",
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +55,7 @@ class RLSignals(Signals):
     OF_TRENDS = OF_DIVERGENCE
     UNIT = "iteration"
     SLOWER = "half the learning rate and twice kl_coef"
+    SENTENCES = SENTENCES
 
     def value_of(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
         """The signal in the unit of its limit; None where it was not measured."""
@@ -45,16 +76,14 @@ class RLSignals(Signals):
     def sentence_of(
         self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
     ) -> str:
-        """What is out of order, and what may help."""
+        """What is wrong, and what may help."""
         if guard.signal == "divergence":
             return _divergence(history)
-        if guard.signal == "stop_rate":
-            return (
-                f"{percent(metrics['stop_rate'])} of responses end by themselves, against"
-                f" {percent(first['stop_rate'])} at first:"
-                f" {_ends(metrics, scores_ends=self.scores_ends)}"
-            )
-        return SENTENCES[guard.signal](metrics, first, guard.limit)
+        more = {
+            "effect": "all become alike" if guard.limit < 1 else "become noise",
+            "remedy": _ends(metrics, scores_ends=self.scores_ends),
+        }
+        return super().sentence_of(guard, {**metrics, **more}, first, history)
 
 
 def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
@@ -91,105 +120,6 @@ def _ends(metrics: Metrics, *, scores_ends: bool) -> str:
         return "the environment failed in the others; see reward_failures"
     score = ", or lower ppo.missing_eos_score" if scores_ends else ""
     return f"raise {' or '.join(reached) or 'ppo.max_new_tokens'}{score}"
-
-
-def _kl(metrics: Metrics, _: Metrics, limit: float) -> str:
-    return (
-        f"the actor is {metrics['kl']:.3g} nats a response from the reference, beyond {limit:g};"
-        " to keep it nearer, raise ppo.kl_coef or lower ppo.actor.optim.lr"
-    )
-
-
-def _kl_per_token(metrics: Metrics, _: Metrics, limit: float) -> str:
-    kl = metrics["kl"] / metrics["response_length"]
-    return (
-        f"the actor is {kl:.2f} nats a token from the reference, beyond {limit:g}: its"
-        " responses may please what rewards them alone; raise ppo.kl_coef or lower"
-        " ppo.actor.optim.lr"
-    )
-
-
-def _ratio(metrics: Metrics, _: Metrics, limit: float) -> str:
-    return (
-        f"updates made a token {metrics['ratio_max']:.0f} times as likely, beyond {limit:.0f}"
-        " times: they go too far; lower ppo.actor.optim.lr, ppo.ppo_epochs or ppo.target_kl"
-    )
-
-
-def _entropy(metrics: Metrics, first: Metrics, limit: float) -> str:
-    return (
-        f"entropy went from {first['entropy']:.3g} to {metrics['entropy']:.3g} nats a token:"
-        f" responses {'all become alike' if limit < 1 else 'become noise'}; lower"
-        " ppo.actor.optim.lr or raise ppo.kl_coef"
-    )
-
-
-def _length(metrics: Metrics, first: Metrics, _: float) -> str:
-    return (
-        f"responses went from {first['response_length']:.0f} to"
-        f" {metrics['response_length']:.0f} tokens: the reward may favour their length; read the"
-        " samples, or raise ppo.kl_coef"
-    )
-
-
-def _repetition(metrics: Metrics, _: Metrics, limit: float) -> str:
-    return (
-        f"{percent(metrics['repetition'])} of tokens repeat a phrase of their response, beyond"
-        f" {percent(limit)}: responses run in loops; raise ppo.kl_coef, or take repetition off"
-        " the reward"
-    )
-
-
-def _explained_variance(metrics: Metrics, _: Metrics, limit: float) -> str:
-    return (
-        f"the critic explains {metrics['explained_variance']:.2f} of the returns' variance, below"
-        f" {limit:g}: advantages are noise; change ppo.critic.optim.lr, or raise"
-        " ppo.critic_warmup_steps"
-    )
-
-
-def _skipped(metrics: Metrics, _: Metrics, limit: float) -> str:
-    return (
-        f"{metrics['skipped']:.2g} optimizer steps of an update were skipped, beyond {limit:g}:"
-        " gradients are not finite; lower ppo.actor.optim.lr, or train with precision bf16 or fp32"
-    )
-
-
-def _dead_groups(metrics: Metrics, _: Metrics, limit: float) -> str:
-    return (
-        f"{percent(metrics['dead_groups'])} of prompts have responses of equal rewards, beyond"
-        f" {percent(limit)}: they teach nothing; take other prompts, or set ppo.dynamic_sampling"
-    )
-
-
-def _reward_failures(metrics: Metrics, _: Metrics, limit: float) -> str:
-    return (
-        f"{percent(metrics['reward_failures'])} of responses have no reward, beyond"
-        f" {percent(limit)}: look at why they failed, or raise ppo.reward_timeout"
-    )
-
-
-def _rollout_gap(metrics: Metrics, _: Metrics, limit: float) -> str:
-    return (
-        f"generation and training differ by {metrics['rollout_gap']:.2g} nats a token, beyond"
-        f" {limit:g}: responses are another policy's; set ppo.correction, or a higher precision"
-    )
-
-
-SENTENCES: Mapping[str, Callable[[Metrics, Metrics, float], str]] = {
-    "kl": _kl,
-    "kl_per_token": _kl_per_token,
-    "ratio_max": _ratio,
-    "entropy": _entropy,
-    "response_length": _length,
-    "repetition": _repetition,
-    "explained_variance": _explained_variance,
-    "skipped": _skipped,
-    "dead_groups": _dead_groups,
-    "reward_failures": _reward_failures,
-    "rollout_gap": _rollout_gap,
-}
-"""By signal, of the iteration's metrics, those of the first rollout and the limit."""
 
 
 def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:

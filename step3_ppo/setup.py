@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from inference.generation import check_generation
 from pipeline.checkpoints import Checkpoints
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.guards.guards import Guards
-from pipeline.guards.rollback import Guarded
+from pipeline.guards.guards import Guarded, Guards
 from pipeline.models.export import export
 from pipeline.models.trained import within_context
 from pipeline.run import Run

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from pipeline import offline
-from pipeline.guards.guards import Guards
-from pipeline.guards.rollback import Guarded
+from pipeline.guards.guards import Guarded, Guards
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy
 from pipeline.models.passes import passes_of

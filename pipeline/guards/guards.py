@@ -1,26 +1,71 @@
-"""Watches a run by its metrics: warns, or decides that the run ends or goes back.
+"""Watches a run by its metrics: warns, ends the run, or rolls it back to a healthy checkpoint.
 
-All that is checked is the same on all processes, so that all decide alike.
+The metrics are equal on all processes, so that all decide alike.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
+from pipeline.checkpoints import Checkpoints
+from pipeline.errors import CheckpointError, DivergedError
 from pipeline.guards.settings import FEWEST, Action, Guard
-from pipeline.guards.signals import Signals
+
+Metrics = Mapping[str, float]
 
 QUIET = 5
-"""Looks in order after which a guard may warn again: metrics hover about a limit."""
+"""Checks within the limit after which a guard may warn again: metrics hover about a limit."""
 
 MAX_ROLLBACKS = 2
 """After these a guard that would roll back ends the run."""
 
+logger = logging.getLogger(__name__)
+
+
+class Signals:
+    """The signals of a step: their values, and their sentences about a run."""
+
+    OF_THE_START: ClassVar[Sequence[str]]
+    """Metrics of the start that later ones are compared with."""
+
+    OF_TRENDS: ClassVar[Sequence[str]] = ()
+    """Metrics whose course over some checks is a signal."""
+
+    UNIT: ClassVar[str]
+    """Name of a run's steps: iteration, step."""
+
+    SLOWER: ClassVar[str]
+    """The change of a rollback, in words."""
+
+    SENTENCES: ClassVar[Mapping[str, str]]
+    """By signal: a format string of the metrics, `first` (those of the start), `limit` and `value`
+    with what is wrong and what may help."""
+
+    def value_of(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
+        """The signal in the unit of its limit; None where it was not measured."""
+        raise NotImplementedError
+
+    def shows_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
+        """Whether a signal of a trend is beyond its limit; most steps have no trends."""
+        del guard, history
+        return False
+
+    def sentence_of(
+        self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
+    ) -> str:
+        """What is wrong, and what may help; `history` are the last checks of a trend."""
+        del history
+        value = self.value_of(guard.signal, metrics, first)
+        return self.SENTENCES[guard.signal].format(
+            **metrics, first=first, limit=guard.limit, value=value
+        )
+
 
 @dataclass(frozen=True)
 class Trip:
-    """A guard whose signal is out of order, and what is to be done."""
+    """A guard whose signal is beyond its limit, and the action."""
 
     step: int
     signal: str
@@ -31,12 +76,12 @@ class Trip:
     """Steps over which it went wrong, `step` the last of them."""
 
     unit: str
-    """What the run's steps are called."""
+    """Name of the run's steps."""
 
 
 @dataclass
 class Guards:
-    """Checks a run's metrics, and remembers what the run was at first and what has tripped."""
+    """Checks a run's metrics, and stores those of the start and what has tripped."""
 
     guards: Sequence[Guard]
     signals: Signals
@@ -63,13 +108,10 @@ class Guards:
     """Metrics of the last checks: those of `signals.OF_TRENDS`."""
 
     acted: list[dict[str, Any]] = field(default_factory=list)
-    """Of each time that the run went back: trip and `to`, the step after which it went on."""
+    """Of each rollback: the trip and `to`, the step after which the run continued."""
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Trip]:
-        """The guards that have something new to say of the run after `step`, the gravest first.
-
-        The first one alone is to be acted on.
-        """
+        """The guards that trip after `step`, the gravest first; only the first one acts."""
         self.first = self.first or {name: metrics[name] for name in self.signals.OF_THE_START}
         self.step = step
         longest = max((each.window for each in self.guards), default=1)
@@ -79,7 +121,7 @@ class Guards:
         return sorted(trips, key=lambda trip: ("stop", "rollback", "warn").index(trip.action))
 
     def _check(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
-        """What the guard has to say, if it is out of order and has not said so just now."""
+        """The trip of a guard, if it has not tripped just before."""
         name, step = str(guard), self.step
         if guard.action == "none" or not self._is_out_of_order(guard, metrics):
             return None
@@ -119,7 +161,7 @@ class Guards:
 
     @property
     def window(self) -> int | None:
-        """The fewest steps by which a run may go back; None where it never does."""
+        """The fewest steps of a rollback; None where no guard acts."""
         return max((self._steps(guard) for guard in self.guards if guard.acts), default=None)
 
     def _steps(self, guard: Guard) -> int:
@@ -127,7 +169,7 @@ class Guards:
 
     @property
     def rollbacks(self) -> int:
-        """How often the run went back to learn more slowly."""
+        """Number of rollbacks after which the run continued, more slowly."""
         return sum(each["action"] == "rollback" for each in self.acted)
 
     @property
@@ -136,17 +178,67 @@ class Guards:
         return any(each["action"] == "stop" for each in self.acted)
 
     def after(self, trip: Trip, *, to: int) -> dict[str, Any]:
-        """The state of a run that `trip` has taken back to step `to`: its windows are new."""
+        """The state of a run that `trip` has rolled back to step `to`: its windows are empty."""
         acted = [*self.acted, {**asdict(trip), "to": to}]
         new = replace(self, step=to, beyond={}, in_a_row={}, tripped={}, history=[], acted=acted)
         return new.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a new start goes on with."""
+        """The state to resume from."""
         names = {each.name for each in fields(self)} - {"guards", "signals", "interval"}
         return {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where another stood."""
+        """Restore a state."""
         for name, value in state.items():
             setattr(self, name, value)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A run that guards watch."""
+
+    guards: Guards
+    checkpoints: Checkpoints
+
+    slow_down: Callable[[], None]
+    """Lowers the learning rate by `guards.rollbacks`."""
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log what is beyond a limit after `step`, and roll back if a guard requires it.
+
+        Raises:
+            DivergedError: no healthy checkpoint can be read.
+        """
+        trips = self.guards.check(step, metrics)
+        for trip in trips:
+            if trip.action == "warn":
+                logger.warning("%s %d: %s", trip.unit, step, trip.sentence)
+                self.checkpoints.run.note(step, "guard", asdict(trip))
+        if trips and trips[0].action != "warn":
+            self.go_back(trips[0])
+
+    def go_back(self, trip: Trip) -> None:
+        """Load the newest healthy checkpoint from before the trip's window.
+
+        The metrics since then stay in metrics.jsonl; the report omits them from curves.
+
+        Raises:
+            DivergedError: no such checkpoint can be read.
+        """
+        checkpoints, guards = self.checkpoints, self.guards
+        try:
+            checkpoint = checkpoints.newest_healthy(up_to=max(0, trip.step - trip.window))
+        except CheckpointError as error:
+            raise DivergedError(f"{trip.sentence}; and {error}") from error
+        checkpoints.run.note(trip.step, "guard", {**asdict(trip), "to": checkpoint.step})
+        checkpoints.go_back(checkpoint, {"guards": guards.after(trip, to=checkpoint.step)})
+        self.slow_down()
+        at = f"{trip.unit} {checkpoints.done}" if checkpoints.done else "the start"
+        follows = f"the run ends with the actor of {at}"
+        if trip.action != "stop":
+            follows = (
+                f"the run goes back to {at}, with {guards.signals.SLOWER} (rollback"
+                f" {guards.rollbacks} of {MAX_ROLLBACKS} at most)"
+            )
+        logger.warning("%s %d: %s; %s", trip.unit, trip.step, trip.sentence, follows)

@@ -1,4 +1,4 @@
-"""Settings of a guard: a signal, its limit, and what becomes of a run that is beyond it.
+"""Settings of a guard: a signal, its limit, and the action for a run that is beyond it.
 
 Each step has a subclass with its own signals, and a list of usual guards (docs/guards.md).
 """
@@ -14,7 +14,7 @@ from pipeline.errors import require
 Action = Literal["none", "warn", "stop", "rollback"]
 
 FEWEST = 3
-"""Looks that show a trend."""
+"""Checks that show a trend."""
 
 Usual = Sequence[tuple[str, float, int]]
 """Signal, limit and window of the guards that every run of a step has."""
@@ -22,16 +22,16 @@ Usual = Sequence[tuple[str, float, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """One signal, and what becomes of the run where it is beyond its limit."""
+    """One signal, its limit, and the action for a run that is beyond it."""
 
     RELATIVE: ClassVar[tuple[str, ...]] = ()
-    """Counted in those of the start: a limit below 1 is a lower bound, one above 1 an upper."""
+    """Signals relative to the start: a limit below 1 is a lower bound, one above 1 an upper one."""
 
     LOWER: ClassVar[tuple[str, ...]] = ()
-    """Whose limit is a lower bound; every other limit is an upper one."""
+    """Signals whose limit is a lower bound; all others have upper bounds."""
 
     TRENDS: ClassVar[tuple[str, ...]] = ()
-    """Looked at over the whole window, whose limit counts standard errors."""
+    """Signals over the window, whose limit counts standard errors."""
 
     signal: str
     limit: float
@@ -64,13 +64,8 @@ class Guard:
         return self.signal in self.LOWER or (self.signal in self.RELATIVE and self.limit < 1)
 
     @property
-    def place(self) -> tuple[str, bool]:
-        """What two guards have in common of which the later one counts."""
-        return self.signal, self.is_lower
-
-    @property
     def acts(self) -> bool:
-        """Whether it may end the run or take it back."""
+        """Whether it may end the run or roll it back."""
         return self.action in ("stop", "rollback")
 
 
@@ -78,9 +73,9 @@ G = TypeVar("G", bound=Guard)
 
 
 def words(usual: Usual) -> dict[str, list[dict[str, Any]]]:
-    """What `warn`, `strict` and `none` stand for in place of a list of guards.
+    """The lists of guards that `warn`, `strict` and `none` stand for.
 
-    Under `strict` what a single check shows is a reason to warn at most.
+    Under `strict` guards with a window of one check only warn.
     """
     actions = {"warn": ("warn", "warn"), "strict": ("warn", "rollback"), "none": ("none", "none")}
     return {
@@ -93,15 +88,12 @@ def words(usual: Usual) -> dict[str, list[dict[str, Any]]]:
 
 
 def completed(guards: Sequence[G], usual: Sequence[G]) -> tuple[G, ...]:
-    """The guards that are given, in place of usual ones of their signal and side, and the others.
-
-    Of a complete list it is the same list.
-    """
-    return tuple(({g.place: g for g in usual} | {g.place: g for g in guards}).values())
+    """The usual guards, with those that are given in place of those of their signal and side."""
+    return tuple({(g.signal, g.is_lower): g for g in (*usual, *guards)}.values())
 
 
 def acting(guards: Sequence[G]) -> tuple[G, ...]:
-    """The guards that may end the run or take it back."""
+    """The guards that may end the run or roll it back."""
     return tuple(guard for guard in guards if guard.acts)
 
 
@@ -114,15 +106,15 @@ def check_guards(
     every: SaveInterval | None,
     unit: str = "iterations",
 ) -> None:
-    """Refuse guards that can't do what they say.
+    """Refuse guards that can't work.
 
     Args:
         guards: of the run.
-        usual: those that do nothing where their signal is not measured.
+        usual: those that are ignored where their signal is not measured.
         section: of the step's settings, for the message.
-        lacking: of signals that this run does not measure, what they would need.
+        lacking: by signal that this run does not measure, its requirement.
         every: when the state is saved.
-        unit: what the step calls its steps, in the plural.
+        unit: name of the step's steps, in the plural.
 
     Raises:
         ConfigError: one sentence that names the setting.

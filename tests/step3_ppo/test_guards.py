@@ -43,9 +43,9 @@ WRONG: dict[str, tuple[dict[str, float], str]] = {
     "response_length<0.5": ({"response_length": 4.0}, "responses went from 10 to 4 tokens"),
     "stop_rate>0.2": (
         {"stop_rate": 0.75},
-        "75 % of responses end by themselves, against 100 % at first",
+        "75% of responses end by themselves, against 100% at first",
     ),
-    "repetition>0.3": ({"repetition": 0.4}, "40 % of tokens repeat a phrase of their response"),
+    "repetition>0.3": ({"repetition": 0.4}, "40% of tokens repeat a phrase of their response"),
 }
 
 
