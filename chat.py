@@ -1,7 +1,7 @@
 """Talk to a trained model: `python chat.py --path OUT/step3_ppo/actor`."""
 
 from inference.chat import main
-from pipeline.cli import run_main
+from pipeline.cli.options import run_main
 
 if __name__ == "__main__":
     run_main(main)

@@ -6,9 +6,9 @@ before them; `--help` lists the options.
 
 from collections.abc import Sequence
 
-from pipeline import orchestrator
-from pipeline.cli import run_main
+from pipeline.cli.options import run_main
 from pipeline.plan.stage import BEFORE, Stage
+from pipeline.run import orchestrator
 from step0_pretrain.config import PretrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from evaluation.config import EvaluationConfig
 from evaluation.contract import Question, Task
 from evaluation.tasks import tasks_named
-from pipeline.cli import run_main, say
-from pipeline.command import read_command
+from pipeline.cli.command import read_command
+from pipeline.cli.options import run_main, say
 from pipeline.files.output import check_output, write_output
-from pipeline.installation import MODULE
 from pipeline.report.results import find_model
+from pipeline.system.installation import MODULE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,10 +45,10 @@ def main(argv: Sequence[str]) -> None:
     from evaluation.responding import Chat
     from inference.replica import weights_hash
     from pipeline.data.chat.resolve_format import resolve_format
-    from pipeline.logs import configure_logging
     from pipeline.models.chat import check_ready
     from pipeline.models.forward import context_length
     from pipeline.models.load import load_for_inference
+    from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
     config = replace(config, path=find_model(config.path, config.method))

@@ -4,7 +4,7 @@ from evaluation.contract import Grades, Question, Reading, Task, column, rows_of
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
 from pipeline.demo.arithmetic import ArithmeticConfig, sums
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 from rewards.math_answers import gold_answer, response_answer
 
 

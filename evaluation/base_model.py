@@ -8,11 +8,11 @@ from evaluation.held_out import HeldOutPrompts
 from evaluation.scored import ScoredResponse
 from inference.generation import Response, free_bytes
 from pipeline.config import FrozenModelConfig
-from pipeline.errors import ModelError
 from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.meta import model_on_meta
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import ModelError
 from pipeline.system.memory import available_bytes
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from evaluation.contract import Question, Reading, Task
 from evaluation.tasks import paths_in, tasks_named
-from pipeline.errors import require
+from pipeline.system.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)

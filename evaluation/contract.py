@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.data.examples import Message
 from pipeline.data.rows.sources import Row, read_source
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 Grades = Mapping[str, Sequence[bool]]
 """By metric, what a response got right: one thing for most, of IFEval one for each instruction."""

@@ -3,7 +3,7 @@
 from evaluation.contract import Grades, Question, Reading, Task
 from pipeline.data.examples import Message
 from pipeline.demo.task import held_out_questions, verdict
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 
 def read(reading: Reading) -> list[Question]:

@@ -9,7 +9,7 @@ training run does: `strict` takes the number that is marked as the answer, by ##
 from evaluation.contract import Grades, Question, Reading, Task, column, rows_of
 from pipeline.data.examples import Message
 from pipeline.data.rows.sources import Row
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 from rewards.math_answers import gold_answer, last_number, marked_answer
 
 

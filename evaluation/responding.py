@@ -12,10 +12,10 @@ from inference.engine.sampling import sampler_of
 from inference.generation import generate_each
 from inference.settings import Sampling
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.errors import DataError
 from pipeline.models.chat import decode_response
 from pipeline.models.forward import context_length
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from evaluation.contract import Task
 from evaluation.embedded import EMBEDDED
 from evaluation.gsm8k import GSM8K
 from evaluation.ifeval.task import IFEVAL
-from pipeline.errors import ConfigError, require, suggestion
+from pipeline.system.errors import ConfigError, require, suggestion
 
 TASKS = {task.name: task for task in (GSM8K, IFEVAL, EMBEDDED, ARITHMETIC)}
 

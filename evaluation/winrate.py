@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evaluation.comparison import ELO, Match, strength_intervals, strengths
-from pipeline.cli import run_main, say
-from pipeline.command import read_command
+from pipeline.cli.command import read_command
+from pipeline.cli.options import run_main, say
 from pipeline.config import RowColumns
-from pipeline.errors import DataError, require
 from pipeline.files.output import check_output, write_output
-from pipeline.installation import MODULE
 from pipeline.settings.plain import plain
+from pipeline.system.errors import DataError, require
+from pipeline.system.installation import MODULE
 from rewards.config import RewardConfig, read_spec
 from rewards.contract import Episode
 from rewards.judge import PairwiseJudge, pairwise_judge
@@ -122,8 +122,8 @@ def main(argv: Sequence[str]) -> None:
     )
     check_output(config.output, option="--output")
 
-    from pipeline.logs import configure_logging
     from pipeline.models.chat import check_ready
+    from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
     examples = read_prompts(config, config.columns, held_out=True)

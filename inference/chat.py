@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.settings import SamplingOptions
-from pipeline.command import read_command
+from pipeline.cli.command import read_command
 from pipeline.config import EMBEDDED
 from pipeline.demo.task import TAUGHT
-from pipeline.errors import require
-from pipeline.installation import CHAT
 from pipeline.report.results import find_model
+from pipeline.system.errors import require
+from pipeline.system.installation import CHAT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> None:
 
     from inference.conversation import Conversation, Terminal
     from pipeline.data.chat.resolve_format import resolve_format
-    from pipeline.logs import configure_logging
     from pipeline.models.load import load_for_inference
+    from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
     path = find_model(config.path, config.method)

@@ -17,8 +17,8 @@ from inference.settings import Sampling
 from inference.text import TextStream, printable
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Message
-from pipeline.errors import DataError, UserError
 from pipeline.models.forward import context_length
+from pipeline.system.errors import DataError, UserError
 
 HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.settings import SamplingOptions
-from pipeline.cli import run_main
-from pipeline.command import joined, read_command
-from pipeline.errors import require
-from pipeline.installation import MODULE
+from pipeline.cli.command import joined, read_command
+from pipeline.cli.options import run_main
 from pipeline.report.results import find_model
+from pipeline.system.errors import require
+from pipeline.system.installation import MODULE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ def main(argv: Sequence[str]) -> None:
     )
 
     from inference.responses import Responder, read_prompts, write_responses
-    from pipeline.logs import configure_logging
     from pipeline.models.load import load_for_inference
+    from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
     prompts = read_prompts(config.prompts)

@@ -19,10 +19,10 @@ from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
 from inference.engine.sampling import Sampler
 from inference.tensor_parallel import sharing_of, tp_group_of
-from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import base_model, context_length
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import ConfigError, DataError
 
 __all__ = ["Response", "generate", "generate_each"]
 

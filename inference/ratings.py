@@ -18,14 +18,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.cli import run_main, say
-from pipeline.command import choose_command, read_files_command
+from pipeline.cli.command import choose_command, read_files_command
+from pipeline.cli.help import help_entry
+from pipeline.cli.options import run_main, say
 from pipeline.data.rows.shapes import SCHEMA, UNDO
-from pipeline.errors import ConfigError, DataError, require
 from pipeline.files.durable import sync_directory
 from pipeline.files.output import check_output, write_output
-from pipeline.help import help_entry
-from pipeline.installation import MODULE
+from pipeline.system.errors import ConfigError, DataError, require
+from pipeline.system.installation import MODULE
 
 PROGRAM = f"{MODULE} inference.ratings"
 TIE, BAD = "tie", "both bad"

@@ -18,9 +18,9 @@ from inference.settings import Sampling
 from inference.text import continuation, plain_text
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message, Role
-from pipeline.errors import DataError
 from pipeline.models.forward import context_length
-from pipeline.progress import Progress
+from pipeline.system.errors import DataError
+from pipeline.system.progress import Progress
 
 
 @dataclass(frozen=True)

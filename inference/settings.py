@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from pipeline.errors import require
+from pipeline.system.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.cli import run_main, say
-from pipeline.command import joined, read_command
+from pipeline.cli.command import joined, read_command
+from pipeline.cli.options import run_main, say
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.reading import Wanted
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row, read_source
-from pipeline.errors import EXIT_FAILED, DataError, require
-from pipeline.installation import MODULE
+from pipeline.system.errors import EXIT_FAILED, DataError, require
+from pipeline.system.installation import MODULE
 from rewards.config import check_limits, read_specs
 from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import yaml
 
-from pipeline.errors import ConfigError, require, suggestion
 from pipeline.settings.build import Layer, build_config
+from pipeline.system.errors import ConfigError, require, suggestion
 
 Kind = Literal[
     "model",

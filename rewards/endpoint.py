@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.errors import ConfigError, require
+from pipeline.system.errors import ConfigError, require
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome, Scorer, everywhere, outcomes_of
 from rewards.functions import prompt_text

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError, suggestion
+from pipeline.system.errors import ConfigError, suggestion
 from rewards.config import Form, RewardConfig
 from rewards.contract import Episode, Outcome, Scorer, outcomes_of
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pipeline.errors import ConfigError, require
+from pipeline.system.errors import ConfigError, require
 from rewards.config import SCALE, RewardConfig
 from rewards.contract import Episode, Outcome, Scorer
 from rewards.endpoint import Endpoint, EndpointError, endpoint_of

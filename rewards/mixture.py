@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig, check_limits
 from rewards.contract import Episode, Outcome, Scored, Scorer, everywhere
 from rewards.sources import Source, read_sources, scorer_of

@@ -14,8 +14,8 @@ from pipeline.config import EMBEDDED, DataConfig, RowColumns
 from pipeline.data.examples import Example
 from pipeline.data.rows.reading import RowReader, Wanted
 from pipeline.data.sharing.steps import load_examples
-from pipeline.errors import DataError, require
-from pipeline.progress import Progress
+from pipeline.system.errors import DataError, require
+from pipeline.system.progress import Progress
 from rewards.config import RewardConfig, check_limits
 from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards

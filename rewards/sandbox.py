@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Scorer, one_by_one
 from rewards.workers import kill_tree

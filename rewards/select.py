@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.cli import run_main, say
-from pipeline.command import joined, read_command
+from pipeline.cli.command import joined, read_command
+from pipeline.cli.options import run_main, say
 from pipeline.data.examples import Example, Message
-from pipeline.errors import DataError, require
 from pipeline.files.output import check_output, json_lines, write_output
-from pipeline.installation import MODULE
+from pipeline.system.errors import DataError, require
+from pipeline.system.installation import MODULE
 from rewards.config import RewardConfig, read_specs
 from rewards.mixture import weighted_sum, without_failures
 from rewards.sampling import SamplingConfig, read_prompts, respond, score
@@ -97,8 +97,8 @@ def main(argv: Sequence[str]) -> None:
     )
     check_output(config.output, option="--output")
 
-    from pipeline.logs import configure_logging
     from pipeline.models.chat import check_ready
+    from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
     sources = config.sources

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import RowColumns
-from pipeline.errors import require
+from pipeline.system.errors import require
 from rewards.config import RewardConfig
 from rewards.contract import Scorer
 from rewards.endpoint import Endpoint, endpoint_of, remote_scorer

@@ -4,7 +4,7 @@ import re
 from itertools import islice
 
 from pipeline.demo.task import verdict
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Scorer, one_by_one
 

@@ -26,9 +26,9 @@ from typing import Any
 
 import psutil
 
-from pipeline.errors import ConfigError, UserError
-from pipeline.installation import ROOT
-from pipeline.signals import INTERRUPTS, STOP_SIGNALS
+from pipeline.system.errors import ConfigError, UserError
+from pipeline.system.installation import ROOT
+from pipeline.system.signals import INTERRUPTS, STOP_SIGNALS
 
 LOAD_SECONDS = 120.0
 """Time in which a worker must have loaded its code, whose imports may be large."""

@@ -9,7 +9,7 @@ import rlhf_pipeline
 def train() -> None:
     """`rlhf`: the three steps, with the options of `train.py`."""
     rlhf_pipeline.add_to_path()
-    from pipeline.cli import run_main
+    from pipeline.cli.options import run_main
     from train import main
 
     run_main(main)
@@ -19,7 +19,7 @@ def chat() -> None:
     """`rlhf-chat`: talk to a model, with the options of `chat.py`."""
     rlhf_pipeline.add_to_path()
     from inference.chat import main
-    from pipeline.cli import run_main
+    from pipeline.cli.options import run_main
 
     run_main(main)
 
@@ -28,6 +28,6 @@ def serve() -> None:
     """`rlhf-serve`: serve models, with the options of `python -m inference.serve`."""
     rlhf_pipeline.add_to_path()
     from inference.serve.command import main
-    from pipeline.cli import run_main
+    from pipeline.cli.options import run_main
 
     run_main(main)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeline import offline
 from pipeline.data.batches import TokenBatch
 from pipeline.data.store.rows import TokenRow
 from pipeline.parallel.device import local_device
+from pipeline.run import offline
 from step0_pretrain.config import PretrainConfig
 
 

@@ -15,7 +15,7 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

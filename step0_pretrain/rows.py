@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.data.store.corpus import Corpus, Reading, open_corpus, prepare
 from pipeline.data.store.order import MixedStream
-from pipeline.errors import DataError, UserError
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import DataError, UserError
 from step0_pretrain.config import PretrainConfig
 
 if TYPE_CHECKING:

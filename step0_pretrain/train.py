@@ -5,7 +5,7 @@ torchrun --nproc_per_node 2 -m step0_pretrain.train --config configs/opt-125m.ya
     --data.path c.tokens
 """
 
-from pipeline.cli import before_imports
+from pipeline.cli.options import before_imports
 from step0_pretrain.config import PretrainConfig
 
 if __name__ == "__main__":
@@ -15,19 +15,19 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.cli import run_main
+from pipeline.cli.options import run_main
 from pipeline.data.batches import TokenBatch
 from pipeline.data.store.rows import TokenRow
-from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.models.card import Card
 from pipeline.models.load import load_tokenizer
 from pipeline.models.passes import learning_model
 from pipeline.models.trained import within_context_of
-from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
-from pipeline.offline import Training, set_up
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run import AtPeak, Run
-from pipeline.run_step import run_step
+from pipeline.run.divergence import check_finite, check_start, keeping_best
+from pipeline.run.next_token import Size, export_best, learn, perplexity, warn_unless_better
+from pipeline.run.offline import Training, set_up
+from pipeline.run.run import AtPeak, Run
+from pipeline.run.run_step import run_step
 from pipeline.system.torch_process import seed_generators
 from step0_pretrain.batches import collate, cut
 from step0_pretrain.rows import Rows, load_rows

@@ -6,9 +6,9 @@ from pathlib import Path
 from pipeline.engine.checkpoint.history import newest_on_all
 from pipeline.engine.engine import Engine
 from pipeline.engine.state import load
-from pipeline.errors import CheckpointError
 from pipeline.parallel.group import Group
-from pipeline.run import CHECKPOINTS
+from pipeline.run.run import CHECKPOINTS
+from pipeline.system.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

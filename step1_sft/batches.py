@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate_part
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import Fit, RowsFit, require_learnable
 from pipeline.parallel.device import local_device
+from pipeline.run import offline
 from step1_sft.config import SFTConfig
 
 

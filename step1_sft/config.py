@@ -14,7 +14,7 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
-from pipeline.errors import require
+from pipeline.system.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)

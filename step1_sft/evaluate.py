@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.settings import Sampling
-from pipeline.cli import run_main
-from pipeline.command import read_command
-from pipeline.errors import ConfigError, require
-from pipeline.installation import MODULE
+from pipeline.cli.command import read_command
+from pipeline.cli.options import run_main
+from pipeline.system.errors import ConfigError, require
+from pipeline.system.installation import MODULE
 
 if TYPE_CHECKING:
     from inference.responses import Prompt
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
 
     from inference.responses import Prompt, read_prompts
     from pipeline.data.examples import Message
-    from pipeline.logs import configure_logging
+    from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
     if config.prompts is not None:

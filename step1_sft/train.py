@@ -4,7 +4,7 @@ python -m step1_sft.train --config configs/opt-125m.yaml
 torchrun --nproc_per_node 2 -m step1_sft.train --config configs/opt-125m.yaml
 """
 
-from pipeline.cli import before_imports
+from pipeline.cli.options import before_imports
 from step1_sft.config import SFTConfig
 
 if __name__ == "__main__":
@@ -15,18 +15,18 @@ from pathlib import Path
 
 from evaluation.evaluate import TaskEvaluations, generating_from
 from evaluation.responding import Chat
-from pipeline.cli import run_main
+from pipeline.cli.options import run_main
 from pipeline.data.examples import Encoded
-from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.models.card import Card
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.passes import learning_model
 from pipeline.models.trained import within_context
-from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
-from pipeline.offline import Rows, Training, check_rows, load_rows, set_up
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run import Run
-from pipeline.run_step import run_step
+from pipeline.run.divergence import check_finite, check_start, keeping_best
+from pipeline.run.next_token import Size, export_best, learn, perplexity, warn_unless_better
+from pipeline.run.offline import Rows, Training, check_rows, load_rows, set_up
+from pipeline.run.run import Run
+from pipeline.run.run_step import run_step
 from pipeline.system.torch_process import seed_generators
 from step1_sft.batches import cut, encode, rows_fit
 

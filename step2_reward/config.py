@@ -17,7 +17,7 @@ from pipeline.config import (
     Workload,
 )
 from pipeline.data.examples import Example
-from pipeline.errors import require
+from pipeline.system.errors import require
 from step2_reward.labels import LabelSettings, select_rows
 
 GENERATED_AT_ONCE = 64

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.cli import run_main
-from pipeline.command import joined, read_command
-from pipeline.errors import require
-from pipeline.installation import MODULE
+from pipeline.cli.command import joined, read_command
+from pipeline.cli.options import run_main
+from pipeline.system.errors import require
+from pipeline.system.installation import MODULE
 
 DEFAULT_EXAMPLES = (
     (
@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> None:
     )
     from inference.text import printable
     from pipeline.data.examples import Message
-    from pipeline.logs import configure_logging
     from pipeline.models.reward_model import score_responses
+    from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
     examples = DEFAULT_EXAMPLES

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipeline.data.examples import Example
 from pipeline.data.rows.columns import Label
-from pipeline.errors import ConfigError, DataError, require
+from pipeline.system.errors import ConfigError, DataError, require
 
 logger = logging.getLogger(__name__)
 

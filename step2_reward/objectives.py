@@ -15,12 +15,12 @@ from torch import Tensor
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.lengths import Fit, RowsFit, require_learnable
-from pipeline.errors import DataError
 from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.scores import Cutpoints, separator_ids
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import DataError
 from step2_reward.config import RewardConfig
 from step2_reward.lab.figures import (
     PredictedSteps,

@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.dialogues import Turns
-from pipeline.errors import DataError
 from pipeline.models.scores import step_ends
 from pipeline.parallel.device import local_device, send
+from pipeline.run import offline
+from pipeline.system.errors import DataError
 from step2_reward.config import RewardConfig
 from step2_reward.labels import CLASSES, SINGLE, Labels
 

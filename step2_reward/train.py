@@ -4,7 +4,7 @@ python -m step2_reward.train --config configs/opt-350m.yaml --actor.path DIR
 torchrun --nproc_per_node 2 -m step2_reward.train --config configs/opt-350m.yaml
 """
 
-from pipeline.cli import before_imports
+from pipeline.cli.options import before_imports
 from step2_reward.config import RewardConfig
 
 if __name__ == "__main__":
@@ -21,13 +21,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from inference.generation import generate
-from pipeline.cli import run_main
+from pipeline.cli.options import run_main
 from pipeline.config import DataConfig
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.divergence import check_finite, check_start, keeping_best
-from pipeline.errors import ModelError
 from pipeline.models.card import Card
 from pipeline.models.chat import decode_response, load_chat, require_same_chat
 from pipeline.models.export import move_in
@@ -41,11 +39,13 @@ from pipeline.models.forward import (
 from pipeline.models.load import load_causal_lm, load_tokenizer
 from pipeline.models.passes import passes_of, scorer_of
 from pipeline.models.trained import evaluating, trained_classifier, within_context
-from pipeline.offline import Rows, Training, check_rows, load_rows, set_up
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run import Run
-from pipeline.run_step import run_step
+from pipeline.run.divergence import check_finite, check_start, keeping_best
+from pipeline.run.offline import Rows, Training, check_rows, load_rows, set_up
+from pipeline.run.run import Run
+from pipeline.run.run_step import run_step
+from pipeline.system.errors import ModelError
 from pipeline.system.torch_process import seed_generators
 from step2_reward.lab.measure import measure
 from step2_reward.lab.sentences import write_measured

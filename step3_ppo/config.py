@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from evaluation.config import check_tasks
 from pipeline.config import DEFAULT_OPTIM, TrainedModelConfig, Workload
-from pipeline.errors import require
 from pipeline.guards.settings import check_guards, completed
+from pipeline.system.errors import require
 from step3_ppo.guard_settings import WARNING, unmeasured
 from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS
 from step3_ppo.reward_settings import MODEL, with_environment

@@ -25,18 +25,18 @@ from evaluation.scored import (
 )
 from evaluation.verification import conclude
 from inference.generation import Response
-from pipeline.checkpoints import Checkpoints
-from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
-from pipeline.errors import require
 from pipeline.guards.guards import Guards
 from pipeline.models.card import Card
 from pipeline.models.chat import decode_response
 from pipeline.models.load import model_path
-from pipeline.offline import evaluation_interval
-from pipeline.origin import training_at
 from pipeline.parallel.device import local_device
-from pipeline.run import Run
+from pipeline.run.checkpoints import Checkpoints
+from pipeline.run.divergence import check_finite, check_start
+from pipeline.run.offline import evaluation_interval
+from pipeline.run.origin import training_at
+from pipeline.run.run import Run
+from pipeline.system.errors import require
 from rewards.mixture import GOLD
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse, play_shared, transcript

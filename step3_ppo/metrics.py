@@ -12,7 +12,7 @@ from torch import Tensor
 from evaluation.scored import repeated_trigrams
 from inference.generation import Response
 from pipeline.parallel.mesh import Mesh, current_mesh
-from pipeline.utilization import Utilization, log_peaks, utilization_of
+from pipeline.run.utilization import Utilization, log_peaks, utilization_of
 from step3_ppo.advantages import are_equal, group_std
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse

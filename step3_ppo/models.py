@@ -21,7 +21,6 @@ from pipeline.data.batches import TokenBatch, local_micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
-from pipeline.errors import ConfigError, ModelError
 from pipeline.models.chat import require_same_chat
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length, reads_whole
@@ -32,6 +31,7 @@ from pipeline.models.stages import Passage
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import ConfigError, ModelError
 from step3_ppo.config import PPOConfig
 from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.reward_model import (

@@ -19,7 +19,6 @@ from pipeline.data.batches import TokenBatch
 from pipeline.data.chat.chat_format import ChatFormat, Messages
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
-from pipeline.errors import ConfigError
 from pipeline.models.chat import decode_response, speaks_alike
 from pipeline.models.forward import Scorer, base_model
 from pipeline.models.load import load_tokenizer
@@ -27,6 +26,7 @@ from pipeline.models.passes import frozen_passes
 from pipeline.models.scores import response_scores
 from pipeline.models.trained import evaluating
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import ConfigError
 from rewards.config import Pool
 from step3_ppo.episodes import EpisodeResponse
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import RowColumns
-from pipeline.errors import require
 from pipeline.settings.plain import Option, plain
+from pipeline.system.errors import require
 from rewards.config import RewardConfig, read_spec
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from evaluation.held_out import Prompt
 from inference.generation import Response
-from pipeline.errors import ConfigError
 from pipeline.models.chat import decode_response
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
-from pipeline.progress import Clock
+from pipeline.system.errors import ConfigError
+from pipeline.system.progress import Clock
 from rewards.contract import Episode, Outcome, Scored
 from rewards.environments.pool import Environments
 from rewards.mixture import Rewards

@@ -20,9 +20,9 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import load_step_rows
-from pipeline.errors import ConfigError, DataError
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import ConfigError, DataError
 from rewards.contract import Scored
 from step3_ppo.advantages import are_equal
 from step3_ppo.config import PPOConfig

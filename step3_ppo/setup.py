@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from inference.generation import check_generation
-from pipeline.checkpoints import Checkpoints
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.guards.guards import Guarded, Guards
 from pipeline.models.export import export
 from pipeline.models.trained import within_context
-from pipeline.run import Run
+from pipeline.run.checkpoints import Checkpoints
+from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
 from step3_ppo.evaluate import Course

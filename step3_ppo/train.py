@@ -5,7 +5,7 @@ python -m step3_ppo.train --actor.path OUT/step1_sft --critic.path OUT/step2_rew
 torchrun --nproc_per_node 2 -m step3_ppo.train ...
 """
 
-from pipeline.cli import before_imports
+from pipeline.cli.options import before_imports
 from step3_ppo.config import PPOConfig
 
 if __name__ == "__main__":
@@ -14,15 +14,15 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli import run_main
-from pipeline.divergence import check_finite, keeping_best
+from pipeline.cli.options import run_main
 from pipeline.engine.best import BestWeights
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.parallel.mesh import current_mesh
-from pipeline.progress import Clock
-from pipeline.run import Run
-from pipeline.run_step import run_step
+from pipeline.run.divergence import check_finite, keeping_best
+from pipeline.run.run import Run
+from pipeline.run.run_step import run_step
+from pipeline.system.progress import Clock
 from pipeline.system.torch_process import seed_generators
 from step3_ppo.ema import Ema
 from step3_ppo.experience import compute_advantages, score_responses

@@ -1,6 +1,6 @@
 """Checks of the settings of step 3 that involve several of them."""
 
-from pipeline.errors import require
+from pipeline.system.errors import require
 from step3_ppo.methods import Needs
 from step3_ppo.reward_settings import ENVIRONMENT, MODEL, RESERVED
 from step3_ppo.settings import PPOSettings

@@ -17,8 +17,8 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
-from pipeline.errors import require
 from pipeline.guards.settings import Action, Guard, acting, check_guards, completed, words
+from pipeline.system.errors import require
 
 
 def _row(**settings: Any) -> Mapping[str, Any]:  # noqa: ANN401

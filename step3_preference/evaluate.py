@@ -22,25 +22,25 @@ from evaluation.scored import (
 )
 from evaluation.verification import conclude
 from inference.engine.requests import Response
-from pipeline.checkpoints import Checkpoints
 from pipeline.config import EMBEDDED, FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
-from pipeline.errors import DataError, require
 from pipeline.guards.guards import Guards
 from pipeline.models.card import Card
 from pipeline.models.chat import decode_response
 from pipeline.models.load import model_path
 from pipeline.models.reward_model import score_responses
 from pipeline.models.trained import evaluating
-from pipeline.offline import Rows, Training
-from pipeline.origin import training_at
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run import Run
+from pipeline.run.checkpoints import Checkpoints
+from pipeline.run.divergence import check_finite, check_start
+from pipeline.run.offline import Rows, Training
+from pipeline.run.origin import training_at
+from pipeline.run.run import Run
+from pipeline.system.errors import DataError, require
 from step3_preference.config import TITLES, PreferenceConfig
 from step3_preference.objective import Figures, Point, kto_weights, objective
 from step3_preference.reference import Reference, Start

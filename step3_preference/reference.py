@@ -26,14 +26,14 @@ from pipeline.data.examples import Encoded, Example
 from pipeline.data.sharing.prompts import fingerprint
 from pipeline.data.sharing.steps import StageData
 from pipeline.engine.engine import Engine
-from pipeline.errors import DataError
 from pipeline.files.durable import replace_durably
 from pipeline.models.forward import Policy
 from pipeline.models.passes import Passes
 from pipeline.models.trained import evaluating
-from pipeline.offline import Rows
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
+from pipeline.run.offline import Rows
+from pipeline.system.errors import DataError
 from step3_preference.config import PreferenceConfig
 from step3_preference.rows import ComparedBatch, Fate, Row, RowBatch, cut, fit, mismatched_batches
 

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.parallel.device import local_device, send
+from pipeline.run import offline
 from step3_preference.config import PreferenceConfig
 
 Fate = Literal["whole", "cut", "too long", "equal", "untrained"]

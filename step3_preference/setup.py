@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from pipeline import offline
 from pipeline.guards.guards import Guarded, Guards
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy
 from pipeline.models.passes import passes_of
 from pipeline.models.trained import trained_causal_lm
-from pipeline.offline import Rows, Training
 from pipeline.parallel.device import local_device
-from pipeline.run import Run
+from pipeline.run import offline
+from pipeline.run.offline import Rows, Training
+from pipeline.run.run import Run
 from step3_preference.config import PreferenceConfig
 from step3_preference.evaluate import Course
 from step3_preference.guards import PreferenceSignals

@@ -4,7 +4,7 @@ python -m step3_preference.train --model.path OUT/step1_sft --method dpo
 torchrun --nproc_per_node 2 -m step3_preference.train ...
 """
 
-from pipeline.cli import before_imports
+from pipeline.cli.options import before_imports
 from step3_preference.config import PreferenceConfig
 
 if __name__ == "__main__":
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from pipeline.cli import run_main
-from pipeline.divergence import keeping_best
+from pipeline.cli.options import run_main
 from pipeline.models.trained import within_context_of
-from pipeline.offline import load_rows
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run import Run
-from pipeline.run_step import run_step
+from pipeline.run.divergence import keeping_best
+from pipeline.run.offline import load_rows
+from pipeline.run.run import Run
+from pipeline.run.run_step import run_step
 from pipeline.system.torch_process import seed_generators
 from step3_preference.objective import Figures, Point, objective
 from step3_preference.reference import RowStore

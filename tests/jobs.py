@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from pipeline.cli import run_main
-from pipeline.logs import configure_logging
+from pipeline.cli.options import run_main
 from pipeline.parallel.process_group import process_group
+from pipeline.system.logs import configure_logging
 from pipeline.watchdog.process import watching
 from tests.distributed import PROCESSES
 

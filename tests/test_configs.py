@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.cli import parse_step
+from pipeline.cli.options import parse_step
 from pipeline.models.known import KNOWN
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs

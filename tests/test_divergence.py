@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import StepConfig, TrainedModelConfig
-from pipeline.errors import EXIT_DIVERGED, DivergedError
 from pipeline.report.findings import findings
 from pipeline.report.results import Results, StepResult
+from pipeline.system.errors import EXIT_DIVERGED, DivergedError
 from tests.jobs import run_job
 from tests.step3_ppo.toy import save_models
 from tests.test_resume import CONFIGS, run

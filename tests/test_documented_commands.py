@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import parse_step
-from pipeline.errors import UserError
+from pipeline.cli.options import parse_step
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.plan.stage import side_by_side, without_unchosen
+from pipeline.system.errors import UserError
 from train import STAGES
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli import parse_step
+from pipeline.cli.options import parse_step
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train
 from tests.step3_ppo.toy import save_models

@@ -18,7 +18,7 @@ import pytest
 
 from pipeline.config import DataConfig, FrozenModelConfig, StepConfig, TrainedModelConfig
 from pipeline.data.sharing.steps import load_step_rows, record_prompts
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
 from step2_reward.config import RewardConfig

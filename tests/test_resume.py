@@ -20,7 +20,7 @@ from pipeline.config import (
 )
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from step0_pretrain.config import PretrainConfig
 from step0_pretrain.train import train as train_pretrain
 from step1_sft.config import SFTConfig

@@ -16,7 +16,7 @@ from pipeline.config import (
 )
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.parallel.mesh import cut_mesh
-from pipeline.run import CHECKPOINTS
+from pipeline.run.run import CHECKPOINTS
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
 from step2_reward.config import RewardConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import train
-from pipeline.cli import run_main
+from pipeline.cli.options import run_main
 
 GAMES = """
 class Game:

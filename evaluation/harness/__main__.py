@@ -9,8 +9,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from pipeline.cli import run_main
-from pipeline.errors import ConfigError
+from pipeline.cli.options import run_main
+from pipeline.system.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> None:

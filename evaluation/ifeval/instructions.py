@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 Arguments = Mapping[str, Any]
 """The `kwargs` of an instruction in a row; those that are null are left out."""

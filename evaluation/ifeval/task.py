@@ -11,7 +11,7 @@ from evaluation.contract import Grades, Question, Reading, Task, column, rows_of
 from evaluation.ifeval.instructions import FORMS, LANGUAGE, LENGTHS, WORDS, Arguments
 from pipeline.data.examples import Message
 from pipeline.data.rows.sources import Row
-from pipeline.errors import DataError, suggestion
+from pipeline.system.errors import DataError, suggestion
 
 INSTRUCTIONS = {**WORDS, **LANGUAGE, **LENGTHS, **FORMS}
 """By their names in the public rows."""

@@ -38,8 +38,8 @@ from inference.engine.sampling import Sampler, reported
 from inference.engine.scheduler import Waiting
 from inference.engine.slots import PREFILL, Slots
 from inference.tensor_parallel import tp_group_of
-from pipeline.errors import DataError
 from pipeline.models.forward import base_model, context_length, is_ragged
+from pipeline.system.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from inference.serve.config import ServeConfig, read_keys
-from pipeline.cli import remark, say
-from pipeline.command import joined, read_command
-from pipeline.errors import ConfigError
-from pipeline.installation import MODULE
-from pipeline.logs import configure_logging
+from pipeline.cli.command import joined, read_command
+from pipeline.cli.options import remark, say
+from pipeline.system.errors import ConfigError
+from pipeline.system.installation import MODULE
+from pipeline.system.logs import configure_logging
 
 if TYPE_CHECKING:
     from inference.ratings import RatingsFile

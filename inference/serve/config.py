@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.config import Precision
-from pipeline.errors import ConfigError, require
+from pipeline.system.errors import ConfigError, require
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Addresses that this machine alone reaches."""

@@ -18,10 +18,9 @@ from inference.serve.config import ServeConfig
 from inference.serve.served import ServedModel, ServedReward, load_reward
 from inference.text import TokenBytes
 from pipeline.budget.machine import GIB, in_words
-from pipeline.cli import remark
+from pipeline.cli.options import remark
 from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.resolve_format import resolve_format
-from pipeline.errors import ConfigError, DataError, ModelError, require
 from pipeline.models.chat import check_ready
 from pipeline.models.forward import context_length
 from pipeline.models.load import load_causal_lm, load_tokenizer
@@ -29,6 +28,7 @@ from pipeline.models.lora import Task
 from pipeline.models.meta import model_on_meta
 from pipeline.parallel.device import local_device
 from pipeline.report.results import StepResult, read_results
+from pipeline.system.errors import ConfigError, DataError, ModelError, require
 
 NAME = re.compile(r"[\w.:-]{1,64}")
 BASE = "base"

@@ -30,7 +30,7 @@ from inference.serve.served import ServedModel
 from inference.serve.state import State, client_of, off_loop, read_body, size_of, state_of
 from inference.text import plain_text
 from pipeline import __version__
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 PAGE = Path(__file__).parent / "page"
 VIEWS = ("chat", "compare", "rate", "watch")

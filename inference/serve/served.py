@@ -14,10 +14,10 @@ from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import Argument, never_read, resolve_format
 from pipeline.data.examples import Encoded, Message
-from pipeline.errors import UserError
 from pipeline.models.forward import Policy, Scorer, base_model, context_length
 from pipeline.models.reward_model import load_scorer
 from pipeline.parallel.device import local_device
+from pipeline.system.errors import UserError
 
 MOST_LOGITS = 2**26
 """Logits of one pass over a prompt: 256 MiB of fp32, and as much again for log-probabilities."""

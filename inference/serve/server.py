@@ -16,8 +16,8 @@ from inference.serve.config import ServeConfig
 from inference.serve.routes import build_app
 from inference.serve.state import State
 from inference.serve.worker import Worker
-from pipeline.cli import remark
-from pipeline.errors import EXIT_FAILED, ConfigError
+from pipeline.cli.options import remark
+from pipeline.system.errors import EXIT_FAILED, ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DataError
 from pipeline.report.charts import step_charts
 from pipeline.report.results import events_of, read_results
+from pipeline.system.errors import DataError
 
 FILES = ("metrics.jsonl", "diverged.json", "result.json", "samples.json")
 MOST_SAMPLES = 8

@@ -18,7 +18,7 @@ from inference.engine.sampling import Reported
 from inference.serve.metrics import Metrics
 from inference.serve.served import ServedModel
 from inference.text import ResponseText
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 T = TypeVar("T")
 

@@ -23,11 +23,9 @@ import yaml
 
 from pipeline.budget.fit import Settings, changed, of_models, shortage, trained_models
 from pipeline.budget.memory import step_memory
-from pipeline.cli import EXIT_INTERRUPTED, complain, say, write_config
+from pipeline.cli.options import EXIT_INTERRUPTED, complain, say, write_config
 from pipeline.config import FrozenModelConfig, StepConfig
-from pipeline.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, ConfigError
 from pipeline.files.durable import replace_durably
-from pipeline.installation import TRAIN
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import step_command, step_environment
 from pipeline.launch.layout import Deployment
@@ -38,7 +36,9 @@ from pipeline.plan.plan import Plan
 from pipeline.plan.request import Request
 from pipeline.plan.stage import METHODS, Stage
 from pipeline.settings.plain import plain
-from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
+from pipeline.system.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, ConfigError
+from pipeline.system.installation import TRAIN
+from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 BEST, TRIALS, LOGS = "best.yaml", "trials.jsonl", "logs"
 

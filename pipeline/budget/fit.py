@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from pipeline.budget.machine import Machine, describe_machine, in_words, this_machine
 from pipeline.budget.memory import Phase, StepMemory, line, step_memory
 from pipeline.budget.models import models_of
-from pipeline.cli import remark, say
+from pipeline.cli.options import remark, say
 from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
-from pipeline.errors import ConfigError, ModelError
 from pipeline.launch.local import PLANNED, list_gpus
 from pipeline.parallel import launched
+from pipeline.system.errors import ConfigError, ModelError
 
 ConfigT = TypeVar("ConfigT")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from pipeline.system.memory import available_bytes
 
 if TYPE_CHECKING:

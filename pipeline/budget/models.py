@@ -20,9 +20,9 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
-from pipeline.errors import ModelError
-from pipeline.hub import cached_file
 from pipeline.models.known import KNOWN
+from pipeline.system.errors import ModelError
+from pipeline.system.hub import cached_file
 
 if TYPE_CHECKING:
     from torch import nn

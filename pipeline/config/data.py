@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal
 
-from pipeline.errors import require
+from pipeline.system.errors import require
 
 EMBEDDED = "embedded"
 """As a model path: the embedded Llama and its tokenizer. As a data path: the embedded task."""

@@ -21,10 +21,10 @@ from typing import Any
 from pipeline.config.model import TrainedModelConfig
 from pipeline.config.optim import ELEMENT_WISE, SCHEDULES, WITHOUT_FINAL_RATIO
 from pipeline.config.step import Tracker
-from pipeline.errors import ConfigError, require, suggestion
 from pipeline.settings.build import Layer, typed_settings
 from pipeline.settings.describe import section_class
 from pipeline.settings.plain import Option, nested
+from pipeline.system.errors import ConfigError, require, suggestion
 
 AUTO = "auto"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
-from pipeline.errors import require
+from pipeline.system.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from pipeline.errors import ConfigError, require, suggestion
+from pipeline.system.errors import ConfigError, require, suggestion
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(ge=0, le=1)]

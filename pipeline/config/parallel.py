@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeline.config.model import TrainedModelConfig
-from pipeline.errors import require
+from pipeline.system.errors import require
 
 FILL = 4
 """Micro-batches for each stage that a step has at least, unless the settings say otherwise: stages

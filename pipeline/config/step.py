@@ -3,6 +3,7 @@
 Memory, time and the plan are computed from the description (`StepConfig.workload`).
 """
 
+import importlib.util
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pipeline.config.data import DataConfig, RowColumns, RowShare
 from pipeline.config.model import FrozenModelConfig, TrainedModelConfig
 from pipeline.config.parallel import ParallelConfig
-from pipeline.errors import require
 from pipeline.settings.plain import Option
+from pipeline.system.errors import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -476,6 +477,22 @@ class StepConfig(ABC):
     @abstractmethod
     def workload(self, world: int) -> Workload:
         """The work of the step on each process."""
+
+    def require_trackers(self) -> None:
+        """Raise ConfigError if the package of a tracker is not installed."""
+        for name in self.trackers:
+            require(
+                importlib.util.find_spec(name) is not None,
+                f"trackers: {name} is not installed; run `pip install {name}` or take it out of"
+                " `trackers`",
+            )
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a model of the step sums its gradients in a fixed order."""
+        values = [getattr(self, each.name) for each in fields(self)]
+        trained = [each for each in values if isinstance(each, TrainedModelConfig)]
+        return any(each.zero.reduction == "deterministic" for each in trained)
 
     @property
     def save_interval(self) -> SaveInterval | None:

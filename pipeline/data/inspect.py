@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.cli import run_main
-from pipeline.command import read_command
+from pipeline.cli.command import read_command
+from pipeline.cli.options import run_main
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.sharing.steps import StageData, load_examples
-from pipeline.errors import require
-from pipeline.installation import MODULE
+from pipeline.system.errors import require
+from pipeline.system.installation import MODULE
 
 if TYPE_CHECKING:
     from rich.console import Console

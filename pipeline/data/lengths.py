@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from pipeline.config import EMBEDDED, DataConfig
-from pipeline.errors import DataError
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import DataError
 
 logger = logging.getLogger(__name__)
 

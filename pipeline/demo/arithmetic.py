@@ -12,11 +12,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pipeline.cli import run_main, say
-from pipeline.command import read_command
-from pipeline.errors import require
+from pipeline.cli.command import read_command
+from pipeline.cli.options import run_main, say
 from pipeline.files.output import json_lines, write_output
-from pipeline.installation import MODULE
+from pipeline.system.errors import require
+from pipeline.system.installation import MODULE
 
 
 @dataclass(frozen=True, kw_only=True)

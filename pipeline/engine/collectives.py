@@ -11,7 +11,7 @@ from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Collectives, GroupCollectives, Work
 from pipeline.engine.shared_memory import SharedMemoryCollectives, on_one_machine
 from pipeline.parallel.group import DataGroup, Group
-from pipeline.position import SAME_ORDER, DesyncError
+from pipeline.system.position import SAME_ORDER, DesyncError
 
 
 class CollectivesOverCopies(Collectives):

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.kernels.pinned_memory import pinned_empty
 from pipeline.parallel.gather import all_gather, reduce_scatter
 from pipeline.parallel.group import Group
-from pipeline.position import HERE
+from pipeline.system.position import HERE
 
 SUM_BLOCK = 65536
 """Elements that are brought to fp32 at once to be added: they fit into a core's cache."""

@@ -20,12 +20,12 @@ from pipeline.engine.rollout_offload import KINDS, Kind, RolloutOffload
 from pipeline.engine.setup import build_units, keep_freed_memory, placement_of, store_on_disk
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
-from pipeline.errors import ConfigError, DivergedError
-from pipeline.faults import fault_point
 from pipeline.kernels.adamw import AdamW, Launches, Shard
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import ConfigError, DivergedError
+from pipeline.system.faults import fault_point
 
 
 @dataclass(frozen=True)

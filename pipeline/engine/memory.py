@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.cli import run_main, say
-from pipeline.command import read_command
+from pipeline.cli.command import read_command
+from pipeline.cli.options import run_main, say
 from pipeline.config import FrozenModelConfig
-from pipeline.errors import require
-from pipeline.installation import MODULE
+from pipeline.system.errors import require
+from pipeline.system.installation import MODULE
 
 _USAGE = (
     f"{MODULE} pipeline.engine.memory --params N [--largest-layer N] [--gpus N]",

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Collectives
-from pipeline.errors import ConfigError, OffloadError
-from pipeline.faults import fault_point
 from pipeline.files.tensor_io import bytes_of, read_at, write_at
 from pipeline.kernels.adamw import new_moments
+from pipeline.system.errors import ConfigError, OffloadError
+from pipeline.system.faults import fault_point
 
 ALIGNMENT = 4096
 """Tensors begin at multiples of a disk's block."""

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

@@ -22,8 +22,8 @@ from pipeline.engine.flat import FlatParams
 from pipeline.engine.stored import READ_AT_ONCE
 from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.engine.trained import TrainedParams
-from pipeline.errors import CheckpointError
 from pipeline.parallel.group import Group
+from pipeline.system.errors import CheckpointError
 
 ReadInto = Callable[[int, Tensor], None]
 """Fills a flat tensor with elements of a whole parameter from a place on."""

@@ -21,9 +21,9 @@ from pipeline.engine.masters import (
     uses_adamw_kernel,
 )
 from pipeline.engine.tensor_parts import Stretch, completed, counted
-from pipeline.errors import KernelError
 from pipeline.kernels.adamw import COPIES, Kind, Shard, Weights, find, new_moments
 from pipeline.parallel.group import ALONE, Group
+from pipeline.system.errors import KernelError
 
 
 class TrainedParams:

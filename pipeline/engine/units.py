@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 ROOT = "root"
 """Name of the unit that holds what no block does."""

@@ -20,7 +20,7 @@ from pipeline.engine.flat import FlatParams
 from pipeline.engine.outputs import check_output, tensors_in, without_views
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.units import Kind, UsesHead
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 
 class Unit:

@@ -1,6 +1,6 @@
 """Export a model: `python -m pipeline.export --path OUT --to gguf --out exported`."""
 
-from pipeline.cli import run_main
+from pipeline.cli.options import run_main
 from pipeline.export.command import main
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pipeline.cli import say
-from pipeline.command import read_command
-from pipeline.errors import ConfigError, require
-from pipeline.installation import MODULE
+from pipeline.cli.command import read_command
+from pipeline.cli.options import say
+from pipeline.system.errors import ConfigError, require
+from pipeline.system.installation import MODULE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
         " verify what was written: docs/export.md.",
     )
     from pipeline.export.source import check_out, write_export_card, written_aside
-    from pipeline.logs import configure_logging
+    from pipeline.system.logs import configure_logging
 
     assert config.out is not None
     out = config.out.expanduser()

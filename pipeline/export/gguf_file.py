@@ -27,11 +27,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.config import FrozenModelConfig
 from pipeline.demo.task import corpus
-from pipeline.errors import ConfigError, ModelError
 from pipeline.export.source import Source
 from pipeline.export.verify import UnverifiedError, compare_outputs, logits_of
 from pipeline.files.weight_files import WeightFiles
 from pipeline.models.load import load_tokenizer
+from pipeline.system.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

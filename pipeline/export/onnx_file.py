@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline.config import FrozenModelConfig
-from pipeline.errors import ModelError, is_out_of_memory
 from pipeline.export.source import Source, copy_settings
 from pipeline.export.verify import compare_outputs
 from pipeline.models.forward import Backbone, reads_whole, score_head
 from pipeline.models.load import load_causal_lm, load_classifier
+from pipeline.system.errors import ModelError, is_out_of_memory
 
 GRAPH = "model.onnx"
 

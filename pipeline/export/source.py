@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError, ModelError
 from pipeline.files.durable import discard, rename_durably, settle
 from pipeline.files.output import check_output
 from pipeline.models.card import CARD
@@ -20,6 +19,7 @@ from pipeline.models.directory import (
     check_model_directory,
 )
 from pipeline.report.results import find_model
+from pipeline.system.errors import ConfigError, ModelError
 
 HEADING = "## Export"
 

@@ -7,8 +7,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipeline.errors import ModelError
 from pipeline.models.packing import how_to_run
+from pipeline.system.errors import ModelError
 
 TOLERANCE = 1e-5
 """Largest difference of an fp32 output, in units of the largest output of the batch, or of 1."""

@@ -14,7 +14,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from pipeline.errors import ModelError
 from pipeline.export.source import Source, copy_settings, read_source
 from pipeline.export.verify import (
     ROUNDED,
@@ -26,6 +25,7 @@ from pipeline.export.verify import (
 from pipeline.files.safetensors_header import INDEX, stored_tensors
 from pipeline.models.directory import ADAPTER, check_configuration
 from pipeline.models.export import ADAPTER_DIR
+from pipeline.system.errors import ModelError
 
 WEIGHTS = "adapter_model.safetensors"
 

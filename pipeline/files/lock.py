@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError
 from pipeline.files.durable import sync_directory, write_durably
+from pipeline.system.errors import ConfigError
 
 
 def check_output(path: Path, *, option: str) -> None:

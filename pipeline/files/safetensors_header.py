@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ModelError
+from pipeline.system.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

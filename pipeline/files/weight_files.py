@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import stored_tensors
 from pipeline.files.tensor_io import bytes_of, read_at
+from pipeline.system.errors import ModelError
 
 DTYPES = {
     "F64": torch.float64,

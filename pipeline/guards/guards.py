@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from pipeline.checkpoints import Checkpoints
-from pipeline.errors import CheckpointError, DivergedError
 from pipeline.guards.settings import FEWEST, Action, Guard
+from pipeline.run.checkpoints import Checkpoints
+from pipeline.system.errors import CheckpointError, DivergedError
 
 Metrics = Mapping[str, float]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pipeline.config import SaveInterval
-from pipeline.errors import require
+from pipeline.system.errors import require
 
 Action = Literal["none", "warn", "stop", "rollback"]
 

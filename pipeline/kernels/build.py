@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.errors import KernelError
+from pipeline.system.errors import KernelError
 
 CACHE = "RLHF_PIPELINE_CACHE"
 """Variable of the environment: the directory that keeps compiled kernels."""

@@ -9,8 +9,8 @@ from typing import TypeVar, get_args
 import torch
 
 from pipeline.config import Kernels
-from pipeline.errors import ConfigError, KernelError
 from pipeline.kernels.gpu import Gpu, LaunchError, Macros, gpu_of
+from pipeline.system.errors import ConfigError, KernelError
 
 logger = logging.getLogger(__name__)
 

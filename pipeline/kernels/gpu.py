@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import KernelError
 from pipeline.kernels.build import cache_directory, complete_file
+from pipeline.system.errors import KernelError
 
 SOURCES = Path(__file__).parent
 """The folder of the sources, one for each operator."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from pipeline.signals import INTERRUPTS, STOP_SIGNALS
+from pipeline.system.signals import INTERRUPTS, STOP_SIGNALS
 
 SIGNALS = (*INTERRUPTS, *STOP_SIGNALS)
 

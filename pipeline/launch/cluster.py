@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from pipeline.cli import run_main, say, split_options
-from pipeline.errors import ConfigError, require
-from pipeline.help import help_entry, settings_help
+from pipeline.cli.help import help_entry, settings_help
+from pipeline.cli.options import run_main, say, split_options
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import (
     host_command,
@@ -29,6 +28,7 @@ from pipeline.launch.remote import Errand, run_everywhere
 from pipeline.settings.build import build_config
 from pipeline.settings.describe import list_settings
 from pipeline.settings.plain import Option
+from pipeline.system.errors import ConfigError, require
 
 REMOTE = (sys.executable, "-m", "pipeline.launch.remote")
 NOT_HERE = ("deployment_type", "num_processes")

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from pipeline.installation import ROOT
 from pipeline.launch.layout import Deployment, Host, Layout, is_this_machine
 from pipeline.launch.local import list_gpus, read_env_file, share_of_cores, spin_count
+from pipeline.system.installation import ROOT
 
 TORCHRUN = ("-m", "pipeline.launch.torchrun")
 SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}

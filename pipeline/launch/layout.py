@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.errors import ConfigError, require, suggestion
 from pipeline.launch.local import CPU_PROCESSES, count_gpus, count_processes
+from pipeline.system.errors import ConfigError, require, suggestion
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 """Without a password prompt; a connection that is lost is noticed within a minute."""

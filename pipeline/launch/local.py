@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 CPU_PROCESSES = 2
 """Processes on a machine without a GPU, where no number is given."""

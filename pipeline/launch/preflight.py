@@ -22,12 +22,12 @@ from importlib import metadata
 from pathlib import Path
 from threading import Thread
 
-from pipeline.cli import complain, remark
-from pipeline.errors import ConfigError
-from pipeline.installation import ROOT
+from pipeline.cli.options import complain, remark
 from pipeline.launch.commands import NO_DIRECTORY, NO_PYTHON, host_command
 from pipeline.launch.layout import THIS_MACHINE, Deployment, Host, Layout
 from pipeline.launch.local import Gpu, query_gpus
+from pipeline.system.errors import ConfigError
+from pipeline.system.installation import ROOT
 
 PATIENCE_SECONDS = 30.0
 """For a machine to answer; starting Python from a slow file system takes time."""

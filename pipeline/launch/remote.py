@@ -21,9 +21,9 @@ from typing import IO
 
 import psutil
 
-from pipeline.cli import EXIT_USER_ERROR, complain
+from pipeline.cli.options import EXIT_USER_ERROR, complain
 from pipeline.launch.child import SIGNALS
-from pipeline.signals import STOP_SIGNALS
+from pipeline.system.signals import STOP_SIGNALS
 
 HEARTBEAT_SECONDS = 10.0
 """Between two lines to a remote side."""

@@ -18,9 +18,9 @@ from contextlib import suppress
 
 import psutil
 
-from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain
+from pipeline.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain
 from pipeline.launch.local import share_of_cores
-from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
+from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 GRACE_SECONDS = 600
 """Until processes that were asked to stop are killed; a scheduler's own patience ends sooner."""

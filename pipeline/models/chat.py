@@ -9,9 +9,9 @@ from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, TrainedMode
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Example
-from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.models.directory import check_configuration, check_model_directory
 from pipeline.models.load import load_tokenizer, local_directory
+from pipeline.system.errors import ConfigError, DataError, ModelError
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from pipeline.config import LoraConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.stored import StoredParameter, stored_like
 from pipeline.engine.units import find_units
-from pipeline.errors import CheckpointError
 from pipeline.kernels.adamw import round_weights
 from pipeline.models.block_codes import Form
 from pipeline.models.deferred import meta_model, places
@@ -24,6 +23,7 @@ from pipeline.models.export import export
 from pipeline.models.forward import base_model
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantize_layers, quantized_layers
+from pipeline.system.errors import CheckpointError
 
 TOKENIZER = "tokenizer"
 """Directory beside the checkpoints."""

@@ -24,9 +24,9 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from pipeline.engine.state import read_part
 from pipeline.engine.stored import ReadElements, StoredParameter, copy_elements, stored_like
 from pipeline.engine.tensor_parts import Part, mark_part
-from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.files.weight_files import WeightFiles
+from pipeline.system.errors import ModelError
 
 
 def require_finite(model: nn.Module, path: str) -> None:

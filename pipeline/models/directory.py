@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import (
     INDEX,
     SINGLE,
@@ -18,6 +17,7 @@ from pipeline.files.safetensors_header import (
     require_no_pointer,
     stored_tensors,
 )
+from pipeline.system.errors import ModelError
 
 ADAPTER = "adapter_config.json"
 

@@ -21,7 +21,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from pipeline.engine.tensor_parts import part_of
-from pipeline.faults import fault_point
 from pipeline.files.durable import replace_durably, settle, sync_directory
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.directory import are_of_classifier
@@ -33,6 +32,7 @@ from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.transfer import receive_named, send_named
+from pipeline.system.faults import fault_point
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 

@@ -20,12 +20,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.units import UsesHead
-from pipeline.errors import DataError, KernelError
 from pipeline.kernels.logprobs import WHOLE, linear_logprobs, logprobs_of, row_logprobs
 from pipeline.models.attention import KEY_BLOCK, RAGGED, Ragged, unpad
 from pipeline.models.divided_vocabulary import words_of
 from pipeline.models.scores import Cutpoints, expected_value, response_scores
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import DataError, KernelError
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,6 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, Kernels, Precision, TrainedModelConfig
 from pipeline.demo.model import build_model, build_tokenizer
-from pipeline.errors import ModelError, UserError, is_out_of_memory
-from pipeline.hub import cached_file, require_reachable
-from pipeline.installation import TRAIN
 from pipeline.kernels.choice import kernel_mode
 from pipeline.models.attention import RAGGED
 from pipeline.models.deferred import (
@@ -47,6 +44,9 @@ from pipeline.models.directory import (
 )
 from pipeline.models.packing import how_to_run
 from pipeline.models.quantized import quantized
+from pipeline.system.errors import ModelError, UserError, is_out_of_memory
+from pipeline.system.hub import cached_file, require_reachable
+from pipeline.system.installation import TRAIN
 
 
 @contextmanager

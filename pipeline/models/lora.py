@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import LoraConfig
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 HEADS = ("score", "classifier", "pre_classifier", "pooler")
 """What classifiers have above their backbone; those of encoders have one of the later ones too."""

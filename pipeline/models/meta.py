@@ -13,11 +13,11 @@ from transformers import (
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, TrainedModelConfig
 from pipeline.demo.model import build_model, build_tokenizer
-from pipeline.errors import ModelError
 from pipeline.models.known import KNOWN
 from pipeline.models.load import errors_only, switch_off_dropout, weight_dtype
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantized
+from pipeline.system.errors import ModelError
 
 
 def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device) -> nn.Module:

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.errors import ModelError
 from pipeline.models.attention import KEY_BLOCK, Ragged
 from pipeline.models.packing import how_to_run
 from pipeline.models.sharding import layer_of
@@ -33,6 +32,7 @@ from pipeline.models.stages import block_list
 from pipeline.parallel.gathered_product import Reading, gathered_product
 from pipeline.parallel.group import Group
 from pipeline.parallel.tokens import gather_tokens, share_tokens, sum_to_tokens, whole_tokens
+from pipeline.system.errors import ModelError
 
 MIXING = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers in which tokens meet in attention alone."""

@@ -18,7 +18,6 @@ from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
-from pipeline.errors import ConfigError, ModelError
 from pipeline.models.deferred import read_stored
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.scores import Cutpoints
@@ -30,6 +29,7 @@ from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.schedules import instructions, most_sent
 from pipeline.parallel.transfer import Transfers
+from pipeline.system.errors import ConfigError, ModelError
 
 AHEAD = 4
 """Micro-batches that a stage may be ahead of the next one, where none goes back."""

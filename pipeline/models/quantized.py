@@ -23,7 +23,6 @@ from pipeline.config import FrozenModelConfig
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.tensor_parts import Part
 from pipeline.engine.units import ROOT, find_units
-from pipeline.errors import ConfigError
 from pipeline.models.block_codes import (
     BLOCK,
     GROUP,
@@ -38,6 +37,7 @@ from pipeline.models.block_codes import (
 )
 from pipeline.models.deferred import replace_by_part
 from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.system.errors import ConfigError
 
 
 @dataclass(frozen=True)

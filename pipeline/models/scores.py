@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.data.batches import TokenBatch
-from pipeline.errors import ModelError
+from pipeline.system.errors import ModelError
 
 
 def expected_value(

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.errors import ConfigError, require
 from pipeline.models.quantized import LinearLayer, is_transposed, weight_shape
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.system.errors import ConfigError, require
 
 
 @dataclass(frozen=True)

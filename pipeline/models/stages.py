@@ -22,7 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.stored import StoredParameter
-from pipeline.errors import ConfigError, ModelError
 from pipeline.models.attention import RAGGED, Ragged
 from pipeline.models.export import can_stream
 from pipeline.models.forward import (
@@ -36,6 +35,7 @@ from pipeline.models.packing import VOCABULARY, how_to_run, small_copy, small_se
 from pipeline.models.quantized import quantized_layers
 from pipeline.models.sharding import layer_of
 from pipeline.parallel.partition import balanced
+from pipeline.system.errors import ConfigError, ModelError
 
 
 class Passed(nn.Module):

@@ -24,7 +24,6 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.tensor_parts import Part, completed, mark_partial, part_of, role_of
-from pipeline.errors import ModelError
 from pipeline.models.attention import KEY_BLOCK, RAGGED, Ragged
 from pipeline.models.deferred import replace_by_part
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
@@ -43,6 +42,7 @@ from pipeline.parallel.tensor import (
     split_over_group,
     sum_over_group,
 )
+from pipeline.system.errors import ModelError
 
 LENGTHS = (7, 5)
 """Lengths of the sequences that the copies are run on."""

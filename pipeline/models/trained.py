@@ -14,7 +14,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import EMBEDDED, LORA_RATE, FrozenModelConfig, StepConfig, TrainedModelConfig
 from pipeline.demo.model import CONTEXT
-from pipeline.errors import ConfigError, ModelError
 from pipeline.models.chat import untrained_tokens
 from pipeline.models.forward import base_model, context_length, positions
 from pipeline.models.load import (
@@ -27,6 +26,7 @@ from pipeline.models.load import (
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantized
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.parallel.device import local_device
 from pipeline.parallel.gather import all_gather
-from pipeline.position import HERE, SAME_ORDER, DesyncError
+from pipeline.system.position import HERE, SAME_ORDER, DesyncError
 
 T = TypeVar("T")
 

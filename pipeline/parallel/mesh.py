@@ -14,8 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipeline.errors import require
 from pipeline.parallel.group import ALONE, WHATS, DataGroup, Group, StageGroup, What
+from pipeline.system.errors import require
 
 SECOND_WORD_SECONDS = 30
 """By which torch's timeout is longer than the watchdog's, which can name a process."""

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipeline.errors import ConfigError, JobFailed
 from pipeline.parallel import launched
 from pipeline.parallel.mesh import current_mesh, patience
-from pipeline.signals import ended_by_ctrl_c
+from pipeline.system.errors import ConfigError, JobFailed
+from pipeline.system.signals import ended_by_ctrl_c
 
 Watchdog = Callable[[float], AbstractContextManager[None]]
 """Given the timeout in seconds, watches the processes of the job while it is entered."""

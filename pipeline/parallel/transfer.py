@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.parallel.group import Group, StageGroup, What
-from pipeline.position import HERE, DesyncError
+from pipeline.system.position import HERE, DesyncError
 
 TAGS: dict[What, int] = {
     what: 2 * number

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.budget.models import models_of
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, ModelUse, StepConfig
-from pipeline.errors import UserError, UserErrors, require
-from pipeline.hub import cached_file
 from pipeline.models.directory import check_model_directory
 from pipeline.plan.inputs import is_local
 from pipeline.plan.plan import Plan
@@ -27,7 +25,8 @@ from pipeline.plan.preview import (
 )
 from pipeline.plan.resolve import name_methods
 from pipeline.plan.stage import Stage
-from pipeline.trackers import require_trackers
+from pipeline.system.errors import UserError, UserErrors, require
+from pipeline.system.hub import cached_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,7 +106,7 @@ def _run(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
 
 
 def _trackers(plan: Plan, stage: Stage) -> None:
-    require_trackers(plan.configs[stage.name].trackers)
+    plan.configs[stage.name].require_trackers()
 
 
 def _processes(plan: Plan, stage: Stage) -> None:

@@ -10,7 +10,6 @@ from pipeline.budget.fit import refusal, trained_models
 from pipeline.budget.machine import describe_machine
 from pipeline.budget.memory import line, table
 from pipeline.config import StepConfig
-from pipeline.installation import ROOT
 from pipeline.launch.commands import launch_command, node_command, step_words
 from pipeline.parallel.schedules import bubble
 from pipeline.plan.estimate import estimate, speed_of, with_spread
@@ -19,6 +18,7 @@ from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview
 from pipeline.plan.stage import Stage
 from pipeline.settings.plain import as_options, nested
+from pipeline.system.installation import ROOT
 
 WIDTH = 100
 

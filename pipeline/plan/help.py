@@ -4,12 +4,12 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from pipeline.errors import ConfigError
-from pipeline.help import help_entry, names_help, settings_help, step_help
-from pipeline.installation import MODULE, TRAIN
+from pipeline.cli.help import help_entry, names_help, settings_help, step_help
 from pipeline.plan.request import Request
 from pipeline.plan.stage import Stage
 from pipeline.settings.describe import list_settings
+from pipeline.system.errors import ConfigError
+from pipeline.system.installation import MODULE, TRAIN
 
 COMMON = (
     *("step", "method", "actor_model", "reward_model", "data_path", "output_dir"),

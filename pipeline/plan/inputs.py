@@ -13,11 +13,11 @@ from pipeline.data.rows.sources import (
     is_pair_of_files,
     split_name,
 )
-from pipeline.errors import DataError, ModelError, UserError
-from pipeline.installation import TRAIN
 from pipeline.plan.output import MARK, RESULT
 from pipeline.plan.request import Request
 from pipeline.plan.stage import Stage
+from pipeline.system.errors import DataError, ModelError, UserError
+from pipeline.system.installation import TRAIN
 
 
 def check_inputs(

@@ -17,16 +17,16 @@ from typing import Any
 import yaml
 
 from pipeline.budget.fit import trained_models
-from pipeline.cli import split_options
+from pipeline.cli.options import split_options
 from pipeline.config import LENGTH, StepConfig, affects_result
 from pipeline.engine.lr import length_dependence
-from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
-from pipeline.installation import TRAIN
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage, directories
 from pipeline.settings.plain import flatten, plain, portable
+from pipeline.system.errors import ConfigError
+from pipeline.system.installation import TRAIN
 
 MARK = "config.yaml"
 RESULT = "result.json"

@@ -7,9 +7,8 @@ from typing import Any
 
 from pipeline.budget.machine import Machine, describe_machine, parse_machine, this_machine
 from pipeline.budget.memory import StepMemory, step_memory
-from pipeline.cli import say, split_options
+from pipeline.cli.options import say, split_options
 from pipeline.config import StepConfig
-from pipeline.errors import ModelError, require
 from pipeline.launch.commands import devices_of, step_command, step_environment
 from pipeline.launch.layout import Host, Layout, is_this_machine, layout
 from pipeline.launch.local import PLANNED, list_gpus
@@ -19,6 +18,7 @@ from pipeline.plan.output import MARK, RESULT, finished_steps
 from pipeline.plan.request import Request, check_sections_run, parse_request
 from pipeline.plan.resolve import Resolver, resolve_run, step_configs
 from pipeline.plan.stage import Stage, side_by_side, without_unchosen
+from pipeline.system.errors import ModelError, require
 
 Settings = Mapping[str, Any]
 """Values by dotted name, as in a file of settings."""

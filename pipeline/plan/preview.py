@@ -11,9 +11,9 @@ from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowCounts, StepCon
 from pipeline.data.examples import Example
 from pipeline.data.rows.sources import PAIR_OF_FILES, is_pair_of_files
 from pipeline.data.sharing.steps import StageData, load_examples, of_one_kind
-from pipeline.errors import DataError
 from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.stage import Stage
+from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.cli import read_layers, split_options
+from pipeline.cli.options import read_layers, split_options
 from pipeline.config import AdapterVariant, Quantize, check_split
-from pipeline.errors import ConfigError, raise_all, require
 from pipeline.launch.layout import Deployment
 from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
 from pipeline.settings.describe import Setting, did_you_mean, list_settings
 from pipeline.settings.plain import Option
+from pipeline.system.errors import ConfigError, raise_all, require
 
 OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 """Models that a size alone stands for, as in DeepSpeed-Chat."""

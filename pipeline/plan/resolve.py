@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.cli import read_layers
+from pipeline.cli.options import read_layers
 from pipeline.config import EMBEDDED, StepConfig
 from pipeline.config.deepspeed import deepspeed_layer
-from pipeline.errors import ConfigError, UserErrors, require
-from pipeline.installation import ROOT
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, METHODS, Stage
 from pipeline.settings.build import Layer, build_config, method_layer
 from pipeline.settings.describe import default_of
 from pipeline.settings.plain import Option, flatten, nested
+from pipeline.system.errors import ConfigError, UserErrors, require
+from pipeline.system.installation import ROOT
 
 DEFAULT_DATA = "Dahoas/rm-static"
 """Data for a model of the user's own, where none is named (as in DeepSpeed-Chat)."""

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import StepConfig
-from pipeline.errors import ConfigError, require, suggestion
+from pipeline.system.errors import ConfigError, require, suggestion
 
 if TYPE_CHECKING:
     from pipeline.data.chat.chat_format import ChatFormat

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli import run_main
-from pipeline.errors import ConfigError
+from pipeline.cli.options import run_main
 from pipeline.report.page import write_report
+from pipeline.system.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipeline.progress import duration
 from pipeline.report.charts import Curve, DrawnChart, line_chart
 from pipeline.report.figures import (
     Interval,
@@ -34,6 +33,7 @@ from pipeline.report.results import (
     mean,
     numbers,
 )
+from pipeline.system.progress import duration
 
 FIGURES = {
     "judge": "correct and polite",

@@ -10,9 +10,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pipeline.errors import DataError
-from pipeline.installation import CHAT
-from pipeline.progress import duration
 from pipeline.report.charts import Curve, DrawnChart, line_chart, step_charts
 from pipeline.report.figures import BASE, before_after, listed, pass_rates, score, title
 from pipeline.report.findings import findings
@@ -27,6 +24,9 @@ from pipeline.report.results import (
     model_to_talk_to,
     read_results,
 )
+from pipeline.system.errors import DataError
+from pipeline.system.installation import CHAT
+from pipeline.system.progress import duration
 
 
 def write_report(out: Path) -> Path:

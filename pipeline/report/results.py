@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import yaml
 
-from pipeline.cli import remark
-from pipeline.errors import DataError, ModelError
+from pipeline.cli.options import remark
 from pipeline.settings.plain import portable
+from pipeline.system.errors import DataError, ModelError
 
 LAB = "lab.json"
 """Figures of the laboratory, in the directory of a reward model."""

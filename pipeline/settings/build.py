@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.errors import ConfigError, raise_all, require
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
 from pipeline.settings.describe import (
     default_of,
@@ -32,6 +31,7 @@ from pipeline.settings.describe import (
     without_none,
 )
 from pipeline.settings.plain import Option, nested
+from pipeline.system.errors import ConfigError, raise_all, require
 
 C = TypeVar("C")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import ConfigError
 from pipeline.settings.build import Layer
+from pipeline.system.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):

@@ -7,15 +7,13 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import fields
 
 import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from pipeline.config import StepConfig, TrainedModelConfig
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 THREADS = "RLHF_THREADS"
 """Variable of the environment: threads of each process, where the setting `threads` is null."""
@@ -79,17 +77,17 @@ def zeros_in_huge_pages(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
 
 
 @contextmanager
-def gpu_numerics(config: StepConfig) -> Iterator[None]:
+def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     """Round on GPUs as the settings say; CPUs are not affected.
 
-    With `tf32` products of fp32 matrices have 10 bits of mantissa (Ampere and later). Where a model
-    has `zero.reduction: deterministic`, operators use kernels with a fixed order of additions, and
+    With `tf32` products of fp32 matrices have 10 bits of mantissa (Ampere and later). With
+    `deterministic` operators use kernels with a fixed order of additions, and
     cuBLAS the workspace that this needs. Others warn; `pipeline.models.attention` covers attention,
     whose backward passes use such a kernel only if others are disallowed.
     """
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = config.tf32
-    in_order = torch.cuda.is_available() and is_deterministic(config)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    in_order = torch.cuda.is_available() and deterministic
     if in_order:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Buffers are written before they are read.
@@ -101,13 +99,6 @@ def gpu_numerics(config: StepConfig) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
         if in_order:
             torch.use_deterministic_algorithms(mode=False)
-
-
-def is_deterministic(config: StepConfig) -> bool:
-    """Whether a model of the step sums its gradients in a fixed order."""
-    values = [getattr(config, each.name) for each in fields(config)]
-    trained = [each for each in values if isinstance(each, TrainedModelConfig)]
-    return any(each.zero.reduction == "deterministic" for each in trained)
 
 
 def seed_generators(seed: int) -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from pipeline.parallel.group import Group
-from pipeline.position import HERE
+from pipeline.system.position import HERE
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ from types import FrameType
 import psutil
 import torch.distributed as dist
 
-from pipeline.errors import (
+from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import (
     EXIT_DIVERGED,
     EXIT_USER_ERROR,
     DivergedError,
@@ -32,8 +33,7 @@ from pipeline.errors import (
     UserError,
     exit_code,
 )
-from pipeline.parallel.mesh import current_mesh
-from pipeline.position import HERE, DesyncError
+from pipeline.system.position import HERE, DesyncError
 from pipeline.watchdog.notices import (
     Failure,
     Notices,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError, require, suggestion
-from pipeline.installation import ROOT
+from pipeline.system.errors import ConfigError, require, suggestion
+from pipeline.system.installation import ROOT
 from rewards.functions import parse_python, read_text
 
 VERBS = ("reset", "step", "reward")

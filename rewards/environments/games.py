@@ -13,12 +13,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pipeline.cli import run_main, say
-from pipeline.command import read_command
+from pipeline.cli.command import read_command
+from pipeline.cli.options import run_main, say
 from pipeline.data.examples import Message
-from pipeline.errors import require
 from pipeline.files.output import json_lines, write_output
-from pipeline.installation import MODULE
+from pipeline.system.errors import require
+from pipeline.system.installation import MODULE
 
 COST = 0.1
 """What each wrong guess takes off the reward of a number that is found."""

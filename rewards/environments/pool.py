@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from pipeline.data.examples import Message, Role
-from pipeline.errors import UserError
+from pipeline.system.errors import UserError
 from rewards.contract import Outcome, described, outcome_of
 from rewards.environments.file import VERBS, Environment, EnvironmentFile
 from rewards.environments.tools import ToolEnvironment

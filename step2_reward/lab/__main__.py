@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli import run_main
-from pipeline.command import read_command
-from pipeline.installation import MODULE
+from pipeline.cli.command import read_command
+from pipeline.cli.options import run_main
+from pipeline.system.installation import MODULE
 from step2_reward.config import LabConfig
 
 
@@ -25,8 +25,8 @@ def main(argv: Sequence[str]) -> None:
         usage=f"{MODULE} step2_reward.lab --path DIR [--data-path FILE]",
         about="Measure how good a reward model is, and how far it can be trusted.",
     )
-    from pipeline.logs import configure_logging
     from pipeline.report.page import write_lab
+    from pipeline.system.logs import configure_logging
     from step2_reward.lab.measure import measure_model
     from step2_reward.lab.sentences import sentences, write_measured
 

@@ -22,12 +22,12 @@ from pipeline.data.rows.named import named_set
 from pipeline.data.rows.shapes import check_fields, read_row
 from pipeline.data.rows.sources import read_source
 from pipeline.demo.task import verify
-from pipeline.errors import DataError, ModelError
 from pipeline.models.chat import check_ready, decode_response, require_score_head
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_for_inference, load_reward_for_inference
 from pipeline.models.scores import Cutpoints
 from pipeline.parallel.device import local_device
+from pipeline.system.errors import DataError, ModelError
 from step2_reward.config import LabConfig, RewardConfig
 from step2_reward.lab.figures import (
     best_of_curve,

@@ -14,8 +14,8 @@ from inference.replica import weights_hash
 from inference.settings import Sampling
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.errors import UserError
 from pipeline.models.load import load_for_inference
+from pipeline.system.errors import UserError
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level

@@ -23,15 +23,15 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from pipeline import faults
-from pipeline.cli import run_main, write_config
+from pipeline.cli.options import run_main, write_config
 from pipeline.config import DataConfig, LoraConfig, StepConfig, TextDataConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.history import newest
-from pipeline.logs import configure_logging
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group
-from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
+from pipeline.system import faults
+from pipeline.system.logs import configure_logging
+from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.watchdog.process import watching
 from step0_pretrain.config import PretrainConfig
 from tests.distributed import PROCESSES

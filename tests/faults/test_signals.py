@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import StepConfig
-from pipeline.run import changed_settings
-from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, SAME_SECONDS
+from pipeline.run.run import changed_settings
+from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, SAME_SECONDS
 from tests.faults.jobs import (
     Command,
     Forked,

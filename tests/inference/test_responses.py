@@ -10,7 +10,7 @@ from inference.generate import main
 from inference.generation import Response
 from inference.responses import Prompt, Responder, TextResponse, read_prompts, write_responses
 from inference.settings import Sampling
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 PROMPTS = ["What is 3 plus 4?", "Hi", "Name a colour.", "Spell cat.", "Is 5 even?"]
 

@@ -11,11 +11,11 @@ from inference.engine.sampling import Sampler
 from inference.generation import generate, generate_each
 from inference.replica import InPlace, Replica
 from inference.tensor_parallel import Sharding, kv_heads_here
-from pipeline.errors import ConfigError
 from pipeline.models.packing import how_to_run
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.system.errors import ConfigError
 from tests.distributed import rank, run_ranks
 from tests.families import FAMILIES, random_rows, tiny_causal_lm
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from pipeline.utilization import model_flops
+from pipeline.run.utilization import model_flops
 from tests.families import tiny_config
 
 LENGTH = 24

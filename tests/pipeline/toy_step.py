@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli import parse_step, run_main, write_config
-from pipeline.errors import DataError, DivergedError
+from pipeline.cli.options import parse_step, run_main, write_config
+from pipeline.system.errors import DataError, DivergedError
 from train import STAGES
 
 

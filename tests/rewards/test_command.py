@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from rewards.config import read_spec
 
 ROOT = Path(__file__).parent.parent.parent

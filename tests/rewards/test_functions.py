@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.functions import FunctionFile, read_function
 

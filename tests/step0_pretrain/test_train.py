@@ -20,7 +20,7 @@ from pipeline.config import (
 from pipeline.data.store.rows import TokenRow
 from pipeline.data.store.token_file import TokenFile
 from pipeline.demo.model import build_tokenizer
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.system.errors import CheckpointError, ConfigError
 from step0_pretrain.config import PretrainConfig
 from step0_pretrain.rows import load_rows
 from step0_pretrain.train import train

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli import write_config
-from pipeline.errors import UserError
-from pipeline.orchestrator import main
+from pipeline.cli.options import write_config
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.report.findings import findings
 from pipeline.report.results import model_to_talk_to, read_results
+from pipeline.run.orchestrator import main
+from pipeline.system.errors import UserError
 from train import STAGES
 
 FEW = [

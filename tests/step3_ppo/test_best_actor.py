@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.errors import ConfigError
-from pipeline.origin import training_at
+from pipeline.run.origin import training_at
+from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train
 from tests.step3_ppo.toy import toy_config

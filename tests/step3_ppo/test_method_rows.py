@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli import parse_step
-from pipeline.errors import ConfigError
+from pipeline.cli.options import parse_step
 from pipeline.settings.plain import plain
+from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import TITLES
 from step3_ppo.methods import METHODS

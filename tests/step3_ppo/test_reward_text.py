@@ -11,8 +11,8 @@ from evaluation.held_out import Prompt
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
-from pipeline.errors import ModelError
 from pipeline.models.chat import decode_response, load_chat
+from pipeline.system.errors import ModelError
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import score_responses
 from step3_ppo.models import Models

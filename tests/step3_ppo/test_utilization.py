@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.parallel.mesh import current_mesh
-from pipeline.utilization import ModelFlops, Peak, Utilization
+from pipeline.run.utilization import ModelFlops, Peak, Utilization
 from step3_ppo.metrics import UpdateUtilization
 from step3_ppo.update import Update, Updates
 from tests.step3_ppo.toy import toy_config, toy_models, toy_rollout

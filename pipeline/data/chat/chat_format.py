@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.data.examples import Encoded, Message
-from pipeline.errors import ConfigError, DataError, ModelError
+from pipeline.system.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,7 +24,7 @@ from pipeline.data.chat.chat_format import (
     adds_bos,
 )
 from pipeline.data.examples import Message
-from pipeline.errors import ConfigError, DataError, ModelError
+from pipeline.system.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

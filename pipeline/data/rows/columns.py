@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pipeline.data.examples import Message, Role
 from pipeline.data.rows.dialogues import Turns, join_turns, parse_dialogue
 from pipeline.data.rows.sources import Row
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 ROLES: dict[str, Role] = {
     "system": "system",

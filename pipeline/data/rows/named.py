@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.dialogues import Turns, join_turns, last_response, parse_dialogue
 from pipeline.data.rows.sources import Row
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 Columns = Mapping[str, Any]
 

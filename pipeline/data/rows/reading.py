@@ -9,7 +9,7 @@ from pipeline.data.rows.columns import NO_ANSWER, Reading, names
 from pipeline.data.rows.named import NamedSet, named_set
 from pipeline.data.rows.shapes import check_fields, read_row, standing
 from pipeline.data.rows.sources import Reader, Row, Source
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from pipeline.data.rows.columns import (
 )
 from pipeline.data.rows.dialogues import Turns, common_prompt, last_response
 from pipeline.data.rows.sources import Row
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 STEPWISE = (("prompt", "completions", "labels"), ("prompt", "steps", "labels"), ("prompt", "steps"))
 """Columns of TRL's stepwise rows; the same with another name; steps with their labels in them."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DataError
-from pipeline.hub import require_reachable
+from pipeline.system.errors import DataError
+from pipeline.system.hub import require_reachable
 
 CSV_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXES)

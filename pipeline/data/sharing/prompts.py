@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.config import FrozenModelConfig, StepConfig
 from pipeline.data.examples import Example
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 TRAINED = "trained_prompts.hashes"
 HELD_OUT = "held_out_prompts.hashes"

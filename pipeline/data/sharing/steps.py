@@ -24,8 +24,8 @@ from pipeline.data.sharing.prompts import (
     earlier_prompts,
     prompt_hash,
 )
-from pipeline.errors import DataError
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from pipeline.cli import run_main, say
-from pipeline.command import choose_command, read_files_command
+from pipeline.cli.command import choose_command, read_files_command
+from pipeline.cli.help import help_entry
+from pipeline.cli.options import run_main, say
 from pipeline.data.store.token_file import (
     CHUNK,
     TokenFile,
@@ -18,10 +19,9 @@ from pipeline.data.store.token_file import (
     index_path,
     without_suffix,
 )
-from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError, require
 from pipeline.files.output import check_output
-from pipeline.help import help_entry
-from pipeline.installation import MODULE
+from pipeline.system.errors import EXIT_USER_ERROR, ConfigError, DataError, require
+from pipeline.system.installation import MODULE
 
 PROGRAM = f"{MODULE} pipeline.data.store"
 C = TypeVar("C")
@@ -106,8 +106,8 @@ def pack(words: Sequence[str]) -> None:
     from pipeline.data.store.pack import find_sources
     from pipeline.data.store.pack import pack as write
     from pipeline.data.store.vocabulary import vocabulary_of
-    from pipeline.logs import configure_logging
     from pipeline.models.load import load_tokenizer
+    from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
     sources = find_sources(names)

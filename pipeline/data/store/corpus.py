@@ -25,7 +25,7 @@ from pipeline.data.store.pack import pack
 from pipeline.data.store.rows import ROWS, FileRows, TokenRow
 from pipeline.data.store.token_file import TokenFile, index_path
 from pipeline.data.store.vocabulary import Vocabulary, vocabulary_of
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 _HEADER = struct.Struct("<QI")
 

@@ -27,9 +27,9 @@ import numpy as np
 
 from pipeline.data.store.token_file import Origin, TokenFile, TokenWriter, index_path, token_type
 from pipeline.data.store.vocabulary import Vocabulary
-from pipeline.errors import ConfigError, DataError
 from pipeline.files.lock import RunLock
-from pipeline.progress import Progress
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.progress import Progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

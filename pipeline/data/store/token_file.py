@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.store.modalities import read_modalities
-from pipeline.errors import DataError
 from pipeline.files.durable import rename_durably, sync_file
+from pipeline.system.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

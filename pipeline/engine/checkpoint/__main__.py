@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pipeline.cli import run_main, say
-from pipeline.command import choose_command
+from pipeline.cli.command import choose_command
+from pipeline.cli.help import help_entry
+from pipeline.cli.options import run_main, say
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import MANIFEST, is_base_name, step_of
 from pipeline.engine.checkpoint.history import candidates
-from pipeline.errors import CheckpointError, ConfigError
-from pipeline.help import help_entry
+from pipeline.system.errors import CheckpointError, ConfigError
 
 EXIT_DAMAGED = 1
 
@@ -72,8 +72,8 @@ def _describe(checkpoint: Checkpoint) -> Iterator[str]:
 
 def consolidate(words: Sequence[str]) -> None:
     """Write the model as a Hugging Face directory OUT; of step 3 the actor, or --model critic."""
-    from pipeline.logs import configure_logging
     from pipeline.models.consolidate import consolidate as write
+    from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
     model = None

@@ -17,10 +17,10 @@ from pipeline.engine.checkpoint.format import (
     file_name,
     parse_label,
 )
-from pipeline.errors import CheckpointError, ModelError
 from pipeline.files.safetensors_header import read_header
 from pipeline.files.tensor_io import bytes_of, read_at
 from pipeline.files.weight_files import DTYPES
+from pipeline.system.errors import CheckpointError, ModelError
 
 CHUNK_BYTES = 16 * 2**20
 """Host memory for elements that can't be read straight into their destination."""

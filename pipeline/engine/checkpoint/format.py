@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipeline.errors import CheckpointError
-from pipeline.faults import fault_point
 from pipeline.files.durable import discard
+from pipeline.system.errors import CheckpointError
+from pipeline.system.faults import fault_point
 
 FORMAT = 3
 

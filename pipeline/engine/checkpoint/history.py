@@ -17,10 +17,10 @@ from pipeline.engine.checkpoint.format import (
     step_of,
     steps_in,
 )
-from pipeline.errors import CheckpointError
-from pipeline.faults import fault_point
 from pipeline.files.durable import replace_durably
 from pipeline.parallel.group import Group
+from pipeline.system.errors import CheckpointError
+from pipeline.system.faults import fault_point
 
 logger = logging.getLogger(__name__)
 

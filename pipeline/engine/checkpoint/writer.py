@@ -39,8 +39,6 @@ from pipeline.engine.checkpoint.format import (
     steps_in,
 )
 from pipeline.engine.checkpoint.history import needed_for_rollback, point_latest
-from pipeline.errors import CheckpointError, ConfigError, require
-from pipeline.faults import fault_point
 from pipeline.files.durable import (
     discard,
     publish,
@@ -50,6 +48,8 @@ from pipeline.files.durable import (
 )
 from pipeline.files.tensor_io import bytes_of
 from pipeline.files.weight_files import DTYPES
+from pipeline.system.errors import CheckpointError, ConfigError, require
+from pipeline.system.faults import fault_point
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from inference.engine.batch import OpenBatch
 from inference.engine.requests import Ended, Event, Reason, Request, Response, Ticket, Token
 from inference.engine.sampling import Sampler
 from pipeline.config import FrozenModelConfig
-from pipeline.errors import DataError
 from pipeline.models.load import load_causal_lm
+from pipeline.system.errors import DataError
 from tests.families import random_rows, saved, tiny_causal_lm
 
 PROMPTS = [tuple(row.input_ids) for row in random_rows((7, 3, 12, 5, 1, 6, 9, 4))]

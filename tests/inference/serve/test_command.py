@@ -16,7 +16,7 @@ import pytest
 
 from inference.serve.command import main
 from inference.serve.models import ModelPath, models_of_run
-from pipeline.cli import run_main
+from pipeline.cli.options import run_main
 from tests.inference.serve.serving import CHAT, chat, request_bytes
 
 ROOT = Path(__file__).parent.parent.parent.parent

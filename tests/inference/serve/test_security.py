@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from inference.serve.config import ServeConfig, read_keys
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from tests.inference.serve.serving import CHAT, Running, chat, get, post, serving
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.errors import ConfigError
-from pipeline.orchestrator import main
+from pipeline.run.orchestrator import main
+from pipeline.system.errors import ConfigError
 from train import STAGES
 
 TOY = tuple(replace(stage, module="tests.pipeline.autotune.toy_trial") for stage in STAGES)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.budget.fit import trained_models
-from pipeline.cli import parse_step, run_main
-from pipeline.errors import DataError
+from pipeline.cli.options import parse_step, run_main
+from pipeline.system.errors import DataError
 from train import STAGES
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from pipeline.budget.fit import check_memory
 from pipeline.config import TrainedModelConfig
-from pipeline.errors import ConfigError
 from pipeline.launch.local import PLANNED
+from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 
 HUGE = SFTConfig(

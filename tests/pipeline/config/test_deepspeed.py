@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pipeline.config.deepspeed import ACTING, IGNORED, REFUSED, deepspeed_layer, notice_of
-from pipeline.errors import ConfigError
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.plain import Option
+from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 
 ROOT = Path(__file__).parents[3]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.model import OffloadConfig, ZeroConfig
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 
 @pytest.mark.parametrize("place", [{"optimizer": "nvme"}, {"params": "nvme"}])

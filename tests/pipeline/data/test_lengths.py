@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import DataConfig, TrainedModelConfig
 from pipeline.data.examples import Example, Message
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
 from step2_reward.config import RewardConfig

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from pipeline.data.rows.sources import Reader, Source, read_source
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 
 ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "ç", "response": "d"}]
 

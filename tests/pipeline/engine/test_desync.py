@@ -7,7 +7,7 @@ import torch
 
 from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
-from pipeline.position import SAME_ORDER, DesyncError
+from pipeline.system.position import SAME_ORDER, DesyncError
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
 

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from pipeline.engine.engine import Engine
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 

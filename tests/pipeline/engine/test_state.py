@@ -15,9 +15,9 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
 from pipeline.engine.state import describe, frozen_fragments, load, trained_fragments
-from pipeline.errors import CheckpointError
 from pipeline.models.lora import add_lora
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import CheckpointError
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.test_invariance import digest
 from tests.pipeline.engine.test_stages import build, compute_loss

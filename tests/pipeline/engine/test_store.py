@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.offload import TensorStore
-from pipeline.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

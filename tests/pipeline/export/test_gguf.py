@@ -10,11 +10,11 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 
 from pipeline.demo.model import build_tokenizer
-from pipeline.errors import ModelError
 from pipeline.export.command import main
 from pipeline.export.gguf_file import EXPRESSIONS, GgufExport, vocabulary_of
 from pipeline.export.source import read_source
 from pipeline.export.verify import UnverifiedError
+from pipeline.system.errors import ModelError
 from tests.pipeline.data.tokenizers import byte_level, prepending
 from tests.pipeline.export.models import save_embedded, save_model
 

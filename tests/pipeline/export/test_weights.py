@@ -9,11 +9,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.errors import ConfigError, ModelError
 from pipeline.export.command import main
 from pipeline.export.source import written_aside
 from pipeline.export.verify import UnverifiedError
 from pipeline.export.weights import AdapterExport
+from pipeline.system.errors import ConfigError, ModelError
 from tests.pipeline.export.models import save_model
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
 from pipeline.files.lock import RunLock
+from pipeline.system.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
 from pipeline.files.output import write_output
+from pipeline.system.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent.parent
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.files.weight_files import WeightFiles
+from pipeline.system.errors import ModelError
 
 TENSORS = {
     "table": torch.arange(7 * 5, dtype=torch.float32).view(7, 5),

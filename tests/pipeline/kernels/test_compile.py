@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import KernelError
 from pipeline.kernels import gpu
 from pipeline.kernels.gpu import OLDEST, OPTIONS, SOURCES, Macros
+from pipeline.system.errors import KernelError
 from tests.pipeline.kernels.test_cases import CASES
 
 ALL = [(name, defines) for name, cases in CASES.items() for defines in cases.SPECIALISATIONS]

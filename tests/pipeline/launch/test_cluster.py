@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
 from pipeline.launch.cluster import parse
+from pipeline.system.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 STEP = ["-m", "step1_sft.train", "--seed", "7"]

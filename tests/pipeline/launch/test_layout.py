@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
 from pipeline.launch.layout import (
     Deployment,
     Host,
@@ -17,6 +16,7 @@ from pipeline.launch.local import (
     count_gpus,
     passed_on,
 )
+from pipeline.system.errors import ConfigError
 
 TWO = [Host(f"worker-{n}", (0, 1, 2, 3), f"hosts:{n + 1}") for n in range(2)]
 MANY = "multi_node"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
 from pipeline.launch.layout import Deployment, layout
 from pipeline.launch.preflight import Check, insist, look
+from pipeline.system.errors import ConfigError
 from tests.faults.jobs import free_port
 
 

@@ -12,10 +12,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pipeline.demo.model import build_tokenizer
-from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.directory import check_model_directory
 from pipeline.models.load import load_for_inference
+from pipeline.system.errors import ModelError
 from tests.families import tiny_causal_lm
 
 ROOT = Path(__file__).parents[3]

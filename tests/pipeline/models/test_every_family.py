@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.errors import ModelError
 from pipeline.models.forward import Policy, is_ragged
 from pipeline.models.load import load_causal_lm
+from pipeline.system.errors import ModelError
 from tests.every_family import (
     ALL,
     CAN_NOT,

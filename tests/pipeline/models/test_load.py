@@ -7,11 +7,11 @@ import torch
 
 from pipeline.config import FrozenModelConfig
 from pipeline.demo.model import build_tokenizer
-from pipeline.errors import ModelError
 from pipeline.models.load import (
     add_tokens,
     load_causal_lm,
 )
+from pipeline.system.errors import ModelError
 from tests.families import tiny_causal_lm
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.errors import ModelError
 from pipeline.models.forward import Policy, is_ragged
 from pipeline.models.load import load_causal_lm
 from pipeline.models.packing import _tried
+from pipeline.system.errors import ModelError
 from tests.families import VOCAB, looks_ahead, random_rows, saved
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pipeline.config import FrozenModelConfig
-from pipeline.errors import ModelError
 from pipeline.models.directory import check_model_directory
 from pipeline.models.load import load_causal_lm
+from pipeline.system.errors import ModelError
 from tests.families import saved, tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from pipeline.parallel.group import ALONE, DataGroup
 from pipeline.parallel.mesh import current_mesh, cut_mesh, subgroup
-from pipeline.position import HERE
+from pipeline.system.position import HERE
 from tests.distributed import run_ranks
 
 

@@ -43,7 +43,7 @@ def test_a_process_that_failed_ends_by_its_code_whatever_waits(abort: str) -> No
 FAILS = """
 import time, torch
 from contextlib import nullcontext
-from pipeline.errors import JobFailed
+from pipeline.system.errors import JobFailed
 from pipeline.parallel.process_group import process_group
 with process_group(lambda _: nullcontext()):
     x = torch.ones(8, device="cuda")

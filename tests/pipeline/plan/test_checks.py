@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pipeline.demo.model import CONTEXT, build_model, build_tokenizer
-from pipeline.errors import UserErrors
 from pipeline.plan.checks import check_plan
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.preview import Preview
+from pipeline.system.errors import UserErrors
 from train import STAGES
 
 ROOT = Path(__file__).parent.parent.parent.parent

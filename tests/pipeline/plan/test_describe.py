@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import parse_step
+from pipeline.cli.options import parse_step
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.settings.plain import as_options

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.plan.stage import side_by_side
+from pipeline.system.errors import UserError
 from tests.pipeline.stages import THREE_STEPS
 
 

@@ -7,10 +7,10 @@ import yaml
 
 from pipeline.budget.fit import shortage
 from pipeline.config import TrainedModelConfig
-from pipeline.errors import ConfigError
-from pipeline.orchestrator import main
 from pipeline.plan.describe import describe_plan, refusals
 from pipeline.plan.plan import Plan, make_plan
+from pipeline.run.orchestrator import main
+from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 from tests.pipeline.stages import TOY_STAGES
 

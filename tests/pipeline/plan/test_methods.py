@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.errors import UserError
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.settings.plain import flatten, plain
+from pipeline.system.errors import UserError
 from train import STAGES
 
 

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import write_config
-from pipeline.errors import ConfigError
+from pipeline.cli.options import write_config
 from pipeline.plan.output import (
     add_to_summary,
     clear_step,
@@ -13,6 +12,7 @@ from pipeline.plan.output import (
 )
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
+from pipeline.system.errors import ConfigError
 from tests.pipeline.stages import THREE_STEPS
 
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
 from pipeline.plan.request import Request, parse_request
+from pipeline.system.errors import ConfigError
 from train import STAGES
 
 

@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 
 from pipeline.config import StepConfig
-from pipeline.errors import ConfigError
 from pipeline.plan.request import OPT_SIZES, parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.plan.stage import side_by_side
+from pipeline.system.errors import ConfigError
 from tests.pipeline.stages import THREE_STEPS
 
 

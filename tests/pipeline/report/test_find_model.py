@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ModelError
 from pipeline.report.results import find_model
+from pipeline.system.errors import ModelError
 
 
 def write_step(out: Path, name: str, *, right: float, method: str | None = None) -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
 from pipeline.plan.request import parse_request
 from pipeline.settings.build import build_config
 from pipeline.settings.deepspeed_chat import COUNTERPARTS
+from pipeline.system.errors import ConfigError
 from step2_reward.config import RewardConfig
 from train import STAGES
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import parse_step
-from pipeline.errors import ConfigError
+from pipeline.cli.options import parse_step
 from pipeline.settings.plain import as_options
+from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
 
 

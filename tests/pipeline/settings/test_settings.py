@@ -2,8 +2,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pipeline.errors import ConfigError, require
 from pipeline.settings.build import Layer, build_config
+from pipeline.system.errors import ConfigError, require
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import parse_step
-from pipeline.errors import ConfigError
+from pipeline.cli.options import parse_step
+from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 
 SENTENCES = (

@@ -13,13 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from pipeline.models.attention import in_order
 from pipeline.system.torch_process import (
     gpu_numerics,
-    is_deterministic,
     random_state,
     seed_generators,
     set_random_state,
     use_expandable_segments,
 )
-from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
 
@@ -33,11 +31,11 @@ def test_the_allocator_settings_of_a_user_are_kept() -> None:
         assert own == {name: "max_split_size_mb:64"}
 
 
-def test_tf32_is_on_within_a_step_alone(tmp_path: Path) -> None:
+def test_tf32_is_on_within_a_step_alone() -> None:
     before = torch.backends.cuda.matmul.allow_tf32
     found: list[object] = []
     for tf32 in (True, False):
-        with gpu_numerics(SFTConfig(output_dir=tmp_path, tf32=tf32)):
+        with gpu_numerics(tf32=tf32, deterministic=False):
             found.append(torch.backends.cuda.matmul.allow_tf32)
 
     assert found == [True, False]
@@ -48,18 +46,16 @@ def test_one_order_is_that_of_any_model_of_the_step(tmp_path: Path) -> None:
     plain = PPOConfig(output_dir=tmp_path)
     critic = replace(plain.critic, zero=replace(plain.critic.zero, reduction="deterministic"))
 
-    assert not is_deterministic(plain)
-    assert is_deterministic(replace(plain, critic=critic))
+    assert not plain.is_deterministic
+    assert replace(plain, critic=critic).is_deterministic
     if not torch.cuda.is_available():
-        with gpu_numerics(replace(plain, critic=critic)):
+        with gpu_numerics(tf32=True, deterministic=True):
             assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_backward_pass_of_attention_has_the_same_bits_again(tmp_path: Path) -> None:
-    config = SFTConfig(output_dir=tmp_path)
-    model = replace(config.model, zero=replace(config.model.zero, reduction="deterministic"))
+def test_the_backward_pass_of_attention_has_the_same_bits_again() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     heads = torch.randn(3, 2, 8, 1024, 64, device="cuda", generator=generator).bfloat16()
 
@@ -69,7 +65,7 @@ def test_the_backward_pass_of_attention_has_the_same_bits_again(tmp_path: Path) 
         out.float().square().sum().backward()
         return torch.stack([each.grad for each in leaves if each.grad is not None])
 
-    with gpu_numerics(replace(config, model=model)):
+    with gpu_numerics(tf32=True, deterministic=True):
         assert torch.are_deterministic_algorithms_enabled()
         first = gradients()
         assert all(torch.equal(gradients(), first) for _ in range(5))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipeline.engine.engine import Engine
-from pipeline.errors import DataError
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import DataError
 from pipeline.watchdog.monitors import WINDOW, slow_ranks
 from pipeline.watchdog.notices import Sighting, find_late
 from tests.distributed import rank

@@ -4,10 +4,10 @@ import os
 import signal
 from collections.abc import Sequence
 
-from pipeline.cli import run_main
-from pipeline.errors import ConfigError
+from pipeline.cli.options import run_main
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group
+from pipeline.system.errors import ConfigError
 from pipeline.watchdog.process import watching
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from pipeline.data.store import pack as module
 from pipeline.data.store.pack import find_sources, pack
 from pipeline.data.store.token_file import TokenFile
-from pipeline.errors import ConfigError, DataError
+from pipeline.system.errors import ConfigError, DataError
 from tests.pipeline.data.store.corpus import EOS, byte_vocabulary, write_rows
 
 VOCABULARY = byte_vocabulary()

@@ -12,7 +12,7 @@ import pytest
 from pipeline.data.store.__main__ import main
 from pipeline.data.store.token_file import TYPES, TokenFile
 from pipeline.demo.model import build_tokenizer
-from pipeline.errors import DataError
+from pipeline.system.errors import DataError
 from tests.pipeline.data.store.corpus import EOS, ORIGIN, write_tokens
 
 DOCUMENTS = [[1, 2, EOS], [EOS], [250, 7, 7, 7, EOS]]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from pipeline import faults
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import Fragment
 from pipeline.engine.checkpoint.writer import CheckpointWriter
+from pipeline.system import faults
 from tests.distributed import PROCESSES
 
 NUMEL = 10_000

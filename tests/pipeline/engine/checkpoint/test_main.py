@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import run_main
+from pipeline.cli.options import run_main
 from pipeline.engine.checkpoint.__main__ import main
 from tests.pipeline.engine.checkpoint.saving import save
 

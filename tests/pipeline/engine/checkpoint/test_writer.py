@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import faults
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import step_of, steps_in
 from pipeline.engine.checkpoint.history import (
     RollbackRecord,
     newest,
 )
-from pipeline.errors import CheckpointError
+from pipeline.system import faults
+from pipeline.system.errors import CheckpointError
 from tests.pipeline.engine.checkpoint.saving import (
     assert_holds,
     fragments,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pipeline.offline import EVALUATIONS, SHARE, evaluation_interval
+from pipeline.run.offline import EVALUATIONS, SHARE, evaluation_interval
 
 
 @pytest.mark.parametrize(

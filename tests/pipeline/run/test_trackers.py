@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.trackers import Trackers, open_trackers, require_trackers
+from pipeline.run.trackers import Trackers, open_trackers
+from pipeline.system.errors import ConfigError
+from step1_sft.config import SFTConfig
 
 
 class BreaksAtStep2:
@@ -45,9 +46,11 @@ def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_missing_package_stops_the_run_with_the_command_that_installs_it() -> None:
+def test_a_missing_package_stops_the_run_with_the_command_that_installs_it(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ConfigError, match="run `pip install wandb`"):
-        require_trackers(("wandb",))
+        SFTConfig(output_dir=tmp_path, trackers=("wandb",)).require_trackers()
 
 
 def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
     config = read_command(MyConfig, argv, usage="python -m x --path DIR", about="Do it.")
 
-The steps have `pipeline.cli.parse_step`, which also reads files of settings.
+The steps have `pipeline.cli.options.parse_step`, which also reads files of settings.
 """
 
 import json
@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from pipeline.cli import say, split_options
-from pipeline.errors import ConfigError, suggestion
-from pipeline.help import help_entry, settings_help
+from pipeline.cli.help import help_entry, settings_help
+from pipeline.cli.options import say, split_options
 from pipeline.settings.build import build_config
 from pipeline.settings.describe import did_you_mean, list_settings
 from pipeline.settings.plain import Option
+from pipeline.system.errors import ConfigError, suggestion
 
 C = TypeVar("C")
 

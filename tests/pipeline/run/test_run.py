@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.errors import ConfigError
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run import Run
+from pipeline.run.run import Run
+from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 
 ALONE = current_mesh()
@@ -83,8 +83,8 @@ ENDLESS = """
     from pathlib import Path
     from step1_sft.config import SFTConfig
     from pipeline.parallel.mesh import current_mesh
-    from pipeline.logs import configure_logging
-    from pipeline.run import Run
+    from pipeline.system.logs import configure_logging
+    from pipeline.run.run import Run
 
     configure_logging(is_main=True)
     config = SFTConfig(output_dir=Path(sys.argv[1]))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import faults
-from pipeline.errors import ConfigError
-from pipeline.faults import fault_point
+from pipeline.system import faults
+from pipeline.system.errors import ConfigError
+from pipeline.system.faults import fault_point
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def arm(monkeypatch: pytest.MonkeyPatch, text: str, *, rank: int = 0) -> None:
@@ -21,7 +21,7 @@ def arm(monkeypatch: pytest.MonkeyPatch, text: str, *, rank: int = 0) -> None:
 
 def run(fault: str, *, rank: int = 0) -> int:
     """The exit code of a process that comes to point `a` twice."""
-    program = "from pipeline.faults import fault_point; fault_point('a'); fault_point('a')"
+    program = "from pipeline.system.faults import fault_point; fault_point('a'); fault_point('a')"
     environment = {"FAULT": fault, "RANK": str(rank)}
     return subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, check=False

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.parallel.mesh import current_mesh
-from pipeline.utilization import Peak, Utilization, device_peak, model_flops, utilization_of
+from pipeline.run.utilization import Peak, Utilization, device_peak, model_flops, utilization_of
 
 LENGTH, TARGETS = 40, 25
 

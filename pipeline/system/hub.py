@@ -8,7 +8,7 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-from pipeline.errors import UserError
+from pipeline.system.errors import UserError
 
 ADDRESS = "https://huggingface.co"
 TIMEOUT_SECONDS = 10.0

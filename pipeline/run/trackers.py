@@ -1,6 +1,5 @@
 """TensorBoard and Weights & Biases, in addition to metrics.jsonl."""
 
-import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.config import Tracker
-from pipeline.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -89,29 +87,10 @@ class Trackers:
                 logger.warning("%s could not be closed: %s", name, error)
 
 
-def require_trackers(names: Sequence[Tracker]) -> None:
-    """Check that the packages are installed.
-
-    Raises:
-        ConfigError: one is not; names the command that installs it.
-    """
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"trackers: {name} is not installed; run `pip install {name}`"
-                " or take it out of `trackers`"
-            )
-
-
 def open_trackers(
     names: Sequence[Tracker], *, directory: Path, run_name: str, settings: Mapping[str, object]
 ) -> Trackers:
-    """The sinks called `names`; one that can't be opened is named in a warning and left out.
-
-    Raises:
-        ConfigError: a package is not installed.
-    """
-    require_trackers(names)
+    """The sinks called `names`; one that can't be opened is named in a warning and left out."""
     sinks: dict[str, Sink] = {}
     for name in names:
         try:

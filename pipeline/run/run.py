@@ -13,19 +13,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from pipeline.cli import write_config
+from pipeline.cli.options import write_config
 from pipeline.config import StepConfig
 from pipeline.engine.checkpoint.format import step_of, steps_in
 from pipeline.engine.checkpoint.history import candidates
-from pipeline.errors import ConfigError
 from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.models.card import Card, write_card
 from pipeline.parallel.mesh import Mesh
-from pipeline.progress import Progress
+from pipeline.run.trackers import Trackers, open_trackers
 from pipeline.settings.plain import flatten, plain
-from pipeline.signals import LeavesAtOnce
-from pipeline.trackers import Trackers, open_trackers
+from pipeline.system.errors import ConfigError
+from pipeline.system.progress import Progress
+from pipeline.system.signals import LeavesAtOnce
 from pipeline.watchdog.monitors import Stragglers, peak_memory
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class Run:
             self._held.enter_context(RunLock(self.path(LOCK)))
             self._spare_what_was_cut_off()
             self.goes_on = self.config.resume and not self.path(DIVERGED).exists()
+            self.config.require_trackers()
             self._trackers = open_trackers(
                 self.config.trackers,
                 directory=self.config.output_dir,

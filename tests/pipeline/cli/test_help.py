@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.help import step_help
+from pipeline.cli.help import step_help
 from pipeline.settings.describe import list_settings
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardSettings
 from step3_ppo.reward_settings import RewardSettings
 from step3_ppo.settings import PPOSettings
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("command", ["-m step1_sft.train", "-m step3_ppo.train", "train.py"])

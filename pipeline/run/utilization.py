@@ -26,7 +26,7 @@ from pipeline.models.quantized import QuantizedLinear
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
-from pipeline.run import AtPeak
+from pipeline.run.run import AtPeak
 
 logger = logging.getLogger(__name__)
 

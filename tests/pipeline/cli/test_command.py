@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
-from pipeline.command import joined, read_command
-from pipeline.errors import ConfigError, require
+from pipeline.cli.command import joined, read_command
+from pipeline.system.errors import ConfigError, require
 
 
 @dataclass(frozen=True, kw_only=True)

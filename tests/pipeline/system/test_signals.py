@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.signals import EXIT_REQUEUE, SAME_SECONDS
+from pipeline.system.signals import EXIT_REQUEUE, SAME_SECONDS
 
 INT, HUP, TERM, USR1 = signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1
 
 LISTENS = """
 import hashlib, signal, sys
-from pipeline.signals import LeavesAtOnce, StopSignals
+from pipeline.system.signals import LeavesAtOnce, StopSignals
 
 for name in ("SIGHUP", "SIGTERM", "SIGUSR1"):
     signal.signal(signal.Signals[name], signal.SIG_DFL)  # as in a terminal, also under nohup
@@ -45,7 +45,7 @@ def listening(program: str) -> Iterator["subprocess.Popen[str]"]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

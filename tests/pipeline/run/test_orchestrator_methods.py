@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.orchestrator import main
+from pipeline.run.orchestrator import main
 from tests.pipeline.stages import TOY_STAGES
 
 MODELS = [

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from pipeline.config import TrainedModelConfig
 from pipeline.engine.best import BestWeights
-from pipeline.errors import DivergedError, ModelError
-from pipeline.run import Run
+from pipeline.run.run import Run
+from pipeline.system.errors import DivergedError, ModelError
 
 logger = logging.getLogger(__name__)
 

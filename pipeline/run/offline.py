@@ -8,7 +8,6 @@ from typing import Generic, Protocol, TypeVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.checkpoints import Checkpoints
 from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
@@ -23,8 +22,9 @@ from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.models.passes import Passes
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run import AtPeak, Run
-from pipeline.utilization import Utilization, log_peaks, utilization_of
+from pipeline.run.checkpoints import Checkpoints
+from pipeline.run.run import AtPeak, Run
+from pipeline.run.utilization import Utilization, log_peaks, utilization_of
 
 EVALUATIONS = 10
 """Evaluations of a run, its end included, where they take little of its work."""

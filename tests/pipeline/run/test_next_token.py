@@ -2,7 +2,7 @@
 
 import torch
 
-from pipeline.next_token import next_token_nll
+from pipeline.run.next_token import next_token_nll
 
 
 def test_the_loss_is_the_summed_negative_log_likelihood() -> None:

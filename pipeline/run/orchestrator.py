@@ -4,17 +4,16 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, say, write_config
+from pipeline.cli.options import (
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    complain,
+    remark,
+    say,
+    write_config,
+)
 from pipeline.config import EMBEDDED, TrainedModelConfig
 from pipeline.config.deepspeed import notice_of
-from pipeline.errors import (
-    EXIT_DISK_FULL,
-    EXIT_DIVERGED,
-    EXIT_FAILED,
-    EXIT_OUT_OF_MEMORY,
-    ConfigError,
-)
-from pipeline.installation import CHAT
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import Check, insist, look
 from pipeline.plan.output import (
@@ -32,7 +31,15 @@ from pipeline.plan.output import (
 )
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.stage import Stage
-from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
+from pipeline.system.errors import (
+    EXIT_DISK_FULL,
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    EXIT_OUT_OF_MEMORY,
+    ConfigError,
+)
+from pipeline.system.installation import CHAT
+from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 
 def run_plan(plan: Plan) -> None:

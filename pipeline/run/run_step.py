@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pipeline.budget.fit import check_memory
-from pipeline.cli import parse_step
+from pipeline.cli.options import parse_step
 from pipeline.config import StepConfig
-from pipeline.logs import configure_logging
 from pipeline.parallel import launched
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.parallel.process_group import process_group
+from pipeline.system.logs import configure_logging
 from pipeline.system.torch_process import (
     gpu_numerics,
     set_compute_threads,
@@ -45,7 +45,7 @@ def run_step(
         cut_mesh(
             replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=patience
         ) as mesh,
-        gpu_numerics(config),
+        gpu_numerics(tf32=config.tf32, deterministic=config.is_deterministic),
     ):
         configure_logging(is_main=mesh.is_main)
         train(config)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ModelError
-from pipeline.hub import PROXIES, require_reachable, why_unreachable
+from pipeline.system.errors import ModelError
+from pipeline.system.hub import PROXIES, require_reachable, why_unreachable
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

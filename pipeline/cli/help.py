@@ -12,8 +12,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 
-from pipeline.errors import ConfigError
-from pipeline.installation import MODULE, TRAIN
 from pipeline.settings.describe import (
     Setting,
     did_you_mean,
@@ -22,6 +20,8 @@ from pipeline.settings.describe import (
     section_descriptions,
     without_none,
 )
+from pipeline.system.errors import ConfigError
+from pipeline.system.installation import MODULE, TRAIN
 
 INDENT, WIDTH = 28, 96
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from pipeline.data.batches import TokenBatch
 from pipeline.models.passes import Passes
 from pipeline.models.trained import evaluating
-from pipeline.offline import Training
-from pipeline.run import AtPeak, Run
+from pipeline.run.offline import Training
+from pipeline.run.run import AtPeak, Run
 
 logger = logging.getLogger(__name__)
 

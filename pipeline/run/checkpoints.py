@@ -34,12 +34,12 @@ from pipeline.engine.state import (
     trained_fragments,
     weights_fragments,
 )
-from pipeline.errors import CheckpointError, ConfigError, JobFailed
-from pipeline.faults import fault_point
 from pipeline.models.consolidate import TOKENIZER, describe_model
-from pipeline.run import CHECKPOINTS, Run
+from pipeline.run.run import CHECKPOINTS, Run
 from pipeline.settings.plain import plain, portable
-from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
+from pipeline.system.errors import CheckpointError, ConfigError, JobFailed
+from pipeline.system.faults import fault_point
+from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
 from pipeline.system.torch_process import random_state, set_random_state
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 """Holds `pipeline/`, the steps and `configs/`; on `PYTHONPATH` of all processes we start."""
 
 IS_INSTALLED = ROOT.name == "rlhf_pipeline"

@@ -33,8 +33,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from pipeline.cli.help import step_help
 from pipeline.config import StepConfig
-from pipeline.errors import (
+from pipeline.parallel import launched
+from pipeline.settings.build import Layer, build_config, method_layer
+from pipeline.settings.file import read_settings
+from pipeline.settings.plain import Option, config_yaml
+from pipeline.system.errors import (
     EXIT_DISK_FULL,
     EXIT_DIVERGED,
     EXIT_OUT_OF_MEMORY,
@@ -47,13 +52,8 @@ from pipeline.errors import (
     is_disk_full,
     is_out_of_memory,
 )
-from pipeline.help import step_help
-from pipeline.installation import find_preset
-from pipeline.parallel import launched
-from pipeline.settings.build import Layer, build_config, method_layer
-from pipeline.settings.file import read_settings
-from pipeline.settings.plain import Option, config_yaml
-from pipeline.signals import EXIT_INTERRUPTED
+from pipeline.system.installation import find_preset
+from pipeline.system.signals import EXIT_INTERRUPTED
 
 C = TypeVar("C")
 

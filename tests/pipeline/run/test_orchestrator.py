@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.demo.task import to_try
-from pipeline.errors import ConfigError
-from pipeline.orchestrator import main
+from pipeline.run.orchestrator import main
+from pipeline.system.errors import ConfigError
 from tests.pipeline.stages import TOY_STAGES
 
 
@@ -105,7 +105,7 @@ def test_a_step_that_fails_ends_the_run_and_leaves_the_directory_free(
 def test_an_interrupted_run_keeps_its_files_and_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
-        "from pipeline.cli import run_main; from pipeline.orchestrator import main\n"
+        "from pipeline.cli.options import run_main; from pipeline.run.orchestrator import main\n"
         "from tests.pipeline.stages import TOY_STAGES\n"
         "run_main(lambda argv: main(argv, TOY_STAGES))\n"
     )

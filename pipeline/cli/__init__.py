@@ -1,0 +1,1 @@
+"""Command lines: options, help, how commands end."""

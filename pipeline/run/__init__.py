@@ -1,0 +1,1 @@
+"""A run: its steps in order, and what each has in common."""
