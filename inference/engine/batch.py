@@ -33,9 +33,9 @@ from inference.engine.requests import (
     Request,
     Ticket,
     Token,
+    Waiting,
 )
 from inference.engine.sampling import Sampler, reported
-from inference.engine.scheduler import Waiting
 from inference.engine.slots import PREFILL, Slots
 from inference.tensor_parallel import tp_group_of
 from pipeline.models.forward import base_model, context_length, is_ragged
@@ -87,7 +87,7 @@ class OpenBatch:
         self._vocabulary = len(cast("nn.Embedding", plain.get_input_embeddings()).weight)
         self._submitted: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
-        self._waiting = Waiting()
+        self._waiting: Waiting = {}
         self._closed = False
         self._samplers: WeakValueDictionary[tuple[object, ...], Sampler] = WeakValueDictionary()
         self._is_tensor_parallel = tp_group_of(plain).size > 1
@@ -160,12 +160,12 @@ class OpenBatch:
             # Rows with equal settings share a sampler, and so a call of it.
             settings = tuple(vars(ticket.sampler).values())
             ticket.sampler = self._samplers.setdefault(settings, ticket.sampler)
-            self._waiting.add(ticket)
+            self._waiting[ticket] = None
         for ticket in cancelled:
             if ticket.ended:
                 continue
             if ticket in self._waiting:
-                self._waiting.remove(ticket)
+                del self._waiting[ticket]
             else:
                 self._rows.free([ticket])
             yield self._end(ticket, "cancelled")

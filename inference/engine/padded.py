@@ -6,14 +6,14 @@ V vocabulary.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from inference.engine.requests import Ticket
-from inference.engine.scheduler import Waiting
+from inference.engine.requests import Ticket, Waiting
 from pipeline.models.forward import base_model, cache_name
 
 SORTED = 8
@@ -47,14 +47,14 @@ class PaddedRows:
     def admit_group(self, waiting: Waiting, *, chunk: int) -> None:
         """Begin a batch with the shortest of the oldest prompts, if none runs."""
         del chunk  # prompts are read at once
-        if self.running or not len(waiting):
+        if self.running or not waiting:
             return
         self._num_sorted = min(self._num_sorted or SORTED * self._batch_size, len(waiting))
-        oldest = waiting.oldest(self._num_sorted)
+        oldest = islice(waiting, self._num_sorted)
         tickets = sorted(oldest, key=lambda ticket: len(ticket.prompt))[: self._batch_size]
         self._num_sorted -= len(tickets)
         for ticket in tickets:
-            waiting.remove(ticket)
+            del waiting[ticket]
         self._batch = PaddedBatch(self._model, tickets)
 
     def admit(self, waiting: Waiting, *, chunk: int) -> None:

@@ -112,6 +112,9 @@ class Ticket:
         return [*self.request.prompt, *self.response.ids]
 
 
+Waiting = dict[Ticket, None]
+"""Tickets without a slot, oldest first."""
+
 Choice = tuple[int, float] | Exception
 """A token and its log-probability, or the reason why there is none."""
 

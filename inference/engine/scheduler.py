@@ -1,6 +1,5 @@
 """Which sequence has which slot: admission, prefix reuse, and the prompts of the next pass."""
 
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -9,38 +8,13 @@ import numpy as np
 from jaxtyping import Int
 
 from inference.engine.cache import SlotCache
-from inference.engine.requests import Ticket, as_array
+from inference.engine.requests import Ticket, Waiting, as_array
 
 REUSE_MIN = 16
 """Shorter prefixes are read again: that costs less than copying them."""
 
 GROUP_TOKENS = 1024
 """Prompt tokens for which a closed batch interrupts decoding."""
-
-
-class Waiting:
-    """Tickets without a slot, oldest first."""
-
-    def __init__(self) -> None:
-        self._tickets: OrderedDict[Ticket, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._tickets)
-
-    def __contains__(self, ticket: Ticket) -> bool:
-        return ticket in self._tickets
-
-    def add(self, ticket: Ticket) -> None:
-        """Append a ticket."""
-        self._tickets[ticket] = None
-
-    def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket."""
-        del self._tickets[ticket]
-
-    def oldest(self, count: int) -> list[Ticket]:
-        """Return the first `count` tickets."""
-        return list(islice(self._tickets, count))
 
 
 @dataclass(eq=False)
@@ -192,17 +166,18 @@ class Scheduler:
         It waits until an eighth of the slots is free, or the prompts that fit fill a pass.
         """
         num_free = sum(slot.ticket is None for slot in self.slots)
-        if not num_free or not len(waiting):
+        if not num_free or not waiting:
             return False
-        tokens = sum(len(ticket.prompt) for ticket in waiting.oldest(num_free))
+        tokens = sum(len(ticket.prompt) for ticket in islice(waiting, num_free))
         return 8 * num_free >= len(self.slots) or tokens >= GROUP_TOKENS
 
     def admit(self, waiting: Waiting) -> None:
         """Give free slots to the oldest requests; those with a pending prefix stay in the queue."""
         admitted: list[Ticket] = []
-        for ticket in waiting.oldest(sum(slot.ticket is None for slot in self.slots)):
+        num_free = sum(slot.ticket is None for slot in self.slots)
+        for ticket in list(islice(waiting, num_free)):
             if not self._prefixes.is_pending(ticket, admitted):
-                waiting.remove(ticket)
+                del waiting[ticket]
                 admitted.append(ticket)
         # Reuse a stored sequence before its slot is given to another request.
         for ticket in sorted(admitted, key=lambda ticket: -self._prefixes.find(ticket)[1]):

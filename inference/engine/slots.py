@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from inference.engine.cache import NextToken, Piece, Pieces, SlotCache
 from inference.engine.decoder import Decoder
 from inference.engine.replay import Column, PassCounts
-from inference.engine.requests import Ticket
-from inference.engine.scheduler import Scheduler, Slot, Waiting
+from inference.engine.requests import Ticket, Waiting
+from inference.engine.scheduler import Scheduler, Slot
 from inference.tensor_parallel import tp_group_of
 from pipeline.kernels.choice import kernel_mode
 from pipeline.models.attention import Layout, Ragged

@@ -1,4 +1,4 @@
-"""Requests, as OpenAI's API has them, and what is done with fields that are not served."""
+"""Requests, as OpenAI's API defines them, and the refusal of fields that are not served."""
 
 import re
 from collections.abc import Mapping
@@ -8,18 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from inference.serve.http import ApiError
 from pipeline.data.chat.resolve_format import Argument
-from pipeline.data.examples import Message, Role
+from pipeline.data.examples import Message
 
 T = TypeVar("T", bound=BaseModel)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(max_length=256)]
-ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
 KINDS_OF_VALUES = ("str", "int", "float", "bool")
 """What pydantic puts behind the name of a field that may be of several kinds."""
 
@@ -27,40 +21,22 @@ MAX_STOPS = 16
 SEED = 2**63
 """Seeds lie within 64 bits, with a sign."""
 
-WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "web_search_options": (),
-    "response_format": ({"type": "text"},),
-    "regex": ("",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "reasoning_effort": ("none",),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-}
-"""Fields that are known and not served, with the values that ask for nothing."""
+NOT_SERVED = (
+    *("tools", "functions", "tool_choice", "function_call", "response_format", "regex"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("audio", "modalities", "prediction", "web_search_options", "chat_template", "suffix"),
+    *("chat_template_kwargs", "reasoning_effort", "service_tier", "store", "use_beam_search"),
+)
+"""Fields of OpenAI and vLLM that are refused."""
+
+DEFAULTS = (None, "", False, [], {}, "none", "auto", "default", ["text"], {"type": "text"})
+"""Their values that ask for nothing."""
 
 EXPORTS = "exports are Hugging Face directories, which vLLM and SGLang serve with tools and schemas"
 
 REASONS = {
     "chat_template": "a template is a program; the model's own is used",
-    **dict.fromkeys(("tools", "functions", "tool_choice", "function_call"), EXPORTS),
-    **dict.fromkeys(("response_format", "regex", "structured_outputs"), EXPORTS),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), EXPORTS),
+    **dict.fromkeys(NOT_SERVED[:11], EXPORTS),
 }
 
 
@@ -89,12 +65,9 @@ class ChatMessage(BaseModel):
     @property
     def message(self) -> Message:
         """The message in the pipeline's form."""
-        return Message(ROLES[self.role], text_of(self.content))
-
-
-def text_of(content: str | list[Part]) -> str:
-    """The text of a message in parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return Message("system" if self.role == "developer" else self.role, text)
 
 
 class TemplateFields(BaseModel):
@@ -289,28 +262,25 @@ class UndoRequest(BaseModel):
 
 
 def read_request(kind: type[T], body: Mapping[str, Any]) -> tuple[T, str]:
-    """The request, and the names of fields that count for nothing, for a header.
+    """Return the request, and the names of ignored fields for a header.
 
     Raises:
-        ApiError: a field is missing, wrong, or asks for what is not served.
+        ApiError: a field is missing, wrong, or not served.
     """
-    for name, harmless in WITHOUT_EFFECT.items():
-        value = body.get(name)
-        if value is None or value in harmless or name in kind.model_fields:
-            continue
-        reason = REASONS.get(name, "leave it out")
-        raise ApiError(400, f"{name} is not supported: {reason}", param=name)
+    for name in NOT_SERVED:
+        if name not in kind.model_fields and body.get(name) not in DEFAULTS:
+            reason = REASONS.get(name, "leave it out")
+            raise ApiError(400, f"{name} is not supported: {reason}", param=name)
     try:
         request = kind.model_validate(dict(body))
     except ValidationError as error:
         raise _refusal(error) from None
-    unknown = [name for name in body if name not in kind.model_fields]
-    ignored = [name for name in unknown if body[name] is not None and name not in WITHOUT_EFFECT]
-    return request, ", ".join(_as_word(name) for name in ignored[:16])
-
-
-def _as_word(name: str) -> str:
-    return re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII)
+    ignored = [
+        re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII)
+        for name, value in body.items()
+        if name not in kind.model_fields and name not in NOT_SERVED and value is not None
+    ]
+    return request, ", ".join(ignored[:16])
 
 
 def _refusal(error: ValidationError) -> ApiError:
