@@ -192,10 +192,7 @@ class OpenBatch:
 
     def _forward(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"] | None]:
         """Prefill, then one decoding pass: its requests and logits."""
-        if self._closed:
-            self._rows.admit_group(self._waiting, chunk=self._chunk)
-        else:
-            self._rows.admit(self._waiting, chunk=self._chunk)
+        self._rows.prefill(self._waiting, chunk=self._chunk, is_closed=self._closed)
         return self._rows.step() if self._rows.running else ((), None)
 
     def _record(self, ticket: Ticket, choice: Choice, report: Reported | None) -> Iterator[Event]:

@@ -44,9 +44,9 @@ class PaddedRows:
     def free(self, tickets: Sequence[Ticket]) -> None:
         """Do nothing: rows of ended requests leave the batch in `step`."""
 
-    def admit_group(self, waiting: Waiting, *, chunk: int) -> None:
+    def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
         """Begin a batch with the shortest of the oldest prompts, if none runs."""
-        del chunk  # prompts are read at once
+        del chunk, is_closed  # prompts are read at once
         if self.running or not waiting:
             return
         self._num_sorted = min(self._num_sorted or SORTED * self._batch_size, len(waiting))
@@ -56,10 +56,6 @@ class PaddedRows:
         for ticket in tickets:
             del waiting[ticket]
         self._batch = PaddedBatch(self._model, tickets)
-
-    def admit(self, waiting: Waiting, *, chunk: int) -> None:
-        """Begin a batch, if none runs."""
-        self.admit_group(waiting, chunk=chunk)
 
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:
         """Read the prompts or the newest tokens; the logits of the next ones.

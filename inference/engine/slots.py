@@ -58,7 +58,7 @@ class SlotModel:
         return output.logits[0]
 
 
-class Slots:
+class Slots(Scheduler):
     """The running sequences of a model, at most `num_slots`.
 
     Args:
@@ -81,7 +81,7 @@ class Slots:
     ) -> None:
         self.device = next(model.parameters()).device
         self.cache = SlotCache(num_slots=num_slots, capacity=capacity)
-        self._scheduler = Scheduler(self.cache, reuses=reuses)
+        super().__init__(self.cache, reuses=reuses)
         self._passes = passes
         self._modules = SlotModel(model, self.cache, self.device)
         tp_group = tp_group_of(base_model(model))
@@ -93,35 +93,20 @@ class Slots:
             agree=lambda own: own if tp_group.size == 1 else not any(tp_group.sums([not own])),
         )
 
-    @property
-    def running(self) -> list[Ticket]:
-        """The requests of the next decoding pass."""
-        return self._scheduler.running
+    def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
+        """Give free slots to the oldest requests, and read at most `chunk` prompt tokens.
 
-    @property
-    def occupants(self) -> list[Ticket]:
-        """All requests that have a slot."""
-        return self._scheduler.occupants
-
-    def free(self, tickets: Sequence[Ticket]) -> None:
-        """Free the slots of requests that ended."""
-        self._scheduler.free(tickets)
-
-    def admit(self, waiting: Waiting, *, chunk: int) -> None:
-        """Give free slots to the oldest requests, and read at most `chunk` prompt tokens."""
-        self._scheduler.admit(waiting)
-        if self._scheduler.is_reading:
-            self._read(self._scheduler.next_pieces(chunk))
-
-    def admit_group(self, waiting: Waiting, *, chunk: int) -> None:
-        """Fill the free slots and read all prompts, once enough requests wait for it to pay."""
-        if self.running and not self._scheduler.is_due(waiting):
+        In a closed batch, read all prompts, once enough requests wait for it to pay.
+        """
+        if is_closed and self.running and not self.is_due(waiting):
             return
-        self._scheduler.admit(waiting)
-        while self._scheduler.is_reading:
-            while self._scheduler.is_reading:
-                self._read(self._scheduler.next_pieces(chunk))
-            self._scheduler.admit(waiting)  # those that waited for the prefixes just read
+        self.admit(waiting)
+        while self.is_reading:
+            self._read(self.next_pieces(chunk))
+            if not is_closed:
+                return
+            if not self.is_reading:
+                self.admit(waiting)  # requests that waited for the prefixes just read
 
     @torch.inference_mode()
     def _read(self, pieces: Sequence[tuple[Slot, int]]) -> None:
@@ -145,12 +130,12 @@ class Slots:
         inputs = torch.tensor(columns).T.contiguous().to(self.device)
         self._modules(inputs, layout, reads_slots=continues, keep=1)
         self._passes.prefill += 1
-        self._scheduler.record_read(pieces)
+        self.record_read(pieces)
 
     @torch.inference_mode()
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:
         """Read the newest token of every running sequence; the logits of the next ones."""
-        self._scheduler.compact()
+        self.compact()
         running = self.running
         lengths = [len(ticket.prompt) + len(ticket.response.ids) for ticket in running]
         columns = [

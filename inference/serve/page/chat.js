@@ -1,6 +1,6 @@
 // A dialogue with one model: streaming, stop, regenerate, edit, tokens by their log-probability.
 
-import { button, drawSeed, element, respond, rich, sampling, say, system } from "./common.js";
+import { button, composer, drawSeed, element, respond, rich, sampling, say, system } from "./common.js";
 import { thumbs } from "./ratings.js";
 
 function load() {
@@ -21,14 +21,8 @@ export function chatView(place, server) {
   picker.addEventListener("change", () => localStorage.setItem("model", picker.value));
   const showTokens = element("input", { type: "checkbox", onchange: () => draw() });
   const talk = element("div", { class: "talk", role: "log", "aria-label": "Dialogue" });
-  const input = element("textarea", { rows: 2, "aria-label": "Message", placeholder: "Message: Enter sends, Shift+Enter is a new line" });
-  const sender = button("Send", () => (running ? running.abort() : send()), { class: "main" });
-  input.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      if (!running) send();
-    }
-  });
+  const hint = "Message: Enter sends, Shift+Enter is a new line";
+  const { input, sender, bar } = composer("Message", hint, "Send", send, () => running);
 
   place.append(
     element(
@@ -39,7 +33,7 @@ export function chatView(place, server) {
       element("label", { class: "check" }, showTokens, "Show tokens"),
     ),
     talk,
-    element("div", { class: "composer" }, input, sender),
+    bar,
   );
   draw();
   input.focus();

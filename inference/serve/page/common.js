@@ -23,6 +23,19 @@ export function say(text, bad = false) {
   status.classList.toggle("bad", bad);
 }
 
+// A text field, in which Enter submits and Shift+Enter is a new line, and a button. `submit` is not called by Enter
+// while `running` returns something to abort; the button then aborts it.
+export function composer(label, placeholder, action, submit, running, wide = false) {
+  const input = element("textarea", { rows: 2, "aria-label": label, placeholder });
+  const sender = button(action, () => (running() ? running().abort() : submit()), { class: "main" });
+  input.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!running()) submit();
+  });
+  return { input, sender, bar: element("div", { class: wide ? "composer wide" : "composer" }, input, sender) };
+}
+
 // Text with fenced blocks and `code` set apart; nothing else of Markdown is read.
 export function rich(text) {
   const parts = [];

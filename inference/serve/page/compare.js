@@ -1,7 +1,7 @@
 // Two views of pairs: one prompt for two to four models, and a list of prompts, judged blind.
 
-import { button, drawSeed, element, get, sampling, say } from "./common.js";
-import { cards, choices, pairRating, rate, shuffled, undo, withSystem } from "./ratings.js";
+import { button, composer, drawSeed, element, get, sampling, say } from "./common.js";
+import { cards, choices, shuffled, undo, withSystem } from "./ratings.js";
 
 // The same seed for each model; blind where names would bias.
 export function compareView(place, server, query) {
@@ -21,18 +21,12 @@ export function compareView(place, server, query) {
   const blind = element("input", { type: "checkbox", checked: localStorage.getItem("blind") === "1" });
   blind.addEventListener("change", () => localStorage.setItem("blind", blind.checked ? "1" : "0"));
   const relative = element("input", { type: "checkbox" });
-  const input = element("textarea", { rows: 2, "aria-label": "Prompt", placeholder: "Prompt: Enter asks every model" });
-  input.value = query.get("prompt") ?? "";
-  const results = element("div", {});
-  const sender = button("Compare", () => (controller ? controller.abort() : run()), { class: "main" });
   let controller = null;
   let rating = null;
-
-  input.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    if (!controller) run();
-  });
+  const hint = "Prompt: Enter asks every model";
+  const { input, sender, bar } = composer("Prompt", hint, "Compare", run, () => controller, true);
+  input.value = query.get("prompt") ?? "";
+  const results = element("div", {});
   place.append(
     element(
       "div",
@@ -41,7 +35,7 @@ export function compareView(place, server, query) {
       element("label", { class: "check" }, blind, "Blind"),
       element("label", { class: "check" }, relative, `KL to ${names[0]}`),
     ),
-    element("div", { class: "composer wide" }, input, sender),
+    bar,
     results,
   );
   input.focus();
@@ -80,21 +74,11 @@ export function compareView(place, server, query) {
   }
 
   function offer(shown, messages, answers, order, hidden) {
-    const since = performance.now();
-    rating = choices(
-      async (choice, strength) => {
-        const seconds = (performance.now() - since) / 1000;
-        try {
-          await rate(pairRating(messages, answers, order, choice, strength, hidden, seconds));
-          shown.reveal(answers);
-          rating.end();
-          rating.bar.replaceChildren(button("Undo", async () => (await undo()) && rating.bar.remove()));
-          say("Rated");
-        } catch (error) {
-          say(error.message, true);
-        }
-      },
-    );
+    rating = choices({ messages, answers, order, blind: hidden }, () => {
+      shown.reveal(answers);
+      rating.end();
+      rating.bar.replaceChildren(button("Undo", async () => (await undo()) && rating.bar.remove()));
+    });
     results.append(rating.bar);
     sender.blur();
     input.blur();
@@ -213,30 +197,20 @@ export function rateView(place, server) {
   }
 
   function offer(messages, models, answers, order, again) {
-    const since = performance.now();
     const step = () => {
       if (!again) at += 1;
       next();
     };
-    rating = choices(
-      async (choice, strength) => {
-        rating.end();
-        const seconds = (performance.now() - since) / 1000;
-        try {
-          await rate(pairRating(messages, answers, order, choice, strength, true, seconds));
-          rated += 1;
-          done.push({ messages, models, answers, again });
-          say("Rated");
-          step();
-        } catch (error) {
-          say(error.message, true);
-        }
-      },
-      [
-        ["s", "Skip", step],
-        ["u", "Undo", back],
-      ],
-    );
+    const others = [
+      ["s", "Skip", step],
+      ["u", "Undo", back],
+    ];
+    const count = () => {
+      rated += 1;
+      done.push({ messages, models, answers, again });
+      step();
+    };
+    rating = choices({ messages, answers, order, blind: true }, count, others);
     stage.append(rating.bar);
   }
 

@@ -156,17 +156,31 @@ const CHOICES = [
   ["4", "Both bad", { bad: true }],
 ];
 
-// Buttons, and keys while nothing is being typed; `others` are more of [key, label, action].
-export function choices(choose, others = []) {
+// Buttons to rate a pair, and their keys while nothing is being typed; `others` are more of [key, label, action].
+export function choices({ messages, answers, order, blind }, onRated, others = []) {
+  const since = performance.now();
   const strength = element(
     "select",
     { "aria-label": "How much better" },
     ...["a little", "clearly", "by far"].map((label, at) => element("option", { value: at + 1 }, label)),
   );
-  const all = [
-    ...CHOICES.map(([key, label, choice]) => [key, label, () => choose(choice, Number(strength.value))]),
-    ...others,
-  ];
+  let sending = false;
+  const choose = async (choice) => {
+    if (sending) return;
+    sending = true;
+    const rating = { kind: "pair", messages, answers, shown: order, blind, choice: null, tie: Boolean(choice.tie) };
+    rating.seconds = (performance.now() - since) / 1000;
+    if ("column" in choice) Object.assign(rating, { choice: order[choice.column], strength: Number(strength.value) });
+    try {
+      await rate(rating);
+      say("Rated");
+      onRated();
+    } catch (error) {
+      say(error.message, true);
+    }
+    sending = false;
+  };
+  const all = [...CHOICES.map(([key, label, choice]) => [key, label, () => choose(choice)]), ...others];
   const bar = element(
     "div",
     { class: "row choices", role: "group", "aria-label": "Rating" },
@@ -184,13 +198,6 @@ export function choices(choose, others = []) {
   };
   addEventListener("keydown", onkey);
   return { bar, end: () => removeEventListener("keydown", onkey) };
-}
-
-// A rating of a pair as the server takes it.
-export function pairRating(messages, answers, order, choice, strength, blind, seconds) {
-  const rating = { kind: "pair", messages, answers, shown: order, blind, seconds, choice: null, tie: Boolean(choice.tie) };
-  if ("column" in choice) Object.assign(rating, { choice: order[choice.column], strength });
-  return rating;
 }
 
 // The response's tokens, tinted by log p / p_reference, and their sum, which estimates KL, in words.
