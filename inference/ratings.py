@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.cli.command import choose_command, read_files_command
-from pipeline.cli.help import help_entry
 from pipeline.cli.options import run_main, say
 from pipeline.data.rows.shapes import SCHEMA, UNDO
 from pipeline.files.durable import sync_directory
@@ -27,7 +26,7 @@ from pipeline.files.output import check_output, write_output
 from pipeline.system.errors import ConfigError, DataError, require
 from pipeline.system.installation import MODULE
 
-PROGRAM = f"{MODULE} inference.ratings"
+USAGE = f"{MODULE} inference.ratings export FILE ... --out FILE [--format pairs|hh]"
 TIE, BAD = "tie", "both bad"
 
 Rating = Mapping[str, Any]
@@ -229,28 +228,20 @@ class ExportConfig:
         check_output(self.out, option="--out")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgreementConfig:
-    """`agreement` has no options."""
-
-
 def main(argv: Sequence[str]) -> None:
-    """Run a command.
+    """Run `export`.
 
     Raises:
         UserError: a file can't be read or written, or has lines that are not ratings.
     """
-    command, words = choose_command(COMMANDS, argv, _help)
+    command, words = choose_command({"export": export_rows}, argv, lambda: f"usage: {USAGE}")
     command(words)
 
 
 def export_rows(words: Sequence[str]) -> None:
     """One row for each pair, by the majority of its raters, and for each correction."""
     files, config = read_files_command(
-        ExportConfig,
-        words,
-        usage=f"{PROGRAM} export FILE ... --out FILE",
-        about=(export_rows.__doc__ or "").strip(),
+        ExportConfig, words, usage=USAGE, about=(export_rows.__doc__ or "").strip()
     )
     ratings = standing_ratings([rating for file in files for rating in read_ratings(Path(file))])
     rows, undecided = export(ratings, config.format)
@@ -260,29 +251,8 @@ def export_rows(words: Sequence[str]) -> None:
     write_output({config.out: lines}, option="--out")
     left_out = f"; {undecided} pairs without a preference left out" if undecided else ""
     say(f"{config.out}: {len(rows)} rows{left_out}")
-
-
-def show_agreement(words: Sequence[str]) -> None:
-    """Agreement of raters, and whether position or length decides."""
-    files, _ = read_files_command(
-        AgreementConfig,
-        words,
-        usage=f"{PROGRAM} agreement FILE ...",
-        about=(show_agreement.__doc__ or "").strip(),
-    )
-    ratings = [rating for file in files for rating in read_ratings(Path(file))]
-    for name, value in asdict(agreement(standing_ratings(ratings))).items():
+    for name, value in asdict(agreement(ratings)).items():
         say(f"{name:16}{'-' if value is None else format(value, '.4g')}")
-
-
-COMMANDS = {"export": export_rows, "agreement": show_agreement}
-
-
-def _help() -> str:
-    lines = [f"usage: {PROGRAM} COMMAND FILE ...", ""]
-    for name, command in COMMANDS.items():
-        lines += help_entry(name, (command.__doc__ or "").strip())
-    return "\n".join(lines)
 
 
 def export(

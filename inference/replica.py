@@ -220,17 +220,6 @@ class ReplicaWeight:
         return full if self.spec is None else self.spec.of(full)
 
 
-class InPlace:
-    """The weights of a model that is not sharded, for `Replica.load`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
-        """All parameters as one unit."""
-        yield list(self._model.parameters())
-
-
 class Replica:
     """The model to generate with, made from a trained one.
 

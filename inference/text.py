@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 INCOMPLETE = "\ufffd"
 """What tokenizers decode the bytes of an unfinished character to."""
@@ -84,7 +85,7 @@ class TokenBytes:
         self.is_exact = self._is_byte_level or self._has_byte_pieces
         """Whether the bytes of tokens join to those of their text."""
         self._known: dict[int, bytes] = {}
-        self._bytes = _byte_of_character() if self._is_byte_level else {}
+        self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
 
     def of(self, token: int) -> bytes:
         """What a token adds to a text; nothing where it is special."""
@@ -131,14 +132,6 @@ def _decoders(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
     state = json.loads(backend.decoder.__getstate__())
     parts = state.get("decoders", [state])
     return [str(part.get("type")) for part in parts]
-
-
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, others for characters from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 class ResponseText:

@@ -67,20 +67,17 @@ async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:
         with broker.open(reply.wanted, reply.client, streams=False) as job:
             async for new in broker.pieces(job):
                 pieces |= {piece.row: piece for piece in new}
-    usage = Usage(reply.num_prompt, reply.per_prompt)
-    for piece in pieces.values():
-        usage.add(piece)
     choices = [
         reply.choice(number, pieces.get(number, Piece(number, finish="length")))
         for number in range(reply.num_rows)
     ]
-    return reply.object(choices, reply.kind) | {"usage": usage.json}
+    return reply.object(choices, reply.kind) | {"usage": usage_of(reply, pieces)}
 
 
 async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
     """The events of a stream, after an empty one when the request is admitted."""
     rows = [TextPosition(reply.served, reply.begins) for _ in range(reply.num_rows)]
-    usage = Usage(reply.num_prompt, reply.per_prompt)
+    seen: dict[int, Piece] = {}
     with_usage = {"usage": None} if reply.fields.wants_usage else {}
 
     def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
@@ -97,11 +94,11 @@ async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
             async for pieces in broker.pieces(job):
                 parts = b"" if pieces else SIGN_OF_LIFE
                 for piece in pieces:
-                    usage.add(piece)
+                    seen.setdefault(piece.row, Piece(piece.row)).join(piece)
                     parts += event(chunk(reply.part(rows[piece.row], piece)))
                 yield parts
     if reply.fields.wants_usage:
-        yield event(chunk() | {"usage": usage.json})
+        yield event(chunk() | {"usage": usage_of(reply, seen)})
     yield DONE
 
 
@@ -442,36 +439,19 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
-@dataclass
-class Usage:
-    """Token counts of a request and its responses."""
-
-    num_prompt: int
-    """Of all prompts, each counted once."""
-    per_prompt: int
-    """Responses to each prompt."""
-    num_completion: int = 0
-    _reused: dict[int, int] = field(default_factory=dict)
-    """Tokens of each response's prompt that were not read for it."""
-
-    def add(self, piece: Piece) -> None:
-        """Count a piece."""
-        self.num_completion += len(piece.ids)
-        self._reused[piece.row] = self._reused.get(piece.row, 0) + piece.num_reused
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """OpenAI's object; tokens of a prompt are cached if none of its responses read them."""
-        by_prompt: dict[int, int] = {}
-        for row, count in self._reused.items():
-            prompt = row // self.per_prompt
-            by_prompt[prompt] = min(count, by_prompt.get(prompt, count))
-        return {
-            "prompt_tokens": self.num_prompt,
-            "completion_tokens": self.num_completion,
-            "total_tokens": self.num_prompt + self.num_completion,
-            "prompt_tokens_details": {"cached_tokens": sum(by_prompt.values())},
-        }
+def usage_of(reply: Reply, pieces: Mapping[int, Piece]) -> dict[str, Any]:
+    """OpenAI's object; tokens of a prompt are cached if none of its responses read them."""
+    num_completion = sum(len(piece.ids) for piece in pieces.values())
+    reused: dict[int, int] = {}
+    for row, piece in pieces.items():
+        prompt = row // reply.per_prompt
+        reused[prompt] = min(piece.num_reused, reused.get(prompt, piece.num_reused))
+    return {
+        "prompt_tokens": reply.num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": reply.num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": sum(reused.values())},
+    }
 
 
 @dataclass

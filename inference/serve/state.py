@@ -1,9 +1,7 @@
 """The state of a server, and the event loop's side of generation: admission and delivery."""
 
 import asyncio
-import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +28,16 @@ QUIET = 15.0
 QUEUED_TOKENS = 2**22
 """Most tokens of all prompts in the server."""
 
+RETRY_SECONDS = 5
+"""Value of `Retry-After`."""
+
 LONG = 20_000
 """Characters whose tokenization takes a few milliseconds."""
+
+
+def busy(status: int, message: str) -> ApiError:
+    """An error that asks the client to retry."""
+    return ApiError(status, message, retry_after=RETRY_SECONDS)
 
 
 class Broker:
@@ -42,7 +48,6 @@ class Broker:
         self._worker: Worker | None = None
         self._jobs: set[Job] = set()
         self._calls = 0
-        self._ends: deque[float] = deque(maxlen=32)
         self.draining = False
         """Whether no request is admitted any more."""
         self.failure: BaseException | None = None
@@ -78,7 +83,6 @@ class Broker:
         finally:
             self._jobs.discard(job)
             worker.cancel(job)
-            self._ends.append(time.monotonic())
 
     async def pieces(self, job: Job) -> AsyncIterator[list[Piece]]:
         """Yield the pieces of a job until its responses have ended; none every `QUIET` seconds.
@@ -105,7 +109,7 @@ class Broker:
             if seconds >= limit and job.started:
                 raise ApiError(504, f"the request took longer than {limit:g} seconds")
             if seconds >= limit:
-                raise self._busy(503, f"no slot was free for {limit:g} seconds; try again later")
+                raise busy(503, f"no slot was free for {limit:g} seconds; try again later")
             if self.failure is not None:
                 raise ApiError(500, "generation has failed, and the server ends")
             try:
@@ -139,20 +143,12 @@ class Broker:
             raise ApiError(500, "generation has failed, and the server ends")
         if self._worker is None or self.draining:
             what = "the server is about to end" if self.draining else "the models are being loaded"
-            raise self._busy(503, f"{what}; try again later")
+            raise busy(503, f"{what}; try again later")
         waiting = sum(not job.started for job in self._jobs) + self._calls
         tokens = sum(job.num_prompt_tokens for job in self._jobs)
         if waiting >= self._config.queue or tokens + num_tokens > QUEUED_TOKENS:
-            raise self._busy(429, f"{waiting} requests wait already; try again later")
+            raise busy(429, f"{waiting} requests wait already; try again later")
         return self._worker
-
-    def _busy(self, status: int, message: str) -> ApiError:
-        """An error with the seconds after which a slot should be free, by how fast jobs ended."""
-        seconds = 1.0
-        if len(self._ends) > 1:
-            interval = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-            seconds = interval * sum(not job.started for job in self._jobs)
-        return ApiError(status, message, retry_after=math.ceil(min(max(seconds, 1), 60)))
 
 
 @dataclass

@@ -164,11 +164,11 @@ def test_the_commands_write_what_steps_read(
     written(other, pair(1, rater="ben", messages=[{"role": "user", "content": "R"}]))
 
     main(["export", str(one), str(other), str(one), "--out", str(out)])
-    main(["agreement", str(one)])
 
     text = capsys.readouterr().out
     assert "out.jsonl: 2 rows" in text
     assert re.search("left +1\n", text)
+    assert re.search("pairs +3\n", text)
     # Ratings of one millisecond have no order.
     chosen = [json.loads(line)["chosen"] for line in out.read_text().splitlines()]
     assert sorted(chosen) == ["a longer one", "short"]

@@ -1,15 +1,16 @@
 """A sharded model equals the unsharded one, for every family with a plan."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.engine.sampling import Sampler
 from inference.generation import generate, generate_each
-from inference.replica import InPlace, Replica
+from inference.replica import Replica
 from inference.tensor_parallel import Sharding, kv_heads_here
 from pipeline.models.packing import how_to_run
 from pipeline.parallel.group import Group
@@ -18,6 +19,18 @@ from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import ConfigError
 from tests.distributed import rank, run_ranks
 from tests.families import FAMILIES, random_rows, tiny_causal_lm
+
+
+class InPlace:
+    """The weights of a model that is not sharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
+        """All parameters as one unit."""
+        yield list(self._model.parameters())
+
 
 IDS = torch.tensor([row.input_ids for row in random_rows((9, 9, 9))])
 PROMPTS = [[[5, 6, 7, 8, 9, 10, 11], [12, 13]], [[14, 15, 16]]]

@@ -12,7 +12,7 @@ from inference.engine.batch import OpenBatch
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Request, Response, Ticket
 from inference.engine.sampling import Sampler
-from inference.engine.scheduler import share_out
+from inference.engine.slots import share_out
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.models.load import load_causal_lm
