@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from inference.tensor_parallel import Sharding, mark_sharing, sum_
 from pipeline.engine.tensor_parts import Part, part_of, whole_shape
-from pipeline.models.deferred import meta_model, places
 from pipeline.models.export import HasTurns
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
+from pipeline.models.meta import meta_model, places
 from pipeline.models.quantized import QuantizedLinear
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec

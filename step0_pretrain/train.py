@@ -130,7 +130,7 @@ def finish(lm: Pretraining, run: Run, *, before: float) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
-    run_step(PretrainConfig, train, argv, section="pretrain")
+    run_step(PretrainConfig, train, argv)
 
 
 if __name__ == "__main__":

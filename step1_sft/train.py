@@ -131,7 +131,7 @@ def finish(
 
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
-    run_step(SFTConfig, train, argv, section="sft")
+    run_step(SFTConfig, train, argv)
 
 
 if __name__ == "__main__":

@@ -402,7 +402,7 @@ def label_settings(reward: RewardTraining) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
-    run_step(RewardConfig, train, argv, section="reward")
+    run_step(RewardConfig, train, argv)
 
 
 if __name__ == "__main__":

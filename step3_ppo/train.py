@@ -120,7 +120,7 @@ def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeight
 
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
-    run_step(PPOConfig, train, argv, section="ppo")
+    run_step(PPOConfig, train, argv)
 
 
 if __name__ == "__main__":

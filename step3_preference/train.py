@@ -91,7 +91,7 @@ def learn(setup: Setup, run: Run, *, step: int) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
-    run_step(PreferenceConfig, train, argv, section="preference")
+    run_step(PreferenceConfig, train, argv)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pipeline.budget.machine import Machine, describe_machine, in_words, this_machine
 from pipeline.budget.memory import Phase, StepMemory, line, step_memory
 from pipeline.budget.models import models_of
-from pipeline.cli.options import remark, say
+from pipeline.cli.options import say
 from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
 from pipeline.launch.local import PLANNED, list_gpus
 from pipeline.parallel import launched
@@ -73,21 +73,15 @@ def shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
     return max(lacks, key=lambda short: short.needed - short.available, default=None)
 
 
-def check_memory(config: StepConfig, *, section: str) -> None:
+def check_memory(config: StepConfig) -> None:
     """Print the memory that a step takes, on the first process, and refuse what can't fit.
 
-    Under `train.py`, which checks all steps, this only logs which number formats are slow here.
+    `train.py` checks all steps itself.
 
     Raises:
         ConfigError: names the need, the supply, and the cheapest change.
     """
-    if launched.rank() != 0:
-        return
-    from pipeline.models.number_formats import slow_formats
-
-    if advice := slow_formats(config, section=section):
-        remark(advice)
-    if PLANNED in os.environ:
+    if launched.rank() != 0 or PLANNED in os.environ:
         return
     processes = launched.local_world_size()
     gpus = list_gpus()[:processes]

@@ -292,6 +292,8 @@ class ModelMemory:
         by_tokens = self._tp if self.workload.parallel.sequence else 1
         vector = tokens * shape.hidden * shape.itemsize / by_tokens
         block = tokens * shape.kept * shape.itemsize / self._tp
+        # Attention and MLP keep their input of all tokens.
+        block += 2 * tokens * shape.hidden * shape.itemsize * (1 - 1 / self._tp)
         layers = -(-shape.layers // self._pp)
         if not trains:
             activations = block + vector

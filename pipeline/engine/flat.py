@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from pipeline.engine.comm import Collectives, Finished, Work
 from pipeline.engine.offload import DiskPiece, WeightDisk
-from pipeline.engine.stored import StoredParameter, copy_elements
 from pipeline.engine.tensor_parts import Role
 from pipeline.kernels.pinned_memory import pinned_empty
 
@@ -180,14 +179,16 @@ class FlatParams:
 
     def _load(self) -> None:
         """Copy the local part of the parameters, and make them views of the vector."""
-        self.fill(lambda name, start, out: copy_elements(self.params[name], start, out))
+        self.fill(
+            lambda name, start, out: out.copy_(
+                self.params[name].detach().reshape(-1)[start : start + len(out)]
+            )
+        )
         for name, param in self.params.items():
             param.data = self.views[name]
-            if isinstance(param, StoredParameter):
-                param.settle()
         self.free()
 
-    def fill(self, read: Callable[[str, int, Tensor], None]) -> None:
+    def fill(self, read: Callable[[str, int, Tensor], object]) -> None:
         """Fill the local part of each parameter by `read(name, start, out)`.
 
         `out` gets the elements of the flattened parameter from `start` on.

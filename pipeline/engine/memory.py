@@ -1,11 +1,11 @@
 """Memory of a model in training: `python -m pipeline.engine.memory`.
 
-Prints DeepSpeed's estimates, by its own formulas, and the bytes of this engine's weights, masters,
-moments and gradients on each process. Activations come on top.
+Prints the bytes of weights, masters, moments and gradients on each process, for each ZeRO stage.
+Activations come on top.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.cli.command import read_command
@@ -15,12 +15,9 @@ from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
 _USAGE = (
-    f"{MODULE} pipeline.engine.memory --params N [--largest-layer N] [--gpus N]",
+    f"{MODULE} pipeline.engine.memory --params N [--gpus N]",
     f"{MODULE} pipeline.engine.memory --model NAME [--gpus N] [--nodes N]",
 )
-
-BUFFER_FACTOR = 1.5
-"""DeepSpeed's allowance for buffers in host memory."""
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMB]?)", re.IGNORECASE)
 
@@ -45,10 +42,6 @@ class MemoryConfig:
     params: str | None = None
     """Parameters of the model, such as 7B or 1889110016."""
 
-    largest_layer: str | None = None
-    """Parameters of the largest module, without its submodules, such as 189.5M; DeepSpeed's stage 3
-    estimate needs it."""
-
     model: str | None = None
     """Hugging Face model id or directory, instead of `params`; only its configuration is read."""
 
@@ -70,59 +63,6 @@ class MemoryConfig:
         require(self.nodes > 0, f"nodes must be above 0, got {self.nodes}")
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """One line of DeepSpeed's tables, in bytes."""
-
-    cpu: int
-    """On each machine."""
-
-    gpu: int
-    """On each GPU."""
-
-    options: str
-
-
-def estimate_zero2(params: int, *, gpus: int = 1, nodes: int = 1) -> list[Estimate]:
-    """DeepSpeed's `estimate_zero2_model_states_mem_needs_all_cold`, line by line."""
-    world = gpus * nodes
-    offloaded_cpu = int(params * max(4 * world, 16) * BUFFER_FACTOR)
-    return [
-        Estimate(offloaded_cpu, 2 * params, "offload_optimizer=cpu "),
-        Estimate(
-            int(params * 4 * gpus * BUFFER_FACTOR),
-            2 * params + int(18 * params / world),
-            "offload_optimizer=none",
-        ),
-    ]
-
-
-def estimate_zero3(
-    params: int, largest_layer: int, *, gpus: int = 1, nodes: int = 1
-) -> list[Estimate]:
-    """DeepSpeed's `estimate_zero3_model_states_mem_needs_all_cold`, line by line."""
-    world = gpus * nodes
-    layer = 4 * largest_layer
-    # (parameters offloaded, optimizer offloaded): bytes a parameter in host memory and on the GPUs
-    rows = (("cpu ", "cpu ", 18, 0), ("none", "cpu ", 16, 2), ("none", "none", 0, 18))
-    estimates = []
-    for offload_param, offload_optimizer, host, device in rows:
-        gpu = layer + int(device * params / world)
-        for zero_init in (1, 0):
-            # Without zero_init every process builds the full model in host memory first.
-            if host:
-                each = host / nodes if zero_init else max(4 * gpus, host / nodes)
-                cpu = params * each * BUFFER_FACTOR
-            else:
-                cpu = (largest_layer if zero_init else params) * 4 * gpus * BUFFER_FACTOR
-            options = (
-                f"offload_param={offload_param}, offload_optimizer={offload_optimizer},"
-                f" zero_init={zero_init}"
-            )
-            estimates.append(Estimate(int(cpu), gpu, options))
-    return estimates
-
-
 def engine_bytes(params: int, *, world: int, stage: int) -> dict[str, int]:
     """Bytes of this engine on each process, with bf16 weights and AdamW."""
     sharded = params // world
@@ -134,68 +74,39 @@ def engine_bytes(params: int, *, world: int, stage: int) -> dict[str, int]:
     }
 
 
-def count_parameters(name: str, *, trust_remote_code: bool) -> tuple[int, int]:
-    """All parameters of a model, and those of its largest module without submodules."""
+def count_parameters(name: str, *, trust_remote_code: bool) -> int:
+    """Number of parameters of a model, by its configuration."""
     import torch
 
     from pipeline.models.meta import model_on_meta
 
     source = FrozenModelConfig(path=name, precision="bf16", trust_remote_code=trust_remote_code)
     model = model_on_meta(source, task="causal", device=torch.device("cpu"))
-    layers = (
-        sum(param.numel() for param in module.parameters(recurse=False))
-        for module in model.modules()
-    )
-    return sum(param.numel() for param in model.parameters()), max(layers)
+    return sum(param.numel() for param in model.parameters())
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the tables."""
+    """Print the table."""
     config = read_command(
         MemoryConfig,
         argv,
         usage=_USAGE,
-        about="Print DeepSpeed's estimates of memory, and the bytes of this engine.",
+        about="Print the bytes of a model in training at each ZeRO stage.",
     )
-    say("\n\n".join(_tables(config)))
-
-
-def _tables(config: MemoryConfig) -> Iterator[str]:
-    largest: int | None = None
     if config.model is not None:
-        params, largest = count_parameters(config.model, trust_remote_code=config.trust_remote_code)
+        params = count_parameters(config.model, trust_remote_code=config.trust_remote_code)
     else:
         params = parse_count(config.params or "", "--params")
-        if config.largest_layer is not None:
-            largest = parse_count(config.largest_layer, "--largest-layer")
-            require(
-                largest <= params, "--largest-layer must not have more parameters than --params"
-            )
-    yield f"{params:,} parameters on {config.nodes} machines with {config.gpus} processes each"
-    yield "DeepSpeed's estimate for ZeRO stage 2\n" + _format(
-        estimate_zero2(params, gpus=config.gpus, nodes=config.nodes)
-    )
-    yield "DeepSpeed's estimate for ZeRO stage 3\n" + (
-        "needs --largest-layer, the parameters of the largest layer, or --model"
-        if largest is None
-        else _format(estimate_zero3(params, largest, gpus=config.gpus, nodes=config.nodes))
-    )
-    world = config.gpus * config.nodes
-    lines = ["This engine's GB on each process, bf16 with AdamW, without activations"]
+    lines = [
+        f"{params:,} parameters on {config.nodes} machines with {config.gpus} processes each",
+        "GB on each process, bf16 with AdamW, without activations:",
+    ]
     for stage in range(4):
-        kinds = engine_bytes(params, world=world, stage=stage)
+        kinds = engine_bytes(params, world=config.gpus * config.nodes, stage=stage)
         shown = [f"{kind} {size / 2**30:.2f}" for kind, size in kinds.items()]
         total = sum(kinds.values()) / 2**30
         lines.append(f"  stage {stage}: {', '.join(shown)}; total {total:.2f}")
-    yield "\n".join(lines)
-
-
-def _format(estimates: Sequence[Estimate]) -> str:
-    lines = ["  per CPU  |  per GPU |   Options"]
-    for estimate in estimates:
-        cpu, gpu = estimate.cpu / 2**30, estimate.gpu / 2**30
-        lines.append(f" {cpu:7.2f}GB | {gpu:6.2f}GB | {estimate.options}")
-    return "\n".join(lines)
+    say("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,13 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import Columns, Fragment
 from pipeline.engine.engine import Engine
 from pipeline.engine.flat import FlatParams
-from pipeline.engine.stored import READ_AT_ONCE
 from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.engine.trained import TrainedParams
 from pipeline.parallel.group import Group
 from pipeline.system.errors import CheckpointError
+
+READ_AT_ONCE = 2**21
+"""Elements that are read at once where only some columns of them are kept."""
 
 ReadInto = Callable[[int, Tensor], None]
 """Fills a flat tensor with elements of a whole parameter from a place on."""

@@ -110,6 +110,16 @@ class Part:
                 yield slice(begin * inner, (begin + shard.size) * inner), holders, shard.counts
 
 
+def replace_by_part(layer: nn.Module, leaf: str, part: Part) -> None:
+    """Replace a layer's parameter by this process's part of it; a flat one stays flat."""
+    param = layer.get_parameter(leaf)
+    own = part.own.of(param.detach().view(part.whole))
+    own = own.clone(memory_format=torch.contiguous_format)
+    replaced = nn.Parameter(own if part.stored is None else own.view(-1), param.requires_grad)
+    mark_part(replaced, part)
+    setattr(layer, leaf, replaced)
+
+
 def mark_part(param: Tensor, part: Part) -> None:
     """Say that a parameter is a part of a whole one."""
     _marked(param).part = part

@@ -224,13 +224,6 @@ def multiplies_bf16() -> bool:
     return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 
-def has_bf16_products() -> bool:
-    """Whether PyTorch multiplies bf16 on this processor at least as fast as fp32."""
-    if is_arm():
-        return bool(getattr(torch.cpu, "get_capabilities", dict)().get("bf16", False))
-    return has_avx512() and multiplies_bf16()
-
-
 def is_arm() -> bool:
     """Whether this is a 64-bit ARM processor."""
     return platform.machine() in ("aarch64", "arm64")

@@ -1,14 +1,20 @@
 """Causal attention over concatenated sequences, for any Hugging Face model.
 
 Registered under the name `ragged` in the attention-function registry of `transformers`: a model's
-own layers call it and pass on the keyword `ragged` that the model was called with, which computes.
-In training that is `Ragged`: each token sees the earlier tokens of its own sequence and nothing
-else. Generation has layouts of its own, which read a cache. Called without the keyword, it is the
-library's own scaled-dot-product attention.
+own layers call it and pass the keyword `ragged` that the model was called with. In training that is
+`Ragged`: each token sees the earlier tokens of its own sequence and nothing else. Generation has
+its own layouts, which read a cache. Called without the keyword, it is the library's own
+scaled-dot-product attention.
+
+On a GPU in 16 bits `torch.nn.attention.varlen` computes it without padding: FlashAttention over a
+row of sequences (Dao 2023). Where that kernel can't run, sequences of similar length are padded.
 
 Dimension names: N tokens of all sequences, H query heads, G key heads, D and E head sizes.
 """
 
+import functools
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +26,103 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pipeline.config import Kernels
-from pipeline.models import varlen
 from pipeline.parallel.device import send
+
+logger = logging.getLogger(__name__)
+
+
+FORMATS = (torch.bfloat16, torch.float16)
+
+LARGEST = 256
+"""Largest head size of `varlen_attn`."""
+
+VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters.keys()
+"""That of torch 2.11 takes as many key heads as query heads, and never splits keys."""
+
+
+def varlen_runs(query: Tensor, key: Tensor, value: Tensor, *, dropout: float) -> bool:
+    """True if `varlen_attention` can compute these heads and gradients to them."""
+    size = query.shape[-1]
+    fits = size <= LARGEST and size % 8 == 0 and value.shape[-1] == size
+    if not (query.is_cuda and query.dtype in FORMATS and fits) or dropout:
+        return False
+    return _varlen_works(query.device, query.dtype, size, query.shape[1] // key.shape[1])
+
+
+def varlen_attention(
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "1 G N D"],
+    value: Float[Tensor, "1 G N D"],
+    *,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Float[Tensor, "1 N H D"]:
+    """Causal attention of each sequence to itself.
+
+    Args:
+        query: heads of a row of sequences.
+        key: theirs, each shared by as many query heads as there are more of.
+        value: likewise.
+        bounds: int32, where each sequence begins, and where the last one ends.
+        longest: of the sequences.
+        scaling: of the scores; None is the head size to the power of -1/2.
+        sliding_window: tokens that a token sees, itself included; None is all before it.
+    """
+    query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+    more: dict[str, object] = {}
+    if "num_splits" in VARLEN_OPTIONS:
+        more["num_splits"] = 1  # the same bits whatever shares the call
+    if "enable_gqa" in VARLEN_OPTIONS:
+        more["enable_gqa"] = query.shape[1] != key.shape[1]
+    else:
+        shared_by = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
+    attended = varlen_attn(
+        *(query, key, value, bounds, bounds, longest, longest),
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **more,
+    )
+    return attended.unsqueeze(0)
+
+
+def bounds_of(lengths: Sequence[int]) -> Tensor:
+    """Where sequences begin in a row, and where the last one ends, as `attend` takes them."""
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+@functools.cache
+def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by: int) -> bool:
+    """Whether a small call runs, forward and backward."""
+    lengths = (5, 33)
+    try:
+        # The first caller may compute without gradients; a later one may need them.
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            heads = [
+                torch.ones(1, count, sum(lengths), size, device=device, dtype=dtype)
+                for count in (2 * shared_by, 2, 2)
+            ]
+            out = varlen_attention(
+                *(each.requires_grad_() for each in heads),
+                bounds=bounds_of(lengths).to(device),
+                longest=max(lengths),
+                scaling=None,
+                sliding_window=None,
+            )
+            out.sum().backward()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        logger.info("attention pads its sequences: varlen_attn doesn't run here: %s", reason)
+        return False
+    return True
 
 
 def pad(
@@ -216,13 +312,13 @@ class Ragged:
     ) -> Float[Tensor, "1 N H E"]:
         """Causal attention of each sequence to itself.
 
-        On a GPU in 16 bits they need no padding (`varlen.py`). Otherwise it sits on the right, for
+        On a GPU in 16 bits they need no padding. Otherwise it sits on the right, for
         the attention alone: under a causal mask no real token sees what comes after it, so padding
         needs no mask.
         """
-        if self.kernels != "off" and varlen.takes(query, key, value, dropout=dropout):
+        if self.kernels != "off" and varlen_runs(query, key, value, dropout=dropout):
             together = partial(
-                varlen.attend,
+                varlen_attention,
                 bounds=self._bounds,
                 longest=max(self.lengths),
                 scaling=scaling,
@@ -250,7 +346,7 @@ class Ragged:
     @cached_property
     def _bounds(self) -> Tensor:
         """Where the sequences begin and the last one ends, on the device."""
-        return send(varlen.bounds_of(self.lengths), self.device)
+        return send(bounds_of(self.lengths), self.device)
 
     @cached_property
     def padded(self) -> Padded:

@@ -1,8 +1,7 @@
 """Models out of checkpoints: Hugging Face directories, without the processes that trained them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,15 +13,12 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 
 from pipeline.config import LoraConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.stored import StoredParameter, stored_like
-from pipeline.engine.units import find_units
 from pipeline.kernels.adamw import round_weights
-from pipeline.models.block_codes import Form
-from pipeline.models.deferred import meta_model, places
 from pipeline.models.export import export
 from pipeline.models.forward import base_model
 from pipeline.models.lora import Task, add_lora
-from pipeline.models.quantized import quantize_layers, quantized_layers
+from pipeline.models.meta import meta_model, places
+from pipeline.models.quantized import Form, quantize_layers, quantized_layers
 from pipeline.system.errors import CheckpointError
 
 TOKENIZER = "tokenizer"
@@ -52,8 +48,7 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
 def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
     """Write the model that engine `name` of the checkpoint trains as a Hugging Face directory.
 
-    As the run itself would have exported it then. In memory are the weights of one unit at a time,
-    and one file's.
+    It is what the run itself would have exported then; in memory is the full model.
 
     Raises:
         CheckpointError: it holds no such model, or one whose class `transformers` doesn't have.
@@ -67,15 +62,15 @@ def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
     prefix = described["prefix"]
     keys = set(checkpoint.keys())
 
-    def read(parameter: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    def read(parameter: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         trained = f"{name}/weights/{prefix}{parameter}"
         if trained in keys:
-            masters = torch.empty(stop - start)
-            checkpoint.read(trained, start, masters)
-            return round_weights(masters, dtype)
-        out = torch.empty(stop - start, dtype=dtype)
-        checkpoint.read(f"{name}/frozen/{prefix}{parameter}", start, out)
-        return out
+            masters = torch.empty(shape.numel())
+            checkpoint.read(trained, 0, masters)
+            return round_weights(masters, dtype).view(shape)
+        out = torch.empty(shape.numel(), dtype=dtype)
+        checkpoint.read(f"{name}/frozen/{prefix}{parameter}", 0, out)
+        return out.view(shape)
 
     model = _build(described, checkpoint, read)
     for buffer_name, buffer in model.named_buffers():
@@ -87,33 +82,15 @@ def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
         "PreTrainedTokenizerBase",
         AutoTokenizer.from_pretrained(checkpoint.path.parent / TOKENIZER),
     )
-    export(model, tokenizer, directory, weights=_Stored(model))
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Parameters that have their numbers while it is their unit's turn."""
-
-    model: nn.Module
-
-    def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters of each unit, in place until the next is asked for."""
-        for unit in find_units(self.model):
-            params = [cast("StoredParameter", param) for param in unit.params.values()]
-            empty = [param.data for param in params]
-            for param in params:
-                param.data = param.read(0, param.numel()).view(param.shape)
-            yield list(params)
-            for param, data in zip(params, empty, strict=True):
-                param.data = data
+    export(model, tokenizer, directory)
 
 
 def _build(
     described: Mapping[str, Any],
     checkpoint: Checkpoint,
-    read: Callable[[str, torch.dtype, int, int], Tensor],
+    read: Callable[[str, torch.dtype, torch.Size], Tensor],
 ) -> nn.Module:
-    """The model, its parameters still where they are stored."""
+    """The model with the parameters that `read` returns."""
     model_class = getattr(transformers, described["class"], None)
     if model_class is None:
         raise CheckpointError(
@@ -139,8 +116,8 @@ def _build(
     for _, module, leaf, param in places(model):
         if param not in made:
             dtype = getattr(torch, described["dtypes"][names[param]])
-            like = torch.empty(param.shape, dtype=dtype, device="meta")
-            made[param] = stored_like(like, partial(read, names[param], dtype), torch.device("cpu"))
+            values = read(names[param], dtype, param.shape)
+            made[param] = nn.Parameter(values, requires_grad=param.requires_grad)
         setattr(module, leaf, made[param])  # all names of a tied parameter get the same one
     return model
 

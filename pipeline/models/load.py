@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,14 +26,6 @@ from pipeline.config import EMBEDDED, FrozenModelConfig, Kernels, Precision, Tra
 from pipeline.demo.model import build_model, build_tokenizer
 from pipeline.kernels.choice import kernel_mode
 from pipeline.models.attention import RAGGED
-from pipeline.models.deferred import (
-    NotDeferrableError,
-    defer_again,
-    deferred_model,
-    read_stored,
-    require_finite,
-    stored_parameters,
-)
 from pipeline.models.directory import (
     are_of_classifier,
     check_configuration,
@@ -44,6 +36,8 @@ from pipeline.models.directory import (
 )
 from pipeline.models.packing import how_to_run
 from pipeline.models.quantized import quantized
+from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ModelError, UserError, is_out_of_memory
 from pipeline.system.hub import cached_file, require_reachable
 from pipeline.system.installation import TRAIN
@@ -134,7 +128,8 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode, without dropout; one that learns, not quantized.
 
-    With `defer` its weights stay in their files, for an engine that shards them to read.
+    With `defer` its weights stay on the CPU, in mapped pages of the files where these have the
+    same number format, for an engine that keeps a shard of them.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -143,7 +138,7 @@ def load_causal_lm(
     else:
         settings = _without_dropout(path, config)
         require_language_model(path, settings.architectures)
-        model, missing = _build(AutoModelForCausalLM, config, settings, device, defer=defer)
+        model, missing = _build(AutoModelForCausalLM, config, settings, device)
         _require_weights(path, missing)
     if not how_to_run(model).causal:
         raise ModelError(
@@ -165,14 +160,14 @@ def load_classifier(
     """A sequence classifier in evaluation mode, without dropout; one that learns, not quantized.
 
     A head that the directory doesn't hold, or holds for another number of labels, is drawn from
-    N(0, 1 / sqrt(d + 1)), d the hidden size (Stiennon et al. 2020, appendix B). With `defer` the
-    other weights stay in their files, for an engine that shards them to read.
+    N(0, 1 / sqrt(d + 1)), d the hidden size (Stiennon et al. 2020, appendix B). `defer` is that of
+    `load_causal_lm`.
 
     Args:
         config: where the model is.
         device: where its weights go.
         seed: of a head that is drawn.
-        defer: whether weights stay in their files.
+        defer: whether an engine moves the weights to the device.
         num_labels: outputs of the head; None takes those of a classifier, and one for a language
             model.
     """
@@ -191,10 +186,7 @@ def load_classifier(
     if is_redrawn:
         for name in OF_SCORES:
             settings.__dict__.pop(name, None)
-    auto = AutoModelForSequenceClassification
-    model, missing = _build(
-        auto, config, settings, device, defer=defer and not is_redrawn, whole=is_redrawn
-    )
+    model, missing = _build(AutoModelForSequenceClassification, config, settings, device)
     drawn = {name for name in missing if HEAD.match(name)}
     _require_weights(path, missing - drawn)
     draw_layers(model, drawn, seed=seed)
@@ -271,11 +263,9 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, se
     New rows are drawn from `seed`, the same on every process and for every copy of the model.
     """
     if lacks_tokens(model, tokenizer):
-        stored = stored_parameters(model)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        defer_again(model, stored)
 
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
@@ -316,35 +306,13 @@ def _build(
     config: FrozenModelConfig,
     settings: PreTrainedConfig,
     device: torch.device,
-    *,
-    defer: bool,
-    whole: bool = False,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model, and the names of its parameters that the files have nothing for.
+    """The model on the CPU, and the names of its parameters that the files do not hold.
 
-    Its weights stay in their files with `defer`; else they come to a GPU some at a time, so that
-    main memory never has all of them. With `whole` transformers reads them, as it does for a CPU,
-    where it maps the files' pages, which all processes of a machine share, and does what it has to
-    convert.
+    Where the files have the wanted number format, weights are mapped pages of them, which all
+    processes of a machine share.
     """
     path, dtype = model_path(config), weight_dtype(config.precision, device)
-    trusted = config.trust_remote_code
-    # What is quantized next has no room on a GPU before.
-    place = device if defer or config.quantize == "none" else torch.device("cpu")
-    if defer or (place.type != "cpu" and not whole):
-
-        def from_files() -> tuple[PreTrainedModel, set[str]]:
-            model, missing = deferred_model(
-                auto, path, settings, dtype=dtype, device=place, trust_remote_code=trusted
-            )
-            if not defer:
-                read_stored(model, place)
-            return model, missing
-
-        try:
-            return _load(path, "model", from_files)
-        except NotDeferrableError as reason:
-            logger.info("every process loads %s whole before it is laid out: %s", path, reason)
     model, info = _load(
         path,
         "model",
@@ -352,7 +320,7 @@ def _build(
             path,
             config=settings,
             dtype=dtype,
-            trust_remote_code=trusted,
+            trust_remote_code=config.trust_remote_code,
             use_safetensors=None if config.allow_pickle else True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, in one sentence
@@ -374,20 +342,53 @@ def _prepared(
     """
     if how_to_run(model).packed:
         model.set_attn_implementation(RAGGED)
+    require_finite(model, model_path(config), current_mesh().world if defer else ALONE)
     if not isinstance(config, TrainedModelConfig) and config.quantize != "none":
-        require_finite(model, model_path(config))
-        quantized(model.requires_grad_(False), config, device=device, lazy=defer)
-    nn.Module.to(model, device=device)
-    _align_weights(model)
-    require_finite(model, model_path(config))
+        quantized(model.requires_grad_(False), config, device=device)
+    if defer:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)  # noqa: SLF001
+    else:
+        nn.Module.to(model, device=device)
+        align_weights(model)
     return model.eval()
+
+
+def require_finite(model: nn.Module, path: str, processes: Group = ALONE) -> None:
+    """Refuse a model whose parameters hold NaN or infinity; each process reads its share of them.
+
+    Raises:
+        ModelError: the first such parameter, and how many there are.
+    """
+    named = list(model.named_parameters())[processes.rank :: processes.size]
+    broken = [name for name, param in named if not _is_finite(param)]
+    found = [name for own in processes.gather_objects(broken) for name in own]
+    if found:
+        others = f" and {len(found) - 1} more weights hold" if len(found) > 1 else " holds"
+        narrow = ", or has numbers too large for fp16: try precision bf16 or fp32"
+        is_fp16 = next(model.parameters()).dtype == torch.float16
+        raise ModelError(
+            f"{path}: {found[0]}{others} NaN or infinity; the model is damaged or its training"
+            " diverged: take an earlier one, or download it again"
+            f"{narrow if is_fp16 else ''}"
+        )
+
+
+@torch.no_grad()
+def _is_finite(tensor: Tensor) -> bool:
+    """True if all elements are finite, without a temporary of the tensor's size."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    low, high = tensor.aminmax()  # both are NaN where any element is
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 ALIGNMENT = 64
 """Bytes; of PyTorch's memory on CPUs."""
 
 
-def _align_weights(model: nn.Module) -> None:
+def align_weights(model: nn.Module) -> None:
     """Copy the weights of a mapped file that do not begin where the allocator would place them.
 
     Matrix products add in an order that depends on the alignment, and so a frozen model would
@@ -427,7 +428,7 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
     try:
         with errors_only():
             return load()
-    except (UserError, NotDeferrableError):
+    except UserError:
         raise
     except pickle.UnpicklingError as error:
         raise ModelError(

@@ -1,14 +1,19 @@
-"""Models without memory for their weights, to count what they would take."""
+"""Models without memory for their weights: to count what they would take, or to fill later."""
 
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, TrainedModelConfig
@@ -18,6 +23,33 @@ from pipeline.models.load import errors_only, switch_off_dropout, weight_dtype
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantized
 from pipeline.system.errors import ModelError
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
+
+def meta_model(build: Callable[[], ModelT]) -> ModelT:
+    """The model that `build` makes of a config, with parameters on the meta device.
+
+    Buffers, such as the frequencies of rotary embeddings, are computed. Tied parameters are one
+    object, and those that a family keeps in fp32 are fp32, as after `from_pretrained`.
+    """
+    with init_empty_weights(include_buffers=False):
+        model = build()
+    model.tie_weights()  # each got an empty tensor of its own
+    kept = model._get_dtype_plan(model.dtype)  # noqa: SLF001  # as from_pretrained calls it
+    if kept:
+        pattern = re.compile("|".join(kept).replace("*", ".*"))
+        for name, param in model.named_parameters():
+            if pattern.search(name):
+                param.data = param.data.float()
+    return model
+
+
+def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every place where a module holds a parameter: full name, module, name in it, parameter."""
+    for prefix, module in list(model.named_modules()):
+        for leaf, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            yield f"{prefix}.{leaf}" if prefix else leaf, module, leaf, param
 
 
 def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device) -> nn.Module:

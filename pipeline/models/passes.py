@@ -18,8 +18,8 @@ from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
-from pipeline.models.deferred import read_stored
 from pipeline.models.forward import Policy, Scorer
+from pipeline.models.load import align_weights
 from pipeline.models.scores import Cutpoints
 from pipeline.models.stages import Passage, Stage, blocks_of, cut_stage
 from pipeline.models.tensor_cut import cut_layers, cut_where_possible
@@ -431,19 +431,25 @@ def frozen_passes(
     stages = mesh.stages
     cut_where_possible(model, mesh.tensor, sequence=parallel.sequence)
     if stages.size == 1:
-        if like.zero_stage < 3:  # else its engine reads what it keeps
-            read_stored(model, local_device())
+        if like.zero_stage < 3:  # else its engine moves what it keeps
+            _move(model)
         return FrozenEngine(whole(model), like, name=name), ForwardPasses()
     try:
         own = own_part(model, parallel, stages, whole, kernels=like.kernels, follows=True)
     except (ConfigError, ModelError) as error:
         logger.info("each process has the %s whole: %s", name, error)
         own = Own(whole(model), Stage())
-    read_stored(model, local_device())
+    _move(model)
     engine = FrozenEngine(own.part, like, name=name)
     if own.stage.count == 1:
         return engine, ForwardPasses()
     return engine, StagedForwardPasses(engine, own.stage, stages)
+
+
+def _move(model: nn.Module) -> None:
+    """Move a model that was loaded with `defer` to the device."""
+    nn.Module.to(model, local_device())
+    align_weights(model)
 
 
 class StagedScorer(Scorer):

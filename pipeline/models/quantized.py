@@ -1,153 +1,218 @@
 """Frozen linear layers whose weights are stored in 4 or 8 bits (Dettmers et al. 2023, QLoRA).
 
-The vectors of `block_codes` are the layer's parameters: they don't learn, and the engine lays them
-out, shards, offloads and saves them as any frozen weight. A product takes the weight for as long as
-it lasts; the backward pass computes it again.
+Weights are stored in blocks of 64 numbers, each block with a scale. NF4 is that of section 3 and
+appendix E: the 16 codes are quantiles of a normal distribution, and a weight is its code times the
+largest magnitude of its block. int8 has 255 equal steps instead. A flattened weight is cut into
+blocks in order; the last one is filled with zeros. With `double` the scales themselves are stored
+in 8 bits, in groups of 256: 255 equal steps between the smallest and the largest of a group. QLoRA
+subtracts a mean of the full matrix instead, which a process with a shard of it does not have.
+
+The vectors of codes and scales are the layer's parameters: they don't learn, and the engine lays
+them out, shards, offloads and saves them as any frozen weight. A product computes the weight for as
+long as it lasts; the backward pass computes it again.
 """
 
-import math
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import FrozenModelConfig
-from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
-from pipeline.engine.tensor_parts import Part
+from pipeline.engine.tensor_parts import Part, replace_by_part
 from pipeline.engine.units import ROOT, find_units
-from pipeline.models.block_codes import (
-    BLOCK,
-    GROUP,
-    Form,
-    Packed,
-    Vector,
-    pack,
-    parts_of,
-    scaled,
-    scales_of,
-    unpack,
-)
-from pipeline.models.deferred import replace_by_part
-from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import ConfigError
+
+BLOCK = 64
+"""Weights that share a scale."""
+
+GROUP = 256
+"""Scales that share a range, where they are quantized as well."""
+
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""What the 4-bit codes 0 to 15 stand for (QLoRA, appendix E)."""
+
+INT8_STEPS = 127
+"""Steps of an 8-bit code on either side of zero."""
+
+AT_ONCE = 2**20
+"""Weights that are taken apart or put together in one go; whole blocks."""
+
+Packed = Mapping[str, Tensor]
+"""The flat vectors that stand for a weight, by name."""
 
 
 @dataclass(frozen=True)
-class CodePart:
-    """A part of a weight, in codes.
+class Form:
+    """How weights are stored."""
 
-    Raises:
-        ConfigError: `name`, the weight, can't be cut so.
+    codes: Literal["nf4", "int8"]
+    double: bool = False
+    """Whether scales are quantized too."""
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One of the vectors that stand for a weight."""
+
+    dtype: torch.dtype
+
+    weights: int
+    """Weights of a block."""
+
+    per_block: int
+    """Elements of the vector for each block."""
+
+    @property
+    def grain(self) -> int:
+        """Weights that one element of the vector stands for."""
+        return self.weights // self.per_block
+
+    def numel(self, weights: int) -> int:
+        """Elements for that many weights."""
+        return -(-weights // self.weights) * self.per_block
+
+
+def parts_of(form: Form) -> dict[str, Vector]:
+    """The vectors of a weight, by name."""
+    of_codes = {
+        "nf4": Vector(torch.uint8, BLOCK, BLOCK // 2),
+        "int8": Vector(torch.int8, BLOCK, BLOCK),
+    }
+    parts = {"codes": of_codes[form.codes]}
+    if not form.double:
+        return parts | {"scales": Vector(torch.float32, BLOCK, 1)}
+    return parts | {
+        "scale_codes": Vector(torch.uint8, BLOCK, 1),
+        "scale_ranges": Vector(torch.float32, BLOCK * GROUP, 2),
+    }
+
+
+def pack(weight: Float[Tensor, "*S"], form: Form) -> dict[str, Tensor]:
+    """The vectors that stand for `weight`, on its device; the same on every device.
+
+    A code is the nearest one, of two equally near ones the lower in NF4 and the even one in int8.
     """
-
-    part: Part
-    """The part of the weight that this process has."""
-
-    form: Form
-    name: str
-
-    def __post_init__(self) -> None:
-        if self.part.whole.numel() % BLOCK:
-            raise self._refused(f"whose last block of {BLOCK} is not full", "take quantize none")
-        if self.run % parts_of(self.form)["codes"].grain:
-            raise self._refused(
-                "between two weights that share a byte", "take int8, or another parallel.tp"
-            )
-
-    def _refused(self, reason: str, fix: str) -> ConfigError:
-        shape = " x ".join(map(str, self.part.whole))
-        return ConfigError(
-            f"parallel.tp {len(self.part.specs)} would cut the {self.form.codes} codes of"
-            f" {self.name} ({shape}) {reason}; {fix}"
-        )
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the part."""
-        return self.part.own.shape(self.part.whole)
-
-    @property
-    def run(self) -> int:
-        """Weights that lie in one block, and follow each other in every process's part."""
-        inner, dim = self.part.inner, self.part.own.dim
-        shards = [shard for spec in self.part.specs for shard in spec.shards]
-        borders = [inner * border for each in shards for border in (each.start, each.stop)]
-        return math.gcd(BLOCK, inner * self.part.whole[dim], *borders)
-
-    def of(self, vector: str) -> Part | None:
-        """What a process has of a vector; None is all of it."""
-        stored = parts_of(self.form)[vector]
-        if stored.grain > BLOCK:
-            return None
-        found = self._scales if stored.grain == BLOCK else self.part.in_blocks(stored.grain)
-        if found is None:
-            return None
-        numel = stored.numel(self.part.whole.numel())
-        return replace(found, stored=torch.Size((numel,)))
-
-    @cached_property
-    def _scales(self) -> Part | None:
-        """What a process has of scales: those of all blocks in which it has weights.
-
-        None where that is left at all of them: blocks are parts of several rows, or of several
-        stretches of a process.
-        """
-        whole = self.part.in_blocks(BLOCK)
-        if whole is not None:
-            return whole
-        rows, inner = self.part.whole[: self.part.own.dim].numel(), self.part.inner
-        stride = self.part.whole[self.part.own.dim] * inner
-        shards = [shard for spec in self.part.specs for shard in spec.shards]
-        is_plain = len(shards) == len(self.part.specs) and all(each.copies == 1 for each in shards)
-        if not is_plain or (rows > 1 and stride % BLOCK):
-            return None
-        specs, held = list[ShardSpec](), 0
-        for each in shards:
-            first, last = each.start * inner // BLOCK, -(-each.stop * inner // BLOCK)
-            own = [Shard(max(first, held), last)]
-            if first < held:  # the process before has weights of that block too
-                own.insert(0, Shard(first, held, counts=False))
-            specs.append(ShardSpec(1, tuple(shard for shard in own if shard.size)))
-            held = last
-        return Part(torch.Size((rows, stride // BLOCK)), tuple(specs), self.part.rank)
-
-    def unpack(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        """The part of the weight that `packed` stands for, to the bits of the whole one's."""
-        codes, own = packed["codes"], self._scales
-        groups = None
-        if self.form.double and own is not None:
-            groups = _numbers(own, codes.device).view(-1) // GROUP
-        scales = scales_of(packed, self.form, groups)
-        if self.run < BLOCK:
-            scales = scales[self._places(codes.device)]
-        return scaled(codes, scales, self.shape, self.form, dtype)
-
-    def _places(self, device: torch.device) -> Int64[Tensor, " n"]:
-        """Of each run of the part, where the scale of its block is among those that are here."""
-        in_runs = self.part.in_blocks(self.run)
-        assert in_runs is not None
-        blocks = _numbers(in_runs, device) // (BLOCK // self.run)
-        if self._scales is None:
-            return blocks.view(-1)
-        (first, *_), (rows, stride) = self._scales.own.shards, self._scales.whole
-        row = torch.arange(rows, device=device)[:, None]
-        width = self._scales.own.shape(self._scales.whole)[1]
-        return (blocks - row * stride - first.start + row * width).view(-1)
+    flat = weight.detach().reshape(-1)
+    packed = {
+        name: torch.empty(part.numel(len(flat)), dtype=part.dtype, device=flat.device)
+        for name, part in parts_of(form).items()
+    }
+    if flat.is_meta:
+        return packed
+    scales = torch.empty(-(-len(flat) // BLOCK), device=flat.device)
+    per_weight = parts_of(form)["codes"].grain
+    for start in range(0, len(flat), AT_ONCE):
+        piece = flat[start : start + AT_ONCE].float()
+        blocks = F.pad(piece, (0, -len(piece) % BLOCK)).view(-1, BLOCK)
+        largest = blocks.abs().amax(1)
+        scales[start // BLOCK :][: len(largest)] = largest
+        normalized = blocks / torch.where(largest > 0, largest, 1.0)[:, None]
+        codes = _nf4_codes(normalized) if form.codes == "nf4" else _int8_codes(normalized)
+        packed["codes"][start // per_weight :][: len(codes)] = codes
+    if not form.double:
+        return packed | {"scales": scales}
+    codes, ranges = _pack_scales(scales)
+    return packed | {"scale_codes": codes, "scale_ranges": ranges}
 
 
-def _numbers(part: Part, device: torch.device) -> Int64[Tensor, "rows n"]:
-    """Those that the elements of a part have in the whole."""
-    rows, stride = part.whole
-    own = [torch.arange(each.start, each.stop, device=device) for each in part.own.shards]
-    return torch.arange(rows, device=device)[:, None] * stride + torch.cat(own)
+def unpack(
+    packed: Packed,
+    shape: torch.Size,
+    form: Form,
+    dtype: torch.dtype,
+    blocks: Int64[Tensor, " n"] | None = None,
+) -> Tensor:
+    """The weight of `shape` that `packed` stands for, computed in fp32 and rounded once.
+
+    Of a part of a weight, `blocks` are the indices of its blocks in the full weight.
+    """
+    codes, scales = packed["codes"], _unpack_scales(packed, form, blocks)
+    if form.codes == "int8":
+        scales = scales / INT8_STEPS
+    per_weight = parts_of(form)["codes"].grain
+    flat = torch.empty(len(codes) * per_weight, dtype=dtype, device=codes.device)
+    for start in range(0, len(flat), AT_ONCE):
+        stop = min(start + AT_ONCE, len(flat))
+        piece = codes[start // per_weight : stop // per_weight]
+        if form.codes == "nf4":
+            pairs = torch.index_select(_pairs(codes.device), 0, piece.int())
+            numbers = pairs.view(torch.float32)
+        else:
+            numbers = piece.float()
+        by_block = numbers.view(-1, BLOCK)
+        by_block *= scales[start // BLOCK : stop // BLOCK, None]
+        flat[start:stop] = by_block.view(-1)
+    return flat[: shape.numel()].view(shape)
+
+
+def _nf4_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]:
+    """Two codes in a byte, the first in its high half."""
+    levels = torch.tensor(NF4)
+    codes = torch.zeros_like(normalized, dtype=torch.uint8)
+    for middle in ((levels[1:] + levels[:-1]) / 2).tolist():  # several times as fast as bucketize
+        codes += normalized > middle
+    return (codes[:, ::2] * 16 + codes[:, 1::2]).view(-1)
+
+
+def _int8_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]:
+    return (normalized * INT8_STEPS).round_().to(torch.int8).view(-1)
+
+
+@functools.lru_cache(maxsize=8)
+def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
+    """The two fp32 numbers that each byte stands for, as one: to look them up is faster so."""
+    levels = torch.tensor(NF4, device=device)
+    both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    return both.view(torch.int64).view(-1)
+
+
+def _pack_scales(scales: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+    """Codes of the scales, and of each group the smallest and the step."""
+    missing = -len(scales) % GROUP
+    groups = torch.cat([scales, scales[-1:].expand(missing)]).view(-1, GROUP)
+    low, high = groups.aminmax(dim=1)
+    step = (high - low) / 255
+    codes = (groups - low[:, None]) / torch.where(step > 0, step, 1.0)[:, None]
+    ranges = torch.stack([low, step], dim=1).view(-1)
+    return codes.round_().to(torch.uint8).view(-1)[: len(scales)], ranges
+
+
+def _unpack_scales(
+    packed: Packed, form: Form, blocks: Int64[Tensor, " n"] | None
+) -> Float[Tensor, " n"]:
+    """The scale of each block, in fp32."""
+    if not form.double:
+        return packed["scales"]
+    codes, ranges = packed["scale_codes"], packed["scale_ranges"].view(-1, 2)
+    if blocks is None:
+        blocks = torch.arange(len(codes), device=codes.device)
+    low, step = ranges[blocks // GROUP].unbind(1)
+    return low + codes * step
 
 
 class QuantizedLinear(nn.Module):
@@ -157,7 +222,6 @@ class QuantizedLinear(nn.Module):
         layer: of which it takes the bias, and the numbers of the weight.
         form: how weights are stored.
         device: where the vectors go; None leaves them where the weight is.
-        lazy: whether a weight that is still in a file stays there until an engine reads its piece.
     """
 
     bias: nn.Parameter | None
@@ -168,26 +232,21 @@ class QuantizedLinear(nn.Module):
         form: Form,
         *,
         device: torch.device | None = None,
-        lazy: bool = False,
     ) -> None:
         super().__init__()
         weight = layer.weight
         self.form, self.shape, self.dtype = form, weight.shape, weight.dtype
         self.transposed = isinstance(layer, Conv1D)
-        self._own: CodePart | None = None
-        for name, vector in _parameters(weight, form, device or weight.device, lazy=lazy).items():
-            self.register_parameter(name, vector)
+        self.part: Part | None = None
+        """The part of the weight that this process has, under tensor parallelism."""
+        for name, vector in pack(weight.detach().to(device or weight.device), form).items():
+            self.register_parameter(name, nn.Parameter(vector, requires_grad=False))
         self.bias = cast("nn.Parameter | None", layer.bias)
 
     @property
     def weight(self) -> Float[Tensor, "rows columns"]:
         """What the layer multiplies with now, rounded to its number format."""
         return self.dequantized(self.dtype)
-
-    @property
-    def part(self) -> Part | None:
-        """What the weight is a part of, where several processes compute with it."""
-        return None if self._own is None else self._own.part
 
     @property
     def in_features(self) -> int:
@@ -204,36 +263,34 @@ class QuantizedLinear(nn.Module):
         """Of the weight of which this process may have a part."""
         return self.shape if self.part is None else self.part.whole
 
-    @property
-    def num_bytes(self) -> int:
-        """Of this process's part of the weight, where it is not in codes."""
-        return self.shape.numel() * self.dtype.itemsize
-
-    @property
-    def whole_bytes(self) -> int:
-        """Of the weight, where it is neither in codes nor cut."""
-        return self.whole_shape.numel() * self.dtype.itemsize
-
     def cut(self, part: Part, *, name: str) -> None:
-        """Leave this process's part, of codes and scales that are those of the whole weight.
+        """Keep this process's part; blocks and their scales are those of the full weight.
 
         Raises:
-            ConfigError: codes of the weight, which is called `name`, can't be cut so.
+            ConfigError: the part of `name`, the weight, is not made of full blocks.
         """
-        own = CodePart(part, self.form, name)
-        for vector in parts_of(self.form):
-            of_vector = own.of(vector)
-            if of_vector is not None:
-                replace_by_part(self, vector, of_vector)
-        self._own, self.shape = own, own.shape
+        if part.whole.numel() % BLOCK or part.in_blocks(BLOCK) is None:
+            shape = " x ".join(map(str, part.whole))
+            raise ConfigError(
+                f"quantize {self.form.codes} stores blocks of {BLOCK} weights, and parallel.tp"
+                f" {len(part.specs)} would cut blocks of {name} ({shape}); take another"
+                " parallel.tp, or quantize none"
+            )
+        for vector, stored in parts_of(self.form).items():
+            own = part.in_blocks(stored.grain) if stored.grain <= BLOCK else None
+            if own is not None:  # ranges of scales stay whole
+                numel = stored.numel(part.whole.numel())
+                replace_by_part(self, vector, replace(own, stored=torch.Size((numel,))))
+        self.part, self.shape = part, part.own.shape(part.whole)
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
         """The weight, computed in fp32 and rounded once to `dtype`."""
         packed = {name: self.get_parameter(name) for name in parts_of(self.form)}
-        if self._own is not None:
-            return self._own.unpack(packed, dtype)
-        return unpack(packed, self.shape, self.form, dtype)
+        blocks = None
+        if self.part is not None and self.form.double:
+            blocks = _block_numbers(self.part, packed["codes"].device)
+        return unpack(packed, self.shape, self.form, dtype, blocks)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """The product of the layer that it stands for, bit for bit."""
@@ -246,6 +303,15 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         """As `nn.Linear` describes itself, and the form."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.form}"
+
+
+def _block_numbers(part: Part, device: torch.device) -> Int64[Tensor, " n"]:
+    """The index in the full weight of each block of a part."""
+    blocks = part.in_blocks(BLOCK)
+    assert blocks is not None
+    rows, stride = blocks.whole
+    own = [torch.arange(each.start, each.stop, device=device) for each in blocks.own.shards]
+    return (torch.arange(rows, device=device)[:, None] * stride + torch.cat(own)).view(-1)
 
 
 class _Product(torch.autograd.Function):
@@ -284,13 +350,12 @@ def quantized(
     config: FrozenModelConfig,
     *,
     device: torch.device | None = None,
-    lazy: bool = False,
 ) -> nn.Module:
     """`model`, the frozen linear weights of its blocks replaced as the settings ask.
 
     Adapters, biases, norms, embeddings and heads stay as they are; so does a weight that lies in
-    two layers, and one that is not a layer's own, as those of a mixture's experts. `device` and
-    `lazy` are those of `QuantizedLinear`.
+    two layers, and one that is not a layer's own, as those of a mixture's experts. `device` is that
+    of `QuantizedLinear`.
 
     Raises:
         ConfigError: its blocks have no linear layer.
@@ -298,7 +363,7 @@ def quantized(
     if config.quantize == "none":
         return model
     form = Form(config.quantize, double=config.double_quant)
-    if not quantize_layers(model, form, device=device, lazy=lazy):
+    if not quantize_layers(model, form, device=device):
         raise ConfigError(
             f"quantize {config.quantize}: the blocks of {config.path} have no linear layer of"
             " their own to quantize; set quantize none"
@@ -306,13 +371,11 @@ def quantized(
     return model
 
 
-def quantize_layers(
-    model: nn.Module, form: Form, *, device: torch.device | None = None, lazy: bool = False
-) -> int:
+def quantize_layers(model: nn.Module, form: Form, *, device: torch.device | None = None) -> int:
     """Replace the linear layers of the blocks, one by one, and return how many there are."""
     layers = list(_layers(model))
     for module, name, layer in layers:
-        setattr(module, name, QuantizedLinear(layer, form, device=device, lazy=lazy))
+        setattr(module, name, QuantizedLinear(layer, form, device=device))
         layer.register_parameter("weight", None)  # `layers` shall not keep what it stands for
     return len(layers)
 
@@ -332,11 +395,6 @@ def num_weights(model: nn.Module) -> int:
     packed = {id(layer.get_parameter(name)) for layer in layers for name in parts_of(layer.form)}
     plain = sum(param.numel() for param in model.parameters() if id(param) not in packed)
     return plain + sum(layer.shape.numel() for layer in layers)
-
-
-def parts_bytes(layer: QuantizedLinear) -> int:
-    """Of the vectors that stand for the layer's weight."""
-    return sum(layer.get_parameter(name).nbytes for name in parts_of(layer.form))
 
 
 def dequantized_weights(
@@ -388,32 +446,3 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv
                     continue
                 if uses[cast("nn.Parameter", child.weight)] == 1:
                     yield module, name, child
-
-
-def _parameters(
-    weight: Tensor, form: Form, device: torch.device, *, lazy: bool
-) -> dict[str, nn.Parameter]:
-    numel, vectors = weight.numel(), parts_of(form)
-    if not isinstance(weight, StoredParameter):
-        packed = pack(weight.detach().to(device), form)
-    elif not lazy:
-        packed = pack(weight.read(0, numel).to(device), form)
-    else:
-        return {
-            name: stored_like(
-                torch.empty(vector.numel(numel), dtype=vector.dtype, device="meta"),
-                partial(_read, name, vector, form, weight.read, numel),
-                device,
-            )
-            for name, vector in vectors.items()
-        }
-    return {name: nn.Parameter(each, requires_grad=False) for name, each in packed.items()}
-
-
-def _read(
-    name: str, vector: Vector, form: Form, read: ReadElements, numel: int, start: int, stop: int
-) -> Tensor:
-    """Elements `start` to `stop` of one of the vectors of a weight of `numel` numbers in a file."""
-    begin, end, first = vector.stretch(start, stop)
-    packed = pack(read(begin, min(end, numel)), form)[name]
-    return packed[start - first : stop - first]

@@ -8,8 +8,7 @@ families that it has none for.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -33,40 +32,6 @@ class FamilyPlan:
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Attributes of modules that count heads or their elements: each process has its share."""
 
-    biased: tuple[str, ...] = ()
-    """Attention whose ALiBi bias, and perhaps its mask, comes with a row for each head."""
-
-    key_heads: int | None = None
-    """Heads of keys, where the configuration has them under a name of its own."""
-
-
-def own_plan(config: Any) -> FamilyPlan | None:  # noqa: ANN401
-    """The plan for a configuration's family; None where it isn't one of these."""
-    if config.model_type == "falcon":
-        return _falcon(config)
-    return _PLANS.get(config.model_type)
-
-
-def _falcon(config: Any) -> FamilyPlan:  # noqa: ANN401
-    """Falcon has one head of keys, or some, or as many as of queries."""
-    grouped = config.new_decoder_architecture
-    one_key_head = config.multi_query and not grouped
-    packed = {"h.*.self_attention.query_key_value": "colwise_one_key_head"}
-    counts = ("num_heads",) if one_key_head else ("num_heads", "num_kv_heads")
-    return FamilyPlan(
-        {**_PACKED_BY_HEAD, **(packed if one_key_head else {})},
-        counts={"h.*.self_attention": counts},
-        biased=("h.*.self_attention",) if config.alibi else (),
-        key_heads=config.num_kv_heads if grouped else None,
-    )
-
-
-_PACKED_BY_HEAD = {
-    "h.*.self_attention.query_key_value": "colwise_heads",
-    "h.*.self_attention.dense": "rowwise",
-    "h.*.mlp.dense_h_to_4h": "colwise",
-    "h.*.mlp.dense_4h_to_h": "rowwise",
-}
 
 _PLANS: Mapping[str, FamilyPlan] = {
     "opt": FamilyPlan(
@@ -111,11 +76,6 @@ _PLANS: Mapping[str, FamilyPlan] = {
         },
         counts={"h.*.attn": ("num_attention_heads",)},
     ),
-    "bloom": FamilyPlan(
-        _PACKED_BY_HEAD,
-        counts={"h.*.self_attention": ("num_heads",)},
-        biased=("h.*.self_attention",),
-    ),
 }
 
 
@@ -149,9 +109,7 @@ class Style:
 
 STYLES: Mapping[str, Style] = {
     "colwise": Style(by_outputs=True),
-    "colwise_heads": Style(by_outputs=True),
     "colwise_three": Style(by_outputs=True, parts=3),
-    "colwise_one_key_head": Style(by_outputs=True),
     "packed_colwise": Style(by_outputs=True, parts=2),
     "colwise_gather_output": Style(by_outputs=True, joins=True),
     "rowwise": Style(by_outputs=False),
@@ -192,8 +150,7 @@ class TensorShards:
         self.family = str(model.config.model_type)
         self.plan = plan_of(model, setting=setting)
         self.num_heads = int(settings.num_attention_heads)
-        key_heads = self.plan.key_heads or getattr(settings, "num_key_value_heads", None)
-        self.kv_heads = int(key_heads or self.num_heads)
+        self.kv_heads = int(getattr(settings, "num_key_value_heads", None) or self.num_heads)
         self.styles = dict(self._styles())
         self.divides_keys = any(
             name.endswith((*OF_KEYS, *PACKED)) and not STYLES[style].joins
@@ -227,7 +184,7 @@ class TensorShards:
         """Layers that are cut into equal parts wherever that is; heads of keys may be copied."""
         for name, kind in self.styles.items():
             module = layer_of(self.model.get_submodule(name))
-            if not name.endswith(OF_KEYS) and kind != "colwise_one_key_head":
+            if not name.endswith(OF_KEYS):
                 assert isinstance(module, LinearLayer)
                 yield module, STYLES[kind]
 
@@ -290,10 +247,6 @@ class TensorShards:
             width, copies = total // self.kv_heads, size // self.kv_heads
             head = rank // copies
             yield Shard(head * width, (head + 1) * width, copies, counts=rank % copies == 0)
-        elif style == "colwise_one_key_head":
-            width = total // (self.num_heads + 2)
-            yield self._even(owner, 0, self.num_heads * width, rank)
-            yield Shard(self.num_heads * width, total, size, counts=rank == 0)
         else:
             parts = STYLES[style].parts
             for part in range(parts):
@@ -319,8 +272,6 @@ class TensorShards:
             if hasattr(module, "num_key_value_groups") and self.divides_keys:
                 share = self.num_heads // self.size
                 object.__setattr__(module, "num_key_value_groups", share // self.kv_heads_here)
-            if match(dict.fromkeys(self.plan.biased, True), name):
-                module.register_forward_pre_hook(self._own_heads, with_kwargs=True)
 
     def _narrow(self, name: str, module: nn.Module) -> None:
         """A module's own idea of its width, which Conv1D computes with."""
@@ -337,25 +288,6 @@ class TensorShards:
         assert spec is not None
         rows, columns = spec.shape(whole)
         return rows, columns
-
-    def _own_heads(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of attention with ALiBi, of which a process has its own heads.
-
-        A bias (B * H, 1, K) or (B, H, Q, K), and a mask.
-        """
-        rank = self.tp_group.rank
-        share = self.num_heads // self.size
-        own = partial(torch.narrow, dim=1, start=rank * share, length=share)
-        bias, mask, changed = kwargs["alibi"], kwargs["attention_mask"], dict(kwargs)
-        if bias.ndim == 3:
-            changed["alibi"] = own(bias.unflatten(0, (-1, self.num_heads))).flatten(0, 1)
-        else:
-            changed["alibi"] = own(bias)
-        if mask is not None and mask.shape[1] == self.num_heads > 1:
-            changed["attention_mask"] = own(mask)
-        return args, changed
 
 
 def layer_of(module: nn.Module) -> nn.Module:
@@ -384,7 +316,7 @@ def plan_of(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
         ConfigError: there is none.
     """
     theirs = FamilyPlan(getattr(model.config, "base_model_tp_plan", None) or {})
-    plan = own_plan(model.config) or theirs
+    plan = _PLANS.get(model.config.model_type) or theirs
     require(
         bool(plan.styles),
         f"{setting}: there is no plan to divide {model.config.model_type}; set it to 1",
@@ -394,12 +326,7 @@ def plan_of(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
         return {f"{model.base_model_prefix}.{key}": value for key, value in keys.items()}
 
     head = {"lm_head": "colwise_gather_output", **(getattr(model, "_tp_plan", None) or {})}
-    return replace(
-        plan,
-        styles={**head, **named(plan.styles)},
-        counts=named(plan.counts),
-        biased=tuple(named(dict.fromkeys(plan.biased))),
-    )
+    return FamilyPlan({**head, **named(plan.styles)}, named(plan.counts))
 
 
 def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401

@@ -21,7 +21,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
-from pipeline.engine.stored import StoredParameter
 from pipeline.models.attention import RAGGED, Ragged
 from pipeline.models.export import can_stream
 from pipeline.models.forward import (
@@ -34,6 +33,7 @@ from pipeline.models.forward import (
 from pipeline.models.packing import VOCABULARY, how_to_run, small_copy, small_settings
 from pipeline.models.quantized import quantized_layers
 from pipeline.models.sharding import layer_of
+from pipeline.parallel.device import local_device
 from pipeline.parallel.partition import balanced
 from pipeline.system.errors import ConfigError, ModelError
 
@@ -353,11 +353,7 @@ def _stand_in(module: nn.Module, *, of_tokens: bool) -> nn.Module:
 def _borrow(head: nn.Linear) -> Tensor:
     """The output matrix as a plain tensor, which the engine doesn't take for one of its own."""
     weight = head.weight
-    if isinstance(weight, StoredParameter):
-        data = weight.read(0, weight.numel()).view(weight.shape).to(weight.device)
-    else:
-        data = weight.detach().clone()
-    borrowed = data.requires_grad_(weight.requires_grad)
+    borrowed = weight.detach().to(local_device(), copy=True).requires_grad_(weight.requires_grad)
     del head.weight
     head.weight = borrowed  # pyright: ignore[reportAttributeAccessIssue]
     return borrowed

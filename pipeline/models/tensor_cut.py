@@ -1,18 +1,24 @@
-"""A model of which this process has a part of each layer, to be trained.
+"""Tensor parallelism in training: a model of which this process has a shard of each layer.
 
-The user's model runs unmodified on its own heads and widths. What reaches a layer that is cut by
-its outputs comes through `copy_to_group`, once for all layers of a branch that read the same, as
-queries, keys and values do; what leaves one that is cut by its inputs goes through
-`sum_over_group`, and its bias is added to the sum. Norms are whole everywhere, and so are embedding
-and output matrix where they are small (`divided_vocabulary.py`). Between the layers each process
-has tokens of its own, unless it is to have all (`own_tokens.py`).
+The user's model runs unmodified on the process's heads and widths. The input of a layer that is cut
+by its outputs passes through `copy_to_group`, once for all layers of a branch that read the same,
+as queries, keys and values do; the output of one that is cut by its inputs passes through
+`sum_over_group`, and its bias is added to the sum. Norms are replicated, and so are embedding and
+output matrix where they are small (`divided_vocabulary.py`).
+
+Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): norms, residual sums and other
+operations on single tokens run on 1/tp of the row. The row is all-gathered where a module begins
+whose layers are cut by outputs, and outputs of layers that are cut by inputs are reduce-scattered.
+The first block takes its shard of the embeddings' output, and the last one gathers all tokens. A
+row of any length is sharded, filled with zeros at its end, which never reach a cut layer.
 """
 
 import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +26,21 @@ from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.data.batches import TokenBatch
-from pipeline.engine.tensor_parts import Part, completed, mark_partial, part_of, role_of
+from pipeline.engine.tensor_parts import (
+    Part,
+    completed,
+    mark_partial,
+    part_of,
+    replace_by_part,
+    role_of,
+)
 from pipeline.models.attention import KEY_BLOCK, RAGGED, Ragged
-from pipeline.models.deferred import replace_by_part
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.models.forward import base_model, ragged_inputs
-from pipeline.models.own_tokens import OwnTokens, why_not
 from pipeline.models.packing import VOCABULARY, how_to_run, small_copy, small_settings
 from pipeline.models.quantized import LinearLayer, QuantizedLinear, weight_shape
 from pipeline.models.sharding import STYLES, TensorShards, can_shard, layer_of, match
@@ -42,7 +54,123 @@ from pipeline.parallel.tensor import (
     split_over_group,
     sum_over_group,
 )
+from pipeline.parallel.tokens import gather_tokens, share_tokens, sum_to_tokens, whole_tokens
 from pipeline.system.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+
+MIXING = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers in which tokens meet in attention alone."""
+
+
+class OwnTokens:
+    """Has the blocks of a model work on this process's tokens; its methods are their hooks.
+
+    Args:
+        plain: the model, whose blocks are in one list.
+        group: the processes that compute each layer together.
+    """
+
+    def __init__(self, plain: PreTrainedModel, group: Group) -> None:
+        self._plain, self._group = plain, group
+        self._list, blocks = block_list(plain)
+        self._fed: set[str] = set()
+        self._tokens = 0
+        """Of the row, in the block that is at work."""
+        for block in blocks:
+            block.register_forward_pre_hook(self._begin, with_kwargs=True)
+            block.register_forward_hook(self._end)
+
+    def works_on(self, name: str) -> bool:
+        """Whether a module is in one of the blocks."""
+        return name.startswith(f"{self._list}.")
+
+    def feed(self, name: str) -> None:
+        """Have a layer that is divided by outputs read the tokens of all processes.
+
+        They are gathered for the module that it is in, whose code may look at the row's length; a
+        block itself goes on with its own.
+        """
+        owner = name.rpartition(".")[0]
+        place = name if owner.rpartition(".")[0] == self._list else owner
+        if place not in self._fed:
+            self._fed.add(place)
+            module = self._plain.get_submodule(place)
+            module.register_forward_pre_hook(self._gather, with_kwargs=True)
+
+    def sum(self, output: Tensor) -> Tensor:
+        """The sum, for this process's tokens, of what a layer that is divided by inputs gives."""
+        return sum_to_tokens(output, self._group)
+
+    def _begin(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        hidden, layout = _hidden(args, kwargs), kwargs.get("ragged")
+        if block is self._present()[0]:
+            self._tokens = hidden.shape[-2]
+            return _replaced(args, kwargs, share_tokens(hidden, self._group))
+        is_row = isinstance(layout, Ragged)
+        self._tokens = sum(layout.lengths) if is_row else hidden.shape[-2] * self._group.size
+        return None
+
+    def _end(self, block: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
+        hidden = output[0] if isinstance(output, tuple) else output
+        runs_again = block.training and getattr(block, "gradient_checkpointing", False)
+        if runs_again and hidden.requires_grad:
+            hidden.register_hook(partial(self._begin_again, self._tokens))
+        if block is not self._present()[-1]:
+            return output
+        whole = whole_tokens(hidden, self._tokens, self._group)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    def _begin_again(self, tokens: int, _gradient: Tensor) -> None:
+        """A block is about to be recomputed, without its own hooks, perhaps among other rows."""
+        self._tokens = tokens
+
+    def _gather(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        full = gather_tokens(_hidden(args, kwargs), self._tokens, self._group)
+        return _replaced(args, kwargs, full)
+
+    def _present(self) -> list[nn.Module]:
+        """The blocks that this stage of a pipeline has."""
+        blocks = cast("nn.ModuleList", self._plain.get_submodule(self._list))
+        return [each for each in blocks if isinstance(each, GradientCheckpointingLayer)]
+
+
+def why_not(plain: PreTrainedModel, size: int) -> str | None:
+    """Why each of so many processes can't have tokens of its own between layers; None if it can."""
+    kind = plain.config.model_type
+    settings = plain.config.get_text_config()
+    others = sorted(set(getattr(settings, "layer_types", None) or ()) - set(MIXING))
+    if others:
+        return f"{kind} models have layers of the kind {others[0]}, in which tokens may meet"
+    if getattr(plain, "_is_stateful", False):
+        return f"layers of {kind} models carry a state from token to token"
+    if KEY_BLOCK % size and not how_to_run(plain).packed:
+        return (
+            f"{kind} models run padded to multiples of {KEY_BLOCK} tokens, which {size} doesn't"
+            " divide"
+        )
+    try:
+        block_list(plain)
+    except ModelError:
+        return f"{kind} models have their blocks in several lists"
+    return None
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a module of a block reads, by whichever name."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
 
 LENGTHS = (7, 5)
 """Lengths of the sequences that the copies are run on."""
@@ -126,8 +254,6 @@ def _run(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
 def _close(found: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool:
     return bool((found - expected).norm() <= CLOSE * expected.norm() + noise)
 
-
-logger = logging.getLogger(__name__)
 
 SETTING = "parallel.tp"
 

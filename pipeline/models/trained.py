@@ -25,7 +25,7 @@ from pipeline.models.load import (
 )
 from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantized
-from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.device import local_device
 from pipeline.system.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def trained_causal_lm(
 ) -> nn.Module:
     """The causal language model that a step trains, with adapters if the settings ask for them.
 
-    With `defer`, at ZeRO stage 3 and where they are quantized, its weights stay in their files
-    until an engine reads what it keeps of them: no process has a second copy meanwhile.
+    With `defer`, at ZeRO stage 3 and where they are quantized, its weights stay on the CPU until an
+    engine takes its shard (`load_causal_lm`).
     """
     model = load_causal_lm(config, device=device, seed=seed, defer=defer or _defers(config))
     _give_rows(model, tokenizer, config, seed=seed)
@@ -67,8 +67,8 @@ def trained_classifier(
 ) -> nn.Module:
     """The reward model or critic that a step trains, with adapters if the settings ask for them.
 
-    With `defer`, at ZeRO stage 3 and where they are quantized, its weights stay in their files
-    until an engine reads what it keeps of them: no process has a second copy meanwhile.
+    With `defer`, at ZeRO stage 3 and where they are quantized, its weights stay on the CPU until an
+    engine takes its shard (`load_causal_lm`).
     """
     defer = defer or _defers(config)
     model = load_classifier(config, device=device, seed=seed, defer=defer, num_labels=num_labels)
@@ -116,9 +116,7 @@ def _quantize(model: nn.Module, config: TrainedModelConfig) -> None:
     if config.quantize == "none":
         return
     before = frozen_bytes(model)
-    # What others keep of it is not to be in memory here meanwhile.
-    lazy = config.zero_stage == 3 or current_mesh().parts.size > 1
-    quantized(model, config, lazy=lazy)
+    quantized(model, config, device=local_device())
     logger.info(
         "%s: the linear weights of the blocks are stored as %s; all frozen weights take %.1f MB"
         " instead of %.1f MB",
@@ -135,7 +133,7 @@ def frozen_bytes(model: nn.Module) -> int:
 
 
 def _defers(config: TrainedModelConfig) -> bool:
-    """Whether no process is to hold the weights whole."""
+    """True if the weights are not moved to the device before an engine takes its shard."""
     return config.zero_stage == 3 or config.quantize != "none"
 
 

@@ -20,16 +20,13 @@ from pipeline.watchdog.process import watching
 C = TypeVar("C", bound=StepConfig)
 
 
-def run_step(
-    config_class: type[C], train: Callable[[C], object], argv: Sequence[str], *, section: str
-) -> None:
+def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence[str]) -> None:
     """Run a step on the processes that torchrun started, or on this one.
 
     Args:
         config_class: the step's settings.
         train: runs the step with them.
         argv: the command line.
-        section: the step's name in files of settings.
 
     Raises:
         ConfigError: a setting can't be used, or the step needs more memory than there is.
@@ -38,7 +35,7 @@ def run_step(
     use_expandable_segments()
     set_compute_threads(config.threads)
     config.parallel.check(launched.world_size())
-    check_memory(config, section=section)
+    check_memory(config)
     parallel, patience = config.parallel, config.timeout_seconds
     with (
         process_group(watching, patience),

@@ -28,6 +28,8 @@ from tests.distributed import run_ranks
 from tests.step1_sft.small_runs import cut_off, ended, make, run, saved, settings
 
 NF4 = {"quantize": "nf4"}
+WIDE = {"hidden_size": 128, "intermediate_size": 128}
+"""Widths whose halves are full blocks of 64 weights."""
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     # Family, its changes, settings of the model, and how far losses may be apart.
@@ -39,7 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
         1e-6,
     ),
     "norms of heads, biases": ("qwen3", {"attention_bias": True}, {"zero_stage": 2}, 2e-6),
-    "one key head, tied, padded": ("falcon", {}, {"precision": "fp32"}, 1e-6),
+    "tied, padded": ("gemma2", {}, {"precision": "fp32"}, 1e-6),
     "tied, bf16, checkpointing": (
         "llama",
         {"tie_word_embeddings": True},
@@ -49,26 +51,31 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "tied, fp16, adapters": ("opt", {}, {"precision": "fp16", "lora": LoraConfig(rank=2)}, 1e-3),
     "4 bits, packed layers, biases, stage 3": (
         "gpt2",
-        {},
-        {"lora": LoraConfig(rank=2), **NF4, "zero_stage": 3},
+        {"n_embd": 128},
+        {"lora": LoraConfig(rank=2, lr=0.001), **NF4, "zero_stage": 3},
         1e-6,
     ),
     "4 bits in groups": (
         "llama",
-        {},
-        {"lora": LoraConfig(rank=2), **NF4, "double_quant": True},
+        WIDE,
+        {"lora": LoraConfig(rank=2, lr=0.001), **NF4, "double_quant": True},
         1e-6,
     ),
-    "8 bits, one key head, padded": (
-        "falcon",
-        {},
-        {"lora": LoraConfig(rank=2), "quantize": "int8"},
+    "8 bits, padded": (
+        "gemma2",
+        {**WIDE, "head_dim": 32},
+        {"lora": LoraConfig(rank=2, lr=0.001), "quantize": "int8"},
         2e-6,
     ),
     "4 bits, bf16, checkpointing": (
         "opt",
-        {},
-        {"lora": LoraConfig(rank=2), **NF4, "precision": "bf16", "gradient_checkpointing": True},
+        {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
+        {
+            "lora": LoraConfig(rank=2, lr=0.001),
+            **NF4,
+            "precision": "bf16",
+            "gradient_checkpointing": True,
+        },
         3e-3,
     ),
 }
@@ -145,8 +152,8 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 )
 def test_mixtures_end_in_the_bits_of_two_processes(name: str, tmp_path: Path) -> None:
     world, division, model = MIXTURES[name]
-    blocks = 4 if "chunks" in division else 3
-    start = make(tmp_path, "qwen3", blocks=blocks, tie_word_embeddings=True, vocab_size=LARGE)
+    wide = {**WIDE, "head_dim": 32} if "quantize" in model else {}
+    start = make(tmp_path, "qwen3", tie_word_embeddings=True, vocab_size=LARGE, **wide)
     parallel = ParallelConfig(tp=2, micro_batches=4)
     plain = settings(start, tmp_path / "plain", parallel=parallel, model=model)
     run_ranks(run, plain)
@@ -182,7 +189,7 @@ STATES: dict[str, dict[str, Any]] = {
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_of_any_division_is_taken_up_by_any_other(name: str, tmp_path: Path) -> None:
-    start = make(tmp_path, "gpt2", vocab_size=LARGE)
+    start = make(tmp_path, "gpt2", vocab_size=LARGE, n_embd=128)
     often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": STATES[name]}
     run_ranks(run, settings(start, tmp_path / "two", tp=2, **often))
     expected = ended(tmp_path / "two")
@@ -208,7 +215,7 @@ def test_a_state_of_any_division_is_taken_up_by_any_other(name: str, tmp_path: P
 
 @pytest.mark.jobs
 def test_the_codes_and_scales_of_a_checkpoint_are_those_of_one_process(tmp_path: Path) -> None:
-    start = make(tmp_path, "gpt2", vocab_size=LARGE)
+    start = make(tmp_path, "gpt2", vocab_size=LARGE, n_embd=128)
     often: dict[str, Any] = {"save_every": 3, "model": STATES["4 bits"]}
     run(settings(start, tmp_path / "one", **often))
     run_ranks(run, settings(start, tmp_path / "two", tp=2, **often))

@@ -20,7 +20,7 @@ CASES: dict[str, tuple[str, dict[str, Any], float]] = {
     # Kind of label, settings of the model, and how far figures may be apart.
     "pairs": ("pairs", {"zero_stage": 3}, 1e-5),
     "classes, adapters": ("classes", {"lora": LoraConfig(rank=2)}, 1e-5),
-    "pairs, 8 bits": ("pairs", {"lora": LoraConfig(rank=2), "quantize": "int8"}, 5e-5),
+    "pairs, 8 bits": ("pairs", {"lora": LoraConfig(rank=2, lr=0.001), "quantize": "int8"}, 5e-5),
     "thresholds, bf16": ("ordinal", {"precision": "bf16", "zero_stage": 1}, 3e-2),
 }
 
@@ -36,7 +36,8 @@ def run(config: RewardConfig) -> None:
 )
 def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
     kind, model, bound = CASES[case]
-    save_base(tmp_path / "base")
+    wide = {"hidden_size": 128, "intermediate_size": 128} if "quantize" in model else {}
+    save_base(tmp_path / "base", **wide)
     write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
     alone = settings(tmp_path, tmp_path / "alone", kind, pp=1, model=model)
     together = replace(

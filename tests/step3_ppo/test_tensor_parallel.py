@@ -28,14 +28,14 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": {"zero_stage": 3},
     },
     "4 bits, generating together": {
-        "actor": {"lora": LoraConfig(rank=2), **NF4},
-        "critic": {"lora": LoraConfig(rank=2), **NF4, "double_quant": True},
+        "actor": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4},
+        "critic": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4, "double_quant": True},
         "reward": {"quantize": "int8"},
         "inference_tp_size": 2,
     },
     "4 bits, generating whole": {
-        "actor": {"lora": LoraConfig(rank=2), **NF4, "zero_stage": 3},
-        "critic": {"lora": LoraConfig(rank=2), **NF4},
+        "actor": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4, "zero_stage": 3},
+        "critic": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4},
     },
     "programs": {
         "method": "grpo",
@@ -85,7 +85,8 @@ def logged(out: Path) -> list[dict[str, float]]:
     [pytest.param(n, marks=() if n == "generating together" else pytest.mark.grid) for n in CASES],
 )
 def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
-    save_models(tmp_path)
+    wide = {"hidden_size": 128, "intermediate_size": 128} if "bits" in case else {}
+    save_models(tmp_path, **wide)
     changes = CASES[case]
     alone = small(tmp_path, {**changes, "inference_tp_size": 1, "output_dir": tmp_path / "alone"})
     together = small(

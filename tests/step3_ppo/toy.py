@@ -30,10 +30,10 @@ ALL = range(len(PROMPTS))
 """The rows of a rollout."""
 
 
-def save_models(directory: Path, *, blocks: int = 2) -> None:
+def save_models(directory: Path, *, blocks: int = 2, **changes: Any) -> None:
     """Random models where `toy_config` looks for them."""
     tokenizer = build_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": blocks}
+    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": blocks, **changes}
     reward = tiny_classifier("llama", seed=2, bos_token_id=1, **sizes)
     reward.config.update({"score_mean": 0.5, "score_std": 2.0})
     models = {"actor": tiny_causal_lm("llama", seed=1, **sizes), "reward": reward}

@@ -17,7 +17,6 @@ from tests.step3_preference.toy import metrics, toy_config
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"zero_stage": 3}),
     "kto, adapters": ("kto", {"lora": LoraConfig(rank=2)}),
-    "dpo, 4 bits": ("dpo", {"lora": LoraConfig(rank=2), "quantize": "nf4"}),
 }
 
 

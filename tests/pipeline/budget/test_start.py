@@ -26,4 +26,4 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.jobs
 def test_it_refuses_in_its_own_words() -> None:
     with pytest.raises(ConfigError, match=r"^this step takes \d+\.\d GiB on each machine to"):
-        check_memory(HUGE, section="sft")
+        check_memory(HUGE)

@@ -1,38 +1,11 @@
-"""The memory command: DeepSpeed's numbers, and this engine's."""
+"""The memory command."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from pipeline.engine.memory import (
-    estimate_zero2,
-    estimate_zero3,
-    main,
-)
-
-INTERNLM2 = (1_889_110_016, 189_530_112)
-"""Parameters of InternLM2-1.8B, and of its embedding of 92544 x 2048."""
-
-
-def test_stage_3_is_estimated_as_deepspeed_does() -> None:
-    table = [
-        (round(each.cpu / 2**30, 2), round(each.gpu / 2**30, 2))
-        for each in estimate_zero3(*INTERNLM2)
-    ]
-
-    assert table == [
-        (47.5, 0.71), (47.5, 0.71), (42.22, 4.22), (42.22, 4.22), (1.06, 32.37), (10.56, 32.37),
-    ]  # fmt: skip
-
-
-def test_stage_2_is_estimated_as_deepspeed_does() -> None:
-    # 2 GPUs on each of 2 machines: host max(4 * 4, 16) * 1.5, GPU 2 and 2 + 18 / 4 bytes a
-    # parameter.
-    offloaded, resident = estimate_zero2(1000, gpus=2, nodes=2)
-
-    assert (offloaded.cpu, offloaded.gpu) == (24_000, 2_000)
-    assert (resident.cpu, resident.gpu) == (12_000, 6_500)
+from pipeline.engine.memory import main
 
 
 def test_a_model_is_counted_from_its_configuration(
@@ -55,3 +28,14 @@ def test_a_model_is_counted_from_its_configuration(
     out = capsys.readouterr().out
     assert out.startswith(f"{3 * 9280 + 3232:,} parameters on 1 machines with 2 processes each")
     assert "stage 3: weights" in out
+
+
+def test_bytes_of_stages_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    # On 2 processes; bytes of weights, masters, moments and gradients are 2, 2, 8 and 4.
+    main(["--params", str(2**30), "--gpus", "2"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith(
+        "weights 2.00, masters 2.00, moments 8.00, gradients 2.00; total 14.00"
+    )
+    assert lines[5].endswith("weights 1.00, masters 1.00, moments 4.00, gradients 2.00; total 8.00")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.models import varlen
+from pipeline.models import attention
 from pipeline.models.attention import Ragged, pad, unpad
 
 LENGTHS = (7, 1, 40, 3)
@@ -60,8 +60,9 @@ def test_the_call_without_padding_is_that_of_the_padded_ones(
     options: Any = {"scaling": 0.3, "sliding_window": sliding_window}
     padded = Ragged(LENGTHS, torch.device("cpu")).attend(*given, **options)
 
-    monkeypatch.setattr(varlen, "takes", lambda *_, **__: True)
-    monkeypatch.setattr(varlen, "_varlen_attn", lambda: (as_documented, options_of_torch))
+    monkeypatch.setattr(attention, "varlen_runs", lambda *_, **__: True)
+    monkeypatch.setattr(attention, "varlen_attn", as_documented)
+    monkeypatch.setattr(attention, "VARLEN_OPTIONS", options_of_torch)
     together = Ragged(LENGTHS, torch.device("cpu")).attend(*given, **options)
     switched_off = Ragged(LENGTHS, torch.device("cpu"), kernels="off").attend(*given, **options)
 

@@ -1,4 +1,4 @@
-"""Weights in blocks of 4 or 8 bits: the codes, their errors, and pieces that any process reads."""
+"""Weights in blocks of 4 or 8 bits: the codes and their errors."""
 
 import warnings
 
@@ -6,16 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.models.block_codes import (
+from pipeline.models.quantized import (
     BLOCK,
     NF4,
     Form,
     pack,
-    parts_of,
     unpack,
 )
 
-FORMS = [Form("nf4"), Form("nf4", double=True), Form("int8")]
 SINGLE = Form("nf4")
 
 
@@ -64,18 +62,3 @@ def test_bitsandbytes_has_the_same_codes_scales_and_numbers(dtype: torch.dtype) 
     assert torch.equal(
         unpack(packed, numbers.shape, SINGLE, dtype), peer.dequantize_4bit(codes, state)
     )
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_any_piece_of_the_vectors_is_computed_of_the_weights_that_it_needs(form: Form) -> None:
-    numbers = weight(611, 83).flatten()
-    packed = pack(numbers, form)
-
-    for name, part in parts_of(form).items():
-        whole = packed[name]
-        assert part.numel(len(numbers)) == len(whole)
-        for start, stop in ((0, len(whole)), (0, 1), (len(whole) - 1, len(whole)), (3, 290)):
-            begin, end, first = part.stretch(start, min(stop, len(whole)))
-            of_piece = pack(numbers[begin:end], form)[name]
-            got = of_piece[start - first : stop - first]
-            assert torch.equal(got, whole[start:stop]), (name, start, stop)

@@ -4,32 +4,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.engine.stored import StoredParameter, copy_elements, stored_like
 from pipeline.engine.tensor_parts import Part
-from pipeline.models.block_codes import GROUP, Form, parts_of
-from pipeline.models.quantized import QuantizedLinear
+from pipeline.models.quantized import BLOCK, GROUP, Form, QuantizedLinear, parts_of
 from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.system.errors import ConfigError
 
 FORMS = [Form("nf4"), Form("nf4", double=True), Form("int8")]
 
 Borders = tuple[tuple[tuple[int, int], ...], ...]
 """Of each process's shards, where they begin and end."""
 
-CUTS: dict[str, tuple[tuple[int, int], int, Borders, tuple[int, ...]]] = {
-    # Shape of the weight, the dimension that is cut, and how; scales of each process.
-    "rows": ((96, 256), 0, (((0, 48),), ((48, 96),)), (192, 192)),
-    "columns of parted blocks": (
-        (32, 320),
+CUTS: dict[str, tuple[tuple[int, int], int, Borders]] = {
+    # Shape of the weight, the dimension that is cut, and how.
+    "rows": ((96, 256), 0, (((0, 48),), ((48, 96),))),
+    "columns": ((32, 256), 1, (((0, 64),), ((64, 128),), ((128, 192),), ((192, 256),))),
+    "rows of several to a block": ((96, 16), 0, (((0, 48),), ((48, 96),))),
+    "three of each": (
+        (8, 384),
         1,
-        (((0, 80),), ((80, 160),), ((160, 240),), ((240, 320),)),
-        (2 * 32, 2 * 32, 2 * 32, 2 * 32),
-    ),
-    "rows of parted blocks": ((48, 44), 0, (((0, 24),), ((24, 48),)), (17, 17)),
-    "three of each within blocks": (
-        (64, 96),
-        1,
-        (((0, 16), (32, 48), (64, 80)), ((16, 32), (48, 64), (80, 96))),
-        (96, 96),
+        (((0, 64), (128, 192), (256, 320)), ((64, 128), (192, 256), (320, 384))),
     ),
 }
 
@@ -43,14 +36,10 @@ def numbers(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tenso
     return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * rows).to(dtype)
 
 
-def linear(shape: tuple[int, int], form: Form, *, lazy: bool = False) -> QuantizedLinear:
-    plain, weight = nn.Linear(shape[1], shape[0], bias=False), numbers(shape)
-    if lazy:
-        flat = weight.flatten()
-        plain.weight = stored_like(weight, lambda start, stop: flat[start:stop])
-    else:
-        plain.weight.data = weight
-    return QuantizedLinear(plain.requires_grad_(requires_grad=False), form, lazy=lazy)
+def linear(shape: tuple[int, int], form: Form) -> QuantizedLinear:
+    plain = nn.Linear(shape[1], shape[0], bias=False)
+    plain.weight.data = numbers(shape)
+    return QuantizedLinear(plain.requires_grad_(requires_grad=False), form)
 
 
 def parts(shape: tuple[int, int], dim: int, borders: Borders) -> list[Part]:
@@ -58,38 +47,29 @@ def parts(shape: tuple[int, int], dim: int, borders: Borders) -> list[Part]:
     return [Part(torch.Size(shape), specs, rank) for rank in range(len(specs))]
 
 
-def settled(layer: QuantizedLinear) -> None:
-    """Read what is still in a file, a few elements at a time, as an engine does."""
-    for name in parts_of(layer.form):
-        param = layer.get_parameter(name)
-        assert isinstance(param, StoredParameter)
-        data = torch.empty(param.shape, dtype=param.dtype)
-        for start in range(0, len(data), 1000):
-            copy_elements(param, start, data[start : start + 1000])
-        param.data = data
-        param.settle()
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_part_is_the_part_of_the_whole_weight_to_the_bit(cut: str, form: Form) -> None:
-    shape, dim, borders, scales_here = CUTS[cut]
+    shape, dim, borders = CUTS[cut]
     whole = linear(shape, form)
     for part in parts(shape, dim, borders):
-        for lazy in (False, True):
-            own = linear(shape, form, lazy=lazy)
-            own.cut(part, name="it")
-            if lazy:
-                settled(own)
-            expected = part.own.of(whole.dequantized())
-            assert torch.equal(own.dequantized(), expected)
-            assert torch.equal(own.dequantized(torch.bfloat16), expected.bfloat16())
-            assert own.weight.is_contiguous()
-            assert (own.out_features, own.in_features) == expected.shape
-            here = vectors(own)
-            assert here["codes"].numel() * parts_of(form)["codes"].grain == expected.numel()
-            scales = here["scale_codes" if form.double else "scales"]
-            assert scales.numel() == scales_here[part.rank]
+        own = linear(shape, form)
+        own.cut(part, name="it")
+        expected = part.own.of(whole.dequantized())
+        assert torch.equal(own.dequantized(), expected)
+        assert torch.equal(own.dequantized(torch.bfloat16), expected.bfloat16())
+        assert own.weight.is_contiguous()
+        assert (own.out_features, own.in_features) == expected.shape
+        here = vectors(own)
+        assert here["codes"].numel() * parts_of(form)["codes"].grain == expected.numel()
+        scales = here["scale_codes" if form.double else "scales"]
+        assert scales.numel() == expected.numel() // BLOCK
+
+
+def test_a_cut_within_a_block_is_refused() -> None:
+    _, part = parts((32, 192), 1, (((0, 96),), ((96, 192),)))
+    with pytest.raises(ConfigError, match=r"parallel.tp 2 would cut blocks of it \(32 x 192\)"):
+        linear((32, 192), Form("nf4")).cut(part, name="it")
 
 
 def test_scales_of_a_part_by_hand() -> None:

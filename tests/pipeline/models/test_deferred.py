@@ -1,4 +1,4 @@
-"""At ZeRO stage 3 every process reads its own pieces of the weights, and gets the same bits."""
+"""At ZeRO stage 3 every process keeps its shard of mapped weights, and gets the same bits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import LoraConfig, TrainedModelConfig
+from pipeline.config import LoraConfig, Precision, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
-from pipeline.engine.stored import StoredParameter
 from pipeline.models.forward import Policy, Scorer, base_model
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import run_ranks
@@ -37,13 +36,11 @@ def settings(path: str, **changes: Any) -> TrainedModelConfig:
 def engines(
     config: TrainedModelConfig, task: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Engine, Engine]:
-    """The same sharded model, its weights read in pieces, and loaded whole at first."""
+    """The same sharded model, its weights mapped from files, and loaded in full."""
     build, wrap = BUILD[task]
     pieces = build(config, tokenizer, device=CPU, seed=5)
-    assert any(isinstance(param, StoredParameter) for param in pieces.parameters())
     torch.rand(3)  # other random numbers were drawn before
     whole = build(replace(config, zero_stage=0), tokenizer, device=CPU, seed=5)
-    assert not any(isinstance(param, StoredParameter) for param in whole.parameters())
     return Engine(wrap(pieces), config, total_steps=1), Engine(wrap(whole), config, total_steps=1)
 
 
@@ -93,7 +90,7 @@ def larger_tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.jobs
-def test_models_read_in_pieces_are_those_loaded_whole(tmp_path: Path) -> None:
+def test_models_mapped_from_files_are_those_loaded_in_full(tmp_path: Path) -> None:
     cases: list[tuple[TrainedModelConfig, str, PreTrainedTokenizerBase]] = []
     for family in FAMILIES:
         untied, tied = (
@@ -122,7 +119,19 @@ def test_models_read_in_pieces_are_those_loaded_whole(tmp_path: Path) -> None:
         assert not wrong
 
 
-def status(key: str) -> int:
-    """Bytes of a line of this process's status: VmRSS is memory now, VmHWM the most so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_stay_in_the_files_pages_where_they_have_the_wanted_format(
+    precision: Precision, tmp_path: Path
+) -> None:
+    path = saved(tiny_causal_lm("llama", vocab_size=VOCAB), tmp_path)
+
+    model = trained_causal_lm(settings(path, precision=precision), TOKENIZER, device=CPU, seed=0)
+
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "model.safetensors" in line]
+    mapped = [(int(first, 16), int(end, 16)) for first, end in ranges]
+    is_mapped = {
+        any(first <= param.data_ptr() < end for first, end in mapped)
+        for param in model.parameters()
+    }
+    assert is_mapped == {precision == "fp32"}

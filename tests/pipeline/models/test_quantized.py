@@ -14,12 +14,11 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
 from pipeline.engine.state import frozen_fragments, trained_fragments
-from pipeline.models.block_codes import Form
 from pipeline.models.consolidate import TOKENIZER as TOKENIZER_DIRECTORY
 from pipeline.models.consolidate import consolidate, describe_model
 from pipeline.models.export import export
 from pipeline.models.forward import Scorer
-from pipeline.models.quantized import QuantizedLinear
+from pipeline.models.quantized import Form, QuantizedLinear
 from pipeline.models.trained import trained_classifier
 from tests.families import saved, tiny_classifier
 from tests.pipeline.models.quantized_models import (

@@ -12,8 +12,7 @@ from tests.pipeline.models.divided_models import VARIANTS, learned
 PARTIAL = {"qwen3": {"q_norm", "k_norm"}}
 """Modules with whole weights of whose gradient each process finds a part."""
 
-SHARED = {"falcon": {"query_key_value"}, "falcon, ALiBi": {"query_key_value"}}
-SHARED["llama, one key head"] = {"k_proj", "v_proj"}
+SHARED = {"llama, one key head": {"k_proj", "v_proj"}}
 """Modules with rows that both processes have."""
 
 
