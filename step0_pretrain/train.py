@@ -26,7 +26,7 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.run.divergence import check_finite, check_start, keeping_best
 from pipeline.run.next_token import Size, export_best, learn, perplexity, warn_unless_better
 from pipeline.run.offline import Training, set_up
-from pipeline.run.run import AtPeak, Run
+from pipeline.run.run import Run
 from pipeline.run.run_step import run_step
 from pipeline.system.torch_process import seed_generators
 from step0_pretrain.batches import collate, cut
@@ -90,16 +90,11 @@ def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int
     is_held_out = lm.rows.corpus.held_out.contains
     parts = [[row.without(is_held_out) for row in part] for part in cut(rows, lm.config)]
     own = [row for part in parts for row in part]
-    at_peak = lm.utilization.training((n, n - 1) for row in own for n in row.lengths)
-    tokens, targets, *seconds = run.mesh.data.sums(
-        [
-            sum(map(len, own)),
-            sum(row.num_targets for row in own),
-            at_peak.model,
-            at_peak.hardware,
-        ]
+    seconds = lm.utilization.seconds((n, n - 1) for row in own for n in row.lengths)
+    tokens, targets, seconds = run.mesh.data.sums(
+        [sum(map(len, own)), sum(row.num_targets for row in own), seconds]
     )
-    size = Size(int(tokens), int(targets), AtPeak(*seconds))
+    size = Size(int(tokens), int(targets), seconds)
     learn(lm.passes, batches(lm, parts), size, run, step=step)
 
 

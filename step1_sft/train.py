@@ -88,7 +88,11 @@ def learn_from(sft: Tuning, rows: Sequence[Encoded], run: Run, *, step: int) -> 
     """Take one optimizer step on the rows, and log it."""
     tokens, targets = sum(map(len, rows)), sum(row.num_targets for row in rows)
     learn(
-        sft.passes, cut(rows, sft.config), Size(tokens, targets, sft.at_peak(rows)), run, step=step
+        sft.passes,
+        cut(rows, sft.config),
+        Size(tokens, targets, sft.peak_seconds(rows)),
+        run,
+        step=step,
     )
 
 

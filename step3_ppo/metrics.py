@@ -12,7 +12,7 @@ from torch import Tensor
 from evaluation.scored import repeated_trigrams
 from inference.generation import Response
 from pipeline.parallel.mesh import Mesh, current_mesh
-from pipeline.run.utilization import Utilization, log_peaks, utilization_of
+from pipeline.run.utilization import Utilization, utilization_of
 from step3_ppo.advantages import are_equal, group_std
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
@@ -215,11 +215,11 @@ class UpdateUtilization:
         step: int,
         seconds: float,
     ) -> dict[str, float]:
-        """`mfu_training` and `hfu_training`: shares of the peak over the phase of training.
+        """`mfu_training`, the share of the peak over the phase of training.
 
         Counted are both passes over every response, once for each epoch; of a rollout whose own
-        pass the first update backpropagates through, that update's backward pass alone. An epoch
-        that `target_kl` ends counts by its minibatches. PPO-ptx's rows don't count.
+        forward pass the first update backpropagates through, that pass, a third, is left out. An
+        epoch that `target_kl` ends counts by its minibatches. PPO-ptx's rows don't count.
 
         Args:
             experience: the responses, of this process.
@@ -232,21 +232,15 @@ class UpdateUtilization:
         learning = [self.actor] if config.trains_actor(step) else []
         learning += [] if self.critic is None else [self.critic]
         passes = updates.count / -(-config.rollout_size // config.batch_size)
-        model = hardware = 0.0
-        for each in learning:
-            both = each.training(sequences)
-            done = 0.0 if experience.forward is None else each.forward(sequences)
-            model += passes * both.model - done
-            hardware += passes * both.hardware - done
-        model, hardware = self.mesh.data.sums([model, hardware])
-        return {"mfu_training": model / seconds, "hfu_training": hardware / seconds}
+        passes -= 0 if experience.forward is None else 1 / 3
+        at_peak = self.mesh.data.sum(passes * sum(m.seconds(sequences) for m in learning))
+        return {"mfu_training": at_peak / seconds}
 
 
 def update_utilization(models: Models, config: PPOConfig, mesh: Mesh) -> UpdateUtilization:
-    """Utilization of models as they are set up; all call it, the main process logs the peak."""
+    """Utilization of the trained models; all processes call it."""
     peak = config.peak_tflops
     actor, critic = utilization_of(models.policy, peak_tflops=peak, mesh=mesh), None
     if models.critic is not None:
         critic = utilization_of(models.value_model, peak_tflops=peak, mesh=mesh)
-    log_peaks(actor, *([] if critic is None else [critic]))
     return UpdateUtilization(actor, critic, mesh)

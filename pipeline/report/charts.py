@@ -38,7 +38,6 @@ METRICS = {
     "dead_wrong": ("Groups all wrong", "share of prompts; they have no gradient"),
     "repetition": ("Repetition", "tokens that end a repeated trigram"),
     "mfu": ("Model FLOPs utilization", "share of the peak"),
-    "hfu": ("Hardware FLOPs utilization", "share of the peak, recomputation included"),
     "lr": ("Learning rate", ""),
 }
 """Metrics with their title and note, the most important first; others follow by name."""

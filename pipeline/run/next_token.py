@@ -13,7 +13,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.models.passes import Passes
 from pipeline.models.trained import evaluating
 from pipeline.run.offline import Training
-from pipeline.run.run import AtPeak, Run
+from pipeline.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ class Size:
     targets: int
     """Tokens whose prediction is learned."""
 
-    at_peak: AtPeak
+    peak_seconds: float
+    """Of the step at the processors' peak."""
 
 
 def learn(
@@ -52,7 +53,7 @@ def learn(
     result = engine.step()
     run.log(
         step,
-        size.at_peak,
+        size.peak_seconds,
         tokens=size.tokens,
         loss=run.mesh.data.sum(passes.total(losses)) / targets,
         lr=result.lr,

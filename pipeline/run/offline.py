@@ -23,8 +23,8 @@ from pipeline.models.export import export
 from pipeline.models.passes import Passes
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.checkpoints import Checkpoints
-from pipeline.run.run import AtPeak, Run
-from pipeline.run.utilization import Utilization, log_peaks, utilization_of
+from pipeline.run.run import Run
+from pipeline.run.utilization import Utilization, utilization_of
 
 EVALUATIONS = 10
 """Evaluations of a run, its end included, where they take little of its work."""
@@ -148,9 +148,9 @@ class Training(Generic[C, R, S]):
         """Whether an evaluation is due."""
         return step == self.rows.total_steps or step % self.eval_every == 0
 
-    def at_peak(self, sequences: Iterable[Encoded]) -> AtPeak:
+    def peak_seconds(self, sequences: Iterable[Encoded]) -> float:
         """How long training on these would take at peak, with logits for target tokens alone."""
-        return self.utilization.training((len(each), each.num_targets) for each in sequences)
+        return self.utilization.seconds((len(each), each.num_targets) for each in sequences)
 
     def export(self) -> None:
         """Write the model with its current weights to the output directory."""
@@ -213,7 +213,6 @@ def set_up(
     )
     every = steps_between_evaluations(config, rows, held_out)
     speed = utilization_of(model, peak_tflops=config.peak_tflops, mesh=run.mesh)
-    log_peaks(speed)
     passes = Passes(engine) if passes is None else passes
     return Training(config, model, engine, rows, held_out, best, checkpoints, every, speed, passes)
 

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -38,17 +38,6 @@ LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 
 
-@dataclass(frozen=True)
-class AtPeak:
-    """Seconds that a step's training would take with every processor at its peak."""
-
-    model: float
-    """With the operations that the model's two passes need."""
-
-    hardware: float
-    """With those that gradient checkpointing repeats, too."""
-
-
 class Run:
     """Context manager around a step's loop; the main process alone writes, others are silent.
 
@@ -73,8 +62,8 @@ class Run:
         self._metrics: IO[bytes] | None = None
         self._stragglers = Stragglers(mesh.world, stages=mesh.stages.size)
         self._tokens_per_second = 0.0
-        self._at_peak: list[AtPeak] = []
-        """Of the steps since the last line."""
+        self._peak_seconds = 0.0
+        """Time at the processors' peak of the steps since the last line."""
         self._at_once = LeavesAtOnce()
 
     def __enter__(self) -> "Run":
@@ -164,7 +153,7 @@ class Run:
     def log(
         self,
         step: int,
-        at_peak: AtPeak | None = None,
+        peak_seconds: float = 0.0,
         /,
         *,
         tokens: int = 0,
@@ -183,8 +172,7 @@ class Run:
         self.step = step
         self.tokens += tokens
         self._stragglers.end_step(step)
-        if at_peak is not None:
-            self._at_peak.append(at_peak)
+        self._peak_seconds += peak_seconds
         is_due = step % self.config.log_every == 0 or step == self.total_steps
         if is_due:
             metrics["memory_gb"] = peak_memory(self.mesh.world)
@@ -195,20 +183,13 @@ class Run:
             self._logged_at = (self.tokens, self._seconds_trained)
             elapsed = max(self._seconds_trained - seconds_before, 1e-9)
             self._tokens_per_second = (self.tokens - tokens_before) / elapsed
-            speed = {"tokens_per_second": self._tokens_per_second, **self._utilization(elapsed)}
+            speed = {"tokens_per_second": self._tokens_per_second}
+            if self._peak_seconds:
+                speed["mfu"] = self._peak_seconds / elapsed
+                self._peak_seconds = 0.0
             self._write(step, {"tokens": tokens, **speed, **metrics}, {})
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
-
-    def _utilization(self, elapsed: float) -> dict[str, float]:
-        """`mfu` and `hfu` of the steps since the last line, which took that many seconds."""
-        steps, self._at_peak = self._at_peak, []
-        if not steps:
-            return {}
-        return {
-            "mfu": sum(each.model for each in steps) / elapsed,
-            "hfu": sum(each.hardware for each in steps) / elapsed,
-        }
 
     def evaluated(
         self,
@@ -288,7 +269,7 @@ class Run:
             "seconds": self.seconds,
             "seconds_trained": self._seconds_trained,
             "logged_at": self._logged_at,
-            "at_peak": [(each.model, each.hardware) for each in self._at_peak],
+            "peak_seconds": self._peak_seconds,
             "metrics_bytes": self._metrics_bytes,
         }
 
@@ -299,7 +280,7 @@ class Run:
         self._seconds_trained = state["seconds_trained"]
         tokens, seconds = state["logged_at"]
         self._logged_at = (tokens, seconds)
-        self._at_peak = [AtPeak(*each) for each in state.get("at_peak", ())]
+        self._peak_seconds = state["peak_seconds"]
         if self._metrics is not None:
             self._metrics.truncate(min(state["metrics_bytes"], self._metrics_bytes))
 

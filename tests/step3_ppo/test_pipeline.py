@@ -90,7 +90,6 @@ def ended(out: Path) -> dict[str, Any]:
         "memory",
         "time",
         "mfu",
-        "hfu",
         "bubble",
         "rollout_gap",
     )

@@ -6,16 +6,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run.utilization import ModelFlops, Peak, Utilization
+from pipeline.run.utilization import Utilization
 from step3_ppo.metrics import UpdateUtilization
 from step3_ppo.update import Update, Updates
 from tests.step3_ppo.toy import toy_config, toy_models, toy_rollout
 
-PEAK = Peak(1e6, "as set")
-ACTOR = Utilization(ModelFlops(100, 100, 0, 0, head=40, head_learns=True), 0.0, PEAK)
-CRITIC = Utilization(ModelFlops(50, 20, 0, 0), 1.0, PEAK)
-"""Without attention: six operations for each weight, of frozen ones four; the output layer's for
-the targets alone. The critic computes all blocks again."""
+ACTOR = Utilization(per_token=360.0, per_target=240.0, attention=0.0, peak=1e6)
+CRITIC = Utilization(per_token=240.0, per_target=0.0, attention=0.0, peak=1e6)
 
 
 def made(count: int) -> Updates:
@@ -35,15 +32,12 @@ def test_both_passes_count_once_for_each_update_but_for_a_forward_pass_made_befo
     targets = sum(each.num_targets for each in experience.sequences)
     used = UpdateUtilization(ACTOR, CRITIC, current_mesh())
 
-    actor = lengths * 6 * 60 + targets * 6 * 40
-    critic, again = lengths * (4 * 50 + 2 * 20), lengths * 2 * 50
+    actor, critic = lengths * 360 + targets * 240, lengths * 240
     fresh = replace(experience, forward=None)
     for updates, passes in ((4, 2.0), (3, 1.5)):
         got = used.metrics(fresh, made(updates), config, step=2, seconds=0.5)
         expected = passes * (actor + critic) / 1e6 / 0.5
         assert got["mfu_training"] == pytest.approx(expected, rel=1e-12)
-        expected += passes * again / 1e6 / 0.5
-        assert got["hfu_training"] == pytest.approx(expected, rel=1e-12)
 
     warming = used.metrics(fresh, made(4), config, step=1, seconds=0.5)
     assert warming["mfu_training"] == pytest.approx(2 * critic / 1e6 / 0.5, rel=1e-12)
@@ -52,5 +46,4 @@ def test_both_passes_count_once_for_each_update_but_for_a_forward_pass_made_befo
     experience = toy_rollout(models, whole).experience
     assert experience.forward is not None
     got = used.metrics(experience, made(2), whole, step=2, seconds=0.5)
-    done = lengths * 2 * 60 + targets * 2 * 40 + lengths * 2 * 50
-    assert got["mfu_training"] == pytest.approx((2 * (actor + critic) - done) / 5e5, rel=1e-12)
+    assert got["mfu_training"] == pytest.approx((2 - 1 / 3) * (actor + critic) / 5e5, rel=1e-12)
