@@ -11,8 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from pipeline.models.sharding import STYLES, TensorShards
-from pipeline.parallel.group import ALONE, Group
-from pipeline.parallel.sums import tree_sum
+from pipeline.parallel.group import ALONE, Group, tree_sum
 from pipeline.system.position import HERE
 
 _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.kernels.pinned_memory import pinned_empty
-from pipeline.parallel.gather import all_gather, reduce_scatter
-from pipeline.parallel.group import Group
+from pipeline.parallel.group import Group, all_gather, reduce_scatter
 from pipeline.system.position import HERE
 
 SUM_BLOCK = 65536

@@ -15,9 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pipeline.parallel.device import local_device
-from pipeline.parallel.group import Group
+from pipeline.parallel.group import Group, tree_sum
 from pipeline.parallel.shards import Shard, ShardSpec
-from pipeline.parallel.sums import tree_sum
 
 Role = Literal["whole", "partial", "part", "shared"]
 """whole: every process has all of it and finds its gradient; partial: has all of it, and finds a

@@ -27,8 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.parallel.group import Group
-from pipeline.parallel.sums import tree_sum
+from pipeline.parallel.group import Group, tree_sum
 
 NO_TARGET = -(2**31)
 """`ignore_index` of PyTorch's loss, whose default -100 would hide a wrong target."""

@@ -34,7 +34,7 @@ from pipeline.models.packing import VOCABULARY, how_to_run, small_copy, small_se
 from pipeline.models.quantized import quantized_layers
 from pipeline.models.sharding import layer_of
 from pipeline.parallel.device import local_device
-from pipeline.parallel.partition import balanced
+from pipeline.parallel.schedules import balanced
 from pipeline.system.errors import ConfigError, ModelError
 
 

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from pipeline.parallel.device import local_device
-from pipeline.parallel.gather import all_gather
 from pipeline.system.position import HERE, SAME_ORDER, DesyncError
 
 T = TypeVar("T")
@@ -228,3 +227,33 @@ class StageGroup(Group):
 
 
 ALONE = Group()
+
+
+def tree_sum(parts: Sequence[Float[Tensor, "*S"]]) -> Float[Tensor, "*S"]:
+    """The sum as a binary tree in their order, in fp32 at least, rounded once."""
+    dtype = parts[0].dtype
+    level = [each.float() for each in parts] if dtype.itemsize < 4 else list(parts)
+    while len(level) > 1:
+        level = [reduce(torch.add, level[first : first + 2]) for first in range(0, len(level), 2)]
+    return level[0].to(dtype)
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The second names are those before torch 2.13.
+
+
+def all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGroup | None) -> dist.Work:
+    """Begin to fill the flat `full` with the shards of all processes, in rank order."""
+    work = _all_gather(full, shard, group=process_group, async_op=True)
+    assert work is not None  # with async_op
+    return work
+
+
+def reduce_scatter(
+    shard: Tensor, full: Tensor, process_group: dist.ProcessGroup | None
+) -> dist.Work:
+    """Begin to fill the flat `shard` with its piece of the sum over all processes."""
+    work = _reduce_scatter(shard, full, group=process_group, async_op=True)
+    assert work is not None
+    return work

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.parallel.group import Group
-from pipeline.parallel.sums import tree_sum
+from pipeline.parallel.group import Group, tree_sum
 
 
 def copy_to_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:

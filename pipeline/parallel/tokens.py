@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.parallel.group import Group
-from pipeline.parallel.sums import tree_sum
+from pipeline.parallel.group import Group, tree_sum
 
 
 def share_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:

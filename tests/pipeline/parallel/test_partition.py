@@ -4,7 +4,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from pipeline.parallel.partition import balanced
+from pipeline.parallel.schedules import balanced
 
 
 def by_trying_all(costs: list[float], stages: int, last: float) -> list[int]:
