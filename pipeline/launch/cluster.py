@@ -23,7 +23,7 @@ from pipeline.launch.commands import (
 )
 from pipeline.launch.layout import Deployment, Layout, layout
 from pipeline.launch.local import passed_on
-from pipeline.launch.preflight import insist, look
+from pipeline.launch.preflight import check_machines
 from pipeline.launch.remote import Errand, run_everywhere
 from pipeline.settings.build import build_config
 from pipeline.settings.describe import list_settings
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     deployment, step = parse(argv)
     where = layout(deployment)
     if not deployment.no_check:
-        where = insist(look(where, deployment, Path.cwd()))
+        where = check_machines(where, deployment, Path.cwd())
     if where.by == "ssh":
         raise SystemExit(run_by_ssh(step, where, deployment))
     ending = run_child(launch_command(step, where, deployment), step_environment(where, deployment))

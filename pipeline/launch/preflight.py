@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -24,7 +24,7 @@ from threading import Thread
 
 from pipeline.cli.options import complain, remark
 from pipeline.launch.commands import NO_DIRECTORY, NO_PYTHON, host_command
-from pipeline.launch.layout import THIS_MACHINE, Deployment, Host, Layout
+from pipeline.launch.layout import Deployment, Host, Layout
 from pipeline.launch.local import Gpu, query_gpus
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import ROOT
@@ -67,49 +67,40 @@ class Machine:
     shared: bool
     """Whether it sees the launcher's file in the output directory."""
 
-    reaches: bool | None
-    """Whether it reaches the port of the first machine; None if that was not tried."""
+    reaches: bool
+    """Whether it reaches the port of the first machine."""
 
     port: int | None
     """On the first machine: that port if it is free, else another one."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """The result of a preflight."""
-
-    where: Layout
-    """Where the processes will run, with a port that is free."""
-
-    table: Sequence[str]
-    problems: Sequence[str]
-
-
-def look(where: Layout, deployment: Deployment, directory: Path) -> Check:
-    """Check all machines, or this one where processes only run here.
+def check_machines(where: Layout, deployment: Deployment, directory: Path) -> Layout:
+    """Return where the processes will run, with a port that is free on the first machine.
 
     Args:
-        where: where the processes will run.
+        where: the machines.
         deployment: the options; a port that they name is not replaced.
         directory: of the output; it need not exist.
+
+    Raises:
+        ConfigError: there are problems; each is shown in a sentence.
     """
-    meets = where.by in ("ssh", "slurm")
-    own = where.hosts[0] if where.hosts else Host("", (0,))
-    hosts = where.hosts if meets else (replace(own, name=THIS_MACHINE[0]),)
+    directory = directory.expanduser().absolute()
+    directory = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
     with ExitStack() as stack:
-        mark = stack.enter_context(_mark_in(_existing_parent(directory)))
+        mark = stack.enter_context(_mark_in(directory))
 
         def probe(host: Host, *options: str) -> _Probe:
-            words = [*PROBE, "--mark", str(mark), *(options if meets else ())]
+            words = [*PROBE, "--mark", str(mark), "--address", where.address, *options]
+            words += ["--port", str(where.port)]
             started = _Probe(host, host_command(words, host, where, deployment))
             stack.callback(started.close)
             return started
 
-        address = ["--address", where.address, "--port"]
-        probes = [probe(hosts[0], *address, str(where.port), "--first")]
+        probes = [probe(where.hosts[0], "--first")]
         probes[0].wait()
         where = _with_port(where, probes[0], deployment)
-        probes += [probe(host, *address, str(where.port)) for host in hosts[1:]]
+        probes += [probe(host) for host in where.hosts[1:]]
         for started in probes[1:]:
             started.wait()
         found = {each.host: each.machine for each in probes if each.machine is not None}
@@ -117,23 +108,14 @@ def look(where: Layout, deployment: Deployment, directory: Path) -> Check:
         for host, machine in found.items():
             first = next(iter(found.values()))
             any_gpus = any(other.gpus for other in found.values())
-            problems += _compare_versions(host, machine, hosts[0], first)
+            problems += _compare_versions(host, machine, where.hosts[0], first)
             problems += _check_devices(host, machine) if any_gpus else []
-            problems += _check_place(host, machine, mark.parent, where)
-    return Check(where, [*_table(found)] if found else [], problems)
-
-
-def insist(check: Check) -> Layout:
-    """Return where the processes will run, if there is no problem.
-
-    Raises:
-        ConfigError: there are problems; each is shown in a sentence.
-    """
-    for problem in check.problems[:-1]:
+            problems += _check_place(host, machine, directory, where)
+    for problem in problems[:-1]:
         complain(f"error: {problem}")
-    if check.problems:
-        raise ConfigError(check.problems[-1])
-    return check.where
+    if problems:
+        raise ConfigError(problems[-1])
+    return where
 
 
 class _Probe:
@@ -243,11 +225,6 @@ def _mark_in(directory: Path) -> Iterator[Path]:
         mark.unlink(missing_ok=True)
 
 
-def _existing_parent(directory: Path) -> Path:
-    directory = directory.expanduser().absolute()
-    return next(parent for parent in (directory, *directory.parents) if parent.is_dir())
-
-
 # Problems, each in one sentence with its fix
 
 
@@ -296,31 +273,11 @@ def _check_place(host: Host, machine: Machine, directory: Path, where: Layout) -
             f"{directory} has {machine.disk_bytes / 2**20:.0f} MiB free on {host.name}; make room,"
             " or choose another --output-dir"
         )
-    if machine.reaches is False:
+    if not machine.reaches:
         yield (
             f"{host.name} can't reach port {where.port} of {where.address}; check that the name is"
             " that of the first machine there, open the ports above 1024 between the machines, or"
             " give another --master-addr or --master-port"
-        )
-
-
-def _table(machines: Mapping[Host, Machine]) -> Iterator[str]:
-    """The machines side by side."""
-    width = max(len("machine"), *(len(host.name) for host in machines))
-    yield (
-        f"{'machine':<{width}}  {'python':<8} {'torch':<14} {'processes':>9}  {'GPUs':<26}"
-        f" {'disk':>9}"
-    )
-    for host, machine in machines.items():
-        gpus = "none"
-        if machine.gpus:
-            kinds = sorted({gpu.name for gpu in machine.gpus})
-            smallest = min(gpu.total_mib for gpu in machine.gpus) / 1024
-            gpus = f"{len(machine.gpus)} x {', '.join(kinds)}, {smallest:.0f} GiB"
-        yield (
-            f"{host.name:<{width}}  {machine.versions['Python']:<8}"
-            f" {machine.versions['torch']:<14} {len(host.slots):>9}  {gpus:<26}"
-            f" {machine.disk_bytes / 2**30:>5.0f} GiB"
         )
 
 
@@ -331,8 +288,8 @@ def main(argv: Sequence[str]) -> None:
     """Print the report of this machine; hold the port until standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.launch.preflight")
     parser.add_argument("--mark", type=Path, required=True)
-    parser.add_argument("--address")
-    parser.add_argument("--port", type=int)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--first", action="store_true")
     args = parser.parse_args(argv)
     directory = args.mark.parent if args.mark.parent.is_dir() else Path.cwd()
@@ -343,7 +300,7 @@ def main(argv: Sequence[str]) -> None:
             disk_bytes=shutil.disk_usage(directory).free,
             gpus=query_gpus(),
             shared=args.mark.is_file(),
-            reaches=_reaches(args.address, args.port) if args.address and not args.first else None,
+            reaches=args.first or _reaches(args.address, args.port),
             port=_listen(args.port, held) if args.first else None,
         )
         sys.stdout.write(f"{MARK}{json.dumps(asdict(machine))}\n")

@@ -166,10 +166,6 @@ class Request(Deployment):
     autotune_steps: int = 4
     """Optimizer steps that a trial measures (iterations in step 3), after 2 that don't count."""
 
-    check: bool = False
-    """Check the machines that the run would use - versions, devices, disk, clock, network - and
-    report what is wrong; run nothing. multi_node does so automatically."""
-
     resume: bool = False
     """Continue the last run of the output directory, with its options if you give none: skip
     finished steps, resume an unfinished one."""
@@ -202,22 +198,11 @@ class Request(Deployment):
             self.autotune is not None or self.autotune_steps == Request.autotune_steps,
             "--autotune-steps needs --autotune tune or --autotune run",
         )
-        given = {
-            "--dry-run": self.dry_run,
-            "--no-check": self.no_check,
-            "--plan-for": self.plan_for is not None,
-            "--check": self.check,
-        }
-        for option, reason, excluded in (
-            ("check", "looks at the machines", ("--dry-run", "--no-check", "--plan-for")),
-            (
-                "autotune",
-                "makes trials, on machines that this command reaches",
-                ("--dry-run", "--check", "--plan-for"),
-            ),
-        ):
-            for other in excluded if getattr(self, option) else ():
-                require(not given[other], f"--{option} {reason}; omit {other}")
+        require(
+            self.autotune is None or not (self.dry_run or self.plan_for),
+            "--autotune makes trials, on machines that this command reaches; omit"
+            f" {'--dry-run' if self.dry_run else '--plan-for'}",
+        )
         require(
             not (self.resume and self.overwrite),
             "--resume keeps what an earlier run made and --overwrite replaces it; choose one",

@@ -15,7 +15,7 @@ from pipeline.cli.options import (
 from pipeline.config import EMBEDDED, TrainedModelConfig
 from pipeline.config.deepspeed import notice_of
 from pipeline.launch.child import Ending, run_child
-from pipeline.launch.preflight import Check, insist, look
+from pipeline.launch.preflight import check_machines
 from pipeline.plan.output import (
     COMMAND,
     REPORT,
@@ -107,10 +107,6 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
         from pipeline.plan.describe import describe_plan
 
         say(describe_plan(plan, previews))
-    elif plan.request.check:
-        check = _look(plan)
-        say("\n".join(check.table))
-        insist(check)
     else:
         from pipeline.plan.checks import check_rows, check_settings
 
@@ -120,7 +116,8 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
             _insist_on_memory(plan)
         check_rows(plan, downloads=True)
         if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
-            plan = plan.moved(insist(_look(plan)))
+            where = check_machines(plan.where, plan.request, plan.request.output_dir)
+            plan = plan.moved(where)
         with only_job(plan.request.output_dir):
             if plan.request.autotune is not None:
                 from pipeline.autotune.tune import tune
@@ -138,10 +135,6 @@ def _insist_on_memory(plan: Plan) -> None:
     for sentence in refusals(plan):
         raise ConfigError(sentence)
     say("\n".join(memory_lines(plan)))
-
-
-def _look(plan: Plan) -> Check:
-    return look(plan.where, plan.request, plan.request.output_dir)
 
 
 def _run_step(plan: Plan, stage: Stage, environment: Mapping[str, str], *, goes_on: bool) -> Ending:

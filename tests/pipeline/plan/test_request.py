@@ -63,7 +63,7 @@ def test_files_may_hold_options_and_the_command_line_wins(tmp_path: Path) -> Non
         ),
         ("--num-processes 2", "--num-processes needs --deployment-type single_node"),
         ("--hostfile hosts", "--hostfile needs --deployment-type multi_node"),
-        ("--check --dry-run", "--check looks at the machines; omit --dry-run"),
+        ("--autotune run --dry-run", "--autotune makes trials, on machines that this command"),
         ("--zero-config", "--zero-config takes one value, got none"),
         ("--data-path a --data-path=", "--data-path is empty; name something, or leave the"),
         ("--actor-model=", "--actor-model is empty; name something, or leave the option out"),
