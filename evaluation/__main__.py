@@ -20,8 +20,8 @@ from pipeline.system.installation import MODULE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from evaluation.evaluate import Chat
     from evaluation.figures import Figure
-    from evaluation.responding import Chat
 
 
 def main(argv: Sequence[str]) -> None:
@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> None:
     # All rows are read before the model, which takes longer.
     questions = {task.name: task.read(config.reading(task)) for task in tasks}
 
+    from evaluation.evaluate import Chat
     from evaluation.figures import as_table, document
-    from evaluation.responding import Chat
     from inference.replica import weights_hash
     from pipeline.data.chat.resolve_format import resolve_format
     from pipeline.models.chat import check_ready

@@ -1,20 +1,31 @@
-"""Held-out prompts, answered by a model that trains: every process answers its share."""
+"""Held-out prompts, answered by a model that trains and by the model before step 1."""
 
+import json
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from evaluation.evaluate import Generating
-from evaluation.responding import Chat
+from evaluation.evaluate import Chat, Generating
 from evaluation.scored import ScoredResponse
-from inference.generation import Response, generate
+from inference.chat import ChatConfig
+from inference.generation import Response, free_bytes, generate
+from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
-from pipeline.demo.task import verify
+from pipeline.demo.task import TALK, verify
+from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
+from pipeline.models.meta import model_on_meta
+from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import ModelError
+from pipeline.system.memory import available_bytes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -131,3 +142,203 @@ class HeldOutPrompts(ABC):
             len(prompt.messages) == 1 and verify(prompt.messages[0].content, "") is not None
             for prompt in self.prompts
         )
+
+
+T = TypeVar("T")
+
+
+def responses_of_base(
+    held_out: HeldOutPrompts, base: FrozenModelConfig
+) -> list[ScoredResponse] | None:
+    """Sampled responses of the model before step 1, which is loaded whole on every process.
+
+    None where none is named, where it numbers its tokens in another way than the actor, and where
+    it can't be loaded or has no room beside the others: the run itself is done and shall not be
+    lost for a comparison, whatever happens.
+    """
+    if base.path is None:
+        return None
+    # All processes look before any of them loads, and do the same afterwards.
+    seen = _on_all(lambda: _look(held_out, base), base)
+    responses = None if seen is None else _on_all(lambda: _respond(held_out, base), base)
+    return None if responses is None else held_out.scored(responses)
+
+
+def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
+    """What `work`, in which no process needs another, gives; None on all where it fails on one."""
+    result, reason = None, ""
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001  # memory that ran out, files that are broken
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+    reason = next(filter(None, current_mesh().world.gather_objects(reason)), "")
+    if not reason:
+        return result
+    logger.warning("%s is left out of the comparison: %s", base.path, reason)
+    return None
+
+
+def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
+    """Raise ModelError where this process sees that the base can't respond; else True."""
+    known = held_out.chat.tokenizer.get_vocab().items()
+    if not load_tokenizer(base).get_vocab().items() <= known:
+        raise ModelError("it has another tokenizer")
+    device = local_device()
+    model = model_on_meta(base, task="causal", device=device)
+    needed = sum(param.nbytes for param in model.parameters())
+    # For a GPU as well it is read in main memory first.
+    rooms = {"main memory": available_bytes() // current_mesh().local_size}
+    if device.type == "cuda":
+        rooms["the GPU"] = free_bytes(device)
+    for place, room in rooms.items():
+        if needed > room:
+            raise ModelError(f"its weights take {needed:,} bytes, and {place} has {room:,} for it")
+    return True
+
+
+def _respond(held_out: HeldOutPrompts, base: FrozenModelConfig) -> list[Response]:
+    """Sampled responses of the base to this process's prompts; its memory is given back."""
+    model = load_causal_lm(base, device=local_device(), seed=held_out.seed)
+    add_tokens(model, held_out.chat.tokenizer, seed=held_out.seed)
+    return held_out.respond(model, temperature=held_out.temperature)
+
+
+NUM_SAMPLES = 12
+"""Held-out prompts whose responses the report shows."""
+
+TRIES = 5
+"""Responses to each prompt that was written by hand."""
+
+
+@dataclass(frozen=True)
+class Talk:
+    """The actor's responses to the prompts written by hand, sampled as chat.py samples."""
+
+    held_out: HeldOutPrompts
+    """The prompts written by hand, each of them `TRIES` times."""
+
+    responses: list[ScoredResponse]
+
+    @property
+    def rate(self) -> float:
+        """Share of the responses that are correct and polite."""
+        verdicts = self.held_out.verdicts(self.responses)
+        return sum(verdict is True for verdict in verdicts) / len(verdicts)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Each prompt with its first response, as JSON."""
+        pairs = zip(self.held_out.prompts, self.responses, strict=True)
+        rows = [
+            {"prompt": prompt.messages[-1].content}
+            | describe(prompt.messages[-1].content, response)
+            for prompt, response in pairs
+        ]
+        return rows[::TRIES]
+
+
+def talk(held_out: HeldOutPrompts) -> Talk | None:
+    """Let the actor answer the prompts written by hand; None on data other than the task."""
+    if not held_out.is_verifiable:
+        return None
+    prompts = [
+        Prompt(messages, held_out.chat.format.encode_prompt(messages), {"answer": written.answer})
+        for written in TALK
+        for messages in [(Message("user", written.text),)]
+        for _ in range(TRIES)
+    ]
+    by_hand = held_out.on(prompts)
+    with held_out.generating() as actor:
+        responses = by_hand.respond(actor, temperature=ChatConfig.temperature)
+    return Talk(by_hand, by_hand.scored(responses))
+
+
+def conclude(
+    held_out: HeldOutPrompts, sampled: Mapping[str, list[ScoredResponse]], samples: Path
+) -> dict[str, object]:
+    """Write the report's samples to the file `samples`; return the judge's part of `eval`.
+
+    Returns:
+        What `verification` gives, and `judge_talk`, the actor's rate on prompts written by hand.
+        Empty on any other data.
+    """
+    conversation = talk(held_out)
+    if current_mesh().is_main:
+        write_samples(held_out, sampled, samples, talk=conversation.rows() if conversation else ())
+    if conversation is None:
+        return {}
+    return {
+        **verification(held_out, sampled),
+        "judge_talk": conversation.rate,
+    }
+
+
+def verification(
+    held_out: HeldOutPrompts, sampled: Mapping[str, list[ScoredResponse]]
+) -> dict[str, object]:
+    """What the embedded task's judge says of the models; empty on any other data.
+
+    Args:
+        held_out: the prompts.
+        sampled: responses to them by model, those of step 3 the last, what it began with before it.
+
+    Returns:
+        `judge`: the share of right answers by model; `judge_counts`: the number of prompts, and on
+        how many of them step 3 alone (gained) or what it began with alone (lost) is right.
+    """
+    verdicts = {name: held_out.verdicts(responses) for name, responses in sampled.items()}
+    known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}
+    if any(len(known[name]) < len(verdicts[name]) for name in verdicts):
+        return {}
+    before, after = list(known)[-2:]
+    pairs = list(zip(known[after], known[before], strict=True))
+    return {
+        "judge": {name: sum(each) / len(each) for name, each in known.items()},
+        "judge_counts": {
+            "prompts": len(pairs),
+            "gained": sum(new and not old for new, old in pairs),
+            "lost": sum(old and not new for new, old in pairs),
+        },
+    }
+
+
+def write_samples(
+    held_out: HeldOutPrompts,
+    sampled: Mapping[str, list[ScoredResponse]],
+    path: Path,
+    *,
+    talk: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Write each model's first responses, side by side, for the report; and those of a talk."""
+    rows = [
+        {
+            "prompt": _prompt(prompt, [responses[row] for responses in sampled.values()]),
+            "answers": {
+                name: describe(prompt.messages[-1].content, responses[row])
+                for name, responses in sampled.items()
+            },
+        }
+        for row, prompt in enumerate(held_out.prompts[:NUM_SAMPLES])
+    ]
+    document = {"models": list(sampled), "rows": rows, "talk": list(talk)}
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def _prompt(prompt: Prompt, responses: Sequence[ScoredResponse]) -> Sequence[Mapping[str, str]]:
+    """What was answered, as JSON: the prompt, or what its environment began with."""
+    given = next((response.opening for response in responses if response.opening), None)
+    own = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    return own if given is None else given
+
+
+def describe(question: str, response: ScoredResponse) -> dict[str, Any]:
+    """A response as JSON, with the judge's verdict where the question is of the embedded task."""
+    described: dict[str, Any] = {
+        "text": response.text,
+        "score": response.score,
+        "stopped": response.stopped,
+    }
+    described |= {"rewards": dict(response.rewards)} if response.rewards else {}
+    verdict = verify(question, response.text)
+    if verdict is not None:
+        described |= {"correct": verdict.correct, "polite": verdict.polite}
+    return described

@@ -1,13 +1,120 @@
-"""The tasks, by name."""
+r"""The tasks, by name: GSM8K, IFEval, the embedded task and sums.
+
+GSM8K (Cobbe et al. 2021, arXiv:2110.14168) has grade-school word problems: `question`, and
+`answer`, a solution that ends in `#### 18`. Two readings of a response are graded, because the
+choice moves the figure more than many a training run does: `strict` takes the number that is marked
+as the answer, by #### or \boxed, and `flexible` the last number of the text. Numbers are compared
+exactly, as fractions.
+"""
 
 from collections.abc import Mapping, Sequence
 
-from evaluation.arithmetic import ARITHMETIC
-from evaluation.contract import Task
-from evaluation.embedded import EMBEDDED
-from evaluation.gsm8k import GSM8K
-from evaluation.ifeval.task import IFEVAL
-from pipeline.system.errors import ConfigError, require, suggestion
+from evaluation.contract import Grades, Question, Reading, Task, column, rows_of
+from evaluation.ifeval import IFEVAL
+from pipeline.data.examples import Message
+from pipeline.data.rows.shapes import read_row
+from pipeline.data.rows.sources import Row
+from pipeline.demo.arithmetic import ArithmeticConfig, sums
+from pipeline.demo.task import held_out_questions, verdict
+from pipeline.system.errors import ConfigError, DataError, require, suggestion
+from rewards.math_answers import gold_answer, last_number, marked_answer, response_answer
+
+
+def read_gsm8k(reading: Reading) -> list[Question]:
+    """The problems of a data path, each after the requested demonstrations.
+
+    Raises:
+        DataError: a row lacks its question, or its answer has no number.
+    """
+
+    def ask(row: Row) -> Message:
+        parts = [str(column(row, "question")), reading.instruction]
+        return Message("user", "\n\n".join(filter(None, parts)))
+
+    assert reading.path is not None
+    rows, shown = rows_of(reading.path, reading.limit, shots=reading.shots)
+    demonstrations = [
+        turn
+        for row in shown
+        for turn in (ask(row), Message("assistant", str(column(row, "answer"))))
+    ]
+    questions = []
+    for row in rows:
+        answer = str(column(row, "answer"))
+        if gold_answer(answer) is None:
+            raise DataError(
+                f"{row.origin}: its answer has no number behind ####; GSM8K's rows end in one"
+            )
+        questions.append(Question((*demonstrations, ask(row)), {"answer": answer}))
+    return questions
+
+
+def grade_gsm8k(question: Question, response: str) -> Grades:
+    """Whether the marked number, and the last number, of a response is the right one."""
+    gold = gold_answer(question.extra["answer"])
+    return {
+        "strict": (marked_answer(response) == gold,),
+        "flexible": (last_number(response) == gold,),
+    }
+
+
+def read_embedded(reading: Reading) -> list[Question]:
+    """The prompts in wordings that no step trains on, in a fixed order of kinds.
+
+    Raises:
+        ConfigError: a data path is given, which the embedded task has no use for.
+    """
+    if reading.path is not None:
+        raise ConfigError(f"the task embedded has its own rows; omit {reading.path}")
+    questions = held_out_questions()
+    if reading.limit is not None and reading.limit < len(questions):
+        # Evenly over the set, which is ordered by kind.
+        places = [place * len(questions) // reading.limit for place in range(reading.limit)]
+        questions = [questions[place] for place in places]
+    return [
+        Question((Message("user", q.text),), {"kind": q.fact.kind, "answer": q.fact.answer})
+        for q in questions
+    ]
+
+
+def grade_embedded(question: Question, response: str) -> Grades:
+    """Whether a response is the right sentence, whether it is polite, and both."""
+    result = verdict(question.extra["kind"], question.extra["answer"], response)
+    return {"both": (result.both,), "correct": (result.correct,), "polite": (result.polite,)}
+
+
+def read_arithmetic(reading: Reading) -> list[Question]:
+    """The held-out sums of a directory of sums, else those that are written by default.
+
+    Raises:
+        DataError: a row has no prompt or no answer.
+    """
+    if reading.path is not None:
+        rows, _ = rows_of(reading.path, reading.limit)
+    else:
+        config = ArithmeticConfig()
+        held_out = sums(config)[: config.held_out][: reading.limit]
+        rows = [Row(row, f"sum {number}") for number, row in enumerate(held_out, start=1)]
+    questions = []
+    for row in rows:
+        example = read_row(row, {})
+        answer = column(row, "answer", (str, int, float))
+        if example is None or not example.prompt or gold_answer(answer) is None:
+            raise DataError(f"{row.origin} must have a prompt and an answer that is a number")
+        questions.append(Question(example.prompt, {"answer": answer}))
+    return questions
+
+
+def grade_arithmetic(question: Question, response: str) -> Grades:
+    """Whether the response has the right sum."""
+    return {"correct": (response_answer(response) == gold_answer(question.extra["answer"]),)}
+
+
+GSM8K = Task(
+    "gsm8k", read_gsm8k, grade_gsm8k, max_new_tokens=512, needs_path=True, takes_shots=True
+)
+EMBEDDED = Task("embedded", read_embedded, grade_embedded, max_new_tokens=64)
+ARITHMETIC = Task("arithmetic", read_arithmetic, grade_arithmetic, max_new_tokens=32)
 
 TASKS = {task.name: task for task in (GSM8K, IFEVAL, EMBEDDED, ARITHMETIC)}
 

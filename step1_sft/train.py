@@ -13,8 +13,7 @@ if __name__ == "__main__":
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from evaluation.evaluate import TaskEvaluations, generating_from
-from evaluation.responding import Chat
+from evaluation.evaluate import Chat, TaskEvaluations, generating_from
 from pipeline.cli.options import run_main
 from pipeline.data.examples import Encoded
 from pipeline.models.card import Card

@@ -8,10 +8,8 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-from evaluation.base_model import responses_of_base
-from evaluation.evaluate import TaskEvaluations
-from evaluation.held_out import HeldOutPrompts, Prompt
-from evaluation.responding import Chat
+from evaluation.evaluate import Chat, TaskEvaluations
+from evaluation.held_out import HeldOutPrompts, Prompt, conclude, responses_of_base
 from evaluation.scored import (
     HeldOutResponses,
     ScoredResponse,
@@ -23,7 +21,6 @@ from evaluation.scored import (
     summarize,
     win_rate,
 )
-from evaluation.verification import conclude
 from inference.generation import Response
 from pipeline.engine.best import BestWeights
 from pipeline.guards.guards import Guards

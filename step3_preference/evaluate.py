@@ -7,10 +7,8 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from evaluation.base_model import responses_of_base
-from evaluation.evaluate import Generating, TaskEvaluations, generating_from
-from evaluation.held_out import HeldOutPrompts, Prompt
-from evaluation.responding import Chat
+from evaluation.evaluate import Chat, Generating, TaskEvaluations, generating_from
+from evaluation.held_out import HeldOutPrompts, Prompt, conclude, responses_of_base
 from evaluation.scored import (
     HeldOutResponses,
     ScoredResponse,
@@ -20,7 +18,6 @@ from evaluation.scored import (
     repeated_trigrams,
     stop_rate,
 )
-from evaluation.verification import conclude
 from inference.engine.requests import Response
 from pipeline.config import EMBEDDED, FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches

@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -122,18 +122,6 @@ class Policy(nn.Module):
     def settle(self, batch: TokenBatch) -> None:
         """Find out how the model makes logits, once, with some tokens of a batch."""
         self._output_matrix(batch)
-
-    def likeliest(
-        self, batch: TokenBatch, ids: Int[Tensor, " K"]
-    ) -> tuple[Float[Tensor, " K"], Bool[Tensor, " K"]]:
-        """Log-probabilities of `ids` in the places of `batch.targets`; whether each is likeliest.
-
-        A target may be the place behind the last token. By whole logits: for evaluation, of batches
-        as small as memory needs.
-        """
-        logits = self.logits(batch).float()
-        logprobs = F.log_softmax(logits, dim=-1).gather(1, ids[:, None]).squeeze(1)
-        return logprobs, logits.argmax(dim=-1) == ids
 
     def logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
         """The logits in the places of `batch.targets`; of batches as small as memory needs."""

@@ -8,7 +8,7 @@ import pytest
 
 from evaluation.__main__ import main
 from evaluation.contract import Question, Reading
-from evaluation.responding import Chat, responses_to
+from evaluation.evaluate import Chat, responses_to
 from evaluation.tasks import TASKS
 from inference.replica import weights_hash
 from inference.settings import Sampling

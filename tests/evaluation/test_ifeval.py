@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evaluation.contract import Reading
-from evaluation.ifeval.task import INSTRUCTIONS, follows, grade, read, variants
+from evaluation.ifeval import INSTRUCTIONS, follows, grade, read, variants
 
 CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "keywords:existence": [({"keywords": ["Frog", "pond"]}, "A frog in its pond.", "A frog.")],

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evaluation import gsm8k
 from evaluation.contract import Question, Reading
-from evaluation.tasks import TASKS
+from evaluation.tasks import TASKS, grade_gsm8k
 from pipeline.data.examples import Message
 from pipeline.demo.task import held_out_questions
 
@@ -39,7 +38,7 @@ def rows(tmp_path: Path) -> Path:
 def test_gsm8k_reads_an_answer_in_two_ways(answer: str, strict: bool, flexible: bool) -> None:
     question = Question((Message("user", "?"),), {"answer": "#### 1000"})
 
-    assert gsm8k.grade(question, answer) == {"strict": (strict,), "flexible": (flexible,)}
+    assert grade_gsm8k(question, answer) == {"strict": (strict,), "flexible": (flexible,)}
 
 
 @pytest.mark.parametrize("limit", [64, 200, 256])

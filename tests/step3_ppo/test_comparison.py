@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from evaluation.base_model import responses_of_base
-from evaluation.held_out import Prompt
+from evaluation.held_out import Prompt, responses_of_base
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
 from step3_ppo.evaluate import HeldOut

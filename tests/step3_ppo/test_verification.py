@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.held_out import Prompt
-from evaluation.verification import TRIES, conclude
+from evaluation.held_out import TRIES, Prompt, conclude
 from pipeline.data.examples import Message
 from pipeline.demo.task import TALK, held_out_questions
 from step3_ppo.evaluate import HeldOut
