@@ -8,6 +8,7 @@ tokenizer without its own padding token, that is the token before the end.
 import copy
 import re
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -64,8 +65,9 @@ def with_rows_for(
     state = model.state_dict(keep_vars=True)
     table = model.get_input_embeddings().weight
     tables = {_in_plain(name) for name, tensor in state.items() if tensor is table}
+    count = cast("int", tokenizer.pad_token_id) + 1
     for name, tensor in weights:
-        missing = tokenizer.pad_token_id + 1 - len(tensor) if name in tables else 0
+        missing = count - len(tensor) if name in tables else 0
         if missing > 0:
             yield name, torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
         else:
