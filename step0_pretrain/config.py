@@ -70,13 +70,12 @@ class PretrainConfig(StepConfig):
         return Workload(
             world=world,
             parallel=self.parallel,
-            models=(ModelUse(role="model", settings=self.model, keeps_best=self.keep_best),),
+            models=(ModelUse(role="model", settings=self.model, host_copies=self.keep_best),),
             iteration_rows=self.batch_size,
             batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,
             length=self.data.max_length,
             targets=self.data.max_length - 1,
-            uniform=True,
         )
 
     def check_corpus(self) -> None:

@@ -114,7 +114,9 @@ class RewardConfig(LabelSettings, StepConfig):
             world=world,
             parallel=self.parallel,
             models=(
-                ModelUse(role="model", settings=self.model, scores=True, keeps_best=self.keep_best),
+                ModelUse(
+                    role="model", settings=self.model, scores=True, host_copies=self.keep_best
+                ),
                 ModelUse(role="actor", settings=self.actor, phase_only=True),
             ),
             iteration_rows=self.batch_size,

@@ -32,8 +32,6 @@ def workload_of(config: PPOSettings, world: int) -> Workload:
             offloads_training=config.offload_in_generation,
         ),
         epochs=config.ppo_epochs,
-        temperature=config.temperature,
-        learns_entropy=config.entropy_coef > 0,
         reuses_forward=config.reuses_forward(processes=processes),
     )
 
@@ -44,7 +42,6 @@ def _models(config: PPOSettings) -> tuple[ModelUse, ...]:
         settings=config.reward,
         scores=True,
         sharded_like=_if_sharded(config.reward_layout),
-        divided=True,
         scored=1,
     )
     models = (
@@ -52,9 +49,8 @@ def _models(config: PPOSettings) -> tuple[ModelUse, ...]:
             role="actor",
             settings=config.actor,
             scored=1 if _has_reference_of_its_own(config) else 2,
-            scores_entropy=True,
             text_length=config.data.max_length if config.ptx_coef > 0 else None,
-            keeps_best=config.keep_best,
+            host_copies=config.keep_best,
             keeps_average=config.ema_decay is not None,
         ),
         ModelUse(role="critic", settings=config.critic, scores=True, scored=1),
@@ -62,7 +58,6 @@ def _models(config: PPOSettings) -> tuple[ModelUse, ...]:
             role="reference",
             settings=_reference(config),
             sharded_like=_if_sharded(config.actor),
-            divided=True,
             scored=1,
         ),
         reward,

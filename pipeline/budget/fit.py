@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pipeline.budget.machine import Machine, describe_machine, in_words, this_machine
 from pipeline.budget.memory import Phase, StepMemory, line, step_memory
-from pipeline.budget.models import models_of
+from pipeline.budget.models import read_models
 from pipeline.cli.options import say
 from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
 from pipeline.launch.local import PLANNED, list_gpus
@@ -236,8 +236,8 @@ def _divisors(
 
     Families that can't be divided are found when the memory of a candidate is computed.
     """
-    every = models_of(config.workload(machine.world), origins, has_gpu=machine.has_gpu)
-    models = [model for model in every if model.trained is not None and model.module is not None]
+    every, _ = read_models(config.workload(machine.world), origins, has_gpu=machine.has_gpu)
+    models = [model for model in every if model.trained is not None]
     if machine.world == 1 or not models:
         return [], []
     heads = math.gcd(*(model.shape.key_heads for model in models))

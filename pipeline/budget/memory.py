@@ -1,7 +1,7 @@
 """Memory of a step on each of its processes, by closed formulas.
 
 The result is an estimate of what the process takes from the system (resident memory on a CPU,
-reserved memory on a GPU), within about 15 %.
+reserved memory on a GPU), within about 15 %. `docs/scaling.md` has a table of the formulas.
 """
 
 from collections import Counter
@@ -17,29 +17,25 @@ from pipeline.budget.machine import (
     describe_machine,
     in_words,
 )
-from pipeline.budget.models import CountedModel, check_cut, models_of
-from pipeline.config import Generation, OptimConfig, StepConfig, Workload
+from pipeline.budget.models import CountedModel, check_cut, read_models
+from pipeline.config import Generation, StepConfig, Workload
 
 Place = Literal["device", "host", "disk"]
 """Where the model computes, main memory next to a GPU, or a file."""
 
-PLACES: Mapping[Place, str] = {
-    "device": "",
-    "host": "  in main memory",
-    "disk": "  on the disk",
-}
+PLACES: Mapping[Place, str] = {"device": "", "host": "  in main memory", "disk": "  on the disk"}
 
-PhaseName = Literal["load", "score", "train", "generate"]
+TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache")
+"""Kinds that come and go, of which the allocator keeps more than it needs."""
 
 KINDS = (
-    *("weights", "masters", "moments", "gradients", "gradient_buffers", "gathered", "activations"),
-    *("logits", "replica", "kv_cache", "ema", "staging", "runtime", "slack", "best", "start"),
+    *("weights", "masters", "moments", "gradients", *TRANSIENT, "replica", "copies"),
+    *("staging", "runtime", "slack"),
 )
-"""Kinds of memory; `docs/scaling.md` has the formula of each."""
 
 RUNTIME_GPU = 768 * MIB
 SLACK = {"cpu": 0.05, "cuda": 0.10}
-STATES: Mapping[str, int] = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Adafactor": 0, "Muon": 1}
+STATES: Mapping[str, int] = {"SGD": 1, "Adagrad": 1, "RMSprop": 1}
 """Vectors that an optimizer keeps; 2 for all others."""
 
 WHOLE, TILE = 2**26, {"cpu": 2**23, "cuda": 2**26}
@@ -57,9 +53,6 @@ class Item:
     """Memory of one process in one phase."""
 
     kind: str
-    role: str
-    """Of the model; empty for what belongs to none."""
-
     num_bytes: float
     place: Place = "device"
 
@@ -71,19 +64,19 @@ class Item:
 class Phase:
     """A part of a step."""
 
-    name: PhaseName
+    name: Literal["load", "score", "train", "generate"]
     items: tuple[Item, ...]
 
     def by_kind(self, place: Place) -> Mapping[str, int]:
         """Bytes of each kind that takes any."""
         sums = Counter[str]()
-        for item in self._items(place):
-            sums[item.kind] += int(item.num_bytes)
+        for item in self.items:
+            sums[item.kind] += int(item.num_bytes) if item.place == place else 0
         return {kind: sums[kind] for kind in KINDS if sums[kind]}
 
     def peak(self, place: Place) -> int:
         """Bytes of all kinds."""
-        return int(sum(item.num_bytes for item in self._items(place)))
+        return int(sum(item.num_bytes for item in self.items if item.place == place))
 
     def least(self) -> "Phase":
         """The phase with the least that it can do with."""
@@ -93,9 +86,6 @@ class Phase:
         )
         return replace(self, items=tuple(items))
 
-    def _items(self, place: Place) -> Iterator[Item]:
-        return (item for item in self.items if item.place == place)
-
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -104,7 +94,7 @@ class StepMemory:
     phases: tuple[Phase, ...]
 
     unknown: tuple[str, ...] = ()
-    """Models without a formula, a sentence each."""
+    """A sentence for each model whose configuration is not available."""
 
     parameters: Mapping[str, int] = field(default_factory=dict[str, int])
     """Of each model, by role, adapters included."""
@@ -127,208 +117,135 @@ def step_memory(
     Raises:
         ConfigError, ModelError: a model can't be divided as `parallel` has it.
     """
-    workload = config.workload(machine.world)
-    models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
-    unknown = tuple(
-        f"{model.role} {model.path} is not counted: it is not downloaded, or has no configuration"
-        " that can be read"
-        for model in models
-        if model.module is None
-    )
-    known = [model for model in models if model.module is not None]
-    for index, model in enumerate(known):
+    work = config.workload(machine.world)
+    models, unknown = read_models(work, origins or {}, has_gpu=machine.has_gpu)
+    for index, model in enumerate(models):
         if model.trained is not None:
-            check_cut(model.present, workload.parallel, follows=index > 0)
-    formulas = {model.role: ModelMemory(model, workload, machine) for model in known}
-    step = _Step(workload, machine, formulas, saves=config.save_interval is not None)
-    parameters = {model.role: model.parameters for model in known}
-    return StepMemory(tuple(step.phases()), unknown, parameters)
+            check_cut(model.module, work.parallel, follows=index > 0)
+    formulas = {model.role: _ModelMemory(model, work, machine) for model in models}
+    step = _Step(work, machine, formulas, saves=config.save_interval is not None)
+    return StepMemory(
+        tuple(step.phases()), tuple(unknown), {model.role: model.parameters for model in models}
+    )
 
 
-def moment_bytes(optim: OptimConfig) -> float:
-    """Bytes that the optimizer keeps for each trained weight."""
-    if optim.moments == "fp32":
-        return 4 * STATES.get(optim.name, 2)
-    return 4
-
-
-@dataclass(frozen=True)
-class ModelMemory:
+class _ModelMemory:
     """The formulas of one model."""
 
-    model: CountedModel
-    workload: Workload
-    machine: Machine
+    def __init__(self, model: CountedModel, work: Workload, machine: Machine) -> None:
+        self.model, self.work, self.machine = model, work, machine
+        shape, engine = model.shape, model.engine
+        is_cut = not model.use.phase_only
+        self.tp, self.pp = (work.parallel.tp, work.parallel.pp) if is_cut else (1, 1)
+        # The first and the last stage split the root.
+        self.root = 1 / (2 if self.pp > 1 and not shape.ties else 1) / self.tp
+        self.block = 1 / (self.tp * self.pp)
+        stage = 0 if engine is None else engine.zero_stage
+        self.weight_shards = work.shards if stage == 3 else 1
+        self.trained = shape.block_trained * self.block + shape.root_trained * self.root
+        self.states_shard = self.trained / (work.shards if stage >= 1 else 1)
+        self.host: Place = "host" if machine.has_gpu else "device"
 
     @property
-    def role(self) -> str:
-        """The model's role."""
-        return self.model.role
-
-    @property
-    def _tp(self) -> int:
-        return self.workload.parallel.tp if self._is_cut else 1
-
-    @property
-    def _pp(self) -> int:
-        return self.workload.parallel.pp if self._is_cut else 1
-
-    @property
-    def _is_cut(self) -> bool:
-        return self.model.trained is not None or self.model.use.divided
-
-    @property
-    def _root(self) -> float:
-        """Share of the root that this process has: the first and the last stage split it."""
-        split = 2 if self._pp > 1 and not self.model.shape.ties else 1
-        return 1 / split / self._tp
-
-    @property
-    def _block(self) -> float:
-        """Share of all blocks that this process has."""
-        return 1 / (self._tp * self._pp)
-
-    def _shards(self, from_stage: int) -> int:
-        """Processes that share a state which is sharded from that ZeRO stage on."""
-        engine = self.model.engine
-        return self.workload.shards if engine and engine.zero_stage >= from_stage else 1
-
-    @property
-    def weights(self) -> float:
-        """Bytes of the weights of this process, before they are sharded."""
-        shape = self.model.shape
-        return shape.block_bytes * self._block + shape.root_bytes * self._root
-
-    @property
-    def trained(self) -> float:
-        """Trained numbers of this process, before they are sharded."""
-        shape = self.model.shape
-        return shape.block_trained * self._block + shape.root_trained * self._root
+    def _moment_bytes(self) -> int:
+        """Bytes that the optimizer keeps for each trained weight."""
+        assert self.model.trained is not None
+        optim = self.model.trained.optim
+        return 4 if optim.moments == "bf16" else 4 * STATES.get(optim.name, 2)
 
     def _two_blocks(self, root: float, blocks: float) -> float:
         """The root and two blocks."""
-        return root * self._root + 2 * blocks / self.model.shape.layers / self._tp
+        return root * self.root + 2 * blocks / self.model.shape.layers / self.tp
 
     def _place(self, kind: Literal["params", "optimizer", "gradients"]) -> Place:
         engine = self.model.engine
-        if engine is None:
-            return "device"
-        where = getattr(engine.zero.offload, kind)
+        where = "none" if engine is None else getattr(engine.zero.offload, kind)
         if where == "nvme":
             return "disk"
         return "host" if where == "cpu" and self.machine.has_gpu else "device"
 
     def states(self) -> Iterator[Item]:
-        """What is there in every phase."""
-        role, trained = self.role, self.model.trained
-        yield Item("weights", role, self.weights / self._shards(3), self._place("params"))
+        """States that exist in every phase."""
+        shape, trained = self.model.shape, self.model.trained
+        weights = shape.block_bytes * self.block + shape.root_bytes * self.root
+        yield Item("weights", weights / self.weight_shards, self._place("params"))
         if trained is None:
             return
-        numbers, place = self.trained / self._shards(1), self._place("optimizer")
+        place = self._place("optimizer")
         fused = trained.optim.name == "AdamW" and trained.kernels != "off"
         wide = 4 if self._place("params") != place or not fused else 2
-        wide = 0 if self.model.shape.itemsize == 4 and place == "device" else wide
-        yield Item("masters", role, wide * numbers, place)
-        yield Item("moments", role, moment_bytes(trained.optim) * numbers, place)
-        copies: Place = "host" if self.machine.has_gpu else "device"
-        use = self.model.use
-        if use.keeps_average:
-            yield Item("ema", role, 4 * numbers, copies if place == "disk" else place)
-        if use.keeps_best:
-            yield Item("best", role, 4 * numbers, copies)
-        if use.keeps_start:
-            yield Item("start", role, 4 * numbers, copies)
+        wide = 0 if shape.itemsize == 4 and place == "device" else wide
+        yield Item("masters", wide * self.states_shard, place)
+        yield Item("moments", self._moment_bytes * self.states_shard, place)
+        average = 4 * self.model.use.keeps_average * self.states_shard
+        yield Item("copies", average, self.host if place == "disk" else place)
+        yield Item("copies", 4 * self.model.use.host_copies * self.states_shard, self.host)
 
     def staging(self) -> Item:
         """The copy of the states that a checkpoint is written from."""
-        trained, use = self.model.trained, self.model.use
-        assert trained is not None
-        each = 4 * (1 + use.keeps_average + use.keeps_best) + moment_bytes(trained.optim)
-        place: Place = "host" if self.machine.has_gpu else "device"
-        return Item("staging", self.role, each * self.trained / self._shards(1), place)
+        use = self.model.use
+        each = 4 * (1 + use.keeps_average + use.host_copies) + self._moment_bytes
+        return Item("staging", each * self.states_shard, self.host)
 
     def gradients(self) -> Iterator[Item]:
         """The sums of gradients, and the buffers of a backward pass."""
-        shards, shape = self.workload.shards, self.model.shape
-        place = self._place("gradients")
-        yield Item("gradients", self.role, 4 * self.trained / shards, place)
-        if shards > 1 or self.workload.passes(self.role) > 1 or place != "device":
+        shards, shape, place = self.work.shards, self.model.shape, self._place("gradients")
+        yield Item("gradients", 4 * self.trained / shards, place)
+        passes = self.work.micro_batches * (1 if self.model.use.text_length is None else 2)
+        if shards > 1 or passes > 1 or place != "device":
             buffers = 4 * self._two_blocks(shape.root_trained, shape.block_trained)
-            yield Item("gradient_buffers", self.role, buffers)
+            yield Item("gradient_buffers", buffers)
         yield from self.gathered()
 
     def gathered(self) -> Iterator[Item]:
-        """At stage 3, whole weights."""
+        """Gathered weights, at stage 3."""
         shape = self.model.shape
-        if self._shards(3) > 1 or self._place("params") != "device":
-            yield Item("gathered", self.role, self._two_blocks(shape.root_bytes, shape.block_bytes))
+        if self.weight_shards > 1 or self._place("params") != "device":
+            yield Item("gathered", self._two_blocks(shape.root_bytes, shape.block_bytes))
 
     def passes(self, *, trains: bool) -> Iterator[Item]:
         """Activations and logits of the step's largest micro-batch."""
-        work, use = self.workload, self.model.use
-        length = min(work.length, self.model.shape.context)
-        entropy = work.learns_entropy if trains else use.scores_entropy
-        sequences, targets = work.sequences, min(work.targets, length)
-        candidates = [self._pass(sequences, length, targets, trains=trains, entropy=entropy)]
-        if trains and use.text_length is not None:
-            text = min(use.text_length, self.model.shape.context)
-            candidates.append(self._pass(work.rows, text, text, trains=True, entropy=False))
-        activations, logits = max(candidates, key=sum)
-        yield Item("activations", self.role, activations)
-        yield Item("logits", self.role, logits)
-
-    def _pass(
-        self,
-        sequences: int,
-        length: int,
-        targets: int,
-        *,
-        trains: bool,
-        entropy: bool,
-    ) -> tuple[float, float]:
-        """Bytes of activations and of logits."""
-        shape, engine = self.model.shape, self.model.trained
-        tokens = sequences * length
-        by_tokens = self._tp if self.workload.parallel.sequence else 1
+        work, shape, trained = self.work, self.model.shape, self.model.trained
+        texts = (self.model.use.text_length or 0) if trains else 0
+        length = min(max(work.length, texts), shape.context)
+        tokens = work.sequences * length
+        by_tokens = self.tp if work.parallel.sequence else 1
         vector = tokens * shape.hidden * shape.itemsize / by_tokens
-        block = tokens * shape.kept * shape.itemsize / self._tp
+        block = tokens * shape.kept * shape.itemsize / self.tp
         # Attention and MLP keep their input of all tokens.
-        block += 2 * tokens * shape.hidden * shape.itemsize * (1 - 1 / self._tp)
-        layers = -(-shape.layers // self._pp)
+        block += 2 * tokens * shape.hidden * shape.itemsize * (1 - 1 / self.tp)
+        layers = -(-shape.layers // self.pp)
+        in_flight = min(self.pp, work.micro_batches)
         if not trains:
-            activations = block + vector
-        elif engine is not None and engine.gradient_checkpointing:
-            every = engine.checkpoint_every
-            in_flight = vector * -(-layers // every) * self._micro_batches_in_flight
-            activations = in_flight + block * (every + 1)
+            yield Item("activations", block + vector)
+        elif trained is not None and trained.gradient_checkpointing:
+            every = trained.checkpoint_every
+            kept = vector * -(-layers // every) * in_flight
+            yield Item("activations", kept + block * (every + 1))
         else:
-            activations = block * (layers * self._micro_batches_in_flight + 1)
-        if self.model.use.scores:
-            return activations, 0.0
-        return activations, self._logits(sequences * targets, trains=trains, entropy=entropy)
+            yield Item("activations", block * (layers * in_flight + 1))
+        if not self.model.use.scores:
+            targets = work.sequences * min(max(work.targets, texts), length)
+            yield Item("logits", self._logits(targets, trains=trains))
 
-    @property
-    def _micro_batches_in_flight(self) -> int:
-        """Micro-batches whose activations the first stage of a pipeline keeps."""
-        return min(self._pp, self.workload.micro_batches)
-
-    def _logits(self, targets: int, *, trains: bool, entropy: bool) -> float:
+    def _logits(self, targets: int, *, trains: bool) -> float:
+        """Bytes of logits with their gradients, in one pass or in tiles."""
         shape = self.model.shape
-        numbers = targets * shape.vocabulary / self._tp
-        times = (2 if shape.itemsize == 4 else 4) + entropy
+        numbers = targets * shape.vocabulary / self.tp
+        times = 2 if shape.itemsize == 4 else 4
         if numbers <= WHOLE:
             return 4 * times * numbers
         tile = TILE["cuda" if self.machine.has_gpu else "cpu"]
-        matrix = shape.vocabulary * shape.hidden / self._tp if trains and shape.head_learns else 0
+        matrix = shape.vocabulary * shape.hidden / self.tp if trains and shape.head_learns else 0
         return 4 * (times * tile + matrix)
 
     def replica(self, generation: Generation) -> Iterator[Item]:
         """A copy of the weights to generate with."""
-        engine, shape = self.model.trained, self.model.shape
-        adapted = engine is not None and (engine.lora is not None or engine.quantize != "none")
-        regroup = self._pp > 1 or generation.tensor_parallel != self._tp
-        if self._shards(3) > 1 or self._place("params") != "device" or adapted or regroup:
-            yield Item("replica", self.role, shape.merged_bytes / generation.tensor_parallel)
+        trained, shape = self.model.trained, self.model.shape
+        adapted = trained is not None and (trained.lora is not None or trained.quantize != "none")
+        regroups = self.pp > 1 or generation.tensor_parallel != self.tp
+        if self.weight_shards > 1 or self._place("params") != "device" or adapted or regroups:
+            yield Item("replica", shape.merged_bytes / generation.tensor_parallel)
 
     def responses(self, generation: Generation) -> Iterator[Item]:
         """The cache, the logits that are sampled from, and a pass over prompts."""
@@ -338,57 +255,58 @@ class ModelMemory:
         keys = max(1.0, shape.kv_width / generation.tensor_parallel)
         slot = width * 2 * shape.layers * keys * shape.itemsize
         drawn = SAMPLED * shape.vocabulary
-        yield Item("kv_cache", self.role, generation.slots * slot, least=slot)
-        yield Item("logits", self.role, generation.slots * drawn, least=drawn)
+        yield Item("kv_cache", generation.slots * slot, least=slot)
+        yield Item("logits", generation.slots * drawn, least=drawn)
         tokens = min(PREFILL, generation.slots * generation.prompt_length)
-        yield Item("activations", self.role, tokens * shape.kept * shape.itemsize)
+        yield Item("activations", tokens * shape.kept * shape.itemsize)
 
 
 @dataclass(frozen=True)
 class _Step:
     """The phases of a step."""
 
-    workload: Workload
+    work: Workload
     machine: Machine
-    models: Mapping[str, ModelMemory]
+    models: Mapping[str, _ModelMemory]
 
     saves: bool
     """Whether checkpoints are written during training."""
 
     def phases(self) -> Iterator[Phase]:
         """The phases in their order."""
-        generation = self.workload.generation
-        generates = generation is not None and generation.role in self.models
+        generation = self.work.generation
+        if generation is not None and generation.role not in self.models:
+            generation = None
         yield self._phase("load", self._load())
-        if generation is not None and generates and self.workload.generates_first:
+        if generation is not None and self.work.generates_first:
             yield self._phase("generate", self._generate(generation))
         yield self._phase("score", self._score())
         yield self._phase("train", self._train())
-        if generation is not None and generates and not self.workload.generates_first:
+        if generation is not None and not self.work.generates_first:
             yield self._phase("generate", self._generate(generation))
 
-    def _phase(self, name: PhaseName, items: Iterable[Item]) -> Phase:
+    def _phase(
+        self, name: Literal["load", "score", "train", "generate"], items: Iterable[Item]
+    ) -> Phase:
         """A phase with the runtime and the allocator's slack."""
         every = [item for item in items if item.num_bytes]
-        host: Place = "host" if self.machine.has_gpu else "device"
-        every.append(Item("runtime", "", RUNTIME_CPU, host))
-        if self.machine.has_gpu:
-            every.append(Item("runtime", "", RUNTIME_GPU))
+        every.append(Item("runtime", RUNTIME_CPU, "host" if self.machine.has_gpu else "device"))
+        every += [Item("runtime", RUNTIME_GPU)] if self.machine.has_gpu else []
         share = SLACK["cuda" if self.machine.has_gpu else "cpu"]
-        moving = [i for i in every if i.kind in TRANSIENT and i.place == "device"]
-        least = sum(i.num_bytes if i.least is None else i.least for i in moving)
-        slack = share * sum(i.num_bytes for i in moving)
-        return Phase(name, (*every, Item("slack", "", slack, least=share * least)))
+        moving = [item for item in every if item.kind in TRANSIENT and item.place == "device"]
+        least = sum(item.num_bytes if item.least is None else item.least for item in moving)
+        slack = Item("slack", share * _sum(moving), least=share * least)
+        return Phase(name, (*every, slack))
 
     @property
-    def present(self) -> list[ModelMemory]:
-        """The models that are there in every phase."""
+    def present(self) -> list[_ModelMemory]:
+        """The models that are loaded in every phase."""
         return [each for each in self.models.values() if not each.model.use.phase_only]
 
     def _states(self) -> Iterator[Item]:
         for each in self.present:
             yield from each.states()
-        generation = self.workload.generation
+        generation = self.work.generation
         if generation is not None and generation.keeps_replica and generation.role in self.models:
             yield from self.models[generation.role].replica(generation)
 
@@ -396,8 +314,7 @@ class _Step:
         for each in self.present:
             yield from (i for i in each.states() if i.kind in ("weights", "masters"))
             if each.model.trained is None and each.model.settings.quantize != "none":
-                place: Place = "host" if self.machine.has_gpu else "device"
-                yield Item("weights", each.role, each.model.shape.merged_bytes, place)
+                yield Item("weights", each.model.shape.merged_bytes, each.host)
 
     def _score(self) -> Iterator[Item]:
         yield from self._states()
@@ -409,10 +326,9 @@ class _Step:
         trained = [each for each in self.present if each.model.trained is not None]
         for each in trained:
             yield from each.gradients()
-            if self.saves:
-                yield each.staging()
+            yield from [each.staging()] if self.saves else []
         passes = [list(each.passes(trains=True)) for each in trained]
-        if self.workload.reuses_forward:  # all wait for their backward passes
+        if self.work.reuses_forward:  # all wait for their backward passes
             yield from (item for items in passes for item in items)
         else:
             yield from max(passes, key=_sum, default=[])
@@ -426,9 +342,6 @@ class _Step:
                 yield replace(item, place="host") if goes else item
         yield from actor.replica(generation)
         yield from actor.responses(generation)
-
-
-TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache")
 
 
 def _sum(items: Iterable[Item]) -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pipeline.config import (
     EMBEDDED,
@@ -16,7 +16,6 @@ from pipeline.config import (
     ModelUse,
     ParallelConfig,
     Precision,
-    Quantize,
     TrainedModelConfig,
     Workload,
 )
@@ -80,8 +79,8 @@ class CountedModel:
     settings: FrozenModelConfig
     """With the location of its configuration, and no `auto` precision."""
 
-    module: "nn.Module | None"
-    """On the meta device, with its adapters; None where its configuration is not available."""
+    module: "nn.Module"
+    """On the meta device, with its adapters."""
 
     @property
     def role(self) -> str:
@@ -98,30 +97,19 @@ class CountedModel:
         """The settings by which an engine shards it; None keeps it as loaded."""
         return self.trained or self.use.sharded_like
 
-    @property
-    def present(self) -> "nn.Module":
-        """The module, where there is one."""
-        assert self.module is not None
-        return self.module
-
-    @property
-    def plain(self) -> "PreTrainedModel":
-        """The model inside its adapters."""
-        from pipeline.models.forward import base_model
-
-        return base_model(self.present)
-
     @functools.cached_property
     def parameters(self) -> int:
         """Number of weights, with adapters; quantized weights count as those they stand for."""
         from pipeline.models.quantized import num_weights
 
-        return num_weights(self.present)
+        return num_weights(self.module)
 
     @functools.cached_property
     def shape(self) -> Shape:
         """The model's sizes."""
-        return _shape(self.present, self.plain, self.parameters)
+        from pipeline.models.forward import base_model
+
+        return _shape(self.module, base_model(self.module), self.parameters)
 
 
 @functools.lru_cache(maxsize=256)
@@ -210,84 +198,68 @@ def _kept_numbers(config: object, queries: int, keys: int, itemsize: int) -> int
     return norms + attention + vectors * inner
 
 
-def models_of(
+def read_models(
     workload: Workload, origins: Mapping[str, str], *, has_gpu: bool
-) -> list[CountedModel]:
-    """The models that a step loads, in their order.
+) -> tuple[list[CountedModel], list[str]]:
+    """The models that a step loads, in their order, and a sentence for each that is not known.
 
     Args:
         workload: the work of the step.
         origins: for a directory that an earlier step has yet to write, the model it starts from.
         has_gpu: `auto` precision is bf16 then.
     """
-    return [
-        model_of(use, origins, has_gpu=has_gpu)
-        for use in workload.models
-        if use.settings.path is not None
-    ]
-
-
-def model_of(use: ModelUse, origins: Mapping[str, str], *, has_gpu: bool = False) -> CountedModel:
-    """A model by its use; `origins` and `has_gpu` as for `models_of`."""
-    settings, path = use.settings, str(use.settings.path)
-    source = _source(path, origins)
-    precision: Precision = "bf16" if has_gpu else "fp32"
-    precision = precision if settings.precision == "auto" else settings.precision
-    settings = replace(settings, path=source or path, precision=precision)
-    module = None if source is None else _module(settings, scores=use.scores)
-    return CountedModel(use, path, settings, module)
-
-
-def _module(settings: FrozenModelConfig, *, scores: bool) -> "nn.Module | None":
-    try:
-        return _on_meta(
-            str(settings.path),
-            settings.precision,
-            "classifier" if scores else "causal",
-            settings.lora if isinstance(settings, TrainedModelConfig) else None,
-            trains=isinstance(settings, TrainedModelConfig),
-            trust_remote_code=settings.trust_remote_code,
-            quantized=(settings.quantize, settings.double_quant),
-        )
-    except ModelError:
-        return None
+    models: list[CountedModel] = []
+    unknown: list[str] = []
+    for use in workload.models:
+        if use.settings.path is None:
+            continue
+        path = str(use.settings.path)
+        precision: Precision = "bf16" if has_gpu else "fp32"
+        precision = precision if use.settings.precision == "auto" else use.settings.precision
+        try:
+            settings = replace(use.settings, path=_source(path, origins), precision=precision)
+            shared = {each.name: getattr(settings, each.name) for each in fields(FrozenModelConfig)}
+            trains = isinstance(settings, TrainedModelConfig)
+            module = _on_meta(
+                FrozenModelConfig(**shared),
+                settings.lora if isinstance(settings, TrainedModelConfig) else None,
+                trains=trains,
+                scores=use.scores,
+            )
+            models.append(CountedModel(use, path, settings, module))
+        except ModelError:
+            unknown.append(
+                f"{use.role} {path} is not counted: it is not downloaded, or has no configuration"
+                " that can be read"
+            )
+    return models, unknown
 
 
 @functools.lru_cache(maxsize=16)
 def _on_meta(
-    path: str,
-    precision: Precision,
-    task: Literal["causal", "classifier"],
-    lora: LoraConfig | None,
-    *,
-    trains: bool,
-    trust_remote_code: bool,
-    quantized: tuple[Quantize, bool],
+    settings: FrozenModelConfig, lora: LoraConfig | None, *, trains: bool, scores: bool
 ) -> "nn.Module":
     import torch
 
     from pipeline.models.meta import model_on_meta
 
-    quantize, double = quantized
-    frozen = FrozenModelConfig(
-        path=path,
-        precision=precision,
-        trust_remote_code=trust_remote_code,
-        quantize=quantize,
-        double_quant=double,
-    )
-    shared = {field.name: getattr(frozen, field.name) for field in fields(FrozenModelConfig)}
-    settings = TrainedModelConfig(**shared, lora=lora) if trains else frozen
+    if trains:
+        settings = TrainedModelConfig(**vars(settings), lora=lora)
+    task = "classifier" if scores else "causal"
     return model_on_meta(settings, task=task, device=torch.device("cpu"))
 
 
-def _source(path: str, origins: Mapping[str, str]) -> str | None:
-    """The location of the model's configuration; None where only its name is known."""
+def _source(path: str, origins: Mapping[str, str]) -> str:
+    """The location of the model's configuration, or its name in `KNOWN`.
+
+    Raises:
+        ModelError: only its name is known.
+    """
     if path == EMBEDDED or (Path(path).expanduser() / "config.json").is_file():
         return path
     if path in origins:
         return _source(origins[path], origins)
     cached = cached_file(path, "config.json")
-    if cached is not None:
-        return str(Path(cached).parent)
-    return path if path in KNOWN else None
+    if cached is None and path not in KNOWN:
+        raise ModelError(f"the configuration of {path} is not on this machine")
+    return path if cached is None else str(Path(cached).parent)

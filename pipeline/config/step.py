@@ -38,30 +38,20 @@ class ModelUse:
     sharded_like: TrainedModelConfig | None = None
     """Of a frozen model: the trained one whose sharding it shares at stage 3."""
 
-    divided: bool = False
-    """Of a frozen model: whether processes that compute each layer together do so with it too,
-    where its layers can be divided."""
-
     phase_only: bool = False
     """Whether it is loaded for one phase alone: to generate after training, or to be compared."""
 
     scored: int = 0
     """Passes without gradients over each row of an iteration, before the model learns from it."""
 
-    scores_entropy: bool = False
-    """Whether those passes compute the entropy of each token."""
-
     text_length: int | None = None
     """Tokens of the texts that it also learns from, in passes of their own; None without texts."""
 
-    keeps_best: bool = False
-    """Whether a copy of its best weights is kept."""
-
-    keeps_start: bool = False
-    """Whether a copy of the weights that it began with is kept."""
-
     keeps_average: bool = False
-    """Whether a moving average of its weights is kept."""
+    """Whether a moving average of its weights is kept, next to the optimizer's states."""
+
+    host_copies: int = 0
+    """Copies of its weights in main memory: of the best evaluation, and of the start."""
 
     @property
     def learns(self) -> bool:
@@ -172,15 +162,6 @@ class Workload:
     epochs: int = 1
     """Passes over the rows of an iteration."""
 
-    temperature: float = 1.0
-    """Divisor of the logits."""
-
-    learns_entropy: bool = False
-    """Whether the loss has an entropy bonus."""
-
-    uniform: bool = False
-    """Whether every token of a loss has the same weight."""
-
     reuses_forward: bool = False
     """Whether models learn from the passes that scored a rollout, which wait for each other."""
 
@@ -232,14 +213,6 @@ class Workload:
         """The models that come when the step is done, to generate in addition to the others."""
         generates = self.generation.role if self.generation else None
         return tuple(use for use in self.models if use.phase_only and use.role != generates)
-
-    def model(self, role: str) -> ModelUse:
-        """The model of a role."""
-        return next(model for model in self.models if model.role == role)
-
-    def passes(self, role: str) -> int:
-        """Backward passes of a model in an optimizer step."""
-        return self.micro_batches * (1 if self.model(role).text_length is None else 2)
 
 
 Tracker = Literal["tensorboard", "wandb"]

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.budget.models import models_of
+from pipeline.budget.models import read_models
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, ModelUse, StepConfig
 from pipeline.models.directory import check_model_directory
 from pipeline.plan.inputs import is_local
@@ -159,8 +159,8 @@ def _contexts(plan: Plan, stage: Stage) -> dict[str, tuple[str, int]]:
     A model that is yet to be made reads as much as the one it starts from.
     """
     workload = plan.configs[stage.name].workload(plan.machine.world)
-    models = models_of(workload, plan.origins, has_gpu=plan.machine.has_gpu)
-    return {m.role: (m.path, m.shape.context) for m in models if m.module is not None}
+    models, _ = read_models(workload, plan.origins, has_gpu=plan.machine.has_gpu)
+    return {model.role: (model.path, model.shape.context) for model in models}
 
 
 def _within_context(plan: Plan, stage: Stage) -> StepConfig:

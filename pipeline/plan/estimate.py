@@ -11,7 +11,7 @@ import math
 import torch
 
 from pipeline.budget.machine import data_sheet_peak, measured_peak
-from pipeline.budget.models import CountedModel, models_of
+from pipeline.budget.models import CountedModel, read_models
 from pipeline.launch.local import query_gpus, share_of_cores
 from pipeline.parallel.schedules import bubble
 from pipeline.plan.plan import Plan
@@ -57,8 +57,8 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     if tokens is None or steps is None:
         return "not known before the tokenizer is there"
     work = config.workload(plan.machine.world)
-    models = models_of(work, plan.origins, has_gpu=plan.machine.has_gpu)
-    if any(model.module is None for model in models):
+    models, unknown = read_models(work, plan.origins, has_gpu=plan.machine.has_gpu)
+    if unknown:
         return "not known before the models are there"
     generation = work.generation
     new_tokens = RESPONSE * generation.new_tokens if generation is not None else 0.0

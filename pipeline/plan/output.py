@@ -86,8 +86,9 @@ def finished_steps(
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--output-dir {out} is a file, not a directory")
     strangers = _strangers(out, known or stages)
-    for directory in (out / stage.name for stage in stages):
-        if _holds_files(directory) and not (directory / MARK).is_file():
+    present = [stage for stage in stages if _files(out / stage.name)]
+    for directory in (out / stage.name for stage in present):
+        if not (directory / MARK).is_file():
             raise ConfigError(
                 f"{directory} holds files that are not of a run (it has no {MARK});"
                 " move them away or choose another --output-dir"
@@ -98,36 +99,20 @@ def finished_steps(
             " choose another, or pass --resume or --overwrite, which leave them alone"
         )
     if not request.overwrite:
-        for stage in stages:
-            if _holds_files(out / stage.name):
-                _check_step(request, stage, configs[stage.name])
+        for stage in present:
+            _check_step(request, stage, configs[stage.name])
     return _skipped(request, stages, configs)
-
-
-def recorded_methods(out: Path, stages: Sequence[Stage]) -> dict[str, str]:
-    """The method by which each step in the output directory learned, of those that know several."""
-    found: dict[str, str] = {}
-    for name in directories(stages):
-        try:
-            settings = yaml.safe_load((out / name / MARK).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):  # checks of the directory report it
-            continue
-        if isinstance(settings, dict) and isinstance(settings.get("method"), str):
-            found[name] = settings["method"]
-    return found
 
 
 def clear_step(out: Path, name: str) -> None:
     """Remove what an earlier run of this step left, but no other file."""
     directory = out / name
     if (directory / MARK).is_file():
-        for file in _files(directory):
-            if any(fnmatch(file, pattern) for pattern in MADE):
-                (directory / file).unlink(missing_ok=True)
-        _remove_empty_directories(directory)
-    summary = _read_json(out / SUMMARY)
-    if name in summary.get("steps", {}):
-        _write_summary(out, {step: each for step, each in summary["steps"].items() if step != name})
+        files = _files(directory)
+        _remove(directory, [file for file in files if any(fnmatch(file, made) for made in MADE)])
+    steps = read_summary(out).get("steps", {})
+    if name in steps:
+        _write_summary(out, {step: result for step, result in steps.items() if step != name})
 
 
 def can_go_on(out: Path, name: str, config: StepConfig) -> bool:
@@ -168,9 +153,17 @@ def discard_empty_step(out: Path, name: str) -> None:
     files = _files(directory)
     made = {file for file in files if file != METRICS or (directory / file).stat().st_size > 0}
     if MARK in files and made <= {MARK, LOCK}:
-        for file in files:
-            (directory / file).unlink()
-        _remove_empty_directories(directory)
+        _remove(directory, files)
+
+
+def _remove(directory: Path, files: Sequence[str]) -> None:
+    """Remove files, and the directories that are empty then, `directory` included."""
+    for file in files:
+        (directory / file).unlink(missing_ok=True)
+    below = [path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink()]
+    for path in [*sorted(below, reverse=True), directory]:  # the deepest come first
+        if not any(path.iterdir()):
+            path.rmdir()
 
 
 @contextmanager
@@ -207,18 +200,27 @@ def add_to_summary(out: Path, name: str) -> None:
         FileNotFoundError: the step ended without a result.
     """
     result = json.loads((out / name / RESULT).read_text(encoding="utf-8"))
-    steps = _read_json(out / SUMMARY).get("steps", {}) | {name: result}
+    steps = read_summary(out).get("steps", {}) | {name: result}
     _write_summary(out, dict(sorted(steps.items())))
 
 
 def read_summary(out: Path) -> dict[str, Any]:
     """The content of summary.json; empty before the first step is finished."""
-    return _read_json(out / SUMMARY)
+    try:
+        return json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
     seconds = sum(result.get("seconds", 0) for result in steps.values())
-    _write_json(out / SUMMARY, {"steps": steps, "seconds": round(seconds, 3)})
+    text = json.dumps({"steps": steps, "seconds": round(seconds, 3)}, indent=2) + "\n"
+    _write(out / SUMMARY, text)
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file: readers see the old content or the new one."""
+    replace_durably(path, text.encode(), temporary=path.with_name(f"{path.name}.partial"))
 
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
@@ -229,10 +231,6 @@ def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     # A run that was cut off while it wrote one of them leaves it under a temporary name.
     names = (path.name.removesuffix(".tmp").removesuffix(".partial") for path in out.iterdir())
     return sorted(name for name in names if name not in ours and not name.startswith("."))
-
-
-def _holds_files(directory: Path) -> bool:
-    return directory.is_dir() and any(directory.iterdir())
 
 
 def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
@@ -303,7 +301,7 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
         if stage.number not in request.step and not shared:
             continue
         there, here = recorded.get(name), wanted.get(name)
-        if _has_names_below(recorded, name) or _has_names_below(wanted, name):
+        if any(each.startswith(f"{name}.") for each in (*recorded, *wanted)):
             continue  # a mapping that is empty on the other side: its first name is the difference
         if there != here and affects_result(name) and not (longer and name in LENGTH):
             tied = _length_dependence(config) if name in LENGTH and request.resume else ""
@@ -312,10 +310,6 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
                 f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}{reason}"
             )
     return ""
-
-
-def _has_names_below(settings: Mapping[str, Any], name: str) -> bool:
-    return any(each.startswith(f"{name}.") for each in settings)
 
 
 def _recorded(directory: Path) -> dict[str, Any]:
@@ -335,40 +329,19 @@ def _shown(value: object) -> str:
     return " ".join(str(item) for item in value) if isinstance(value, list) else str(value)
 
 
-def _remove_empty_directories(directory: Path) -> None:
-    for path in [*_directories_below(directory), directory]:
-        if not any(path.iterdir()):
-            path.rmdir()
-
-
-def _directories_below(directory: Path) -> Iterator[Path]:
-    """Deepest first."""
-    below = (path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink())
-    yield from sorted(below, key=lambda path: len(path.parts), reverse=True)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-
-
-def _write_json(path: Path, value: object) -> None:
-    """Write the whole file or leave the old one: readers never see half."""
-    content = (json.dumps(value, indent=2) + "\n").encode()
-    replace_durably(path, content, temporary=path.with_name(path.name + ".partial"))
-
-
 NOT_OF_THE_RUN = ("output_dir", "resume", "overwrite", "dry_run")
 """Options about how a command treats a run: not part of the run, and never kept."""
 
 
 def record_command(out: Path, argv: Sequence[str]) -> None:
     """Keep the options of the command that runs in the output directory `out`."""
-    text = " ".join([TRAIN, shlex.join(_words_of_the_run(argv))]).rstrip() + "\n"
-    path = out / COMMAND
-    replace_durably(path, text.encode(), temporary=path.with_name(f"{COMMAND}.partial"))
+    words: list[str] = []
+    kept = True
+    for word in argv:
+        if word.startswith("--"):
+            kept = word[2:].partition("=")[0].replace("-", "_") not in NOT_OF_THE_RUN
+        words += [word] if kept else []
+    _write(out / COMMAND, " ".join([TRAIN, shlex.join(words)]).rstrip() + "\n")
 
 
 def with_last_options(argv: Sequence[str]) -> list[str]:
@@ -387,16 +360,3 @@ def with_last_options(argv: Sequence[str]) -> list[str]:
         return list(argv)
     options = next((words[i:] for i, word in enumerate(words) if word.startswith("--")), [])
     return [*options, *argv]
-
-
-def _words_of_the_run(argv: Sequence[str]) -> list[str]:
-    """The words of a command line, without those of `NOT_OF_THE_RUN`."""
-    words: list[str] = []
-    kept = True
-    for word in argv:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-            kept = name not in NOT_OF_THE_RUN
-        if kept:
-            words.append(word)
-    return words

@@ -7,17 +7,17 @@ from pipeline.budget.memory import Item, Phase, StepMemory
 TRAIN = Phase(
     "train",
     (
-        Item("weights", "actor", 100),
-        Item("weights", "critic", 10),
-        Item("gradients", "actor", 65),
-        Item("moments", "actor", 70, place="host"),
+        Item("weights", 100),
+        Item("weights", 10),
+        Item("gradients", 65),
+        Item("moments", 70, place="host"),
     ),
 )
 
 
 def test_an_adaptive_cache_needs_one_slot() -> None:
-    cache = Item("kv_cache", "actor", 640, least=10)
-    generate = Phase("generate", (Item("weights", "actor", 100), cache))
+    cache = Item("kv_cache", 640, least=10)
+    generate = Phase("generate", (Item("weights", 100), cache))
     memory = StepMemory((generate,))
 
     assert (generate.peak("device"), generate.least().peak("device")) == (740, 110)

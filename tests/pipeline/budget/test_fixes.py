@@ -27,7 +27,7 @@ def toy(config: StepConfig, machine: Machine) -> StepMemory:
         state //= 4
     rows = config.micro_batch_size * (2 if model.gradient_checkpointing else 10)
     tp = config.parallel.tp
-    return StepMemory((Phase("train", (Item("weights", "model", state / tp + rows),)),))
+    return StepMemory((Phase("train", (Item("weights", state / tp + rows),)),))
 
 
 def gpus(count: int, size: int) -> Machine:
@@ -63,10 +63,8 @@ def test_a_machine_without_main_memory_shards_rather_than_offloads() -> None:
         model: TrainedModelConfig = config.model  # pyright: ignore[reportAttributeAccessIssue]
         state = 100 // (4 if model.zero_stage >= 2 else 1)
         offloads = model.zero.offload.optimizer == "cpu"
-        items = (Item("weights", "model", 0 if offloads else state),)
-        return StepMemory(
-            (Phase("train", (*items, Item("moments", "model", offloads * state, "host"))),)
-        )
+        items = (Item("weights", 0 if offloads else state),)
+        return StepMemory((Phase("train", (*items, Item("moments", offloads * state, "host"))),))
 
     start = config(micro_batch_size=1, model={"gradient_checkpointing": True})
     machine = replace(gpus(4, 25), host_bytes=10)
