@@ -14,7 +14,7 @@ from evaluation.config import EvaluationConfig
 from evaluation.contract import Grades
 from pipeline import __version__
 from pipeline.report.figures import Interval, share_interval
-from pipeline.settings.plain import plain
+from pipeline.settings.fields import plain
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pipeline.cli.command import read_command
 from pipeline.cli.options import run_main, say
 from pipeline.config import RowColumns
 from pipeline.files.output import check_output, write_output
-from pipeline.settings.plain import plain
+from pipeline.settings.fields import plain
 from pipeline.system.errors import DataError, require
 from pipeline.system.installation import MODULE
 from rewards.config import RewardConfig, read_spec

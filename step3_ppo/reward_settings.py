@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import RowColumns
-from pipeline.settings.plain import Option, plain
+from pipeline.settings.fields import Option, plain
 from pipeline.system.errors import require
 from rewards.config import RewardConfig, read_spec
 

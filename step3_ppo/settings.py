@@ -15,7 +15,7 @@ from pipeline.config import (
     StepConfig,
     TrainedModelConfig,
 )
-from pipeline.settings.plain import Option
+from pipeline.settings.fields import Option
 from step3_ppo.guard_settings import GuardSettings
 from step3_ppo.methods import ESTIMATOR_NEEDS
 from step3_ppo.reward_settings import RewardSettings, read_reward_options, without_reward_options

@@ -12,7 +12,7 @@ from pipeline.cli.options import parse_step
 from pipeline.models.known import KNOWN
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.settings.plain import flatten, plain
+from pipeline.settings.fields import flatten, plain
 from step3_ppo.config import PPOConfig
 from train import STAGES
 

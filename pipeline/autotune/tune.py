@@ -35,7 +35,7 @@ from pipeline.plan.output import AUTOTUNE, MARK
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Request
 from pipeline.plan.stage import METHODS, Stage
-from pipeline.settings.plain import plain
+from pipeline.settings.fields import plain
 from pipeline.system.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, ConfigError
 from pipeline.system.installation import TRAIN
 from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS

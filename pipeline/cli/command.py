@@ -13,8 +13,7 @@ from typing import TypeVar
 from pipeline.cli.help import help_entry, settings_help
 from pipeline.cli.options import say, split_options
 from pipeline.settings.build import build_config
-from pipeline.settings.describe import did_you_mean, list_settings
-from pipeline.settings.plain import Option
+from pipeline.settings.fields import Option, did_you_mean, list_settings
 from pipeline.system.errors import ConfigError, suggestion
 
 C = TypeVar("C")

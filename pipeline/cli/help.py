@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 
-from pipeline.settings.describe import (
+from pipeline.settings.fields import (
     Setting,
     did_you_mean,
     list_settings,

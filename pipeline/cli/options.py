@@ -36,9 +36,8 @@ from typing import NoReturn, TypeVar
 from pipeline.cli.help import step_help
 from pipeline.config import StepConfig
 from pipeline.parallel import launched
-from pipeline.settings.build import Layer, build_config, method_layer
-from pipeline.settings.file import read_settings
-from pipeline.settings.plain import Option, config_yaml
+from pipeline.settings.build import Layer, build_config, method_layer, read_settings
+from pipeline.settings.fields import Option, config_yaml
 from pipeline.system.errors import (
     EXIT_DISK_FULL,
     EXIT_DIVERGED,

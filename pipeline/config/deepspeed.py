@@ -21,9 +21,8 @@ from typing import Any
 from pipeline.config.model import TrainedModelConfig
 from pipeline.config.optim import ELEMENT_WISE, SCHEDULES, WITHOUT_FINAL_RATIO
 from pipeline.config.step import Tracker
-from pipeline.settings.build import Layer, typed_settings
-from pipeline.settings.describe import section_class
-from pipeline.settings.plain import Option, nested
+from pipeline.settings.build import Layer, merge, typed_value
+from pipeline.settings.fields import Option, nested, section_class
 from pipeline.system.errors import ConfigError, require, suggestion
 
 AUTO = "auto"
@@ -228,7 +227,8 @@ def deepspeed_layer(
     require(bool(trained), f"--zero-config {path}: no model is trained here")
     file = read_file(path)
     names = ["batch_size", "micro_batch_size", *(f"{role}.optim.lr" for role in trained)]
-    ours = typed_settings(config_class, layers, overrides, names=names, section=section)
+    merged = merge(config_class, layers, overrides, section=section)
+    ours = {name: typed_value(config_class, merged, name) for name in names}
     settings = {role: nested(model_settings(file, lr=ours[f"{role}.optim.lr"])) for role in trained}
     return Layer({**settings, **step_settings(file, ours, world=world)}, str(path), is_file=True)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pipeline.config.data import DataConfig, RowColumns, RowShare
 from pipeline.config.model import FrozenModelConfig, TrainedModelConfig
 from pipeline.config.parallel import ParallelConfig
-from pipeline.settings.plain import Option
+from pipeline.settings.fields import Option
 from pipeline.system.errors import require
 
 if TYPE_CHECKING:

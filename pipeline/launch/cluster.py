@@ -26,8 +26,7 @@ from pipeline.launch.local import passed_on
 from pipeline.launch.preflight import check_machines
 from pipeline.launch.remote import Errand, run_everywhere
 from pipeline.settings.build import build_config
-from pipeline.settings.describe import list_settings
-from pipeline.settings.plain import Option
+from pipeline.settings.fields import Option, list_settings
 from pipeline.system.errors import ConfigError, require
 
 REMOTE = (sys.executable, "-m", "pipeline.launch.remote")

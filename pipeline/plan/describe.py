@@ -17,7 +17,7 @@ from pipeline.plan.inputs import model_paths
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview
 from pipeline.plan.stage import Stage
-from pipeline.settings.plain import as_options, nested
+from pipeline.settings.fields import as_options, nested
 from pipeline.system.installation import ROOT
 
 WIDTH = 100

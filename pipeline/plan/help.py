@@ -7,7 +7,7 @@ from dataclasses import fields
 from pipeline.cli.help import help_entry, names_help, settings_help, step_help
 from pipeline.plan.request import Request
 from pipeline.plan.stage import Stage
-from pipeline.settings.describe import list_settings
+from pipeline.settings.fields import list_settings
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import MODULE, TRAIN
 

@@ -24,7 +24,7 @@ from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage, directories
-from pipeline.settings.plain import flatten, plain, portable
+from pipeline.settings.fields import flatten, plain, portable
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import TRAIN
 

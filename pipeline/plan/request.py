@@ -12,8 +12,7 @@ from pipeline.launch.layout import Deployment
 from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
-from pipeline.settings.describe import Setting, did_you_mean, list_settings
-from pipeline.settings.plain import Option
+from pipeline.settings.fields import Option, Setting, did_you_mean, list_settings
 from pipeline.system.errors import ConfigError, raise_all, require
 
 OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")

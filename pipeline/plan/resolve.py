@@ -20,8 +20,7 @@ from pipeline.config.deepspeed import deepspeed_layer
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, METHODS, Stage
 from pipeline.settings.build import Layer, build_config, method_layer
-from pipeline.settings.describe import default_of
-from pipeline.settings.plain import Option, flatten, nested
+from pipeline.settings.fields import Option, default_of, flatten, nested
 from pipeline.system.errors import ConfigError, UserErrors, require
 from pipeline.system.installation import ROOT
 

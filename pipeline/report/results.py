@@ -11,7 +11,7 @@ from typing import Any, cast
 import yaml
 
 from pipeline.cli.options import remark
-from pipeline.settings.plain import portable
+from pipeline.settings.fields import portable
 from pipeline.system.errors import DataError, ModelError
 
 LAB = "lab.json"

@@ -36,7 +36,7 @@ from pipeline.engine.state import (
 )
 from pipeline.models.consolidate import TOKENIZER, describe_model
 from pipeline.run.run import CHECKPOINTS, Run
-from pipeline.settings.plain import plain, portable
+from pipeline.settings.fields import plain, portable
 from pipeline.system.errors import CheckpointError, ConfigError, JobFailed
 from pipeline.system.faults import fault_point
 from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals

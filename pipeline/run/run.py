@@ -22,7 +22,7 @@ from pipeline.files.lock import RunLock
 from pipeline.models.card import Card, write_card
 from pipeline.parallel.mesh import Mesh
 from pipeline.run.trackers import Trackers, open_trackers
-from pipeline.settings.plain import flatten, plain
+from pipeline.settings.fields import flatten, plain
 from pipeline.system.errors import ConfigError
 from pipeline.system.progress import Progress
 from pipeline.system.signals import LeavesAtOnce

@@ -1,8 +1,9 @@
-"""Dataclasses of settings built from nested mappings and dotted options, with clear errors.
+"""Dataclasses of settings built from files and dotted options, with clear errors.
 
 A name such as `actor.optim.lr` is a path through nested dataclasses. Layers and options are merged
 into one nested dictionary, whose types pydantic checks; the dataclasses check ranges and
 contradictions themselves. Each error is one sentence that starts with the setting's full name.
+Files are YAML (or JSON, which is YAML); a name twice in one section is refused.
 """
 
 import functools
@@ -19,7 +20,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
-from pipeline.settings.describe import (
+from pipeline.settings.fields import (
+    Option,
     default_of,
     did_you_mean,
     fields_of,
@@ -27,10 +29,10 @@ from pipeline.settings.describe import (
     kinds_of,
     list_of_word,
     list_settings,
+    nested,
     section_class,
     without_none,
 )
-from pipeline.settings.plain import Option, nested
 from pipeline.system.errors import ConfigError, raise_all, require
 
 C = TypeVar("C")
@@ -75,29 +77,17 @@ def build_config(
         raise ConfigError(_with_file(sentence, layers, overrides, section)) from None
 
 
-def typed_settings(
-    config_class: type,
-    layers: Sequence[Layer],
-    overrides: Sequence[Option] = (),
-    *,
-    names: Sequence[str],
-    section: str = "",
-) -> dict[str, Any]:
-    """The values that `build_config` would give these settings; only types are checked.
+def typed_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
+    """The value of a setting among merged ones, else its default; only its type is checked.
 
     Raises:
-        ConfigError: an unknown setting, or a wrong type.
+        ConfigError: it has the wrong type.
     """
-    merged = merge(config_class, layers, overrides, section=section)
-    found: dict[str, Any] = {}
-    for name in names:
-        kind, value = type_of(config_class, name), _value_in(config_class, merged, name)
-        try:
-            found[name] = _adapter(kind).validate_python(value)
-        except ValidationError:
-            sentence = _wrong_type(section + name, kind, value)
-            raise ConfigError(_with_file(sentence, layers, overrides, section)) from None
-    return found
+    kind, value = type_of(config_class, name), _value_in(config_class, merged, name)
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError:
+        raise ConfigError(_wrong_type(name, kind, value)) from None
 
 
 def method_layer(
@@ -110,12 +100,7 @@ def method_layer(
     named = [layer.settings["method"] for layer in layers if "method" in layer.settings]
     named += [words[0] for name, words in overrides if name == "method" and words]
     name = str(named[-1]) if named else ""
-    return Layer(rows_of(config_class).get(name, {}), f"the method {name}")
-
-
-def rows_of(config_class: type) -> Mapping[str, Mapping[str, Any]]:
-    """The methods of a step, by name; empty for a step without any."""
-    return getattr(config_class, "METHODS", {})
+    return Layer(getattr(config_class, "METHODS", {}).get(name, {}), f"the method {name}")
 
 
 def merge(
@@ -382,3 +367,69 @@ def _unknown(config_class: type, name: str, *, section: str, place: str) -> Conf
     other = f"did you mean {meant}?" if meant else "--help lists the settings"
     hint = deepspeed_chat_hint(name) or other
     return ConfigError(f"there is no setting {section}{name}{place}; {hint}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that a section has twice."""
+
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,  # noqa: FBT001, FBT002
+    ) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<" and key.value in lines:
+                raise ConfigError(
+                    f"has {key.value} twice, in lines {lines[key.value]} and {line}; keep one of"
+                    " them"
+                )
+            lines[key.value if isinstance(key, yaml.ScalarNode) else ""] = line
+        return super().construct_mapping(node, deep)
+
+
+def read_settings(path: Path) -> Layer:
+    """The settings in a file, nested as in the file; an empty file has none.
+
+    Raises:
+        ConfigError: no such file, not UTF-8, not YAML, a name twice, or not a mapping of names to
+            values; the sentence names the file and, where there is one, the line.
+    """
+    try:
+        settings = yaml.load(path.read_bytes().decode("utf-8-sig"), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"--config {path} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"--config {path} is not UTF-8 text in line {line}; save the file as UTF-8"
+        ) from None
+    except yaml.YAMLError as error:
+        mark: Any = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" in line {mark.line + 1}"
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(f"--config {path} is not valid YAML{where}: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path} is nested too deeply to be settings") from None
+    except ConfigError as error:
+        raise ConfigError(f"--config {path} {error}") from None
+    except ValueError as error:  # a date such as 2026-99-99
+        raise ConfigError(f"--config {path} has a value that can't be read: {error}") from None
+    if not isinstance(settings or {}, dict):
+        raise ConfigError(f"--config {path} must hold settings, `name: value`; it holds {settings}")
+    _check_names(settings or {}, path)
+    return Layer(settings or {}, str(path), is_file=True)
+
+
+def _check_names(settings: Mapping[Any, Any], path: Path, section: str = "") -> None:
+    for name, value in settings.items():
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{section}{name} in --config {path} is not text, and names of settings are;"
+                " settings are `name: value`"
+            )
+        if isinstance(value, Mapping):
+            _check_names(value, path, f"{section}{name}.")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.cli.options import parse_step
-from pipeline.settings.plain import plain
+from pipeline.settings.fields import plain
 from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import TITLES

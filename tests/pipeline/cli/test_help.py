@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.help import step_help
-from pipeline.settings.describe import list_settings
+from pipeline.settings.fields import list_settings
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardSettings
 from step3_ppo.reward_settings import RewardSettings

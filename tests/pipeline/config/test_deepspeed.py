@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.deepspeed import ACTING, IGNORED, REFUSED, deepspeed_layer, notice_of
 from pipeline.settings.build import Layer, build_config
-from pipeline.settings.plain import Option
+from pipeline.settings.fields import Option
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 

@@ -11,7 +11,7 @@ import pytest
 from pipeline.cli.options import parse_step
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.settings.plain import as_options
+from pipeline.settings.fields import as_options
 from tests.pipeline.stages import THREE_STEPS
 
 ROOT = Path(__file__).parent.parent.parent.parent

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from pipeline.plan.plan import Plan, make_plan
-from pipeline.settings.plain import flatten, plain
+from pipeline.settings.fields import flatten, plain
 from pipeline.system.errors import UserError
 from train import STAGES
 

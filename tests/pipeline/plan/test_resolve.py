@@ -3,7 +3,7 @@ from pathlib import Path
 from pipeline.config import StepConfig
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.settings.plain import flatten, plain
+from pipeline.settings.fields import flatten, plain
 from tests.pipeline.stages import THREE_STEPS
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.options import parse_step
-from pipeline.settings.plain import as_options
+from pipeline.settings.fields import as_options
 from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
 
