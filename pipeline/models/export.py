@@ -26,7 +26,7 @@ from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.directory import are_of_classifier
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
-from pipeline.models.padding import with_padding_token, with_rows_for
+from pipeline.models.padding import padding_id, with_padding_token, with_rows_for
 from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
@@ -345,7 +345,7 @@ def _config_for(
     text = plain.config.get_text_config()
     changed = {"pad_token_id": tokenizer.pad_token_id}
     if are_of_classifier([type(plain).__name__]):
-        changed["vocab_size"] = max(text.vocab_size, tokenizer.pad_token_id + 1)
+        changed["vocab_size"] = max(text.vocab_size, padding_id(tokenizer) + 1)
     elif text.pad_token_id is not None:
         changed = {}
     if not tied:

@@ -32,6 +32,11 @@ def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     return padded
 
 
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of the padding token."""
+    return cast("int", tokenizer.pad_token_id)
+
+
 def _unused_special_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     template = str(tokenizer.chat_template or "")
     added = tokenizer.added_tokens_decoder.values()
@@ -65,7 +70,7 @@ def with_rows_for(
     state = model.state_dict(keep_vars=True)
     table = model.get_input_embeddings().weight
     tables = {_in_plain(name) for name, tensor in state.items() if tensor is table}
-    count = cast("int", tokenizer.pad_token_id) + 1
+    count = padding_id(tokenizer) + 1
     for name, tensor in weights:
         missing = count - len(tensor) if name in tables else 0
         if missing > 0:
