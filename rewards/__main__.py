@@ -7,20 +7,19 @@ that compares with the answer should find all of them right.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from pipeline.cli.command import joined, read_command
 from pipeline.cli.options import run_main, say
-from pipeline.data.examples import Example, Message
 from pipeline.data.rows.reading import Wanted
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row, read_source
 from pipeline.system.errors import EXIT_FAILED, DataError, require
 from pipeline.system.installation import MODULE
-from rewards.config import check_limits, read_specs
+from rewards.config import read_specs
 from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards
+from rewards.sampling import ScoringConfig
 from rewards.sources import read_sources, row_columns
 
 CHUNK = 256
@@ -28,52 +27,24 @@ CHUNK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(ScoringConfig):
     """What to try."""
 
     reward: tuple[str, ...] = ()
-    """Sources: file.py:function; a kind (math, exact, code, ...); a kind with what it needs
+    """Sources: file.py:function; a kind (math, exact, code, ...); a kind with its first setting
     (regex:PATTERN, length:256); or all settings, '{kind: math, column: solution}'."""
 
     data_path: str = ""
     """A .json, .jsonl, .csv, .tsv or .parquet file, a directory, or a Hub name."""
 
-    fields: dict[str, str] = field(default_factory=dict)
-    """Column names where they differ from the usual: prompt=question."""
-
     response: str | None = None
     """Column with the response to score; null takes the demonstration or better response of each
     row, else its answer."""
 
-    limit: int | None = None
-    """Rows to read, from the first."""
-
-    timeout_seconds: float = 10.0
-    """Seconds that one call of a source may take; a longer one has failed."""
-
-    workers: int = 2
-    """Processes in which programs compute rewards."""
-
-    cache_dir: Path | None = None
-    """Where replies of endpoints are kept."""
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.reward), "--reward is missing: give file.py:function, or a kind as math")
         require(bool(self.data_path), "--data-path is missing: give a file of rows")
-        check_limits(timeout_seconds=self.timeout_seconds, workers=self.workers)
-        require(self.limit is None or self.limit > 0, f"--limit must be above 0, got {self.limit}")
-
-
-@dataclass(frozen=True)
-class _Responses:
-    """Rows with a response, as episodes."""
-
-    origins: list[str]
-    better: list[Episode]
-    """The rows' own responses."""
-
-    worse: dict[int, Episode]
-    """By place of the row, the worse response of a preference."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -90,7 +61,13 @@ def main(argv: Sequence[str]) -> None:
     column = next((each.reads_column for each in configs if each.reads_column is not None), None)
     rows = read_source(config.data_path).train[: config.limit]
     Wanted(config.fields, kept).check({name for row in rows for name in row.columns})
-    responses = _read_responses(rows, config, column)
+    responses = [(row, _read_response(row, config, column)) for row in rows]
+    origins = [row.origin for row, episode in responses if episode is not None]
+    episodes = [episode for _, episode in responses if episode is not None]
+    if not episodes:
+        raise DataError(
+            "no row has a response to score; --response COLUMN names the column that holds it"
+        )
     with Rewards(
         configs,
         timeout_seconds=config.timeout_seconds,
@@ -100,106 +77,64 @@ def main(argv: Sequence[str]) -> None:
         for note in rewards.notes:
             say(note)
         began = time.monotonic()
-        better = _score(rewards, responses.better)
-        seconds = time.monotonic() - began
-        worse = _score(rewards, [*responses.worse.values()])
-    count, left_out = len(responses.better), len(rows) - len(responses.better)
+        for start in range(0, len(episodes), CHUNK):
+            rewards.submit(episodes[start : start + CHUNK])
+        results = rewards.results()
+        speed = len(episodes) / (time.monotonic() - began)
+    left_out = len(rows) - len(episodes)
     without = f", {left_out} left out without a response" if left_out else ""
-    head = f"{config.data_path}: {count} responses{without}, {count / seconds:,.0f} a second"
-    say("\n".join([head, "", *_table(better), *_notes(responses, better, worse)]))
-    if any(scored.num_failed for scored in better.values()):
+    head = f"{config.data_path}: {len(episodes)} responses{without}, {speed:,.0f} a second"
+    say("\n".join([head, "", *_table(results), *_first_rows(origins, results)]))
+    if any(scored.num_failed for scored in results.values()):
         raise SystemExit(EXIT_FAILED)
 
 
-def _read_responses(rows: Sequence[Row], config: VerifyConfig, column: str | None) -> _Responses:
-    responses = _Responses([], [], {})
-    for row in rows:
-        example = read_row(row, config.fields)
-        text = None if example is None else _response(row, example, config.response, column)
-        if example is None or text is None:
-            continue
-        place = len(responses.better)
-        responses.origins.append(row.origin)
-        responses.better.append(_episode(example.prompt, text, row, place))
-        if example.rejected and config.response is None:
-            rejected = example.rejected[-1].content
-            responses.worse[place] = _episode(example.prompt, rejected, row, place)
-    if not responses.better:
+def _read_response(row: Row, config: VerifyConfig, column: str | None) -> Episode | None:
+    """The row's response as an episode; None if it has none."""
+    example = read_row(row, config.fields)
+    if example is None:
+        return None
+    if config.response is not None and config.response not in row.columns:
         raise DataError(
-            "no row has a response to score; --response COLUMN names the column that holds it"
+            f"{row.origin}: there is no column {config.response}, which --response names"
         )
-    return responses
-
-
-def _response(row: Row, example: Example, response: str | None, column: str | None) -> str | None:
-    if response is not None:
-        if response not in row.columns:
-            raise DataError(f"{row.origin}: there is no column {response}, which --response names")
-        return str(row.columns[response])
-    if example.chosen:
-        return example.chosen[-1].content
-    answer = row.columns.get(column or "")
-    return None if answer is None else str(answer)
-
-
-def _episode(prompt: tuple[Message, ...], response: str, row: Row, slot: int) -> Episode:
+    response = row.columns.get(config.response or column or "")
+    if config.response is None and example.chosen:
+        response = example.chosen[-1].content
+    if response is None:
+        return None
     # Without a model there is no tokenizer: words stand for tokens.
-    num_tokens = len(response.split())
-    return Episode(prompt, response, extra=dict(row.columns), num_tokens=num_tokens, slot=slot)
+    num_tokens = len(str(response).split())
+    return Episode(example.prompt, str(response), extra=dict(row.columns), num_tokens=num_tokens)
 
 
-def _score(rewards: Rewards, episodes: Sequence[Episode]) -> dict[str, Scored]:
-    for start in range(0, len(episodes), CHUNK):
-        rewards.submit(episodes[start : start + CHUNK])
-    return rewards.results()
-
-
-def _table(scored: dict[str, Scored]) -> Iterator[str]:
+def _table(results: dict[str, Scored]) -> Iterator[str]:
     """A line for each source: shares of responses by reward, and the mean reward."""
-    width = max(len("source"), *map(len, scored))
+    width = max(len("source"), *map(len, results))
     heads = ("= 1", "= 0", "None", "failed", "mean")
     yield "  ".join([f"{'source':{width}}", *(f"{head:>7}" for head in heads)])
-    for name, each in scored.items():
-        values = [value for value in each.values if value is not None]
-        count = len(each.values)
+    for name, scored in results.items():
+        values = [value for value in scored.values if value is not None]
+        count = len(scored.values)
         right, zero = sum(value >= 1 for value in values), sum(value == 0 for value in values)
-        none = count - len(values) - each.num_failed
-        shares = [f"{n / count:7.1%}" for n in (right, zero, none, each.num_failed)]
+        none = count - len(values) - scored.num_failed
+        shares = [f"{n / count:7.1%}" for n in (right, zero, none, scored.num_failed)]
         mean = math.fsum(values) / len(values) if values else math.nan
         yield "  ".join([f"{name:{width}}", *shares, f"{mean:7.3f}"])
 
 
-def _notes(
-    responses: _Responses, better: dict[str, Scored], worse: dict[str, Scored]
-) -> Iterator[str]:
-    """How often the better response of a preference wins, and the first rows that stand out."""
-    for name, scored in better.items():
-        pairs = [
-            (scored.values[place], value)
-            for place, value in zip(responses.worse, worse[name].values, strict=True)
-        ]
-        points = [
-            (more > less) + 0.5 * (more == less)
-            for more, less in pairs
-            if more is not None and less is not None
-        ]
-        if points:
-            yield (
-                f"{name}: the better response of {len(pairs)} preferences has the higher reward in"
-                f" {sum(points) / len(points):.1%} (ties as a half)"
-            )
+def _first_rows(origins: Sequence[str], results: dict[str, Scored]) -> Iterator[str]:
+    """The first row on which a source failed, does not apply, or gives less than 1."""
+    for name, scored in results.items():
         first: dict[str, str] = {}
-        for origin, value, failure in zip(
-            responses.origins, scored.values, scored.failed, strict=True
-        ):
+        for origin, value, failure in zip(origins, scored.values, scored.failed, strict=True):
             if failure is not None:
                 first.setdefault("failed", f"{origin}: {failure}")
             elif value is None:
                 first.setdefault("None", origin)
             elif value < 1:
                 first.setdefault("not 1", f"{origin}: {value:g}")
-        for what, where in first.items():
-            yield f"{name}: first {what}: {where}"
+        yield from (f"{name}: first {what}: {where}" for what, where in first.items())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Settings of reward sources, and their short forms."""
 
+import itertools
 import math
 import re
-import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -44,36 +44,36 @@ Pool = Literal["mean", "uwo", "min"]
 SCALE = (0.0, 10.0)
 """The lowest and highest score a judge may give, where the settings name no other."""
 
-_USED_BY: dict[str, set[str]] = {
-    "path": {"model", "function", "remote", "judge"},
-    "members": {"model"},
-    "pool": {"model"},
-    "pool_lambda": {"model"},
-    "pattern": {"regex", "exact"},
-    "column": {"function", "math", "exact", "code", "remote"},
-    "form": {"function"},
-    "max_tokens": {"length"},
-    "buffer_tokens": {"length"},
-    "ngram": {"repetition"},
-    "seconds": {"code"},
-    "memory_mb": {"code"},
-    "sandbox": {"code"},
-    "model": {"judge"},
-    "template": {"judge"},
-    "scale": {"judge"},
-    "concurrency": {"judge"},
-    "attempts": {"remote", "judge"},
-    "key_variable": {"remote", "judge"},
-    "insecure": {"remote", "judge"},
+_SETTINGS: dict[str, tuple[str, ...]] = {
+    "model": ("path", "members", "pool", "pool_lambda"),
+    "environment": (),
+    "verifier": (),
+    "function": ("path", "form", "column"),
+    "math": ("column",),
+    "exact": ("pattern", "column"),
+    "regex": ("pattern",),
+    "length": ("max_tokens", "buffer_tokens"),
+    "repetition": ("ngram",),
+    "code": ("column", "seconds", "memory_mb", "sandbox"),
+    "remote": ("path", "column", "attempts", "key_variable", "insecure"),
+    "judge": (
+        *("path", "model", "template", "scale", "concurrency"),
+        *("attempts", "key_variable", "insecure"),
+    ),
 }
-"""Which kinds read a setting: beside another kind it is a mistake, and refused."""
+"""Settings that a kind reads; others are refused. The word KIND:VALUE gives the first."""
 
 _NEEDED = {
-    "function": ("path", "the function, as file.py:name"),
-    "regex": ("pattern", "a regular expression"),
-    "length": ("max_tokens", "the longest response that costs nothing"),
-    "remote": ("path", "the address of the service"),
-    "judge": ("path", "the address of the endpoint, as https://HOST/v1"),
+    "function": ("path",),
+    "regex": ("pattern",),
+    "length": ("max_tokens",),
+    "remote": ("path",),
+    "judge": ("path", "model"),
+}
+
+_LEAST = {
+    **dict.fromkeys(("ngram", "memory_mb", "concurrency", "attempts"), 1),
+    **dict.fromkeys(("max_tokens", "buffer_tokens", "pool_lambda"), 0),
 }
 
 
@@ -164,25 +164,28 @@ class RewardConfig:
         )
         where = f"rewards.{self.name}"
         for field in fields(self):
-            kinds = _USED_BY.get(field.name)
-            given = getattr(self, field.name) != field.default
+            kinds = [kind for kind, names in _SETTINGS.items() if field.name in names]
             require(
-                kinds is None or self.kind in kinds or not given,
-                f"{where}.{field.name} is a setting of kind {', '.join(sorted(kinds or ()))};"
+                not kinds or self.kind in kinds or getattr(self, field.name) == field.default,
+                f"{where}.{field.name} is a setting of kind {', '.join(sorted(kinds))};"
                 f" {self.kind} does not read it",
             )
-        if needed := _NEEDED.get(self.kind):
-            name, meaning = needed
+        for name in _NEEDED.get(self.kind, ()):
             require(
                 getattr(self, name) not in (None, ""),
-                f"{where}.{name} is missing: kind {self.kind} needs {meaning}",
+                f"{where}.{name} is missing: kind {self.kind} needs it",
             )
-        require(
-            self.kind != "judge" or self.model is not None,
-            f"{where}.model is missing: kind judge needs the model's name at the endpoint",
-        )
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            require(
+                value is None or (math.isfinite(value) and value >= least),
+                f"{where}.{name} must be {least} or more, got {value}",
+            )
+        require(math.isfinite(self.weight), f"{where}.weight must be finite, got {self.weight}")
+        require(self.seconds > 0, f"{where}.seconds must be above 0, got {self.seconds}")
+        low, high = self.scale
+        require(low < high, f"{where}.scale must be a low and a higher score, got {low} {high}")
         self._check_pool(where)
-        self._check_numbers(where)
 
     def _check_pool(self, where: str) -> None:
         paths = [*self.members, *([self.path] if self.members and self.path else [])]
@@ -198,27 +201,6 @@ class RewardConfig:
             self.pool == "uwo" or self.pool_lambda == type(self).pool_lambda,
             f"{where}.pool_lambda is a setting of pool uwo; {self.pool} does not read it",
         )
-        require(
-            math.isfinite(self.pool_lambda) and self.pool_lambda >= 0,
-            f"{where}.pool_lambda must be 0 or more, got {self.pool_lambda}",
-        )
-
-    def _check_numbers(self, where: str) -> None:
-        require(math.isfinite(self.weight), f"{where}.weight must be finite, got {self.weight}")
-        for name in ("ngram", "memory_mb", "concurrency", "attempts"):
-            value = getattr(self, name)
-            require(value >= 1, f"{where}.{name} must be 1 or more, got {value}")
-        require(
-            self.max_tokens is None or self.max_tokens >= 0,
-            f"{where}.max_tokens must be 0 or more, got {self.max_tokens}",
-        )
-        require(
-            self.buffer_tokens >= 0,
-            f"{where}.buffer_tokens must be 0 or more, got {self.buffer_tokens}",
-        )
-        require(self.seconds > 0, f"{where}.seconds must be above 0, got {self.seconds}")
-        low, high = self.scale
-        require(low < high, f"{where}.scale must be a low and a higher score, got {low} {high}")
 
     @property
     def reads_column(self) -> str | None:
@@ -237,49 +219,54 @@ def check_limits(*, timeout_seconds: float, workers: int, max_failures: float = 
     require(0 <= max_failures <= 1, f"max_failures must lie between 0 and 1, got {max_failures}")
 
 
-KINDS: tuple[str, ...] = typing.get_args(Kind)
-
-_ARGUMENT = {
-    "function": "path",
-    "remote": "path",
-    "regex": "pattern",
-    "exact": "pattern",
-    "length": "max_tokens",
-    "math": "column",
-    "code": "column",
-}
-"""The setting that follows a kind's name and a colon."""
-
-
 def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward") -> RewardConfig:
     """The source that a word describes.
 
     `file.py:name` is a function; `math`, `exact`, ... a kind; `regex:PATTERN`, `length:256` a kind
-    with what it needs; `{kind: length, max_tokens: 256, buffer_tokens: 64}` says all settings.
+    with its first setting; `{kind: length, max_tokens: 256, buffer_tokens: 64}` has all settings.
 
     Args:
         spec: the word.
-        taken: names of other sources; one that is taken gets a number.
-        option: in which it stands, for messages.
+        taken: names of other sources; a source without a name is named after its function or kind,
+            with a number if that is taken.
+        option: the command's option, for messages.
 
     Raises:
         ConfigError: it describes no source.
     """
-    if spec.lstrip().startswith("{"):
-        return source_of(_mapping(spec, option), taken, option=option)
-    kind, colon, argument = spec.partition(":")
-    if kind.endswith(".py"):
-        return source_of({"kind": "function", "path": spec}, taken, option=option)
-    if kind not in KINDS:
+    settings = _read_settings(spec, option)
+    kind = str(settings.get("kind", ""))
+    if kind not in _SETTINGS:
+        what = f"there is no kind {kind}" if kind else "kind is missing"
         raise ConfigError(
-            f"{option} {spec}: give file.py:function, a kind, or settings in braces; there is no"
-            f" kind {kind}, {suggestion(kind, KINDS)}"
+            f"{option} {spec}: give file.py:function, a kind, or settings in braces; {what},"
+            f" {suggestion(kind, _SETTINGS)}"
         )
-    if not colon:
-        return source_of({"kind": kind}, taken, option=option)
-    if kind not in _ARGUMENT:
-        raise ConfigError(f"{option} {spec}: kind {kind} takes its settings in braces")
-    return source_of({"kind": kind, _ARGUMENT[kind]: argument}, taken, option=option)
+    base = str(settings.get("path", "")).rpartition(":")[2] if kind == "function" else kind
+    numbered = (f"{base}_{number}" for number in itertools.count(2))
+    free = next(name for name in itertools.chain([base], numbered) if name not in taken)
+    name = str(settings.get("name") or free)
+    layer = Layer({**settings, "name": name}, option)
+    return build_config(RewardConfig, [layer], section=f"rewards.{name}.")
+
+
+def _read_settings(spec: str, option: str) -> Mapping[str, Any]:
+    if spec.lstrip().startswith("{"):
+        try:
+            settings = yaml.safe_load(spec)
+        except yaml.YAMLError:
+            settings = None
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"{option} {spec} is not a mapping of settings, such as {{kind: math, weight: 2}}"
+            )
+        return settings
+    kind, colon, value = spec.partition(":")
+    if kind.endswith(".py"):
+        return {"kind": "function", "path": spec}
+    names = _SETTINGS.get(kind, ())
+    require(not colon or kind not in _SETTINGS or bool(names), f"{option} {spec}: write {kind}")
+    return {"kind": kind, **({names[0]: value} if colon and names else {})}
 
 
 def read_specs(specs: Iterable[str]) -> list[RewardConfig]:
@@ -288,40 +275,3 @@ def read_specs(specs: Iterable[str]) -> list[RewardConfig]:
     for spec in specs:
         sources.append(read_spec(spec, [source.name for source in sources]))
     return sources
-
-
-def source_of(
-    settings: Mapping[str, Any], taken: Collection[str] = (), *, option: str = "--reward"
-) -> RewardConfig:
-    """The source that a mapping of settings describes; a missing name is made up.
-
-    Raises:
-        ConfigError: an unknown setting, a wrong type or value.
-    """
-    kind = str(settings.get("kind", ""))
-    if kind not in KINDS:
-        what = f"there is no kind {kind}" if kind else "kind is missing"
-        raise ConfigError(f"{option} {dict(settings)}: {what}; {suggestion(kind, KINDS)}")
-    name = str(settings.get("name") or _name(settings, taken))
-    layer = Layer({**settings, "name": name}, option)
-    return build_config(RewardConfig, [layer], section=f"rewards.{name}.")
-
-
-def _mapping(spec: str, option: str) -> Mapping[str, Any]:
-    try:
-        settings = yaml.safe_load(spec)
-    except yaml.YAMLError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise ConfigError(
-            f"{option} {spec} is not a mapping of settings, such as {{kind: math, weight: 2}}"
-        )
-    return settings
-
-
-def _name(settings: Mapping[str, Any], taken: Collection[str]) -> str:
-    """What a source is called whose settings don't say: its function, or its kind."""
-    kind = str(settings.get("kind"))
-    base = str(settings.get("path", "")).rpartition(":")[2] if kind == "function" else kind
-    numbered = (f"{base}_{number}" for number in range(2, len(taken) + 3))
-    return base if base not in taken else next(each for each in numbered if each not in taken)

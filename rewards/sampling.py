@@ -24,17 +24,38 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
-    """Prompts, how responses to them are sampled, and how sources score these."""
-
-    prompts: str = ""
-    """Rows with the prompts: a file, directory or Hub name, or `embedded`."""
+class ScoringConfig:
+    """Rows, and the worker processes that score their responses."""
 
     fields: dict[str, str] = field(default_factory=dict)
     """Column names where they differ from the usual: prompt=question."""
 
     limit: int | None = None
-    """Prompts, from the first; null is all."""
+    """Rows to read, from the first; null is all."""
+
+    timeout_seconds: float = 10.0
+    """Seconds that one call of a source, or one request, may take; a longer one has failed."""
+
+    workers: int = 2
+    """Processes in which programs compute rewards."""
+
+    cache_dir: Path | None = None
+    """Where replies of endpoints are kept, so that no request is repeated."""
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "max_new_tokens", "batch_size"):
+            value = getattr(self, name, None)
+            option = name.replace("_", "-")
+            require(value is None or value > 0, f"--{option} must be above 0, got {value}")
+        check_limits(timeout_seconds=self.timeout_seconds, workers=self.workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(ScoringConfig):
+    """Prompts, and how responses to them are sampled."""
+
+    prompts: str = ""
+    """Rows with the prompts: a file, directory or Hub name, or `embedded`."""
 
     temperature: float = 1.0
     """Temperature of sampling; 0 takes the likeliest token."""
@@ -51,29 +72,12 @@ class SamplingConfig:
     seed: int = 0
     """The same seed draws the same responses."""
 
-    timeout_seconds: float = 10.0
-    """Seconds that one call of a source, or one request, may take; a longer one has failed."""
-
-    workers: int = 2
-    """Processes in which programs compute rewards."""
-
     max_failures: float = 0.1
     """Share of the responses on which a source may fail; more end the command."""
 
-    cache_dir: Path | None = None
-    """Where replies of endpoints are kept, so that no request is repeated."""
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.prompts), "--prompts is missing: give rows with prompts")
-        for name in ("limit", "max_new_tokens", "batch_size"):
-            value = getattr(self, name)
-            option = name.replace("_", "-")
-            require(value is None or value > 0, f"--{option} must be above 0, got {value}")
-        check_limits(
-            timeout_seconds=self.timeout_seconds,
-            workers=self.workers,
-            max_failures=self.max_failures,
-        )
 
 
 def read_prompts(

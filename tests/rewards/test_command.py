@@ -57,27 +57,14 @@ def test_sources_are_tried_on_the_answers_of_the_rows(rows: Path) -> None:
     assert "this is not an output" in done.stderr
 
 
-def test_of_preferences_it_says_how_often_the_better_response_wins(rows: Path) -> None:
-    (rows / "pairs.jsonl").write_text(
-        '{"prompt": "a", "chosen": "two words", "rejected": "one more word"}\n'
-        '{"prompt": "b", "chosen": "yes", "rejected": "no"}\n'
-        '{"prompt": "c", "chosen": "much too long", "rejected": "short"}\n'
-    )
-
-    done = run(rows, "--data-path", "pairs.jsonl", "--reward", "length:2")
-
-    assert done.returncode == 0, done.stderr
-    assert "of 3 preferences has the higher reward in 50.0% (ties as a half)" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
         ("{kind: math, colum: a}", "there is no setting rewards.math.colum"),
         ("{kind: length, max_tokens: a}", "rewards.length.max_tokens must be a whole number"),
-        ("{weight: 3}", "kind is missing; it takes code, environment, exact, function"),
+        ("{weight: 3}", "kind is missing, it takes code, environment, exact, function"),
         ("{kind: length", "is not a mapping of settings"),
-        ("judge:x", "takes its settings in braces"),
+        ("judge:x", "rewards.judge.model is missing"),
     ],
 )
 def test_a_word_that_describes_none_is_refused(word: str, sentence: str) -> None:
