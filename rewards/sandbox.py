@@ -15,7 +15,6 @@ import marshal
 import os
 import re
 import secrets
-import selectors
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
@@ -36,8 +35,10 @@ PROCESSES = 16
 """Processes and threads of a program at once."""
 
 DISK_MB = 64
+"""Size of a program's directory, and of any file, its output included."""
+
 OUTPUT_BYTES = 1 << 20
-"""Bytes of output that are kept; a program that writes more is ended."""
+"""Bytes of output that are kept; a program that writes more is wrong."""
 
 _PLACES = ("/mnt", "/srv", "/media", "/tmp")
 _READABLE = (
@@ -65,8 +66,8 @@ class Ended:
     """How a program ended."""
 
     code: int | None
-    """Its exit code, 128 and the signal where one killed it; None where the deadline or the limit
-    of output ended it."""
+    """Its exit code, 128 and the signal where one killed it; None where the deadline ended
+    it, or it wrote too much."""
 
     output: bytes
     """What it wrote on standard output, at most `OUTPUT_BYTES`."""
@@ -81,34 +82,38 @@ def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limit
         SandboxError: the machine refuses what isolates the program.
     """
     began = time.monotonic()
-    with ExitStack() as opened:
-        read_end, write_end = os.pipe()
-        status = opened.enter_context(os.fdopen(read_end, "rb", buffering=0))
-        directory = _place() if limits.isolated else opened.enter_context(_temporary())
-        job = opened.enter_context(_file(marshal.dumps(_job(files, main, limits, directory))))
-        given = opened.enter_context(_file(stdin.encode(errors="replace")))
+    with ExitStack() as stack:
+        directory = _place() if limits.isolated else stack.enter_context(_temporary())
+        job, given, output, status = (
+            stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)
+        )
+        job.write(marshal.dumps(_job(files, main, limits, directory)))
+        given.write(stdin.encode(errors="replace"))
+        for file in (job, given):
+            file.seek(0)
+        process = subprocess.Popen(
+            [_interpreter(), "-I", "-S", str(CHILD), str(job.fileno()), str(status.fileno())],
+            stdin=given,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[job.fileno(), status.fileno()],
+            start_new_session=True,
+            env={},
+            cwd="/",
+        )
         try:
-            process = subprocess.Popen(
-                [_interpreter(), "-I", "-S", str(CHILD), str(job.fileno()), str(write_end)],
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[job.fileno(), write_end],
-                start_new_session=True,
-                env={},
-                cwd="/",
-            )
-        finally:
-            os.close(write_end)
-        try:
-            output, finished = _read(process, began + limits.seconds)
+            code = process.wait(max(0.0, began + limits.seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
         finally:
             _end(process)
-        os.set_blocking(status.fileno(), False)
+        status.seek(0)
         if sentence := status.read():
             raise SandboxError(f"the sandbox can't be built ({sentence.decode(errors='replace')})")
-    code = process.returncode if finished else None
-    return Ended(code, output, time.monotonic() - began)
+        output.seek(0)
+        text = output.read(OUTPUT_BYTES + 1)
+    code = code if len(text) <= OUTPUT_BYTES else None
+    return Ended(code, text[:OUTPUT_BYTES], time.monotonic() - began)
 
 
 def _job(files: Mapping[str, str], main: str, limits: Limits, directory: str) -> dict[str, object]:
@@ -158,36 +163,6 @@ def _temporary() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix="rlhf-sandbox-", ignore_cleanup_errors=True)
 
 
-def _file(content: bytes) -> IO[bytes]:
-    """A file without a name that holds the content, at its start."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-    file.write(content)
-    file.seek(0)
-    return file
-
-
-def _read(process: "subprocess.Popen[bytes]", deadline: float) -> tuple[bytes, bool]:
-    """Its output, and whether it ended by itself before the deadline and within its output."""
-    assert process.stdout is not None
-    chunks: list[bytes] = []
-    size = 0
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while selector.select(max(0.0, deadline - time.monotonic())):
-            chunk = os.read(process.stdout.fileno(), 1 << 16)
-            if not chunk:
-                break
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > OUTPUT_BYTES:
-                return b"".join(chunks)[:OUTPUT_BYTES], False
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return b"".join(chunks), False
-    return b"".join(chunks), True
-
-
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """End the program and all that it has started, which its outermost process then waits for."""
     if process.poll() is None:
@@ -197,8 +172,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         except subprocess.TimeoutExpired:
             kill_tree(process.pid)
             process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
 
 
 _FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
