@@ -24,7 +24,7 @@ from inference.serve.http import (
 from inference.serve.schema import ChatRequest, CompletionRequest, SamplingFields, read_request
 from inference.serve.served import ServedModel
 from inference.serve.state import State, client_of, off_loop, read_body, size_of, state_of
-from inference.serve.worker import Piece, Wanted
+from inference.serve.worker import Job, Piece
 from inference.text import plain_text
 
 MOST_ROWS = 1024
@@ -64,7 +64,8 @@ async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:
     pieces: dict[int, Piece] = {}
     if reply.wanted:
         broker = reply.state.broker
-        with broker.open(reply.wanted, reply.client, streams=False) as job:
+        job = reply.job(streams=False)
+        with broker.open(job):
             async for new in broker.pieces(job):
                 pieces |= {piece.row: piece for piece in new}
     choices = [
@@ -86,7 +87,8 @@ async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
     with ExitStack() as stack:
         broker, job = reply.state.broker, None
         if reply.wanted:
-            job = stack.enter_context(broker.open(reply.wanted, reply.client, streams=True))
+            job = reply.job(streams=True)
+            stack.enter_context(broker.open(job))
         yield b""
         for choice in reply.openings(rows):
             yield event(chunk(choice))
@@ -118,7 +120,7 @@ class Reply:
     kind: str
     """OpenAI's name of the object."""
     chunk_kind: str
-    begins: bool
+    begins: bool = False
     """Whether a response is a new text, so that decoding may drop the space of its first word."""
 
     def __init__(self, state: State, fields: SamplingFields, client: str) -> None:
@@ -130,8 +132,9 @@ class Reply:
         self.id, self.created = new_id(self.prefix), int(time.time())
         self.returns_ids = bool(fields.return_token_ids)
         self.prompts: list[list[int]] = []
-        self.wanted: list[Wanted] = []
-        """Empty if the prompts are only scored."""
+        self.stops = fields.stops
+        self.wanted: list[list[Request]] = []
+        """Requests for the responses to each prompt; empty if the prompts are only scored."""
 
     @property
     def num_prompt(self) -> int:
@@ -160,14 +163,18 @@ class Reply:
         ids = {"token_ids": piece.ids} if self.returns_ids else {}
         return {"finish_reason": piece.finish, **ids}
 
-    def want(
-        self,
-        fields: SamplingFields,
-        max_tokens: int | None,
-        num_top: int | None,
-        *,
-        continues: bool,
-    ) -> None:
+    def job(self, *, streams: bool) -> Job:
+        """A job that generates the responses."""
+        return Job(
+            self.served.name,
+            self.wanted,
+            self.client,
+            stops=self.stops,
+            continues=not self.begins,
+            streams=streams,
+        )
+
+    def want(self, fields: SamplingFields, max_tokens: int | None, num_top: int | None) -> None:
         """Set the responses to generate.
 
         The samples are those that `python -m inference.generate` draws for the same rows and seed.
@@ -185,18 +192,19 @@ class Reply:
         for row, prompt in enumerate(self.prompts):
             check_prompt(self.served, prompt)
             length = self._length(fields, len(prompt), max_tokens)
-            requests = [
-                Request(
-                    tuple(prompt),
-                    sampler,
-                    sample_key(row, sample),
-                    max_new_tokens=length,
-                    num_top=num_top,
-                    scope=self.client if config.prefix_reuse == "client" else "",
-                )
-                for sample in range(self.per_prompt)
-            ]
-            self.wanted.append(Wanted(self.served.name, tuple(requests), fields.stops, continues))
+            self.wanted.append(
+                [
+                    Request(
+                        tuple(prompt),
+                        sampler,
+                        sample_key(row, sample),
+                        max_new_tokens=length,
+                        num_top=num_top,
+                        scope=self.client if config.prefix_reuse == "client" else "",
+                    )
+                    for sample in range(self.per_prompt)
+                ]
+            )
 
     def _length(self, fields: SamplingFields, num_prompt: int, max_tokens: int | None) -> int:
         room = self.served.context - num_prompt
@@ -296,12 +304,7 @@ class ChatReply(Reply):
         )
         self.prompts = [prompt]
         limit = fields.max_completion_tokens
-        self.want(
-            fields,
-            fields.max_tokens if limit is None else limit,
-            fields.num_top,
-            continues=continues,
-        )
+        self.want(fields, fields.max_tokens if limit is None else limit, fields.num_top)
 
     def choice(self, number: int, piece: Piece) -> dict[str, Any]:
         """A complete response."""
@@ -350,7 +353,6 @@ class TextReply(Reply):
     """A reply to texts or token ids that the model continues."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-    begins = False
 
     def __init__(self, state: State, fields: CompletionRequest, client: str) -> None:
         super().__init__(state, fields, client)
@@ -370,7 +372,7 @@ class TextReply(Reply):
             check_prompt(served, prompt, after=0 if only_scores else 1)
         if not only_scores:
             limit = 16 if fields.max_tokens is None else fields.max_tokens  # OpenAI's default
-            self.want(fields, limit, fields.logprobs, continues=True)
+            self.want(fields, limit, fields.logprobs)
         self.echoes: list[str] | None = None
         if fields.echo:
             self.echoes = [

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import psutil
 import torch
@@ -131,22 +131,12 @@ def _base(step: StepResult, directory: str) -> list[ModelPath]:
     return [ModelPath(BASE, path, seed if isinstance(seed, int) else 0, directory)]
 
 
-@dataclass(frozen=True)
-class Room:
-    """Memory of a model: its weights, and slots of keys and values."""
+class Room(NamedTuple):
+    """Slots of keys and values of a model."""
 
-    weight_bytes: int
     slots: int
     context: int
-    cache_bytes: int
-
-    @property
-    def words(self) -> str:
-        """The room as text, for the log."""
-        return (
-            f"{in_words(self.weight_bytes)[0]} of weights, {self.slots} slots of"
-            f" {self.context:,} tokens ({in_words(self.cache_bytes)[0]} of keys and values)"
-        )
+    """Tokens of a slot."""
 
 
 def load_models(
@@ -165,10 +155,14 @@ def load_models(
     models: dict[str, ServedModel] = {}
     for path in paths:
         room = rooms[path.name]
-        remark(f"{path.name}: {path.path}, {room.words}")
         settings = FrozenModelConfig(path=path.path, precision=config.precision)
         model = load_causal_lm(settings, device=local_device(), seed=path.seed)
         model.requires_grad_(requires_grad=False)
+        weights, cache = in_words(_num_bytes(model), room.slots * slot_bytes(model, room.context))
+        remark(
+            f"{path.name}: {path.path}, {weights} of weights, {room.slots} slots of"
+            f" {room.context:,} tokens ({cache} of keys and values)"
+        )
         tokenizer = _tokenizer(path)
         models[path.name] = ServedModel(
             name=path.name,
@@ -254,7 +248,7 @@ def _room(name: str, model: PreTrainedModel, budget: int, config: ServeConfig) -
             f"the keys and values of {name} take {needed} in {slots} slots of {context:,} tokens,"
             f" and {available} are free for them; lower --slots or --context, or serve fewer models"
         )
-    return Room(_num_bytes(model), slots, context, slots * slot)
+    return Room(slots, context)
 
 
 def _on_meta(

@@ -137,7 +137,8 @@ class Doorkeeper:
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.request(route, status, seconds)
+        self._metrics.requests.labels(route, str(status)).inc()
+        self._metrics.seconds.labels(route).observe(seconds)
         if not self._config.log_requests or route == "/health":
             return
         client = scope.get("key_name") or (scope.get("client") or ("?",))[0]

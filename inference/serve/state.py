@@ -15,7 +15,7 @@ from inference.serve.http import ApiError, read_json
 from inference.serve.metrics import Metrics
 from inference.serve.served import ServedModel, ServedReward
 from inference.serve.watch import WatchedRun
-from inference.serve.worker import Job, Piece, Wanted, Worker
+from inference.serve.worker import Job, Piece, Worker
 from pipeline.data.chat.resolve_format import Argument
 from pipeline.data.examples import Message
 
@@ -68,18 +68,17 @@ class Broker:
         return len(self._jobs) + self._calls
 
     @contextmanager
-    def open(self, wanted: Sequence[Wanted], client: str, *, streams: bool) -> Iterator[Job]:
-        """A job that runs until the end of the block; unfinished responses are then cancelled.
+    def open(self, job: Job) -> Iterator[None]:
+        """Run a job until the end of the block; unfinished responses are then cancelled.
 
         Raises:
             ApiError: the server doesn't admit it now.
         """
-        job = Job(wanted, client, streams=streams)
         worker = self._admit(job.num_prompt_tokens)
         self._jobs.add(job)
         try:
             worker.submit(job)
-            yield job
+            yield
         finally:
             self._jobs.discard(job)
             worker.cancel(job)
@@ -169,7 +168,7 @@ class State:
     def __post_init__(self) -> None:
         self.broker = Broker(self.config)
         for served in self.models.values():
-            self.metrics.serves(served.name, served.num_slots)
+            self.metrics.slots.labels(served.name).set(served.num_slots)
 
     def model(self, name: str) -> ServedModel:
         """Return the model with this name; the first one if the name is empty.

@@ -64,8 +64,11 @@ class WatchedRun:
             "alarms": [*diverged, *events[-MOST_EVENTS:]],
             "samples": [
                 {
-                    "prompt": "\n\n".join(content for _, content in sample.prompt),
-                    "answers": {name: answer.text for name, answer in sample.answers.items()},
+                    "prompt": "\n\n".join(str(turn["content"]) for turn in sample["prompt"]),
+                    "answers": {
+                        name: str(answer.get("text", ""))
+                        for name, answer in sample["answers"].items()
+                    },
                 }
                 for sample in results.samples[:MOST_SAMPLES]
             ],

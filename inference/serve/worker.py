@@ -7,7 +7,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,19 +23,6 @@ from pipeline.system.errors import DataError
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A prompt, and the responses to it."""
-
-    model: str
-    requests: tuple[Request, ...]
-    """One for each response."""
-    stops: tuple[str, ...] = ()
-    """Texts before which a response ends."""
-    continues: bool = False
-    """Whether the text continues the prompt's."""
 
 
 @dataclass
@@ -66,15 +53,31 @@ class Piece:
 
 
 class Job:
-    """A client's request, and the pieces of its responses that were not read yet."""
+    """A client's request, and the pieces of its responses that were not read yet.
 
-    def __init__(self, wanted: Sequence[Wanted], client: str, *, streams: bool) -> None:
-        self.wanted = tuple(wanted)
-        self.client = client
-        self.streams = streams
-        """Whether pieces are read as they come; otherwise each response is one piece."""
-        self.num_rows = sum(len(each.requests) for each in wanted)
-        self.num_prompt_tokens = sum(len(each.requests[0].prompt) for each in wanted)
+    Args:
+        model: name of the model.
+        prompts: for each prompt the requests for its responses.
+        client: name of the client.
+        stops: texts before which responses end.
+        continues: whether responses continue the texts of their prompts.
+        streams: whether pieces are read as they come; otherwise each response is one piece.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prompts: Sequence[Sequence[Request]],
+        client: str,
+        *,
+        stops: Sequence[str],
+        continues: bool,
+        streams: bool,
+    ) -> None:
+        self.model, self.prompts, self.client = model, prompts, client
+        self.stops, self.continues, self.streams = stops, continues, streams
+        self.num_rows = sum(map(len, prompts))
+        self.num_prompt_tokens = sum(len(requests[0].prompt) for requests in prompts)
         """Of all prompts, each counted once."""
         self.left = self.num_rows
         """Responses that have not ended; used by the generation thread alone, as `tickets`."""
@@ -105,10 +108,9 @@ class Job:
 class Row:
     """One response of a job."""
 
-    def __init__(self, job: Job, number: int, wanted: Wanted, served: ServedModel) -> None:
+    def __init__(self, job: Job, number: int, served: ServedModel) -> None:
         self.job = job
-        self.model = served.name
-        self._text = ResponseText(served.bytes_of, wanted.stops, begins=not wanted.continues)
+        self._text = ResponseText(served.bytes_of, job.stops, begins=not job.continues)
         self._piece = Piece(number)
         self.began, self.newest = time.perf_counter(), 0.0
         """Times of its submission and its newest token, for the metrics."""
@@ -245,8 +247,7 @@ class Worker:
             cancelled, self._cancelled = self._cancelled, deque()
         for job in submitted:
             self._jobs.add(job)
-            for number, wanted in enumerate(job.wanted):
-                self._waiting[wanted.model].append((job, number))
+            self._waiting[job.model] += ((job, number) for number in range(len(job.prompts)))
         for job in cancelled:
             self._end(job)
         pieces: list[tuple[Job, Piece]] = []
@@ -260,33 +261,37 @@ class Worker:
             self._on_loop(_deliver, pieces)
 
     def _count(self, busy: Sequence[ServedModel]) -> None:
-        running = dict.fromkeys(self._models, 0)
-        for row in self._rows.values():
-            running[row.model] += 1
-        self._metrics.running(running, {name: len(queue) for name, queue in self._waiting.items()})
+        running = Counter(row.job.model for row in self._rows.values())
+        for name, queue in self._waiting.items():
+            self._metrics.running.labels(name).set(running[name])
+            self._metrics.waiting.labels(name).set(len(queue))
         for served in busy:
-            self._metrics.passes(served.name, served.batch.passes)
+            counts = served.batch.passes
+            self._metrics.passes.labels(served.name, "modules").set(counts.by_modules)
+            self._metrics.passes.labels(served.name, "replay").set(counts.replayed)
 
     def _admit(self, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
         """Give free slots to waiting prompts; clients take turns."""
         queue = self._waiting[served.name]
-        running = sum(row.model == served.name for row in self._rows.values()) if queue else 0
+        running = 0
+        if queue:
+            running = sum(row.job.model == served.name for row in self._rows.values())
         while queue and running < served.num_slots:
             job, number = min(queue, key=lambda item: self._turns.get(item[0].client, -1))
             queue.remove((job, number))
             self._turns[job.client] = max(self._turns.values(), default=0) + 1
             job.started = True
-            wanted = job.wanted[number]
-            first = sum(len(earlier.requests) for earlier in job.wanted[:number])
-            for row, request in enumerate(wanted.requests, start=first):
+            requests = job.prompts[number]
+            first = sum(map(len, job.prompts[:number]))
+            for row, request in enumerate(requests, start=first):
                 try:
                     ticket = served.batch.submit(request)
                 except DataError as error:
                     pieces.append((job, Piece(row, error=str(error))))
                     continue
-                self._rows[ticket] = Row(job, row, wanted, served)
+                self._rows[ticket] = Row(job, row, served)
                 job.tickets.add(ticket)
-            running += len(wanted.requests)
+            running += len(requests)
         if not any(self._waiting.values()):
             self._turns.clear()
 
@@ -295,10 +300,10 @@ class Worker:
         if job not in self._jobs:
             return
         self._jobs.remove(job)
-        for queue in self._waiting.values():
-            queue[:] = [item for item in queue if item[0] is not job]
+        queue = self._waiting[job.model]
+        queue[:] = [item for item in queue if item[0] is not job]
         for ticket in job.tickets:
-            self._models[self._rows[ticket].model].batch.cancel(ticket)
+            self._models[job.model].batch.cancel(ticket)
 
     def _decode(self, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
         now = time.perf_counter()
@@ -306,11 +311,7 @@ class Worker:
             row = self._rows[event.ticket]
             if isinstance(event, Token):
                 piece = self._token(row, event)
-                seconds = now - (row.newest or row.began)
-                self._metrics.token(
-                    row.model, event.ticket, seconds=seconds, is_first=not row.newest
-                )
-                row.newest = now
+                self._count_token(row, event.ticket, now)
                 if row.stopped or (piece is not None and piece.error is not None):
                     served.batch.cancel(event.ticket)
             else:
@@ -322,6 +323,18 @@ class Worker:
                 row.job.left -= 1
                 if not row.job.left:
                     self._jobs.discard(row.job)
+
+    def _count_token(self, row: Row, ticket: Ticket, now: float) -> None:
+        name, metrics = row.job.model, self._metrics
+        metrics.generated.labels(name).inc()
+        if row.newest:
+            metrics.between.labels(name).observe(now - row.newest)
+        else:
+            metrics.prompt.labels(name).inc(len(ticket.request.prompt))
+            metrics.queried.labels(name).inc(len(ticket.request.prompt))
+            metrics.reused.labels(name).inc(ticket.num_reused)
+            metrics.first.labels(name).observe(now - row.began)
+        row.newest = now
 
     def _token(self, row: Row, event: Token) -> Piece | None:
         """The piece that a token completes; a tokenizer's error ends only its response."""
@@ -337,7 +350,8 @@ class Worker:
             notes = getattr(event.error, "__notes__", ())
             logger.error("a response failed: %s", "\n".join(notes) or event.error)
         is_stopped = event.reason == "cancelled" and row.stopped
-        self._metrics.ended(row.model, "stop" if is_stopped else event.reason)
+        reason = "stop" if is_stopped else event.reason
+        self._metrics.ended.labels(row.job.model, reason).inc()
         return row.ended(event)
 
     def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:

@@ -17,6 +17,12 @@ def test_a_view_says_what_is_new_and_how_each_step_stands(tmp_path: Path) -> Non
     for name in ("step1_sft", "step2_reward"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(lines(1, 2))
+    answers = {
+        "rows": [
+            {"prompt": [{"role": "user", "content": "Hi"}], "answers": {"base": {"text": "Yo"}}}
+        ]
+    }
+    (tmp_path / "step2_reward" / "samples.json").write_text(json.dumps(answers))
     (tmp_path / "step1_sft" / "result.json").write_text('{"seconds": 1}')
     os.utime(tmp_path / "step1_sft" / "metrics.jsonl", (1, 1))
 
@@ -31,6 +37,7 @@ def test_a_view_says_what_is_new_and_how_each_step_stands(tmp_path: Path) -> Non
     (chart,) = first["charts"]
     assert (chart["title"], chart["names"], chart["last"]) == ("Loss", ["training"], "1")
     assert chart["picture"].startswith("<svg ")
+    assert first["samples"] == [{"prompt": "Hi", "answers": {"base": "Yo"}}]
     assert again["unchanged"] is True
     (tmp_path / "step2_reward" / "diverged.json").write_text('{"sentence": "the loss is NaN"}')
     later = watched.view("", first["version"])
