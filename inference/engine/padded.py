@@ -16,9 +16,6 @@ from transformers import DynamicCache
 from inference.engine.requests import Ticket, Waiting
 from pipeline.models.forward import base_model, cache_name
 
-SORTED = 8
-"""Batches whose requests are sorted by length together: more pad less, and wait longer."""
-
 
 class PaddedRows:
     """The running sequences of a model, `batch_size` at a time; the next wait until all ended."""
@@ -27,8 +24,6 @@ class PaddedRows:
         self._model = model
         self._batch_size = batch_size
         self._batch: PaddedBatch | None = None
-        self._num_sorted = 0
-        """Number of waiting requests that are sorted together."""
 
     @property
     def running(self) -> list[Ticket]:
@@ -45,14 +40,13 @@ class PaddedRows:
         """Do nothing: rows of ended requests leave the batch in `step`."""
 
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
-        """Begin a batch with the shortest of the oldest prompts, if none runs."""
-        del chunk, is_closed  # prompts are read at once
+        """Begin a batch with the oldest prompts, or the shortest if it is closed, if none runs."""
+        del chunk  # prompts are read at once
         if self.running or not waiting:
             return
-        self._num_sorted = min(self._num_sorted or SORTED * self._batch_size, len(waiting))
-        oldest = islice(waiting, self._num_sorted)
-        tickets = sorted(oldest, key=lambda ticket: len(ticket.prompt))[: self._batch_size]
-        self._num_sorted -= len(tickets)
+        # Prompts of similar lengths need less padding.
+        oldest = sorted(waiting, key=lambda ticket: len(ticket.prompt)) if is_closed else waiting
+        tickets = list(islice(oldest, self._batch_size))
         for ticket in tickets:
             del waiting[ticket]
         self._batch = PaddedBatch(self._model, tickets)

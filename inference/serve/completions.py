@@ -19,11 +19,12 @@ from inference.serve.http import (
     EventStream,
     event,
     json_response,
+    read_body,
     until_gone,
 )
+from inference.serve.models import ServedModel
 from inference.serve.schema import ChatRequest, CompletionRequest, SamplingFields, read_request
-from inference.serve.served import ServedModel
-from inference.serve.state import State, client_of, off_loop, read_body, size_of, state_of
+from inference.serve.state import State, client_of, off_loop, size_of, state_of
 from inference.serve.worker import Job, Piece
 from inference.text import plain_text
 

@@ -101,9 +101,6 @@ class ServeConfig:
     page: bool = True
     """Serve the page to chat, compare, rate and watch."""
 
-    metrics: bool = True
-    """Serve /metrics for Prometheus."""
-
     log_requests: bool = True
     """A log line for each request, with client, path, status and seconds, without texts."""
 

@@ -11,6 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from inference.serve.config import ServeConfig
+
 T = TypeVar("T")
 
 KINDS = {
@@ -87,26 +89,25 @@ def json_response(
 
 
 def as_json(content: object) -> bytes:
-    """Return compact JSON; a lone surrogate, which UTF-8 has no bytes for, is escaped."""
+    """Return compact JSON."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    return text.encode(errors="backslashreplace")  # of a lone surrogate
 
 
-async def read_json(request: Request, *, limit: int, seconds: float) -> dict[str, Any]:
-    """Read the JSON object of a request, of at most `limit` bytes, within so many seconds.
+async def read_body(request: Request) -> dict[str, Any]:
+    """Read the JSON object of a request, within the server's limits of size and time.
 
     Raises:
         ApiError: it contains something else, or too much.
     """
+    config: ServeConfig = request.app.state.server.config
+    seconds = config.idle_seconds
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json")
     try:
         async with asyncio.timeout(seconds):
-            body = await _read(request, limit)
+            body = await _read(request, config.max_body)
     except TimeoutError:
         raise ApiError(400, f"the body did not come within {seconds:g} seconds") from None
     except ClientDisconnect:

@@ -16,7 +16,16 @@ from starlette.types import ASGIApp
 
 from inference.ratings import RatingsFile, agreement, read_ratings, standing_ratings
 from inference.serve.completions import chat_completions, completions, new_id
-from inference.serve.http import KINDS, LEFT, ApiError, ClientGone, json_response, until_gone
+from inference.serve.http import (
+    KINDS,
+    LEFT,
+    ApiError,
+    ClientGone,
+    json_response,
+    read_body,
+    until_gone,
+)
+from inference.serve.models import ServedModel
 from inference.serve.schema import (
     DetokenizeRequest,
     RatingRequest,
@@ -26,8 +35,7 @@ from inference.serve.schema import (
     read_request,
 )
 from inference.serve.security import Doorkeeper
-from inference.serve.served import ServedModel
-from inference.serve.state import State, client_of, off_loop, read_body, size_of, state_of
+from inference.serve.state import State, client_of, off_loop, size_of, state_of
 from inference.text import plain_text
 from pipeline import __version__
 from pipeline.system.errors import DataError
@@ -50,14 +58,13 @@ def build_app(state: State) -> ASGIApp:
         Route("/health", health, methods=get),
         Route("/ready", ready, methods=get),
         Route("/version", version, methods=get),
+        Route("/metrics", metrics, methods=get),
         Route("/api/server", server, methods=get),
         Route("/api/ratings", add_rating, methods=post),
         Route("/api/ratings/undo", undo_rating, methods=post),
         Route("/api/ratings/summary", summary, methods=get),
         Route("/api/watch", watch, methods=get),
     ]
-    if state.config.metrics:
-        routes.append(Route("/metrics", metrics, methods=get))
     pages = page_routes() if state.config.page else []
     app = Starlette(
         routes=[*routes, *pages],

@@ -5,15 +5,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from starlette.requests import Request
 
 from inference.ratings import RatingsFile
 from inference.serve.config import ServeConfig
-from inference.serve.http import ApiError, read_json
+from inference.serve.http import ApiError
 from inference.serve.metrics import Metrics
-from inference.serve.served import ServedModel, ServedReward
+from inference.serve.models import ServedModel, ServedReward
 from inference.serve.watch import WatchedRun
 from inference.serve.worker import Job, Piece, Worker
 from pipeline.data.chat.resolve_format import Argument
@@ -216,13 +216,3 @@ def client_of(request: Request) -> str:
     """The client, for turns in the queue and the log: the name of a key, or an address."""
     name = request.scope.get("key_name")
     return str(name or (request.client.host if request.client else "?"))
-
-
-async def read_body(request: Request) -> dict[str, Any]:
-    """Read the JSON object of a request.
-
-    Raises:
-        ApiError: it contains something else, or too much.
-    """
-    config = state_of(request).config
-    return await read_json(request, limit=config.max_body, seconds=config.idle_seconds)

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 from inference.engine.requests import Ended, Request, Ticket, Token
 from inference.engine.sampling import Reported
 from inference.serve.metrics import Metrics
-from inference.serve.served import ServedModel
+from inference.serve.models import ServedModel
 from inference.text import ResponseText
 from pipeline.system.errors import DataError
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.engine import decoder, slots
-from inference.engine.decoder import Decoder
-from inference.engine.graphs import CudaCapture
+from inference.engine.decoder import CudaCapture, Decoder
 from inference.engine.replay import OperatorTrace, PassCounts, ReplayError, TraceRecorder
 from inference.engine.requests import Response
 from inference.engine.sampling import Sampler

@@ -11,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from transformers import AutoModelForCausalLM
 
-from inference.serve.served import ServedModel
+from inference.serve.models import ServedModel
 from tests.inference.serve.serving import COMPLETIONS, Running, chat, events, post, serving
 
 
