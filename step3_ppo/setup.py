@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from inference.generation import check_generation
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.guards.guards import Guarded, Guards
 from pipeline.models.export import export
@@ -97,8 +96,6 @@ def set_up(
         data=prompts.fingerprint,
         guards=guards,
     )
-    with models.hybrid_engine.generating() as actor:
-        check_generation(actor, [row.input_ids for row in prompts.train[:2]])
     set_moments(models, prompts, config, checkpoints)
     course.begin(checkpoints, run)
     utilization = update_utilization(models, config, run.mesh)

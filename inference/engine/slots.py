@@ -216,9 +216,13 @@ class Scheduler:
         self._reading = [slot for slot in self._reading if slot.ticket is not None]
 
     def next_pieces(self, most: int) -> list[tuple[Slot, int]]:
-        """The slots whose prompts the next prefill pass reads, with their numbers of tokens."""
-        counts = share_out([slot.left for slot in self._reading], most)
-        return [piece for piece in zip(self._reading, counts, strict=True) if piece[1]]
+        """The slots whose prompts the next pass reads, oldest first, with numbers of tokens."""
+        pieces: list[tuple[Slot, int]] = []
+        for slot in self._reading:
+            count = min(slot.left, most)
+            most -= count
+            pieces += [(slot, count)] if count else []
+        return pieces
 
     def record_read(self, pieces: Sequence[tuple[Slot, int]]) -> None:
         """Count the tokens that a prefill pass has stored."""
@@ -242,24 +246,6 @@ def common_prefix(one: Int[np.ndarray, " P"], other: Int[np.ndarray, " Q"]) -> i
     count = min(len(one), len(other))
     differ = one[:count] != other[:count]
     return int(differ.argmax()) if differ.any() else count
-
-
-def share_out(left: Sequence[int], most: int) -> list[int]:
-    """Divide `most` tokens of a pass among prompts with `left` tokens each.
-
-    The oldest prompt is read to its end, or takes at least half of the pass if it is longer. The
-    others follow whole, the shortest first, so that short prompts don't wait for a long one.
-    """
-    counts = [0] * len(left)
-    counts[0] = left[0] if left[0] <= most else most // 2 if len(left) > 1 else most
-    room = most - counts[0]
-    for index in sorted(range(1, len(left)), key=left.__getitem__):
-        if left[index] > room:
-            break
-        counts[index] = left[index]
-        room -= left[index]
-    counts[0] += min(room, left[0] - counts[0])
-    return counts
 
 
 PREFILL = 2048

@@ -13,6 +13,7 @@ from pipeline.data.examples import Message
 T = TypeVar("T", bound=BaseModel)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(max_length=256)]
 KINDS_OF_VALUES = ("str", "int", "float", "bool")
 """What pydantic puts behind the name of a field that may be of several kinds."""
@@ -38,6 +39,12 @@ REASONS = {
     "chat_template": "a template is a program; the model's own is used",
     **dict.fromkeys(NOT_SERVED[:11], EXPORTS),
 }
+
+
+class Strict(BaseModel):
+    """An object without conversions between types."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Part(BaseModel):
@@ -88,10 +95,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(Strict):
     """How responses are drawn: OpenAI's fields and, below, ours."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     model: str = Field(default="", max_length=512)
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -104,7 +109,7 @@ class SamplingFields(BaseModel):
     max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
+    logit_bias: dict[str, Bias] | None = Field(default=None, max_length=1024)
     user: str | None = None
 
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
@@ -166,10 +171,8 @@ class CompletionRequest(SamplingFields):
         return list(prompt)  # pyright: ignore[reportReturnType]
 
 
-class TokenizeRequest(TemplateFields):
+class TokenizeRequest(Strict, TemplateFields):
     """`POST /tokenize`: a text, or a dialogue as it is prompted with."""
-
-    model_config = ConfigDict(strict=True)
 
     model: str = ""
     prompt: str | None = None
@@ -177,37 +180,29 @@ class TokenizeRequest(TemplateFields):
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
-
-    model_config = ConfigDict(strict=True)
 
     model: str = ""
     tokens: list[TokenId]
 
 
-class ScoreRequest(BaseModel):
+class ScoreRequest(Strict):
     """`POST /v1/score`: a dialogue that ends in the response to score."""
-
-    model_config = ConfigDict(strict=True)
 
     model: str = ""
     messages: list[ChatMessage] = Field(min_length=2, max_length=4096)
 
 
-class RatedMessage(BaseModel):
+class RatedMessage(Strict, extra="forbid"):
     """A turn of the dialogue before a rated response."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class RatedAnswer(BaseModel):
+class RatedAnswer(Strict, extra="forbid"):
     """A response that was rated, and what it came from."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     model: str = Field(max_length=512)
     weights_hash: str | None = Field(default=None, max_length=64)
@@ -219,10 +214,8 @@ class RatedAnswer(BaseModel):
     score: float | None = None
 
 
-class RatingRequest(BaseModel):
+class RatingRequest(Strict, extra="forbid"):
     """`POST /api/ratings`: docs/rating.md."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["pair", "thumb", "edit"]
     rater: str = Field(default="", max_length=64)
@@ -252,10 +245,8 @@ class RatingRequest(BaseModel):
         return self
 
 
-class UndoRequest(BaseModel):
+class UndoRequest(Strict):
     """`POST /api/ratings/undo`."""
-
-    model_config = ConfigDict(strict=True)
 
     id: str = Field(max_length=64)
     rater: str = Field(default="", max_length=64)

@@ -12,7 +12,6 @@ from inference.engine.batch import OpenBatch
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Request, Response, Ticket
 from inference.engine.sampling import Sampler
-from inference.engine.slots import share_out
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.models.load import load_causal_lm
@@ -153,17 +152,3 @@ def test_windows_and_learned_positions_continue_after_a_stored_prefix(
     assert second.num_reused == 37
     plain = OpenBatch(model, num_slots=1, capacity=60)
     assert second.response.ids == answer(plain, request).response.ids
-
-
-@pytest.mark.parametrize(
-    ("left", "most", "counts"),
-    [
-        ([5], 8, [5]),
-        ([20], 8, [8]),
-        ([20, 3], 8, [5, 3]),
-        ([20, 9, 2, 1], 8, [5, 0, 2, 1]),
-        ([6, 3, 2], 8, [6, 0, 2]),
-    ],
-)
-def test_a_pass_is_divided_among_prompts(left: list[int], most: int, counts: list[int]) -> None:
-    assert share_out(left, most) == counts
