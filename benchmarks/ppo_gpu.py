@@ -124,7 +124,7 @@ def iterate(
     vocabulary: int,
 ) -> dict[str, float]:
     """Seconds of an iteration on `count` random prompts of `length` tokens, and of its phases."""
-    from pipeline.system.progress import Clock
+    from pipeline.system.logs import Clock
     from step3_ppo.experience import compute_advantages, score_responses
     from step3_ppo.rewards import reward_of
     from step3_ppo.rollout import generate_responses

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from evaluation.config import EvaluationConfig
 from evaluation.contract import Question, Task
 from evaluation.tasks import tasks_named
-from pipeline.cli.command import read_command
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import read_command, run_main, say
 from pipeline.files.output import check_output, write_output
 from pipeline.report.results import find_model
 from pipeline.system.installation import MODULE

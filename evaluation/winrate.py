@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evaluation.comparison import ELO, Match, strength_intervals, strengths
-from pipeline.cli.command import read_command
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import read_command, run_main, say
 from pipeline.config import RowColumns
 from pipeline.files.output import check_output, write_output
 from pipeline.settings.fields import plain

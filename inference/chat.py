@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.settings import SamplingOptions
-from pipeline.cli.command import read_command
+from pipeline.cli.options import read_command
 from pipeline.config import EMBEDDED
 from pipeline.demo.task import TAUGHT
 from pipeline.report.results import find_model

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.settings import SamplingOptions
-from pipeline.cli.command import joined, read_command
-from pipeline.cli.options import run_main
+from pipeline.cli.options import joined, read_command, run_main
 from pipeline.report.results import find_model
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE

@@ -18,8 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.cli.command import choose_command, read_files_command
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import choose_command, read_files_command, run_main, say
 from pipeline.data.rows.shapes import SCHEMA, UNDO
 from pipeline.files.durable import sync_directory
 from pipeline.files.output import check_output, write_output

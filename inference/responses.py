@@ -20,7 +20,7 @@ from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message, Role
 from pipeline.models.forward import context_length
 from pipeline.system.errors import DataError
-from pipeline.system.progress import Progress
+from pipeline.system.logs import Progress
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.cli.command import joined, read_command
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import joined, read_command, run_main, say
 from pipeline.data.rows.reading import Wanted
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row, read_source

@@ -15,7 +15,7 @@ from pipeline.data.examples import Example
 from pipeline.data.rows.reading import RowReader, Wanted
 from pipeline.data.sharing.steps import load_examples
 from pipeline.system.errors import DataError, require
-from pipeline.system.progress import Progress
+from pipeline.system.logs import Progress
 from rewards.config import RewardConfig, check_limits
 from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.cli.command import joined, read_command
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import joined, read_command, run_main, say
 from pipeline.data.examples import Example, Message
 from pipeline.files.output import check_output, json_lines, write_output
 from pipeline.system.errors import DataError, require

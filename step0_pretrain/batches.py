@@ -8,13 +8,13 @@ import torch
 from pipeline.data.batches import TokenBatch
 from pipeline.data.store.rows import TokenRow
 from pipeline.parallel.device import local_device
-from pipeline.run import offline
+from pipeline.run.training import local_parts
 from step0_pretrain.config import PretrainConfig
 
 
 def cut(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]]:
     """This process's micro-batches of the rows; some may be empty."""
-    parts = offline.local_parts(
+    parts = local_parts(
         [len(row) for row in rows],
         config,
         max_tokens=config.micro_batch_size * config.data.max_length,

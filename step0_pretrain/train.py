@@ -23,11 +23,16 @@ from pipeline.models.load import load_tokenizer
 from pipeline.models.passes import learning_model
 from pipeline.models.trained import within_context_of
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run.divergence import check_finite, check_start, keeping_best
-from pipeline.run.next_token import Size, export_best, learn, perplexity, warn_unless_better
-from pipeline.run.offline import Training, set_up
+from pipeline.run.next_token import export_best, learn, perplexity, warn_unless_better
 from pipeline.run.run import Run
-from pipeline.run.run_step import run_step
+from pipeline.run.training import (
+    Training,
+    check_finite,
+    check_start,
+    keeping_best,
+    run_step,
+    set_up,
+)
 from pipeline.system.torch_process import seed_generators
 from step0_pretrain.batches import collate, cut
 from step0_pretrain.rows import Rows, load_rows
@@ -94,8 +99,15 @@ def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int
     tokens, targets, seconds = run.mesh.data.sums(
         [sum(map(len, own)), sum(row.num_targets for row in own), seconds]
     )
-    size = Size(int(tokens), int(targets), seconds)
-    learn(lm.passes, batches(lm, parts), size, run, step=step)
+    learn(
+        lm.passes,
+        batches(lm, parts),
+        run,
+        step=step,
+        tokens=int(tokens),
+        targets=int(targets),
+        peak_seconds=seconds,
+    )
 
 
 def held_out(lm: Pretraining) -> Iterator[TokenBatch]:
@@ -110,17 +122,17 @@ def batches(lm: Pretraining, parts: Sequence[Sequence[TokenRow]]) -> Iterator[To
 
 def finish(lm: Pretraining, run: Run, *, before: float) -> None:
     """Export the best weights and write the result; `before` is the perplexity at first."""
-    exported = export_best(lm)
+    after, step = export_best(lm)
     run.finish(
         eval={
             "perplexity_before": before,
-            "perplexity_after": exported.perplexity,
-            "best_step": exported.step,
+            "perplexity_after": after,
+            "best_step": step,
             "held_out_tokens": sum(map(len, lm.held_out)),
         },
         models={".": Card("Language model", METHOD, lm.config.model.path or "", ("pretrain",))},
     )
-    warn_unless_better(lm, exported, before)
+    warn_unless_better(lm, step, before)
 
 
 def main(argv: Sequence[str]) -> None:

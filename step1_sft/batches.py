@@ -7,7 +7,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import Fit, RowsFit, require_learnable
 from pipeline.parallel.device import local_device
-from pipeline.run import offline
+from pipeline.run.training import local_parts
 from step1_sft.config import SFTConfig
 
 
@@ -47,7 +47,7 @@ def check_learnable(
 
 def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
     """This process's micro-batches of the rows."""
-    parts = offline.local_parts(
+    parts = local_parts(
         [len(row) for row in rows],
         config,
         max_tokens=config.micro_batch_size * config.data.max_length,

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.settings import Sampling
-from pipeline.cli.command import read_command
-from pipeline.cli.options import run_main
+from pipeline.cli.options import read_command, run_main
 from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import MODULE
 

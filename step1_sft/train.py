@@ -21,11 +21,19 @@ from pipeline.models.export import set_stop_tokens
 from pipeline.models.passes import learning_model
 from pipeline.models.trained import within_context
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run.divergence import check_finite, check_start, keeping_best
-from pipeline.run.next_token import Size, export_best, learn, perplexity, warn_unless_better
-from pipeline.run.offline import Rows, Training, check_rows, load_rows, set_up
+from pipeline.run.next_token import export_best, learn, perplexity, warn_unless_better
 from pipeline.run.run import Run
-from pipeline.run.run_step import run_step
+from pipeline.run.training import (
+    Rows,
+    Training,
+    check_finite,
+    check_rows,
+    check_start,
+    keeping_best,
+    load_rows,
+    run_step,
+    set_up,
+)
 from pipeline.system.torch_process import seed_generators
 from step1_sft.batches import cut, encode, rows_fit
 
@@ -85,13 +93,14 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> Tuning:
 
 def learn_from(sft: Tuning, rows: Sequence[Encoded], run: Run, *, step: int) -> None:
     """Take one optimizer step on the rows, and log it."""
-    tokens, targets = sum(map(len, rows)), sum(row.num_targets for row in rows)
     learn(
         sft.passes,
         cut(rows, sft.config),
-        Size(tokens, targets, sft.peak_seconds(rows)),
         run,
         step=step,
+        tokens=sum(map(len, rows)),
+        targets=sum(row.num_targets for row in rows),
+        peak_seconds=sft.peak_seconds(rows),
     )
 
 
@@ -118,18 +127,18 @@ def finish(
         before: perplexity of the model that the step began with.
         first: its figures of the tasks.
     """
-    exported = export_best(sft)
+    after, step = export_best(sft)
     run.finish(
         eval={
             "perplexity_before": before,
-            "perplexity_after": exported.perplexity,
-            "best_step": exported.step,
+            "perplexity_after": after,
+            "best_step": step,
             "rows": len(sft.rows.data.eval),
-            **tasks.summary(first, changed=not exported.is_last),
+            **tasks.summary(first, changed=step != sft.best.last_step),
         },
         models={".": Card("Chat model", METHOD, sft.config.model.path or "", ("sft",))},
     )
-    warn_unless_better(sft, exported, before)
+    warn_unless_better(sft, step, before)
 
 
 def main(argv: Sequence[str]) -> None:

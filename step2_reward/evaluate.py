@@ -4,8 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.cli.command import joined, read_command
-from pipeline.cli.options import run_main
+from pipeline.cli.options import joined, read_command, run_main
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 

@@ -18,7 +18,7 @@ from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.dialogues import Turns
 from pipeline.models.scores import step_ends
 from pipeline.parallel.device import local_device, send
-from pipeline.run import offline
+from pipeline.run.training import local_parts
 from pipeline.system.errors import DataError
 from step2_reward.config import RewardConfig
 from step2_reward.labels import CLASSES, SINGLE, Labels
@@ -195,7 +195,7 @@ def encode_steps(
 def cut_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
     """This process's micro-batches of the rows."""
     longest = max(len(row.sequences) for row in rows)
-    parts = offline.local_parts(
+    parts = local_parts(
         [row.num_tokens for row in rows],
         config,
         max_tokens=longest * config.micro_batch_size * config.data.max_length,

@@ -41,10 +41,18 @@ from pipeline.models.passes import passes_of, scorer_of
 from pipeline.models.trained import evaluating, trained_classifier, within_context
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run.divergence import check_finite, check_start, keeping_best
-from pipeline.run.offline import Rows, Training, check_rows, load_rows, set_up
 from pipeline.run.run import Run
-from pipeline.run.run_step import run_step
+from pipeline.run.training import (
+    Rows,
+    Training,
+    check_finite,
+    check_rows,
+    check_start,
+    keeping_best,
+    load_rows,
+    run_step,
+    set_up,
+)
 from pipeline.system.errors import ModelError
 from pipeline.system.torch_process import seed_generators
 from step2_reward.lab.measure import measure

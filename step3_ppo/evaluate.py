@@ -29,10 +29,8 @@ from pipeline.models.chat import decode_response
 from pipeline.models.load import model_path
 from pipeline.parallel.device import local_device
 from pipeline.run.checkpoints import Checkpoints
-from pipeline.run.divergence import check_finite, check_start
-from pipeline.run.offline import evaluation_interval
-from pipeline.run.origin import training_at
-from pipeline.run.run import Run
+from pipeline.run.run import Run, training_at
+from pipeline.run.training import check_finite, check_start, evaluation_interval
 from pipeline.system.errors import require
 from rewards.mixture import GOLD
 from step3_ppo.config import PPOConfig

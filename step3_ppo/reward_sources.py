@@ -15,7 +15,7 @@ from pipeline.models.chat import decode_response
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError
-from pipeline.system.progress import Clock
+from pipeline.system.logs import Clock
 from rewards.contract import Episode, Outcome, Scored
 from rewards.environments.pool import Environments
 from rewards.mixture import Rewards

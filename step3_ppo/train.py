@@ -19,10 +19,9 @@ from pipeline.engine.best import BestWeights
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run.divergence import check_finite, keeping_best
 from pipeline.run.run import Run
-from pipeline.run.run_step import run_step
-from pipeline.system.progress import Clock
+from pipeline.run.training import check_finite, keeping_best, run_step
+from pipeline.system.logs import Clock
 from pipeline.system.torch_process import seed_generators
 from step3_ppo.ema import Ema
 from step3_ppo.experience import compute_advantages, score_responses

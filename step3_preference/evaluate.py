@@ -33,10 +33,8 @@ from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.checkpoints import Checkpoints
-from pipeline.run.divergence import check_finite, check_start
-from pipeline.run.offline import Rows, Training
-from pipeline.run.origin import training_at
-from pipeline.run.run import Run
+from pipeline.run.run import Run, training_at
+from pipeline.run.training import Rows, Training, check_finite, check_start
 from pipeline.system.errors import DataError, require
 from step3_preference.config import TITLES, PreferenceConfig
 from step3_preference.objective import Figures, Point, kto_weights, objective

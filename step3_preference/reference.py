@@ -32,7 +32,7 @@ from pipeline.models.passes import Passes
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run.offline import Rows
+from pipeline.run.training import Rows
 from pipeline.system.errors import DataError
 from step3_preference.config import PreferenceConfig
 from step3_preference.rows import ComparedBatch, Fate, Row, RowBatch, cut, fit, mismatched_batches

@@ -17,7 +17,7 @@ from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.parallel.device import local_device, send
-from pipeline.run import offline
+from pipeline.run.training import local_parts
 from step3_preference.config import PreferenceConfig
 
 Fate = Literal["whole", "cut", "too long", "equal", "untrained"]
@@ -138,7 +138,7 @@ def _without_first(encoded: Encoded, count: int) -> Encoded:
 def cut(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
     """This process's micro-batches of the rows."""
     per_row = 1 if config.is_unpaired else 2
-    parts = offline.local_parts(
+    parts = local_parts(
         [row.num_tokens for row in rows],
         config,
         max_tokens=per_row * config.micro_batch_size * config.data.max_length,

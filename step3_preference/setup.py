@@ -8,9 +8,9 @@ from pipeline.models.forward import Policy
 from pipeline.models.passes import passes_of
 from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device
-from pipeline.run import offline
-from pipeline.run.offline import Rows, Training
 from pipeline.run.run import Run
+from pipeline.run.training import Rows, Training, steps_between_evaluations
+from pipeline.run.training import set_up as set_up_training
 from step3_preference.config import PreferenceConfig
 from step3_preference.evaluate import Course
 from step3_preference.guards import PreferenceSignals
@@ -75,9 +75,9 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     # Both before any state is loaded: they are of the weights that the run begins with.
     start = Start(passes)
     reference = open_reference(start, rows, store, config)
-    interval = offline.steps_between_evaluations(config, rows, store.held_out)
+    interval = steps_between_evaluations(config, rows, store.held_out)
     guards = Guards(config.guards, PreferenceSignals(), interval)
-    training = offline.set_up(
+    training = set_up_training(
         config, model, passes.engine, rows, store.held_out, run, guards, passes
     )
     course = Course(training, reference)

@@ -18,10 +18,8 @@ from torch import Tensor
 from pipeline.cli.options import run_main
 from pipeline.models.trained import within_context_of
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run.divergence import keeping_best
-from pipeline.run.offline import load_rows
 from pipeline.run.run import Run
-from pipeline.run.run_step import run_step
+from pipeline.run.training import keeping_best, load_rows, run_step
 from pipeline.system.torch_process import seed_generators
 from step3_preference.objective import Figures, Point, objective
 from step3_preference.reference import RowStore

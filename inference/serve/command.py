@@ -6,8 +6,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from inference.serve.config import ServeConfig, read_keys
-from pipeline.cli.command import joined, read_command
-from pipeline.cli.options import remark, say
+from pipeline.cli.options import joined, read_command, remark, say
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import MODULE
 from pipeline.system.logs import configure_logging

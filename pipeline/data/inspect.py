@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.cli.command import read_command
-from pipeline.cli.options import run_main
+from pipeline.cli.options import read_command, run_main
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message

@@ -8,8 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.cli.command import read_command
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import read_command, run_main, say
 from pipeline.config import FrozenModelConfig
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pipeline.cli.command import read_command
-from pipeline.cli.options import say
+from pipeline.cli.options import read_command, say
 from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import MODULE
 

@@ -33,7 +33,7 @@ from pipeline.report.results import (
     mean,
     numbers,
 )
-from pipeline.system.progress import duration
+from pipeline.system.logs import duration
 
 FIGURES = {
     "judge": "correct and polite",

@@ -26,7 +26,7 @@ from pipeline.report.results import (
 )
 from pipeline.system.errors import DataError
 from pipeline.system.installation import CHAT
-from pipeline.system.progress import duration
+from pipeline.system.logs import duration
 
 
 def write_report(out: Path) -> Path:

@@ -1,9 +1,8 @@
-"""Learning to predict the next token: the loss, an optimizer step, and how well it is predicted."""
+"""Learning to predict the next token: the loss, an optimizer step, and the perplexity."""
 
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Float
@@ -12,8 +11,8 @@ from torch import Tensor
 from pipeline.data.batches import TokenBatch
 from pipeline.models.passes import Passes
 from pipeline.models.trained import evaluating
-from pipeline.run.offline import Training
 from pipeline.run.run import Run
+from pipeline.run.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +26,28 @@ def next_token_nll(logprobs: Float[Tensor, " K"]) -> Float[Tensor, ""]:
     return -logprobs.sum()
 
 
-@dataclass(frozen=True)
-class Size:
-    """The size of an optimizer step's rows, over all processes."""
-
-    tokens: int
-
-    targets: int
-    """Tokens whose prediction is learned."""
-
-    peak_seconds: float
-    """Of the step at the processors' peak."""
-
-
 def learn(
-    passes: Passes, batches: Iterable[TokenBatch], size: Size, run: Run, *, step: int
+    passes: Passes,
+    batches: Iterable[TokenBatch],
+    run: Run,
+    *,
+    step: int,
+    tokens: int,
+    targets: int,
+    peak_seconds: float,
 ) -> None:
-    """Take one optimizer step on this process's micro-batches, and log it."""
-    engine, targets = passes.engine, max(1, size.targets)
+    """Take one optimizer step on this process's micro-batches, and log it.
+
+    Args:
+        passes: over the model.
+        batches: micro-batches of this process.
+        run: logs the step.
+        step: its number.
+        tokens: of the step's rows, over all processes.
+        targets: those whose prediction is learned.
+        peak_seconds: of the step at the processors' peak.
+    """
+    engine, targets = passes.engine, max(1, targets)
     losses = passes.learn(
         batches,
         lambda batch: next_token_nll(engine(batch, uniform=True).logprobs),
@@ -53,8 +56,8 @@ def learn(
     result = engine.step()
     run.log(
         step,
-        size.peak_seconds,
-        tokens=size.tokens,
+        peak_seconds,
+        tokens=tokens,
         loss=run.mesh.data.sum(passes.total(losses)) / targets,
         lr=result.lr,
         grad_norm=result.grad_norm,
@@ -78,31 +81,17 @@ def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The weights that were exported, and how they do."""
-
-    perplexity: float
-
-    step: int
-    """The optimizer step after which the weights were these."""
-
-    is_last: bool
-    """Whether they are those of the last evaluation."""
-
-
-def export_best(training: Training[Any, Any, Any]) -> Outcome:
-    """Export the best weights, or the last where none are kept."""
+def export_best(training: Training[Any, Any, Any]) -> tuple[float, int]:
+    """Export the best weights, or the last where none are kept; return (perplexity, step)."""
     best = training.best
     restored = best.restore()
     training.export()
-    after, step = (best.value, best.step) if restored else (best.last, best.last_step)
-    return Outcome(after, step, is_last=not restored or best.step == best.last_step)
+    return (best.value, best.step) if restored else (best.last, best.last_step)
 
 
-def warn_unless_better(training: Training[Any, Any, Any], outcome: Outcome, before: float) -> None:
-    """Warn where no evaluation was better than that of the model before training."""
-    if outcome.step == 0:
+def warn_unless_better(training: Training[Any, Any, Any], step: int, before: float) -> None:
+    """Warn if the exported weights are those of `step` 0, before training."""
+    if step == 0:
         logger.warning(
             "no evaluation was better than the model before training (perplexity %.4g, in the"
             " end %.4g), whose weights are exported: lower model.optim.lr, now %g",

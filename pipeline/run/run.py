@@ -1,5 +1,6 @@
 """One training run of one step: its directory, files and log. The loop belongs to the step."""
 
+import hashlib
 import json
 import logging
 import math
@@ -24,11 +25,12 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.run.trackers import Trackers, open_trackers
 from pipeline.settings.fields import flatten, plain
 from pipeline.system.errors import ConfigError
-from pipeline.system.progress import Progress
+from pipeline.system.logs import Progress
 from pipeline.system.signals import LeavesAtOnce
 from pipeline.watchdog.monitors import Stragglers, peak_memory
 
 logger = logging.getLogger(__name__)
+
 
 DIVERGED = "diverged.json"
 """Left by a run that diverged: its state is unusable, so that `--resume` starts again."""
@@ -328,3 +330,22 @@ def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def training_id(result: Mapping[str, object]) -> str:
+    """An id of the training that left this result.json, by its steps, tokens and figures.
+
+    Figures on held-out rows have all their digits: only the same weights have the same ones. Time
+    and settings don't count, so that a training that was repeated bit for bit is the same.
+    """
+    known = [result.get(name) for name in ("steps", "tokens", "eval")]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def training_at(path: str) -> str | None:
+    """The training whose result is stored next to the model at `path`; None of any other model."""
+    try:
+        result = json.loads((Path(path) / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return training_id(result) if isinstance(result, dict) else None

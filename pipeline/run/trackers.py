@@ -2,64 +2,38 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from pipeline.config import Tracker
 
 logger = logging.getLogger(__name__)
 
-
-class Sink(Protocol):
-    """Takes the metrics of a step."""
-
-    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
-        """Record `metrics` at `step`."""
-        ...
-
-    def close(self) -> None:
-        """Flush pending metrics."""
-        ...
+Sink = tuple[Callable[[int, Mapping[str, int | float]], object], Callable[[], object]]
+"""(records metrics at a step, flushes them)."""
 
 
-class TensorBoardSink:
+def tensorboard(directory: Path) -> Sink:
     """Event files under `<directory>/tensorboard`."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    # purge_step hides the events of an earlier run in the same directory.
+    writer = SummaryWriter(str(directory / "tensorboard"), purge_step=0)
 
-        # purge_step hides the events of an earlier run in the same directory.
-        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=0)
-
-    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
-        """Record `metrics` at `step`."""
+    def log(step: int, metrics: Mapping[str, int | float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Flush pending metrics."""
-        self._writer.close()
+    return log, writer.close
 
 
-class WandbSink:
+def wandb(directory: Path, name: str, settings: Mapping[str, object]) -> Sink:
     """A run of the W&B project `rlhf-pipeline`, or of the one in WANDB_PROJECT."""
+    import wandb  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, directory: Path, name: str, settings: Mapping[str, object]) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        project = os.environ.get("WANDB_PROJECT", "rlhf-pipeline")
-        self._run = wandb.init(
-            project=project, name=name, dir=str(directory), config=dict(settings)
-        )
-
-    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
-        """Record `metrics` at `step`."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Flush pending metrics."""
-        self._run.finish()
+    project = os.environ.get("WANDB_PROJECT", "rlhf-pipeline")
+    run = wandb.init(project=project, name=name, dir=str(directory), config=dict(settings))
+    return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
 
 
 class Trackers:
@@ -70,9 +44,9 @@ class Trackers:
 
     def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Record `metrics` at `step` in every sink that still works."""
-        for name, sink in list(self._sinks.items()):
+        for name, (log, _) in list(self._sinks.items()):
             try:
-                sink.log(step, metrics)
+                log(step, metrics)
             except Exception as error:  # noqa: BLE001 - hours of training outweigh a curve
                 del self._sinks[name]
                 logger.warning("%s failed at step %d and is off: %s", name, step, error)
@@ -80,9 +54,9 @@ class Trackers:
     def close(self) -> None:
         """Flush every sink."""
         while self._sinks:
-            name, sink = self._sinks.popitem()
+            name, (_, close) = self._sinks.popitem()
             try:
-                sink.close()
+                close()
             except Exception as error:  # noqa: BLE001 - as in log
                 logger.warning("%s could not be closed: %s", name, error)
 
@@ -94,10 +68,10 @@ def open_trackers(
     sinks: dict[str, Sink] = {}
     for name in names:
         try:
-            if name == "tensorboard":
-                sinks[name] = TensorBoardSink(directory)
-            else:
-                sinks[name] = WandbSink(directory, run_name, settings)
+            is_local = name == "tensorboard"
+            sinks[name] = (
+                tensorboard(directory) if is_local else wandb(directory, run_name, settings)
+            )
         except Exception as error:  # noqa: BLE001 - such as no login: metrics.jsonl has it all
             logger.warning("%s can't be opened and is off: %s", name, error)
     return Trackers(sinks)

@@ -1,10 +1,18 @@
-"""The log: one line a message on standard error, ours and the warnings of other packages."""
+"""The log, one line a message on standard error, and the progress of a step."""
 
 import logging
+import math
 import sys
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 
-import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+logger = logging.getLogger(__name__)
+
 
 OUR_LOGGERS = (
     *("inference", "pipeline", "rewards", "evaluation"),
@@ -17,6 +25,8 @@ def configure_logging(*, is_main: bool) -> None:
 
     Rank 0 shows our messages and the warnings of libraries; other ranks show errors only.
     """
+    import transformers
+
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     root = logging.getLogger()
@@ -35,3 +45,86 @@ class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # a terminal that was closed ends no run
             sys.stderr.write(self.format(record) + "\n")
+
+
+PLAIN_LINES = 20
+SHOWN = ("score", "kl", "loss", "accuracy")
+"""Metrics shown while a step runs; metrics.jsonl has all of them."""
+
+
+class Progress:
+    """The progress of one step on standard error."""
+
+    def __init__(self, name: str, total_steps: int) -> None:
+        self.name = name
+        self.total_steps = total_steps
+        self._bar: RichProgress | None = None
+
+    def start(self) -> None:
+        """Show the bar, where there is a terminal."""
+        if not sys.stderr.isatty():
+            return
+        bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=Console(stderr=True),
+            refresh_per_second=2,
+        )
+        self._task = bar.add_task(self.name, total=self.total_steps, status="")
+        bar.start()
+        self._bar = bar
+
+    def update(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> None:
+        """`step` of `total_steps` are done, after `seconds` of training."""
+        status = self.status(step, metrics, seconds=seconds)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, status=status)
+        elif self.is_line_due(step):
+            logger.info("%s step %d/%d  %s", self.name, step, self.total_steps, status)
+
+    def stop(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def is_line_due(self, step: int) -> bool:
+        """Whether `step` gets a plain line: the first, the last, and about twenty in all."""
+        every = math.ceil(self.total_steps / PLAIN_LINES)
+        return step in (1, self.total_steps) or step % every == 0
+
+    def status(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> str:
+        """Text next to the step: watched metrics, speed, time left."""
+        parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
+        if metrics.get("tokens_per_second"):
+            parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+        left = seconds / step * (self.total_steps - step)
+        parts.append(f"{duration(left)} left" if left else f"took {duration(seconds)}")
+        return "  ".join(parts)
+
+
+def duration(seconds: int | float) -> str:
+    """Seconds as `m:ss`, or `h:mm:ss` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Clock:
+    """Seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        """By phase."""
+
+    def end(self, phase: str) -> None:
+        """End a phase, which began at the end of the one before."""
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds by `seconds_<phase>`."""
+        return {f"seconds_{phase}": seconds for phase, seconds in self.seconds.items()}

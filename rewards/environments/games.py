@@ -13,8 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pipeline.cli.command import read_command
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import read_command, run_main, say
 from pipeline.data.examples import Message
 from pipeline.files.output import json_lines, write_output
 from pipeline.system.errors import require

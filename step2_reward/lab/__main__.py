@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli.command import read_command
-from pipeline.cli.options import run_main
+from pipeline.cli.options import read_command, run_main
 from pipeline.system.installation import MODULE
 from step2_reward.config import LabConfig
 

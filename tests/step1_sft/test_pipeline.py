@@ -17,8 +17,8 @@ from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.models.divided_vocabulary import LARGE
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.run.next_token import next_token_nll
-from pipeline.run.offline import load_rows
 from pipeline.run.run import Run
+from pipeline.run.training import load_rows
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
 from step1_sft.train import learn_from, load_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.run.origin import training_at
+from pipeline.run.run import training_at
 from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train

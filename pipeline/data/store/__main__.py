@@ -8,9 +8,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from pipeline.cli.command import choose_command, read_files_command
 from pipeline.cli.help import help_entry
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import choose_command, read_files_command, run_main, say
 from pipeline.data.store.token_file import (
     CHUNK,
     TokenFile,

@@ -29,7 +29,7 @@ from pipeline.data.store.token_file import Origin, TokenFile, TokenWriter, index
 from pipeline.data.store.vocabulary import Vocabulary
 from pipeline.files.lock import RunLock
 from pipeline.system.errors import ConfigError, DataError
-from pipeline.system.progress import Progress
+from pipeline.system.logs import Progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

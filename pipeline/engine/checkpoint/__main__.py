@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pipeline.cli.command import choose_command
 from pipeline.cli.help import help_entry
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import choose_command, run_main, say
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import MANIFEST, is_base_name, step_of
 from pipeline.engine.checkpoint.history import candidates

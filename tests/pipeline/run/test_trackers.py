@@ -32,7 +32,7 @@ class BreaksAtStep2:
 
 def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     sink = BreaksAtStep2()
-    trackers = Trackers({"wandb": sink})
+    trackers = Trackers({"wandb": (sink.log, sink.close)})
 
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3, 4):

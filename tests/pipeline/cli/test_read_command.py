@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from pipeline.cli.command import joined, read_command
+from pipeline.cli.options import joined, read_command
 from pipeline.system.errors import ConfigError, require
 
 

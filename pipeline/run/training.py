@@ -1,13 +1,17 @@
-"""Shared by the steps that learn from fixed rows: their order, evaluations, checkpoints."""
+"""Shared by the training steps: command, rows, evaluations, divergence."""
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from pipeline.budget.fit import check_memory
+from pipeline.cli.options import parse_step
 from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
@@ -21,10 +25,54 @@ from pipeline.engine.parts import KnowsHealth, Stateful
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.models.passes import Passes
-from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel import launched
+from pipeline.parallel.mesh import current_mesh, cut_mesh
+from pipeline.parallel.process_group import process_group
 from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.run import Run
 from pipeline.run.utilization import Utilization, utilization_of
+from pipeline.system.errors import DivergedError, ModelError
+from pipeline.system.logs import configure_logging
+from pipeline.system.torch_process import (
+    gpu_numerics,
+    set_compute_threads,
+    use_expandable_segments,
+)
+from pipeline.watchdog.process import watching
+
+logger = logging.getLogger(__name__)
+
+
+C = TypeVar("C", bound=StepConfig)
+
+
+def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence[str]) -> None:
+    """Run a step on the processes that torchrun started, or on this one.
+
+    Args:
+        config_class: the step's settings.
+        train: runs the step with them.
+        argv: the command line.
+
+    Raises:
+        ConfigError: a setting can't be used, or the step needs more memory than there is.
+    """
+    config = parse_step(config_class, argv)
+    use_expandable_segments()
+    set_compute_threads(config.threads)
+    config.parallel.check(launched.world_size())
+    check_memory(config)
+    parallel, patience = config.parallel, config.timeout_seconds
+    with (
+        process_group(watching, patience),
+        cut_mesh(
+            replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=patience
+        ) as mesh,
+        gpu_numerics(tf32=config.tf32, deterministic=config.is_deterministic),
+    ):
+        configure_logging(is_main=mesh.is_main)
+        train(config)
+
 
 EVALUATIONS = 10
 """Evaluations of a run, its end included, where they take little of its work."""
@@ -35,40 +83,25 @@ SHARE = 0.08
 FORWARD_SHARE = 1 / 3
 """Of a training step's work that its forward pass is; the backward pass is twice as much."""
 
-C = TypeVar("C", bound=StepConfig)
 R = TypeVar("R")
 
 
-class Source(Protocol):
+class _Source(Protocol):
     """Rows, and the order in which a step learns from them."""
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model that learns."""
-        ...
-
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
     @property
-    def stream(self) -> Stateful:
-        """The order, and the position in it."""
-        ...
-
+    def stream(self) -> Stateful: ...
     @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the run."""
-        ...
-
+    def total_steps(self) -> int: ...
     @property
-    def fingerprint(self) -> str:
-        """Identifies the rows: different rows have different fingerprints."""
-        ...
-
+    def fingerprint(self) -> str: ...
     @property
-    def prompts(self) -> PromptRecord | None:
-        """Training and held-out rows of this step and the earlier ones; None of texts."""
-        ...
+    def prompts(self) -> PromptRecord | None: ...
 
 
-S = TypeVar("S", bound=Source)
+S = TypeVar("S", bound=_Source)
 
 
 @dataclass(frozen=True)
@@ -177,7 +210,7 @@ def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> 
     return math.ceil(total_steps / max(1, min(EVALUATIONS, affordable)))
 
 
-def steps_between_evaluations(config: StepConfig, rows: Source, held_out: Sequence[object]) -> int:
+def steps_between_evaluations(config: StepConfig, rows: _Source, held_out: Sequence[object]) -> int:
     """The interval between evaluations, for these training and held-out rows."""
     return evaluation_interval(
         config.eval_every,
@@ -250,3 +283,62 @@ def local_parts(
         process=data.rank,
         at_least=at_least,
     )
+
+
+@contextmanager
+def keeping_best(
+    run: Run, best: BestWeights, export: Callable[[], object], **trained: TrainedModelConfig
+) -> Iterator[None]:
+    """Around a step's loop: where it diverges, export the best weights before the run ends.
+
+    Args:
+        run: of the step; it notes that it diverged.
+        best: the weights to keep.
+        export: writes the model to its place; all processes call it.
+        trained: settings of the model by their name, for the sentence, which says the rate.
+
+    Raises:
+        DivergedError: what went wrong and when, what is kept, what to do.
+    """
+    try:
+        yield
+    except DivergedError as error:
+        kept = "no weights are exported"
+        if best.restore():
+            export()
+            kept = f"the weights after step {best.step}, the best evaluated, are exported"
+        ((name, model),) = trained.items()
+        rate = f"{name}.optim.lr is {model.optim.lr:g}"
+        if model.lora is not None:
+            rate = f"adapters train at a rate of {model.lora_lr:g}, see {name}.lora.lr"
+        sentence = f"{run.name} diverged after step {run.step}: {error} ({rate}); {kept}"
+        run.note_divergence(sentence)
+        raise DivergedError(sentence) from None
+
+
+def check_start(path: str | None, figures: Mapping[str, float]) -> None:
+    """Refuse a model that is broken before any training.
+
+    Raises:
+        ModelError: a figure of the first evaluation is infinite or not a number.
+    """
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise ModelError(
+                f"{path}: its {name.replace('_', ' ')} is {value} before any training; its weights"
+                " hold infinities or NaN, or overflow in this precision (try fp32)"
+            )
+
+
+def check_finite(where: str, figures: Mapping[str, float]) -> None:
+    """End a run whose weights no longer give finite figures.
+
+    Raises:
+        DivergedError: a figure is infinite or not a number.
+    """
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"{name.replace('_', ' ')} {where} is {value}; lower the learning rate, or train"
+                " with precision bf16 or fp32"
+            )
