@@ -38,14 +38,11 @@ COLUMNS = {
 }
 """The column that a kind reads, where the settings name no other."""
 
-Pool = Literal["mean", "uwo", "min"]
-"""How the scores of several reward models become one."""
-
 SCALE = (0.0, 10.0)
 """The lowest and highest score a judge may give, where the settings name no other."""
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
-    "model": ("path", "members", "pool", "pool_lambda"),
+    "model": ("path",),
     "environment": (),
     "verifier": (),
     "function": ("path", "form", "column"),
@@ -73,7 +70,7 @@ _NEEDED = {
 
 _LEAST = {
     **dict.fromkeys(("ngram", "memory_mb", "concurrency", "attempts"), 1),
-    **dict.fromkeys(("max_tokens", "buffer_tokens", "pool_lambda"), 0),
+    **dict.fromkeys(("max_tokens", "buffer_tokens"), 0),
 }
 
 
@@ -97,15 +94,6 @@ class RewardConfig:
     path: str | None = None
     """model: its directory, null takes step 2's; function: file.py:name; remote and judge:
     an address."""
-
-    members: tuple[str, ...] = ()
-    """model: directories of further reward models; the scores of all are normalized and pooled."""
-
-    pool: Pool = "mean"
-    """model, of several: mean; uwo, mean - pool_lambda * variance; min, the worst case."""
-
-    pool_lambda: float = 0.1
-    """model, pool uwo: how much disagreement costs."""
 
     pattern: str = ""  # a text or None would be None at "####", a comment to YAML
     """regex: what the response must contain, `.` matches line ends too; exact: what finds the
@@ -185,22 +173,6 @@ class RewardConfig:
         require(self.seconds > 0, f"{where}.seconds must be above 0, got {self.seconds}")
         low, high = self.scale
         require(low < high, f"{where}.scale must be a low and a higher score, got {low} {high}")
-        self._check_pool(where)
-
-    def _check_pool(self, where: str) -> None:
-        paths = [*self.members, *([self.path] if self.members and self.path else [])]
-        require(
-            len({*paths}) == len(paths) and all(paths),
-            f"{where}.members names a model twice, or none; give the directory of each once",
-        )
-        require(
-            bool(self.members) or self.pool == "mean",
-            f"{where}.pool {self.pool} needs {where}.members: the other reward models",
-        )
-        require(
-            self.pool == "uwo" or self.pool_lambda == type(self).pool_lambda,
-            f"{where}.pool_lambda is a setting of pool uwo; {self.pool} does not read it",
-        )
 
     @property
     def reads_column(self) -> str | None:

@@ -227,40 +227,6 @@ def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[flo
     return combined
 
 
-def normalize_then_sum(
-    values: Sequence[Values], weights: Sequence[float], *, group_size: int, eps: float = 1e-4
-) -> list[float | None]:
-    """Advantages of GDPO (Liu et al. 2026, arXiv:2601.05242).
-
-    Each source is normalized within its group by itself, A_k = (r_k - mean) / (std + eps), so that
-    none drowns in another's scale; then A = sum_k w_k A_k is normalized over the batch. Responses
-    that a source does not apply to take no part in its means. A group whose values of a source are
-    all equal gets 0 from it, exactly. Deviations are of the sample, n - 1.
-
-    Args:
-        values: by source, a number or None for each response; members of a group are adjacent.
-        weights: by source.
-        group_size: responses to each prompt.
-        eps: added to the deviations.
-    """
-    normalized = [
-        [advantage for group in _groups(each, group_size) for advantage in standardized(group, eps)]
-        for each in values
-    ]
-    return standardized(weighted_sum(normalized, weights), eps)
-
-
-def standardized(values: Values, eps: float) -> list[float | None]:
-    """(v - mean) / (std + eps) of the values that are no None; 0 where they are all equal."""
-    present = [value for value in values if value is not None]
-    if not present or max(present) == min(present):
-        return [None if value is None else 0.0 for value in values]
-    mean = math.fsum(present) / len(present)
-    variance = math.fsum((value - mean) ** 2 for value in present) / (len(present) - 1)
-    scale = math.sqrt(variance) + eps
-    return [None if value is None else (value - mean) / scale for value in values]
-
-
 def without_failures(sources: Sequence[Scored], weights: Sequence[float]) -> list[Values]:
     """The values of each source, None on responses that a source with a weight failed on.
 

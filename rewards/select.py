@@ -71,11 +71,6 @@ class SelectConfig(SamplingConfig):
                 source.kind != "model" or source.path is not None,
                 "--reward model: name its directory, as '{kind: model, path: OUT/step2_reward}'",
             )
-            require(
-                not source.members,
-                f"--reward {source.name}: step 3 alone pools the members of a reward model; name"
-                " each model as a source, whose scores are summed by weight",
-            )
         return sources
 
 

@@ -2,7 +2,7 @@
 
 Pure functions of tensors. Dimension names: B responses, T response tokens (padded; masks are True
 on real tokens), P prompts, G responses to each. A new estimator is a function, an entry in
-`ESTIMATORS`, a name in `step3_ppo.settings`, and its needs in `step3_ppo.methods`.
+`ESTIMATORS`, a name in `step3_ppo.config`, and its needs in `step3_ppo.methods`.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,13 +75,6 @@ class Rewarded:
     counted: Bool[Tensor, " B"]
     """False where a response has no reward: it is in no baseline, and its advantage is 0."""
 
-    lam_value: float | None = None
-    """Lambda of the returns that the critic learns; None is `lam`."""
-
-    lam_length_alpha: float | None = None
-    """Alpha of a lambda that grows with a response's length, 1 - 1 / (alpha * length), in place of
-    `lam`; or None."""
-
     group_baseline: bool = False
     """Whether `reinforce_pp` compares scores with the mean of their group first."""
 
@@ -100,21 +93,15 @@ class Estimate:
 
 
 def gae_estimate(rewarded: Rewarded) -> Estimate:
-    """Generalized advantage estimation with a critic; see `gae`.
-
-    With `lam_length_alpha` alpha, lambda is 1 - 1 / (alpha n) for a response of n tokens; with
-    `lam_value`, the critic's returns have a lambda of their own (Yue et al. 2025, VAPO, 4.1 and
-    4.2; Yuan et al. 2025, VC-PPO).
-    """
-    values, mask, gamma = rewarded.values, rewarded.mask, rewarded.gamma
-    assert values is not None
-    lam: float | Float[Tensor, " B"] = rewarded.lam
-    if rewarded.lam_length_alpha is not None:
-        lam = (1 - 1 / (rewarded.lam_length_alpha * mask.sum(dim=1))).clamp(min=0.0)
-    advantages, returns = gae(rewarded.rewards, values, mask, gamma=gamma, lam=lam)
-    of_critic = rewarded.lam if rewarded.lam_value is None else rewarded.lam_value
-    if rewarded.lam_length_alpha is not None or of_critic != rewarded.lam:
-        _, returns = gae(rewarded.rewards, values, mask, gamma=gamma, lam=of_critic)
+    """Generalized advantage estimation with a critic; see `gae`."""
+    assert rewarded.values is not None
+    advantages, returns = gae(
+        rewarded.rewards,
+        rewarded.values,
+        rewarded.mask,
+        gamma=rewarded.gamma,
+        lam=rewarded.lam,
+    )
     return Estimate(advantages, returns)
 
 
@@ -124,7 +111,7 @@ def gae(
     mask: Bool[Tensor, "B T"],
     *,
     gamma: float,
-    lam: float | Float[Tensor, " B"],
+    lam: float,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16).
 

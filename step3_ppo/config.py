@@ -1,23 +1,50 @@
-"""What the settings of step 3 must be, and what its memory and time follow from."""
+"""Settings of step 3, their ranges, and the work that follows from them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from evaluation.config import check_tasks
-from pipeline.config import DEFAULT_OPTIM, TrainedModelConfig, Workload
+from evaluation.config import TaskSettings, check_tasks
+from pipeline.config import (
+    DEFAULT_OPTIM,
+    EMBEDDED,
+    DataConfig,
+    FrozenModelConfig,
+    Generation,
+    ModelUse,
+    OptimConfig,
+    RowColumns,
+    StepConfig,
+    TrainedModelConfig,
+    Workload,
+)
 from pipeline.guards.settings import check_guards, completed
+from pipeline.settings.fields import Option
 from pipeline.system.errors import require
-from step3_ppo.guard_settings import WARNING, unmeasured
-from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS
-from step3_ppo.reward_settings import MODEL, with_environment
-from step3_ppo.settings import LEARNING_RATES, PPOSettings, adam
-from step3_ppo.validation import check_environment, check_method, check_parallel, check_rewards
-from step3_ppo.workload import workload_of
+from step3_ppo.guard_settings import WARNING, GuardSettings, unmeasured
+from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, Needs
+from step3_ppo.reward_settings import (
+    ENVIRONMENT,
+    MODEL,
+    RESERVED,
+    RewardSettings,
+    read_reward_options,
+    with_environment,
+    without_reward_options,
+)
+
+LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
+"""Default learning rates, where whole weights learn."""
+
+
+def adam(lr: float) -> OptimConfig:
+    """Adam as PPO wants it (Huang et al. 2024, details 16 and 17)."""
+    return OptimConfig(lr=lr, betas=(0.9, 0.999), eps=1e-5, schedule="linear")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(PPOSettings):
+class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
 
     section: ClassVar[str] = "ppo"
@@ -25,22 +52,356 @@ class PPOConfig(PPOSettings):
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
     """The settings that each choice of `method` stands for."""
 
+    OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **StepConfig.OPTIONS,
+        "actor_zero_stage": ("actor.zero_stage",),
+        "reward_zero_stage": ("critic.zero_stage",),
+        "tensor_parallel": ("parallel.tp", "inference_tp_size"),
+        "guards": ("guards",),
+        "environment": ("environment",),
+        "reward_function": (),
+        "reward": (),
+    }
+
+    RUN_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "lr": ("actor.optim.lr",),
+        "batch_size": ("batch_size",),
+        "epochs": ("epochs",),
+        "lora": ("actor.lora.rank", "critic.lora.rank"),
+        "lora_variant": ("actor.lora.variant", "critic.lora.variant"),
+        "quantize": ("actor.quantize", "critic.quantize"),
+    }
+
+    AT_LEAST: ClassVar[Mapping[str, str]] = {"rollout_size": "batch_size"}
+    """A minibatch is cut from one rollout."""
+
+    output_dir: Path = Path("output/step3_ppo")
+
+    method: Literal[
+        "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "raft"
+    ] = "ppo"
+    """Other defaults for the settings below; what is set beside it wins (docs/ppo.md)."""
+
+    actor: TrainedModelConfig = field(
+        default_factory=lambda: TrainedModelConfig(optim=adam(LEARNING_RATES["actor"]))
+    )
+    """The policy; a null path starts from step 1's output."""
+
+    critic: TrainedModelConfig = field(
+        default_factory=lambda: TrainedModelConfig(optim=adam(LEARNING_RATES["critic"]))
+    )
+    """The value model; a null path starts from step 2's output, or without a reward model from
+    step 1's."""
+
+    reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """The reference of the KL penalty; a null path is the initial actor."""
+
+    reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """The reward model, where one is used; null takes step 2's output."""
+
+    base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """The model before step 1, for the report; a null path leaves it out."""
+
+    batch_size: int = 64
+    """Sequences in an optimizer step (a PPO minibatch), over all processes."""
+
+    rollout_size: int = 128
+    """Responses before each round of updates, in all."""
+
+    group_size: int = 1
+    """Responses to each prompt (num_generations, rollout.n)."""
+
+    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "best"] = "gae"
+    """gae uses a critic; grpo, dr_grpo, rloo and best compare the responses to a prompt: with their
+    mean, divided by their deviation or not, with the mean of the others, or keep the best alone;
+    reinforce_pp whitens the reward-to-go over all tokens. Papers: docs/ppo.md."""
+
+    baseline: Literal["none", "group"] = "none"
+    """For reinforce_pp: group subtracts the mean score of a prompt's responses from each."""
+
+    loss: Literal["clip", "gspo", "cispo", "none"] = "clip"
+    """clip is PPO's clipped ratio; gspo clips the mean ratio of a response; cispo bounds the ratio
+    and keeps every gradient; none is the plain policy gradient, for one update a rollout."""
+
+    aggregate: Literal["token", "sequence", "constant"] = "token"
+    """Weighting of that loss: tokens equally, responses equally, or 1 / max_new_tokens each."""
+
+    dynamic_sampling: int = 0
+    """Rounds that replace prompts without a gradient (Yu et al. 2025, eq. 11)."""
+
+    overlong_buffer: float = 0.0
+    """Tokens before max_new_tokens in which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
+    below 1 a share of them."""
+
+    overlong: Literal["score", "mask"] = "score"
+    """Unfinished responses: score keeps them; mask leaves them out of baseline and loss."""
+
+    correction: Literal["auto", "none", "truncate", "mask"] = "auto"
+    """Importance weights of off-policy tokens: truncate at correction_cap, mask beyond it (TIS,
+    IcePop), or auto: truncate if rollout_gap exceeds correction_threshold."""
+
+    correction_threshold: float = 1e-3
+    """Mean absolute difference of log-probabilities, in nats."""
+
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whose ratio: a token's, or the geometric mean of a response's."""
+
+    correction_cap: float = 2.0
+    """The largest weight; mask also leaves out ratios below 1 / correction_cap."""
+
+    generation_batch_size: int = 64
+    """Concurrent responses of a process; changes no result."""
+
+    inference_tp_size: int = 1
+    """Processes that generate together by tensor parallelism; must divide their number and the
+    number of attention heads."""
+
+    replica: Literal["release", "resident"] = "release"
+    """Weights gathered, merged or sharded to generate with: release gives their memory back to
+    training, resident keeps it."""
+
+    offload_in_generation: bool = False
+    """Move what actor and critic keep for training to main memory while responses are generated,
+    on GPUs, to make room for more at once."""
+
+    max_prompt_length: int = 256
+    """Longest prompt, in tokens; rows with longer prompts are left out, and counted."""
+
+    max_new_tokens: int = 256
+    """Longest response, in tokens, its end-of-turn token included."""
+
+    temperature: float = 1.0
+    """Temperature of sampling and of all log-probabilities."""
+
+    ppo_epochs: int = 1
+    """Passes over each rollout."""
+
+    reuse_forward: bool = True
+    """Where a rollout is one micro-batch, backpropagate the first update through the pass that gave
+    the old log-probabilities: a fifth less work after generation, for its activations' memory."""
+
+    kl_coef: float = 0.05
+    """Weight of the KL penalty to the reference."""
+
+    kl_in: Literal["reward", "loss", "none"] = "reward"
+    """Where that penalty is applied (use_kl_loss)."""
+
+    kl_estimator: Literal["auto", "k1", "k2", "k3", "k3_is"] = "auto"
+    """auto is k1 in the reward, and in the loss k3_is, whose gradient is that of KL(pi || pi_ref),
+    as k2's is on-policy; that of k3 (low_var_kl) is of KL(pi_ref || pi)."""
+
+    kl_target: float | None = None
+    """Nats per response that an adaptive kl_coef steers to (Ziegler et al. 2019, 2.2); null keeps
+    kl_coef fixed."""
+
+    kl_horizon: int = 10_000
+    """Responses over which the adaptive kl_coef reacts."""
+
+    gamma: float = 1.0
+    """Discount per token."""
+
+    lam: float = 0.95
+    """Bias-variance trade-off of GAE: 1 is Monte Carlo, 0 one-step TD."""
+
+    whiten_advantages: bool = True
+    """Shift and scale the advantages of gae and reinforce_pp to mean 0, variance 1 over the rollout
+    of all processes."""
+
+    whiten_rewards: bool = False
+    """Scale token rewards to variance 1, keeping their mean."""
+
+    clip: float = 0.2
+    """Lower side of the trust region: the ratio is clipped at 1 - clip."""
+
+    clip_high: float | None = None
+    """Upper side, 1 + clip_high (Yu et al. 2025); null uses `clip`."""
+
+    dual_clip: float | None = None
+    """Bound c > 1 on the loss of negative advantages (Ye et al. 2020, eq. 5); null is off."""
+
+    value_clip: float | None = 0.2
+    """Trust region of the value estimate, in units of reward; null is off."""
+
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    target_kl: float | None = 0.05
+    """Stop the epochs over a rollout when new and old policy are over 1.5 times this apart, in nats
+    per token; null never stops."""
+
+    normalize_score: bool = True
+    """Subtract the reward model's stored mean and divide by its deviation, or by those of the first
+    rollout where it has none."""
+
+    score_clip: float | None = 5.0
+    """Normalized scores are clipped to ± this; null is off."""
+
+    missing_eos_score: float | None = -1.0
+    """Maximum score of an unfinished response, after normalization; null is off."""
+
+    critic_warmup_steps: int = 0
+    """First iterations in which only the critic learns."""
+
+    ptx_coef: float = 0.0
+    """Weight of the language-model loss on `ptx_data`, mean per token (PPO-ptx)."""
+
+    ptx_data: tuple[str, ...] = ()
+    """Plain text or dialogues for the PPO-ptx loss, as `data.path`; empty uses step 1's rows."""
+
+    ema_decay: float | None = None
+    """Decay of the exponential moving average of the actor (enable_ema uses 0.992); null is off."""
+
+    samples_every: int = 20
+    """Iterations between printed samples of fixed prompts (print_answers_interval)."""
+
+    def reuses_forward(self, *, processes: int) -> bool:
+        """Whether the rollout of each of that many processes is one micro-batch, and is reused."""
+        of_process = self.responses_per_process(processes)
+        is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
+        is_one = is_one and self.least_micro_batches == 1 and self.parallel.pp == 1
+        return self.reuse_forward and is_one
+
+    @property
+    def least_micro_batches(self) -> int:
+        """The least number of micro-batches of a minibatch on each process, or each pipeline."""
+        given, deterministic = self.parallel.micro_batches, self.actor.zero.reduction
+        if given is None and deterministic == "deterministic":
+            return 1
+        return self.parallel.least_micro_batches or 1
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return ESTIMATOR_NEEDS[self.advantage].critic
+
+    @property
+    def method_name(self) -> str:
+        """What its settings make: `method`, or the method of the advantage where none is named."""
+        by_advantage = {"gae": "ppo", "best": "raft"}
+        named = self.method != "ppo"
+        return self.method if named else by_advantage.get(self.advantage, self.advantage)
+
+    @property
+    def step_name(self) -> str:
+        """What its figures call the step: of several methods each has a directory of its name."""
+        own = f"step3_{self.method}"
+        return own if self.output_dir.name == own else "step3_ppo"
+
+    @property
+    def kl_weight(self) -> float:
+        """`kl_coef` where there is a KL penalty at all."""
+        return 0.0 if self.kl_in == "none" else self.kl_coef
+
+    @property
+    def overlong_tokens(self) -> float:
+        """`overlong_buffer` in tokens."""
+        buffer = self.overlong_buffer
+        return buffer * self.max_new_tokens if buffer < 1 else buffer
+
+    @property
+    def reward_layout(self) -> TrainedModelConfig:
+        """The trained model as which the reward model is sharded."""
+        return self.critic if self.has_critic else self.actor
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Over all processes; each process has all responses to its prompts."""
+        return self.rollout_size // self.group_size
+
+    def responses_per_process(self, processes: int) -> int:
+        """Responses of a rollout that one of that many processes has, at most."""
+        return -(-self.prompts_per_rollout // processes) * self.group_size
+
+    @property
+    def unused_roles(self) -> frozenset[str]:
+        """The models that the method and its rewards do without."""
+        critic = frozenset[str]() if self.has_critic else frozenset({"critic"})
+        return critic if self.uses_reward_model else critic | {"reward"}
+
+    @property
+    def row_columns(self) -> RowColumns:
+        """The columns that the sources of rewards read."""
+        return self.reward_columns
+
+    @classmethod
+    def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The sources that options name; in an environment each process plays by itself."""
+        words = {name: given[name] for name in ("reward_function", "reward") if name in given}
+        sources = {"rewards": read_reward_options(words.items())} if words else {}
+        return {**sources, **({"inference_tp_size": 1} if "environment" in given else {})}
+
+    @classmethod
+    def without_short_forms(cls, options: list[Option]) -> list[Option]:
+        """`--reward-function FILE.py:NAME` and `--reward KIND` as a list of `rewards`."""
+        return without_reward_options(options)
+
+    def trains_actor(self, step: int) -> bool:
+        """Whether iteration `step` updates the actor beside the critic."""
+        return step > self.critic_warmup_steps
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt with its response, in tokens."""
+        return self.max_prompt_length + self.max_new_tokens
+
+    @property
+    def ptx_rows(self) -> DataConfig | None:
+        """Where the texts of the PPO-ptx loss come from; None where it has no weight."""
+        if self.ptx_coef == 0:
+            return None
+        if not self.ptx_data:
+            return replace(self.data, eval_path=())
+        # Rows of its own, read by their own fields; all of them, which the embedded task can't cut.
+        data = replace(self.data, path=self.ptx_data, fields={}, eval_path=())
+        return data if EMBEDDED in data.path else replace(data, split=(1.0, 0.0, 0.0))
+
     def workload(self, world: int) -> Workload:
-        """The models, batches and lengths of the step, as `step3_ppo.workload` describes them."""
-        return workload_of(self, world)
+        """Each iteration generates responses, scores them, and learns from them."""
+        processes = self.parallel.pipelines(world)
+        return Workload(
+            world=world,
+            parallel=self.parallel,
+            models=_describe_models(self),
+            iteration_rows=self.rollout_size,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            length=self.max_length,
+            targets=self.max_new_tokens,
+            generation=Generation(
+                role="actor",
+                phase="each iteration",
+                count=self.responses_per_process(processes),
+                group_size=self.group_size,
+                batch_size=self.generation_batch_size,
+                prompt_length=self.max_prompt_length,
+                new_tokens=self.max_new_tokens,
+                tensor_parallel=self.inference_tp_size,
+                shared_by=self.parallel.pp,
+                keeps_replica=self.replica == "resident",
+                offloads_training=self.offload_in_generation,
+            ),
+            epochs=self.ppo_epochs,
+            reuses_forward=self.reuses_forward(processes=processes),
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_parallel(self)
+        self.parallel.check_model("ppo.actor", self.actor)
+        if self.has_critic:
+            self.parallel.check_model("ppo.critic", self.critic)
         for role, lr in LEARNING_RATES.items():
             model: TrainedModelConfig = getattr(self, role)
             if model.optim is DEFAULT_OPTIM:  # nobody has set it: it is of the class alone
                 object.__setattr__(self, role, replace(model, optim=adam(lr)))
         counts = ("rollout_size", "group_size", "generation_batch_size", "max_prompt_length")
         counts += ("max_new_tokens", "inference_tp_size", "ppo_epochs", "kl_horizon")
-        for name in (*counts, "samples_every"):
+        counts += ("samples_every", "max_turns", "reward_timeout", "reward_workers", "temperature")
+        for name in counts:
             value = getattr(self, name)
             require(value > 0, f"ppo.{name} must be above 0, got {value}")
+        for name in ("kl_coef", "dynamic_sampling", "correction_threshold"):
+            value = getattr(self, name)
+            require(value >= 0, f"ppo.{name} must not be below 0, got {value}")
         require(
             self.rollout_size >= self.batch_size,
             f"ppo.batch_size {self.batch_size} is larger than ppo.rollout_size"
@@ -56,15 +417,11 @@ class PPOConfig(PPOSettings):
         for source in self.rewards:
             if source.kind == MODEL and source.path is not None:
                 object.__setattr__(self, "reward", replace(self.reward, path=source.path))
-        require(self.temperature > 0, f"ppo.temperature must be above 0, got {self.temperature}")
-        require(self.kl_coef >= 0, f"ppo.kl_coef must not be below 0, got {self.kl_coef}")
         require(0 <= self.gamma <= 1, f"ppo.gamma must lie in [0, 1], got {self.gamma}")
-        for name in ("lam", "lam_value"):
-            value = getattr(self, name)
-            require(value is None or 0 <= value <= 1, f"ppo.{name} must lie in [0, 1], got {value}")
+        require(0 <= self.lam <= 1, f"ppo.lam must lie in [0, 1], got {self.lam}")
         require(0 < self.clip < 1, f"ppo.clip must lie between 0 and 1, got {self.clip}")
         above = ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl")
-        for name in (*above, "lam_length_alpha"):
+        for name in above:
             value = getattr(self, name)
             require(value is None or value > 0, f"ppo.{name} must be above 0 or null, got {value}")
         require(
@@ -96,3 +453,231 @@ class PPOConfig(PPOSettings):
             sources=bool(self.rewards),
         )
         check_guards(self.guards, WARNING, section="ppo", lacking=lacking, every=self.save_interval)
+
+
+def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:
+    models = (
+        ModelUse(
+            role="actor",
+            settings=config.actor,
+            scored=1 if _has_reference_of_its_own(config) else 2,
+            text_length=config.data.max_length if config.ptx_coef > 0 else None,
+            host_copies=config.keep_best,
+            keeps_average=config.ema_decay is not None,
+        ),
+        ModelUse(role="critic", settings=config.critic, scores=True, scored=1),
+        ModelUse(
+            role="reference",
+            settings=_reference(config),
+            sharded_like=_if_sharded(config.actor),
+            scored=1,
+        ),
+        ModelUse(
+            role="reward",
+            settings=config.reward,
+            scores=True,
+            sharded_like=_if_sharded(config.reward_layout),
+            scored=1,
+        ),
+        ModelUse(role="base", settings=config.base, phase_only=True),
+    )
+    return tuple(model for model in models if model.role not in config.unused_roles)
+
+
+def _has_reference_of_its_own(config: PPOConfig) -> bool:
+    return config.reference.path is not None or config.actor.lora is None
+
+
+def _reference(config: PPOConfig) -> FrozenModelConfig:
+    """The actor as it starts, where no other is named; with LoRA it is the actor's own base."""
+    if config.reference.path is not None or not _has_reference_of_its_own(config):
+        return config.reference
+    shared = {field.name: getattr(config.actor, field.name) for field in fields(FrozenModelConfig)}
+    return FrozenModelConfig(**shared)
+
+
+def _if_sharded(model: TrainedModelConfig) -> TrainedModelConfig | None:
+    return model if model.zero_stage == 3 else None
+
+
+def check_method(config: PPOConfig, needs: Needs) -> None:
+    """Refuse estimators, losses, groups and penalties that don't go together.
+
+    Raises:
+        ConfigError: the sentence names the setting and what to change.
+    """
+    _check_groups(config, needs)
+    _check_critic(config, needs)
+    _check_losses(config)
+    _check_kl(config)
+    _check_overlong(config)
+
+
+def _check_groups(config: PPOConfig, needs: Needs) -> None:
+    require(
+        config.rollout_size % config.group_size == 0,
+        f"ppo.group_size {config.group_size} doesn't divide ppo.rollout_size {config.rollout_size}:"
+        " a rollout holds all responses to each of its prompts",
+    )
+    grouped = config.group_size > 1
+    require(
+        not needs.group or grouped,
+        f"ppo.advantage {config.advantage} compares the responses to a prompt: set ppo.group_size"
+        " to 2 or more",
+    )
+    require(
+        config.baseline == "none" or config.advantage == "reinforce_pp",
+        f"ppo.baseline {config.baseline} is of ppo.advantage reinforce_pp; {config.advantage} has a"
+        " baseline of its own",
+    )
+    require(
+        config.baseline == "none" or grouped,
+        "ppo.baseline group is the mean of the responses to a prompt: set ppo.group_size to 2 or"
+        " more",
+    )
+    require(
+        config.baseline == "none" or not config.whiten_rewards,
+        "ppo.whiten_rewards changes the unit of rewards, and ppo.baseline group takes scores off"
+        " them; omit one",
+    )
+    require(
+        config.dynamic_sampling == 0 or grouped,
+        "ppo.dynamic_sampling replaces prompts whose responses have the same reward: set"
+        " ppo.group_size to 2 or more",
+    )
+
+
+def _check_critic(config: PPOConfig, needs: Needs) -> None:
+    require(
+        needs.discount or config.gamma == 1,
+        f"ppo.gamma {config.gamma} discounts the returns that a critic learns, and ppo.advantage"
+        f" {config.advantage} sums a response's rewards as they are; leave it at 1",
+    )
+    require(
+        needs.critic or config.critic_warmup_steps == 0,
+        f"ppo.critic_warmup_steps trains the critic alone, and ppo.advantage {config.advantage}"
+        " has none; leave it at 0",
+    )
+
+
+def _check_losses(config: PPOConfig) -> None:
+    require(
+        config.loss != "none"
+        or (config.ppo_epochs == 1 and config.batch_size == config.rollout_size),
+        "ppo.loss none is right for the policy that was sampled, so for one update on each"
+        " rollout: set ppo.ppo_epochs 1 and ppo.batch_size to ppo.rollout_size, or ppo.loss"
+        " clip",
+    )
+    require(
+        config.loss != "cispo" or config.dual_clip is None,
+        "ppo.dual_clip bounds a clipped loss, and ppo.loss cispo bounds the ratio; leave it at"
+        " null",
+    )
+    require(
+        config.correction_cap >= 1,
+        f"ppo.correction_cap must be at least 1, got {config.correction_cap}: below it a policy"
+        " that is not off would be corrected",
+    )
+
+
+def _check_kl(config: PPOConfig) -> None:
+    estimator = config.kl_estimator
+    require(
+        not (config.kl_in == "loss" and estimator == "k1"),
+        "ppo.kl_estimator k1 in the loss has an expected gradient of 0 and holds nothing: take"
+        " k3_is or k2, or set ppo.kl_in reward",
+    )
+    require(
+        not (config.kl_in == "reward" and estimator in ("k2", "k3", "k3_is")),
+        f"ppo.kl_estimator {estimator} belongs in the loss, and ppo.kl_in is reward, where k1"
+        " alone has the gradient of the KL: set ppo.kl_in loss, or leave it at auto",
+    )
+    require(
+        config.kl_target is None or config.kl_in != "none",
+        "ppo.kl_target steers a KL penalty, and ppo.kl_in none leaves it out: set reward or loss",
+    )
+
+
+def _check_overlong(config: PPOConfig) -> None:
+    buffer = config.overlong_buffer
+    require(
+        0 <= buffer <= config.max_new_tokens,
+        f"ppo.overlong_buffer must lie between 0 and ppo.max_new_tokens {config.max_new_tokens},"
+        f" got {buffer}",
+    )
+    name = "ppo.overlong mask" if config.overlong == "mask" else f"ppo.overlong_buffer {buffer:g}"
+    masks = config.overlong == "mask"
+    require(
+        not (masks and buffer > 0),
+        "ppo.overlong mask leaves responses without an end out, and ppo.overlong_buffer takes off"
+        " their reward: choose one",
+    )
+    require(
+        not (
+            (masks or buffer > 0)
+            and config.uses_reward_model
+            and config.missing_eos_score is not None
+        ),
+        f"{name} decides what a response without an end counts, and so does"
+        f" ppo.missing_eos_score {config.missing_eos_score}: set that to null",
+    )
+
+
+def check_environment(config: PPOConfig) -> None:
+    """Refuse settings of environments that contradict each other.
+
+    Raises:
+        ConfigError: one sentence that names the setting.
+    """
+    sources = [source for source in config.rewards if source.kind == ENVIRONMENT]
+    require(len(sources) < 2, "ppo.rewards names two sources of kind environment; keep one of them")
+    require(
+        not sources or config.environment is not None,
+        "ppo.rewards has a source of kind environment, and ppo.environment names none; set it, or"
+        " remove the source",
+    )
+    names = [source.name for source in config.rewards]
+    require(
+        all(names.count(source.name) == 1 for source in sources),
+        "ppo.rewards: the environment's source has the name of another one; rename one",
+    )
+    require(
+        config.gold is None or config.gold.kind != ENVIRONMENT,
+        "ppo.gold can't be of kind environment; give it weight 0 among ppo.rewards to measure it",
+    )
+    require(
+        config.environment is None or config.inference_tp_size == 1,
+        "ppo.environment takes turns with one process at a time; leave ppo.inference_tp_size at 1",
+    )
+
+
+def check_rewards(config: PPOConfig) -> None:
+    """Refuse settings of rewards that contradict each other or what they are used with.
+
+    Raises:
+        ConfigError: one sentence that names the setting.
+    """
+    models = [source for source in config.rewards if source.kind == MODEL]
+    require(len(models) < 2, "ppo.rewards names two sources of kind model; keep one of them")
+    for source in config.rewards:
+        require(
+            source.name not in RESERVED,
+            f"rewards.{source.name}: the metric reward_{source.name} is another figure; rename"
+            " the source",
+        )
+    require(
+        config.gold is None or config.gold.kind != MODEL,
+        "ppo.gold can't be of kind model; give it weight 0 among ppo.rewards to measure it",
+    )
+    require(
+        0 <= config.max_reward_failures <= 1,
+        f"ppo.max_reward_failures must lie in [0, 1], got {config.max_reward_failures}",
+    )
+    for name in ("missing_eos_score", "score_clip"):
+        value, usual = getattr(config, name), getattr(type(config), name)
+        require(
+            config.uses_reward_model or value in (None, usual),
+            f"ppo.{name} is of a reward model's score, and ppo.rewards has none; what the sources"
+            " give counts as it is: a source of kind length, or a function that looks at `stopped`,"
+            " can make up for a missing end",
+        )

@@ -207,7 +207,7 @@ class HeldOut(HeldOutPrompts):
         has_model = models.reward is not None
         score = raw_scores(models, self._inputs(), responses, self.config) if has_model else None
         stopped = torch.tensor([each.stopped for each in responses], device=local_device())
-        return rewards_of(models, score, stopped, self.config, learns=False, strict=strict)
+        return rewards_of(models, score, stopped, self.config, strict=strict)
 
     def objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
         """What is maximized, on these prompts: mean reward less kl_coef times the KL in nats.

@@ -271,8 +271,6 @@ class Weighting:
     num_tokens: int
     num_responses: int
     max_new_tokens: int
-    num_positive: int = 1
-    """Tokens of responses with a reward above 0."""
 
     def of(self, lengths: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
         """Weights relative to 1 / `num_tokens`, for tokens of responses of these `lengths`.

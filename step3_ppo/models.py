@@ -5,7 +5,7 @@ Dimension names: N tokens of a batch, K response tokens (its targets), B respons
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -16,35 +16,133 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipeline.config import FrozenModelConfig, Kernels, TrainedModelConfig
+from evaluation.held_out import Prompt
+from inference.engine.requests import Response
+from pipeline.config import FrozenModelConfig, Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch, local_micro_batches
-from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.chat_format import ChatFormat, Messages
+from pipeline.data.chat.resolve_format import resolve_format
+from pipeline.data.examples import Encoded, Message
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
-from pipeline.models.chat import require_same_chat
+from pipeline.models.chat import decode_response, require_same_chat, speaks_alike
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length, reads_whole
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.passes import ForwardPasses, Passes, frozen_passes, passes_of
-from pipeline.models.scores import require_score
+from pipeline.models.scores import require_score, response_scores
 from pipeline.models.stages import Passage
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError, ModelError
 from step3_ppo.config import PPOConfig
+from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.hybrid_engine import HybridEngine
-from step3_ppo.reward_model import (
-    PooledRewardModel,
-    RewardModel,
-    RewardText,
-    has_moments,
-    stored_normalization,
-    text_format,
-)
 from step3_ppo.reward_sources import RewardSources
 
 logger = logging.getLogger(__name__)
+
+
+class RewardText:
+    """Turns the actor's tokens into the tokens that the reward model reads, by way of the text.
+
+    A prompt is the dialogue it was made from, so that no text is lost on the way; the response is
+    decoded. Both are rendered by the reward model's own chat template.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, max_tokens: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        """The actor's."""
+        self.chat = chat
+        """The reward model's."""
+        self.max_tokens = max_tokens
+        """What the reward model reads; longer dialogues lose their beginning."""
+        self._dialogues: dict[tuple[int, ...], Messages] = {}
+
+    def know(self, prompts: Iterable[Prompt]) -> None:
+        """Remember the dialogues behind prompts, which are handed around as the actor's tokens."""
+        self._dialogues |= {tuple(each.input_ids): each.messages for each in prompts}
+
+    def encode(self, prompt: Sequence[int], response: Response) -> Encoded:
+        """What the reward model reads of a response; without an end where the response has none."""
+        if isinstance(response, EpisodeResponse):
+            *before, answer = (*response.opening, *response.turns)
+        else:
+            before = self._dialogues[tuple(prompt)]
+            answer = Message("assistant", decode_response(self.tokenizer, response.ids))
+        whole = self.chat.encode(before, [answer])
+        if not response.stopped and whole.input_ids[-1] in self.chat.stop_ids:
+            whole = whole.head(len(whole) - 1)
+        return whole.tail(self.max_tokens, keep_first=self.chat.begins_with_cls)
+
+
+def text_format(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -> ChatFormat | None:
+    """The chat format of a reward model that reads text; None where it reads the actor's tokens.
+
+    Raises:
+        ModelError: it has another tokenizer and no chat template.
+    """
+    own = load_tokenizer(reward)
+    if speaks_alike(tokenizer, own, str(reward.path)):
+        return None
+    return resolve_format(own, "auto")
+
+
+class RewardModel:
+    """A frozen reward model, with the mean and standard deviation that step 2 stored, if any.
+
+    It is sharded, and cut into stages, like the critic, or like the actor if there is no critic.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        like: TrainedModelConfig,
+        text: RewardText | None = None,
+        *,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        self.engine, self.passes = frozen_passes(
+            model,
+            like,
+            parallel or ParallelConfig(),
+            current_mesh(),
+            lambda whole: Scorer(whole, kernels=like.kernels),
+            name="reward model",
+        )
+        self.settings = base_model(model).config
+        self.text = text
+        """Set if it has a tokenizer or a chat template of its own."""
+        self.mean, self.std = stored_normalization(model)
+        self.has_moments = has_moments(model)
+
+    def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
+        """Raw score of each sequence of each batch, read at its last token or where steps end."""
+        with evaluating(self.engine.model):
+            return self.passes.forward_everywhere(
+                batches,
+                lambda batch: response_scores(self.engine(batch), batch, self.settings),
+                lambda batch: (len(batch.lengths),),
+            )
+
+    def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """Scores with mean 0 and variance 1 over step 1's responses."""
+        return (scores - self.mean) / self.std
+
+
+def has_moments(model: nn.Module) -> bool:
+    """Whether step 2 stored mean and standard deviation of the score with the model."""
+    settings = base_model(model).config
+    return all(getattr(settings, name, None) is not None for name in ("score_mean", "score_std"))
+
+
+def stored_normalization(model: nn.Module) -> tuple[float, float]:
+    """Mean and standard deviation in the model's config.json; 0 and 1 where it has none."""
+    settings = base_model(model).config
+    return float(getattr(settings, "score_mean", 0.0)), float(getattr(settings, "score_std", 1.0))
 
 
 class Reference:
@@ -282,40 +380,15 @@ def passes_of_critic(critic: nn.Module, config: PPOConfig, *, iterations: int) -
 def load_reward(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> RewardModel | None:
-    """The reward model, pooled with its members where it has some; None without one.
-
-    Raises:
-        ModelError, ConfigError: as `load_one_reward`, or members can't be pooled.
-    """
-    if not config.uses_reward_model:
-        return None
-    first = load_one_reward(config, config.reward, tokenizer, device=device)
-    source = config.model_source
-    if source is None or not source.members:
-        return first
-    others = [
-        load_one_reward(config, member, tokenizer, device=device, name=f"reward model {number}")
-        for number, member in enumerate(config.reward_members, start=2)
-    ]
-    paths = [str(model.path) for model in (config.reward, *config.reward_members)]
-    members = list(zip(paths, [first, *others], strict=True))
-    return PooledRewardModel(members, source.pool, source.pool_lambda)
-
-
-def load_one_reward(
-    config: PPOConfig,
-    settings: FrozenModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    device: torch.device,
-    name: str = "reward model",
-) -> RewardModel:
-    """A reward model, which is given text where it has a chat format of its own.
+    """The reward model, which reads text if it has another chat format; None without one.
 
     Raises:
         ModelError: it has another tokenizer and no chat template, or classes without values.
         ConfigError: prompt and response may be longer than its context.
     """
+    if not config.uses_reward_model:
+        return None
+    settings = config.reward
     chat = text_format(tokenizer, settings)
     layout = config.reward_layout
     defer = defers(layout, config)
@@ -323,13 +396,13 @@ def load_one_reward(
     require_score(base_model(reward))
     if chat is None:
         require_context(base_model(reward), "reward", config)
-        return RewardModel(reward, layout, name=name, parallel=config.parallel)
+        return RewardModel(reward, layout, parallel=config.parallel)
     logger.info(
         "%s has a tokenizer or a chat template of its own: it is given the text of answers",
         settings.path,
     )
     text = RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))
-    return RewardModel(reward, layout, text, name=name, parallel=config.parallel)
+    return RewardModel(reward, layout, text, parallel=config.parallel)
 
 
 def defers(like: TrainedModelConfig, config: PPOConfig) -> bool:

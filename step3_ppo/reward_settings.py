@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import RowColumns
 from pipeline.settings.fields import Option, plain
@@ -36,10 +36,6 @@ class RewardSettings:
     gold: RewardConfig | None = None
     """A source that is measured and never trained on; null measures none."""
 
-    reward_combine: Literal["sum", "normalize_then_sum"] = "sum"
-    """sum adds what the sources give by their weights; normalize_then_sum first scales each source
-    to mean 0 and variance 1 among the responses to a prompt (Liu et al. 2026, GDPO)."""
-
     reward_timeout: float = 10.0
     """Seconds that a call of a source or environment may take before it is ended and has failed."""
 
@@ -61,11 +57,6 @@ class RewardSettings:
     def uses_reward_model(self) -> bool:
         """Whether a reward model scores the responses."""
         return not self.rewards or any(source.kind == MODEL for source in self.rewards)
-
-    @property
-    def model_source(self) -> RewardConfig | None:
-        """The source that is the reward model; None where no list of sources names it."""
-        return next((each for each in self.rewards if each.kind == MODEL), None)
 
     @property
     def programs(self) -> tuple[RewardConfig, ...]:

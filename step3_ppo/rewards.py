@@ -17,7 +17,7 @@ from pipeline.data.batches import collate_part
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from rewards.contract import Scored
-from rewards.mixture import GOLD, check_failures, normalize_then_sum, weighted_sum, without_failures
+from rewards.mixture import GOLD, check_failures, weighted_sum, without_failures
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import whole_sequence
 from step3_ppo.models import Models, own_micro_batches
@@ -191,7 +191,6 @@ def rewards_of(
     config: PPOConfig,
     *,
     given: Mapping[str, Scored] | None = None,
-    learns: bool = True,
     strict: bool = True,
 ) -> ResponseRewards:
     """The rewards of the responses that were submitted to the sources since the last call.
@@ -202,8 +201,6 @@ def rewards_of(
         stopped: whether each ended by itself.
         config: settings of the step.
         given: the sources' values, if they have been collected already.
-        learns: True for a rollout; the sources of answers to held-out prompts are summed,
-            regardless of `reward_combine`.
         strict: whether failures may stop the run.
 
     Raises:
@@ -230,25 +227,10 @@ def rewards_of(
     counting = [1.0 if each.kind == ENVIRONMENT else each.weight for each in config.rewards]
     values = without_failures(own, counting)
     score = _tensor(weighted_sum(values, _weights(config)), stopped)
-    reward = score
-    if learns and config.reward_combine == "normalize_then_sum":
-        reward = _tensor(normalized(values, config), stopped)
     gold = {GOLD: given[GOLD]} if GOLD in given else {}
     return ResponseRewards(
-        reward.nan_to_num(nan=0.0), score, {**sources, **gold}, models.sources.seconds
+        score.nan_to_num(nan=0.0), score, {**sources, **gold}, models.sources.seconds
     )
-
-
-def normalized(values: Sequence[Sequence[float | None]], config: PPOConfig) -> list[float | None]:
-    """The sum of sources, each normalized over the whole rollout (`normalize_then_sum`)."""
-    data = current_mesh().data
-    everyones = data.gather_objects(values)
-    joined = [
-        [value for values in everyones for value in values[place]] for place in range(len(values))
-    ]
-    combined = normalize_then_sum(joined, _weights(config), group_size=config.group_size)
-    before = sum(len(values[0]) for values in everyones[: data.rank])
-    return combined[before : before + len(values[0])]
 
 
 def _weights(config: PPOConfig) -> list[float]:

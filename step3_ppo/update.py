@@ -1,23 +1,118 @@
 """The updates of the actor, and of a critic, on one rollout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pipeline.data.batches import TokenBatch
+from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.sharing.prompts import PromptRecord
+from pipeline.data.sharing.steps import load_examples, record_prompts
+from pipeline.engine.engine import Engine
 from pipeline.models.forward import TokenLogprobs
-from pipeline.parallel.device import read_scalars, send
+from pipeline.parallel.device import local_device, read_scalars, send
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
-from step3_ppo.ema import Ema
-from step3_ppo.experience import Forward, Minibatch, Rollout
+from step3_ppo.experience import Forward, Minibatch, Rollout, check_first_update
 from step3_ppo.losses import KL_LOSSES, LOSSES, TrustRegion, Weighting, policy_ratio, value_loss
 from step3_ppo.models import Models, own_micro_batches
-from step3_ppo.off_policy import check_first_update
-from step3_ppo.ptx import PtxStream
+
+
+class Ema:
+    """Averages the fp32 masters: shadow = decay * shadow + (1 - decay) * master.
+
+    Every process averages its own shard of them.
+    """
+
+    def __init__(self, engine: Engine, *, decay: float) -> None:
+        self.engine = engine
+        self.decay = decay
+        self.weights = [master.clone() for master in engine.masters()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average toward the current weights."""
+        for average, master in zip(self.weights, self.engine.masters(), strict=True):
+            average.lerp_(master, 1 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model with the averaged weights; its own are restored at the end, bit for bit."""
+        own = [master.clone() for master in self.engine.masters()]
+        try:
+            self.engine.load_masters(self.weights)
+            yield
+        finally:
+            self.engine.load_masters(own)
+
+
+def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "PtxStream | None":
+    """The batches of PPO-ptx if it is on; writes the record of all prompts of the step.
+
+    Args:
+        chat: how dialogues are encoded.
+        config: of the step.
+        prompts: what PPO and the earlier steps train on and hold out.
+    """
+    ptx = PtxStream(chat, config, prompts) if config.ptx_coef > 0 else None
+    record_prompts(prompts | ptx.trained if ptx else prompts, config)
+    return ptx
+
+
+class PtxStream:
+    """Batches of dialogues or plain text, as large as PPO's minibatches.
+
+    Rows longer than `config.data.max_length`, which must fit the actor's context, lose their end.
+    """
+
+    def __init__(
+        self, chat: ChatFormat, config: PPOConfig, apart: PromptRecord | None = None
+    ) -> None:
+        """`apart` has the prompts that PPO and earlier steps hold out; they are not trained on."""
+        self.chat = chat
+        self.config = config
+        rows = config.ptx_rows or config.data
+        held_out = PromptRecord(held_out=(apart or PromptRecord()).held_out)
+        data = load_examples(rows, step=1, seed=config.seed, earlier=held_out)
+        self.examples = data.train
+        self.trained = PromptRecord(trained=data.prompts.trained)
+        self.rows = RowStream(
+            num_rows=len(self.examples), batch_size=config.batch_size, seed=config.seed
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """The stream's position."""
+        return self.rows.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at another stream's position."""
+        self.rows.load_state_dict(state)
+
+    def __next__(self) -> tuple[list[TokenBatch], int]:
+        """This process's micro-batches, and the targets of all processes."""
+        data = self.config.data
+        encoded = [
+            self.chat.encode(example.prompt, example.chosen, train_on=data.train_on).head(
+                data.max_length
+            )
+            for example in (self.examples[row] for row in next(self.rows))
+        ]
+        group = current_mesh().data
+        parts = micro_batches(
+            [len(row) for row in encoded],
+            max_tokens=self.config.micro_batch_size * data.max_length,
+            num_processes=group.size,
+            process=group.rank,
+        )
+        batches = [
+            collate_part([encoded[row] for row in part], spare=encoded[0]).to(local_device())
+            for part in parts
+        ]
+        return batches, max(1, sum(row.num_targets for row in encoded))
 
 
 @dataclass(frozen=True)
@@ -237,15 +332,13 @@ def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> Weig
     mask = rollout.experience.mask
     index = send(torch.tensor(list(rows), dtype=torch.long), mask.device)
     lengths, counted = mask[index].sum(dim=1), rollout.counted[index]
-    positive = counted & (rollout.reward_score[index] > 0)
-    counts = (lengths * counted).sum(), counted.sum(), (lengths * positive).sum()
-    tokens, responses, positive_tokens = current_mesh().data.sums(read_scalars(counts))
+    counts = (lengths * counted).sum(), counted.sum()
+    tokens, responses = current_mesh().data.sums(read_scalars(counts))
     return Weighting(
         config.aggregate,
         num_tokens=max(1, int(tokens)),
         num_responses=max(1, int(responses)),
         max_new_tokens=config.max_new_tokens,
-        num_positive=max(1, int(positive_tokens)),
     )
 
 
@@ -302,10 +395,6 @@ def _policy_objective(
         kl_loss = _kl_loss(logprobs, minibatch, corrected, config)
         objective = objective + minibatch.kl_coef * kl_loss
         figures["kl_loss"] = kl_loss.detach()
-    if config.positive_nll_coef > 0:
-        nll = -(minibatch.positive * logprobs).sum() * weighting.num_tokens / weighting.num_positive
-        objective = objective + config.positive_nll_coef * nll
-        figures["positive_nll"] = nll.detach()
     if config.entropy_coef > 0 and entropy is not None:
         objective = objective - config.entropy_coef * (weights * entropy).sum()
     with torch.no_grad():

@@ -48,7 +48,7 @@ PROMPTS = ("data.", "seed", "max_prompt_length")
 
 NOT_PROMPTS = ("data.max_length", "data.train_on")
 
-REWARDS = ("reward.path", "rewards", "reward_combine", "missing_eos_score")
+REWARDS = ("reward.path", "rewards", "missing_eos_score")
 """Prefixes of settings that decide how rewards count."""
 
 ANSWERS = ("temperature", "max_new_tokens", "environment", "max_turns")

@@ -1,11 +1,7 @@
-"""rewards/combine.py, by hand."""
-
-import math
-
-import pytest
+"""Sums of sources, by hand."""
 
 from rewards.contract import Scored
-from rewards.mixture import normalize_then_sum, weighted_sum, without_failures
+from rewards.mixture import weighted_sum, without_failures
 
 
 def test_the_sum_is_weighted_and_the_weights_of_what_does_not_apply_go_to_the_others() -> None:
@@ -13,25 +9,6 @@ def test_the_sum_is_weighted_and_the_weights_of_what_does_not_apply_go_to_the_ot
 
     # Row 2: 0.5 alone, with the weight 2 + 1 of both. Row 3: 1 alone, likewise.
     assert weighted_sum(values, [2.0, 1.0]) == [2.5, 1.5, 3.0, None]
-
-
-def test_each_source_is_normalized_in_its_group_and_then_the_batch() -> None:
-    # Two groups of two; the deviation of (0, 1) with n - 1 is sqrt(1/2).
-    correct = [0.0, 1.0, 1.0, 1.0]
-    style = [10.0, 0.0, 0.0, 10.0]
-    unit = 0.5 / math.sqrt(0.5)
-    summed = [-unit + 0.5 * unit, unit - 0.5 * unit, -0.5 * unit, 0.5 * unit]
-    deviation = math.sqrt(sum(each**2 for each in summed) / 3)
-
-    combined = normalize_then_sum([correct, style], [1.0, 0.5], group_size=2, eps=0.0)
-
-    assert combined == pytest.approx([each / deviation for each in summed])
-
-
-@pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3])
-@pytest.mark.parametrize("size", [2, 7, 9, 12])
-def test_equal_values_give_exactly_0(value: float, size: int) -> None:
-    assert normalize_then_sum([[value] * size], [1.0], group_size=size) == [0.0] * size
 
 
 def test_a_failed_response_has_no_reward_and_a_source_without_weight_hides_none() -> None:

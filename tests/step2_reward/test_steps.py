@@ -27,7 +27,7 @@ from step2_reward.objectives import StepObjective
 from step2_reward.rows import Row as LabelledRow
 from step2_reward.rows import collate_rows
 from step2_reward.train import train
-from step3_ppo.reward_model import RewardModel
+from step3_ppo.models import RewardModel
 from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
 
 TOKENIZER = build_tokenizer()

@@ -1,6 +1,5 @@
 """Estimators that compare the responses to a prompt with each other."""
 
-from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -178,22 +177,3 @@ def test_a_response_without_a_reward_is_in_no_baseline_and_learns_nothing(name: 
 
     assert of_four == [kept[0], 0.0, kept[1], kept[2]]
     assert alone == [0.0, 0.0]  # one response has nothing to be compared with
-
-
-def test_vapos_policy_and_critic_have_trade_offs_of_their_own() -> None:
-    """Alpha 0.5 gives the first response, of 4 tokens, 1/2, the second, of 2 tokens, 0."""
-    values = torch.tensor([[1.0, 2.0, 0.0, 4.0], [3.0, 1.0, 0.0, 0.0]])
-    rows = replace(
-        rewarded([8.0, 2.0], [4, 2], group_size=1),
-        values=values,
-        lam=0.9,
-        lam_value=1.0,
-        lam_length_alpha=0.5,
-    )
-
-    estimate = ESTIMATORS["gae"](rows)
-
-    # TD errors (1, -2, 4, 4) and (-2, 1); the critic learns the rewards to come.
-    assert estimate.advantages.tolist() == [[1.5, 1.0, 6.0, 4.0], [-2.0, 1.0, 0.0, 0.0]]
-    assert estimate.returns is not None
-    assert estimate.returns.tolist() == [[8.0] * 4, [2.0, 2.0, 0.0, 0.0]]

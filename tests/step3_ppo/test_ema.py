@@ -6,7 +6,7 @@ from torch import nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine
-from step3_ppo.ema import Ema
+from step3_ppo.update import Ema
 
 
 def make_engine(model: nn.Module) -> Engine:

@@ -61,7 +61,7 @@ def compute_gradient(
 def test_no_cut_into_micro_batches_changes_a_gradient(
     toy: Path, experience: Experience, loss: str, aggregate: str
 ) -> None:
-    settings = {"loss": loss, "aggregate": aggregate, "kl_in": "loss", "positive_nll_coef": 0.1}
+    settings = {"loss": loss, "aggregate": aggregate, "kl_in": "loss"}
     whole, cut = (
         compute_gradient(experience, grouped(toy, **settings, micro_batch_size=size))
         for size in (8, 1)

@@ -156,24 +156,6 @@ def test_a_model_s_normalized_score_is_one_more_source(toy: Path, file: Path) ->
     }
 
 
-def test_sources_normalized_by_themselves_weigh_alike_and_figures_keep_their_unit(
-    toy: Path, file: Path
-) -> None:
-    config = grouped(
-        toy,
-        function(file, "wanted"),
-        function(file, "length"),
-        reward_combine="normalize_then_sum",
-    )
-
-    found = rewarded(config, 0.0, 100.0, 0.0, 100.0)
-
-    assert found.score.tolist() == [0.25, 100.25, 0.25, 100.25]
-    low, high = sorted(set(found.reward.tolist()))
-    assert low == pytest.approx(-high)
-    assert high == pytest.approx((3 / 4) ** 0.5, rel=1e-3)  # n - 1 in the deviation
-
-
 @pytest.mark.jobs
 def test_a_reward_that_breaks_on_the_way_loses_nothing(
     toy: Path, file: Path, tmp_path: Path

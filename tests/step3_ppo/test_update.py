@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline.config import OptimConfig, TrainedModelConfig
 from step3_ppo.experience import compute_advantages, score_responses
 from step3_ppo.metrics import rollout_statistics
-from step3_ppo.ptx import PtxStream
 from step3_ppo.rewards import reward_of
 from step3_ppo.rollout import generate_responses
 from step3_ppo.update import (
+    PtxStream,
     update_policy,
 )
 from tests.distributed import rank, run_ranks, world_size

@@ -15,10 +15,9 @@ from pipeline.models.chat import load_chat
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Rollout, compute_advantages, score_responses
 from step3_ppo.models import Models, load_models
-from step3_ppo.ptx import PtxStream
 from step3_ppo.rewards import reward_of
 from step3_ppo.rollout import generate_responses
-from step3_ppo.update import Update, update_minibatch
+from step3_ppo.update import PtxStream, Update, update_minibatch
 from tests.families import tiny_causal_lm, tiny_classifier
 
 END = 2

@@ -11,7 +11,6 @@ from pipeline.settings.fields import list_settings
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardSettings
 from step3_ppo.reward_settings import RewardSettings
-from step3_ppo.settings import PPOSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,7 +40,7 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
     def options(start: int, end: int) -> list[str]:
         return re.findall(r"^  --([\w.]+)", "\n".join(lines[start:end]), re.MULTILINE)
 
-    declared = vars(PPOSettings) | vars(RewardSettings) | vars(GuardSettings)
+    declared = vars(PPOConfig) | vars(RewardSettings) | vars(GuardSettings)
     own = [each.name for each in list_settings(PPOConfig) if each.name in declared]
     assert len(lines) < 210
     assert options(first, second)[0] == "method"
