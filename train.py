@@ -34,7 +34,6 @@ STAGES = (
         "step1_sft.train",
         models={"model": "pretrain"},
         options={"model": "actor"},
-        chat_model=".",
         learns="step1_sft.batches",
     ),
     Stage(
@@ -55,7 +54,6 @@ STAGES = (
         "step3_ppo.train",
         models={"actor": "sft", "critic": "reward", "reward": "reward", "base": BEFORE},
         options={"actor": "actor", "critic": "reward"},
-        chat_model="actor",
         without={"critic": "sft"},
     ),
     Stage(
@@ -66,7 +64,6 @@ STAGES = (
         "step3_preference.train",
         models={"model": "sft", "reward": "reward", "base": BEFORE},
         options={"model": "actor"},
-        chat_model="actor",
         begins={"orpo": {"model": BEFORE}},
         optional=frozenset({"reward"}),
         takes_shares=True,

@@ -42,9 +42,6 @@ class Stage:
     options: Mapping[str, Literal["actor", "reward"]]
     """Roles that train.py's options --actor-... and --reward-... speak of."""
 
-    chat_model: str | None = None
-    """Subdirectory of its output with a model to chat with; None if it makes none."""
-
     without: Mapping[str, str] = field(default_factory=dict)
     """Roles whose model comes from elsewhere, by role the section or `BEFORE`, in a run that has no
     other use for what the step in `models` makes."""

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from pipeline.cli.options import (
     EXIT_INTERRUPTED,
@@ -12,7 +11,7 @@ from pipeline.cli.options import (
     say,
     write_config,
 )
-from pipeline.config import EMBEDDED, TrainedModelConfig
+from pipeline.config import EMBEDDED
 from pipeline.config.deepspeed import notice_of
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import check_machines
@@ -51,8 +50,9 @@ def run_plan(plan: Plan) -> None:
             done before.
         KeyboardInterrupt: the run was interrupted; the message says how to resume.
     """
+    from pipeline.report.page import write_report
+
     out = plan.request.output_dir
-    environment = plan.environment
     failed: dict[str, int] = {}
     for stage in plan.stages:
         if stage.name in plan.finished:
@@ -68,20 +68,23 @@ def run_plan(plan: Plan) -> None:
             raise ConfigError(f"--output-dir {out} can't be written: {error}") from None
         say(f"step {stage.number}: {stage.name}{', from its checkpoint' if goes_on else ''}")
         try:
-            ending = _run_step(plan, stage, environment, goes_on=goes_on)
+            ending = _run_step(plan, stage, goes_on=goes_on)
         finally:
             discard_empty_step(out, stage.name)
         if ending.code == EXIT_DIVERGED:
-            _write_report(out)  # whose curves show when
-        code = _failure(plan, stage, ending)
-        if code:
-            failed |= _unless_alone(stage, code)
+            write_report(out)  # its curves show when
+        if code := _failure(plan, stage, ending):
+            if stage.method is None:
+                raise SystemExit(code)
+            failed[stage.method] = code
             continue
         add_to_summary(out, stage.name)
-        _write_report(out)
+        write_report(out)
     if read_summary(out):  # else every method failed
         say("\n".join(_closing_table(plan)))
-    _end_with(failed)
+    for code in failed.values():
+        complain(f"not finished: {', '.join(failed)}; the same command with --resume tries again")
+        raise SystemExit(code)
 
 
 def _goes_on(plan: Plan, stage: Stage) -> bool:
@@ -137,7 +140,7 @@ def _insist_on_memory(plan: Plan) -> None:
     say("\n".join(memory_lines(plan)))
 
 
-def _run_step(plan: Plan, stage: Stage, environment: Mapping[str, str], *, goes_on: bool) -> Ending:
+def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
     """Run the step's processes; while memory runs out, again with half the micro-batch.
 
     From its newest checkpoint on: the mathematics is the same, and nothing is left of the state
@@ -146,7 +149,7 @@ def _run_step(plan: Plan, stage: Stage, environment: Mapping[str, str], *, goes_
     size = plan.configs[stage.name].micro_batch_size
     command = plan.command(stage)
     while True:
-        ending = run_child([*command, *(["--resume"] if goes_on else [])], environment)
+        ending = run_child([*command, *(["--resume"] if goes_on else [])], plan.environment)
         if ending.code != EXIT_OUT_OF_MEMORY or size == 1:
             return ending
         size, goes_on = size // 2, True
@@ -155,20 +158,6 @@ def _run_step(plan: Plan, stage: Stage, environment: Mapping[str, str], *, goes_
             f"{stage.title} ran out of memory and continues with --{stage.prefix}"
             f".micro_batch_size {size}; the result is the same, in less memory and more time"
         )
-
-
-def _unless_alone(stage: Stage, code: int) -> dict[str, int]:
-    """The failure of one of several methods, for the end of the run; any other ends it here."""
-    if stage.method is None:
-        raise SystemExit(code)
-    return {stage.method: code}
-
-
-def _end_with(failed: Mapping[str, int]) -> None:
-    """Exit with the code of the first method that failed, if one did."""
-    for code in failed.values():
-        complain(f"not finished: {', '.join(failed)}; the same command with --resume tries again")
-        raise SystemExit(code)
 
 
 def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
@@ -204,52 +193,25 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
         )
         return EXIT_FAILED
     if ending.code == EXIT_OUT_OF_MEMORY:
-        from pipeline.plan.describe import describe_memory
-
-        remark(describe_memory(plan))
         complain(
-            f"{stage.title} ran out of memory with micro-batches of one sequence, beside what"
-            f" the table counts; {_savings(plan, stage)}. --resume then continues from its last"
+            f"{stage.title} ran out of memory with micro-batches of one sequence; try --plan auto,"
+            f" or a shorter --{stage.prefix}.data.max_length. --resume then continues from its last"
             " checkpoint."
         )
         return EXIT_FAILED
     how = f"was ended by signal {-ending.code}" if ending.code < 0 else "failed"
     complain(
         f"{stage.title} {how} (exit code {ending.code}): `{shlex.join(plan.command(stage))}`."
-        f" If memory ran out: a smaller --{stage.prefix}.micro_batch_size;"
-        f" {_savings(plan, stage)}. --resume then continues this step."
+        " If memory ran out, try --plan auto. --resume then continues this step."
     )
     return EXIT_FAILED
-
-
-def _savings(plan: Plan, stage: Stage) -> str:
-    """Settings that save memory in this step and are not in use yet, the cheapest first."""
-    name = stage.main_role
-    model: TrainedModelConfig = getattr(plan.configs[stage.name], name)
-    option = f"--{stage.prefix}.{name}"
-    ways = [
-        (not model.gradient_checkpointing, f"{option}.gradient_checkpointing"),
-        (model.zero_stage < 3 and (plan.processes or 1) > 1, f"{option}.zero_stage 3"),
-        (model.zero.offload.optimizer == "none", f"{option}.zero.offload.optimizer cpu"),
-        (model.lora is None, f"{option}.lora.rank 16"),
-        (model.lora is not None and model.quantize == "none", f"{option}.quantize nf4"),
-    ]
-    unused = [words for usable, words in ways if usable]
-    shorter = f"a shorter --{stage.prefix}.data.max_length"
-    return f"try {', '.join(unused) or shorter}"
-
-
-def _write_report(out: Path) -> None:
-    from pipeline.report.page import write_report
-
-    write_report(out)
 
 
 def _closing_table(plan: Plan) -> Iterator[str]:
     """The steps' numbers, and where everything is."""
     from pipeline.report.findings import findings
     from pipeline.report.methods import compare_methods, table
-    from pipeline.report.results import model_to_talk_to, read_results
+    from pipeline.report.results import model_directory, model_to_talk_to, read_results
 
     out = plan.request.output_dir
     done = read_summary(out)["steps"]
@@ -267,16 +229,9 @@ def _closing_table(plan: Plan) -> Iterator[str]:
         yield f"\n{table(compared)}"
     yield f"\nreport   {out / REPORT}"
     yield f"numbers  {out / SUMMARY}"
-    made = [out / stage.name for stage in plan.stages if stage.name in done]
-    models = [path / "actor" if (path / "actor").is_dir() else path for path in made]
-    yield f"models   {'  '.join(str(path) for path in models)}"
     furthest = model_to_talk_to(results.steps)
-    chosen = "" if furthest is None else furthest.name
-    talking = [stage for stage in plan.all_stages if stage.chat_model]
-    talking.sort(key=lambda stage: (stage.number, stage.name == chosen))
-    actors = [out / stage.name / str(stage.chat_model) for stage in talking]
-    for model in [path for path in actors if (path / "config.json").is_file()][-1:]:
-        yield f"chat     {CHAT} --path {shlex.quote(str(model))}"
+    if furthest is not None:
+        yield f"chat     {CHAT} --path {shlex.quote(str(model_directory(out, furthest)))}"
         if all(config.data.path == (EMBEDDED,) for config in plan.configs.values()):
             from pipeline.demo.task import to_try
 

@@ -31,7 +31,7 @@ def test_the_steps_run_one_after_the_other_and_are_summed_up(
     assert summary["seconds"] == 3.0
     assert (out / "report.html").is_file()
     assert f"report   {out}/report.html" in said
-    assert f"chat     python chat.py --path '{out}/step1_sft'" in said
+    assert f"chat     python chat.py --path '{out}/step3_ppo'" in said
     # The embedded task's run ends with something to say to its model: a prompt of each kind.
     assert said.splitlines()[-9:] == [f"try      {prompt}" for prompt in to_try()]
 
