@@ -110,59 +110,29 @@ def read_environment(path: str) -> EnvironmentFile:
         f"{where}: {file} has no `class {name}` at its top level; {suggestion(name, classes)}",
     )
     family, is_complete = _family(classes[name], classes)
-    members = [member for node in reversed(family) for member in node.body]
-    methods = {each.name: each for each in members if isinstance(each, ast.FunctionDef)}
-    form: Literal["turns", "tools"] = "turns" if "step" in methods else "tools"
+    members = [member for node in family for member in node.body]
+    methods = {member.name for member in members if isinstance(member, ast.FunctionDef)}
     stored = {
         node.attr if isinstance(node, ast.Attribute) else node.id
         for member in members
         for node in ast.walk(member)
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    gives_reward = not is_complete or "reward" in stored or not methods.keys().isdisjoint(REWARDS)
-    result = EnvironmentFile(
-        file, name, form if is_complete or form == "turns" else None, gives_reward, text
-    )
-    if is_complete:
-        subject = f"{where}: class {name} of {file}"
-        for member in members:
-            require(
-                not isinstance(member, ast.AsyncFunctionDef) or member.name.startswith("_"),
-                f"{subject} has an async method; write plain methods",
-            )
-        (_check_turns if form == "turns" else _check_tools)(methods, subject)
-    return result
-
-
-def _check_turns(methods: dict[str, ast.FunctionDef], subject: str) -> None:
-    missing = [verb for verb in VERBS if verb not in methods]
-    require(not missing, f"{subject} lacks {' and '.join(missing)}; it needs {FORMS['turns']}")
-    arguments = methods["reset"].args
-    names = {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
-    require(
-        "seed" in names or arguments.kwarg is not None,
-        f"{subject} has a reset without `seed`; write reset(self, row, *, seed)",
-    )
-
-
-def _check_tools(methods: dict[str, ast.FunctionDef], subject: str) -> None:
-    tools = [method for name, method in methods.items() if is_tool(name)]
-    require(
-        "reset" in methods and bool(tools),
-        f"{subject} is not an environment: it needs {FORMS['turns']}, or {FORMS['tools']}",
-    )
-    for tool in tools:
+    gives_reward = not is_complete or "reward" in stored or not methods.isdisjoint(REWARDS)
+    if "step" in methods:
+        missing = [verb for verb in VERBS if verb not in methods and is_complete]
         require(
-            ast.get_docstring(tool) is not None,
-            f"{subject} has the tool {tool.name} without a docstring, which describes it to the"
-            " model; write one, or begin its name with _",
+            not missing,
+            f"{where}: class {name} of {file} lacks {' and '.join(missing)}; it needs"
+            f" {FORMS['turns']}",
         )
-        bare = [argument.arg for argument in tool.args.args[1:] if argument.annotation is None]
-        require(
-            not bare,
-            f"{subject} has the tool {tool.name} with arguments without a type"
-            f" ({', '.join(bare)}); write it, as in `a: int`",
-        )
+        return EnvironmentFile(file, name, "turns", gives_reward, text)
+    require(
+        not is_complete or ("reset" in methods and any(map(is_tool, methods))),
+        f"{where}: class {name} of {file} is not an environment: it needs {FORMS['turns']}, or"
+        f" {FORMS['tools']}",
+    )
+    return EnvironmentFile(file, name, "tools" if is_complete else None, gives_reward, text)
 
 
 def is_tool(name: str) -> bool:

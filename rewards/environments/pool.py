@@ -13,7 +13,7 @@ from pipeline.data.examples import Message, Role
 from pipeline.system.errors import UserError
 from rewards.contract import Outcome, described, outcome_of
 from rewards.environments.file import VERBS, Environment, EnvironmentFile
-from rewards.environments.tools import ToolEnvironment
+from rewards.environments.tools import ToolEnvironment, find_tools
 from rewards.functions import load_name
 from rewards.workers import Lane, Workers
 
@@ -141,10 +141,10 @@ class _Episodes:
         has_step = callable(getattr(self._class, "step", None))
         # Where a base of another file decides, the loaded class shows which form it has.
         self._takes_turns = has_step if file.form is None else file.form == "turns"
-        verbs = VERBS if self._takes_turns else ("reset",)
-        missing = [verb for verb in verbs if not callable(getattr(self._class, verb, None))]
-        if missing:
-            raise TypeError(f"class {file.name} lacks {' and '.join(missing)}")
+        for verb in VERBS if self._takes_turns else ("reset",):
+            getattr(self._class, verb)  # which raises if a base of another file has none
+        if not self._takes_turns:
+            find_tools(self._class)
         self._playing: dict[int, Environment] = {}
 
     def __call__(

@@ -38,11 +38,7 @@ class ToolEnvironment:
 
     def __init__(self, user: object) -> None:
         self._user: Any = user
-        self._tools: dict[str, Callable[..., object]] = {
-            name: getattr(user, name)
-            for name in dir(type(user))
-            if is_tool(name) and inspect.isroutine(getattr(type(user), name))
-        }
+        self._tools = {name: getattr(user, name) for name in find_tools(type(user))}
         self._types = {name: typing.get_type_hints(tool) for name, tool in self._tools.items()}
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
@@ -104,6 +100,24 @@ class ToolEnvironment:
             return as_text(tool(**arguments))
         except ValueError as error:
             return f"error: {name}: {error}"
+
+
+def find_tools(user: type) -> dict[str, Callable[..., object]]:
+    """The tools of a class, by name.
+
+    Raises:
+        TypeError: a tool has no docstring, or an argument without a type.
+    """
+    tools = {name: getattr(user, name) for name in dir(user) if is_tool(name)}
+    tools = {name: tool for name, tool in tools.items() if inspect.isroutine(tool)}
+    for name, tool in tools.items():
+        _, *arguments = inspect.signature(tool).parameters.values()
+        if not inspect.getdoc(tool):
+            raise TypeError(f"the tool {name} has no docstring, which describes it to the model")
+        for argument in arguments:
+            if argument.annotation is argument.empty:
+                raise TypeError(f"the tool {name} has an argument without a type: {argument.name}")
+    return tools
 
 
 def described(tool: Callable[..., object]) -> str:
