@@ -1,10 +1,9 @@
-"""Models compared on the same prompts: win rates, length-controlled ones, Bradley-Terry strengths.
+"""Models compared on the same prompts: win rates, also length-controlled.
 
-Dimension names: P prompts, M models.
+Dimension names: P prompts, K prompts with a verdict.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,14 +12,8 @@ from numpy import ndarray
 
 from pipeline.report.figures import Interval, change_interval
 
-ELO = 400 / math.log(10)
-"""Points of a strength of 1: ten times the odds are 400 points, as in chess."""
-
 NEWTON_STEPS = 50
 """Steps of a fit by Newton's method, each at most 2 long; it stands still long before the last."""
-
-DRAWS = 1000
-"""Samples of the prompts that the bootstrap draws."""
 
 
 @dataclass(frozen=True)
@@ -91,45 +84,3 @@ def length_controlled(points: Float[ndarray, " P"], longer: Float[ndarray, " P"]
         step = np.linalg.solve(curvature, gradient)
         weights += step * min(1.0, 2.0 / max(1e-12, float(np.abs(step).max())))
     return float(1 / (1 + np.exp(-weights[0])))
-
-
-def strengths(matches: Sequence[Match], num_models: int) -> Float[ndarray, " M"]:
-    """Bradley-Terry strengths, of mean 0: P(i beats j) = sigma(s_i - s_j) (Bradley, Terry 1952).
-
-    By maximum likelihood, ties counted half, with half a win and half a loss added to each match.
-    """
-    return _fitted([(each.ours, each.theirs, each.known) for each in matches], num_models)
-
-
-def strength_intervals(
-    matches: Sequence[Match], num_models: int, *, seed: int = 0
-) -> list[Interval]:
-    """95 % intervals of the strengths, by resampling the prompts (Efron 1979)."""
-    random = np.random.default_rng(seed)
-    num_prompts = len(matches[0].points)
-    drawn = []
-    for _ in range(DRAWS):
-        rows = random.integers(num_prompts, size=num_prompts)
-        points = [(each.ours, each.theirs, each.points[rows]) for each in matches]
-        known = [(ours, theirs, part[~np.isnan(part)]) for ours, theirs, part in points]
-        drawn.append(_fitted(known, num_models))
-    low, high = np.quantile(np.stack(drawn), (0.025, 0.975), axis=0)
-    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
-
-
-def _fitted(matches: Sequence[tuple[int, int, ndarray]], num_models: int) -> Float[ndarray, " M"]:
-    sums = np.array([points.sum() + 0.5 for _, _, points in matches])
-    counts = np.array([len(points) + 1.0 for _, _, points in matches])
-    # A row for each match: 1 of ours, -1 of theirs.
-    signs = np.zeros((len(matches), num_models))
-    for row, (ours, theirs, _) in enumerate(matches):
-        signs[row, ours], signs[row, theirs] = 1.0, -1.0
-    found = np.zeros(num_models)
-    for _ in range(NEWTON_STEPS):
-        chance = 1 / (1 + np.exp(-signs @ found))
-        gradient = signs.T @ (sums - counts * chance)
-        curvature = (signs * (counts * chance * (1 - chance))[:, None]).T @ signs
-        # The mean is free: a constant in every entry fixes it at 0.
-        step = np.linalg.solve(curvature + 1.0, gradient)
-        found += step * min(1.0, 2.0 / max(1e-12, float(np.abs(step).max())))
-    return found - found.mean()

@@ -3,7 +3,7 @@
 python -m evaluation.winrate --paths OUT/step1_sft OUT/step3_ppo/actor --prompts FILE \
         --judge '{kind: model, path: OUT/step2_reward}'
 
-Prints a line for every two models, and the strengths of all; writes both to winrate.json.
+Prints a line for every two models, and writes the figures to winrate.json.
 """
 
 import itertools
@@ -11,11 +11,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from evaluation.comparison import ELO, Match, strength_intervals, strengths
+from evaluation.comparison import Match
 from pipeline.cli.options import read_command, run_main, say
 from pipeline.config import RowColumns
 from pipeline.files.output import check_output, write_output
@@ -24,13 +24,8 @@ from pipeline.system.errors import DataError, require
 from pipeline.system.installation import MODULE
 from rewards.config import RewardConfig, read_spec
 from rewards.contract import Episode
-from rewards.judge import PairwiseJudge, pairwise_judge
 from rewards.sampling import SamplingConfig, read_prompts, respond, score
 from rewards.sources import read_sources, row_columns
-from rewards.workers import RewardError
-
-if TYPE_CHECKING:
-    from pipeline.report.figures import Interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +38,7 @@ class WinrateConfig(SamplingConfig):
     judge: str = ""
     """What is asked: '{kind: model, path: OUT/step2_reward}', a reward model; file.py:function, or
     a kind as math, programs whose numbers are compared; '{kind: judge, path: https://HOST/v1,
-    model: NAME}', a language model that sees both responses, in both orders."""
+    model: NAME}', a language model that scores each response."""
 
     temperature: float = 0.0
     """Temperature of sampling; 0 takes the likeliest token."""
@@ -81,17 +76,6 @@ class WinrateConfig(SamplingConfig):
         return read_spec(self.judge, option="--judge")
 
     @property
-    def pairwise_judge(self) -> PairwiseJudge:
-        """The language model that compares two responses, if `judge` is one.
-
-        Raises:
-            ConfigError: it can't be used.
-        """
-        return pairwise_judge(
-            self.source, cache_dir=self.cache_dir, timeout_seconds=self.timeout_seconds
-        )
-
-    @property
     def columns(self) -> RowColumns:
         """Columns of the rows that the judge reads.
 
@@ -100,8 +84,6 @@ class WinrateConfig(SamplingConfig):
         """
         if self.source.kind == "model":
             return RowColumns()
-        if self.source.kind == "judge":
-            return RowColumns(needed=self.pairwise_judge.columns)
         return row_columns(read_sources([self.source]))
 
 
@@ -140,10 +122,8 @@ def main(argv: Sequence[str]) -> None:
                 f"no response of {config.paths[match.ours]} or {config.paths[match.theirs]} has a"
                 " verdict: the judge applies to none of the prompts; look at the columns it reads"
             )
-    points = strengths(found, len(config.paths)).tolist()
-    intervals = strength_intervals(found, len(config.paths), seed=config.seed)
-    say("\n".join([*_match_lines(found, config), "", *_strength_lines(points, intervals, config)]))
-    text = json.dumps(_document(found, points, intervals, config), indent=2)
+    say("\n".join(_lines(found, config)))
+    text = json.dumps(_document(found, config), indent=2)
     write_output({config.output: f"{text}\n"}, option="--output")
     say(f"\nWith all settings in {config.output}")
 
@@ -152,33 +132,19 @@ def matches(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> li
     """Every two models, the later one first, on all prompts.
 
     Raises:
-        RewardError: more verdicts failed than `max_failures` allows.
+        RewardError: the judge failed on more responses than `max_failures` allows.
     """
     lengths = [np.array([float(len(each.response)) for each in row]) for row in responses]
-    is_pairwise = config.source.kind == "judge"
-    rewards = [] if is_pairwise else [_rewards(row, config) for row in responses]
-    found = []
-    for theirs, ours in itertools.combinations(range(len(responses)), 2):
-        points = (
-            _judge_pairs(responses[ours], responses[theirs], config)
-            if is_pairwise
-            else _compare_rewards(rewards[ours], rewards[theirs])
+    rewards = [_rewards(row, config) for row in responses]
+    return [
+        Match(
+            ours,
+            theirs,
+            _compare(rewards[ours], rewards[theirs]),
+            lengths[ours] - lengths[theirs],
         )
-        found.append(Match(ours, theirs, points, lengths[ours] - lengths[theirs]))
-    return found
-
-
-def _judge_pairs(
-    ours: Sequence[Episode], theirs: Sequence[Episode], config: WinrateConfig
-) -> np.ndarray:
-    outcomes = config.pairwise_judge.compare(ours, theirs)
-    failures = [each.failure for each in outcomes if each.failure is not None]
-    if len(failures) > config.max_failures * len(outcomes):
-        raise RewardError(
-            f"the judge failed on {len(failures)} of {len(outcomes)} prompts, more than"
-            f" --max-failures {config.max_failures:g} allows; the first failure: {failures[0]}"
-        )
-    return np.array([each.value for each in outcomes], dtype=float)  # None becomes NaN
+        for theirs, ours in itertools.combinations(range(len(responses)), 2)
+    ]
 
 
 def _rewards(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
@@ -188,62 +154,41 @@ def _rewards(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
     return np.array(scored.values, dtype=float)
 
 
-def _compare_rewards(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+def _compare(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """1, 0.5 or 0 by the higher reward; NaN if one is unknown."""
     points = (ours > theirs) + 0.5 * (ours == theirs)
     return np.where(np.isnan(ours) | np.isnan(theirs), np.nan, points)
 
 
-def _match_lines(found: Sequence[Match], config: WinrateConfig) -> list[str]:
+def _lines(found: Sequence[Match], config: WinrateConfig) -> list[str]:
     lines = ["win rate  95 % interval   length-controlled  won  tied  lost  unknown"]
-    for each in found:
-        wins, losses, ties = each.counts
-        low, high = each.interval
-        unknown = len(each.points) - len(each.known)
+    for match in found:
+        wins, losses, ties = match.counts
+        low, high = match.interval
+        unknown = len(match.points) - len(match.known)
         lines.append(
-            f"{each.win_rate:7.1%}   {low:5.1%} to {high:5.1%}  {each.length_controlled:15.1%}"
+            f"{match.win_rate:7.1%}   {low:5.1%} to {high:5.1%}  {match.length_controlled:15.1%}"
             f"  {wins:5}  {ties:4}  {losses:4}  {unknown:7}"
-            f"  {config.paths[each.ours]} against {config.paths[each.theirs]}"
+            f"  {config.paths[match.ours]} against {config.paths[match.theirs]}"
         )
     return lines
 
 
-def _strength_lines(
-    points: Sequence[float], intervals: "Sequence[Interval]", config: WinrateConfig
-) -> list[str]:
-    lines = ["strength (Bradley-Terry, in Elo points)  95 % interval"]
-    order = sorted(range(len(points)), key=lambda model: -points[model])
-    for model in order:
-        low, high = (end * ELO for end in intervals[model])
-        elo = points[model] * ELO
-        lines.append(f"{elo:+8.0f}  {low:+.0f} to {high:+.0f}  {config.paths[model]}")
-    return lines
-
-
-def _document(
-    found: Sequence[Match],
-    points: Sequence[float],
-    intervals: "Sequence[Interval]",
-    config: WinrateConfig,
-) -> dict[str, Any]:
+def _document(found: Sequence[Match], config: WinrateConfig) -> dict[str, Any]:
     return {
         "matches": [
             {
-                "model": config.paths[each.ours],
-                "against": config.paths[each.theirs],
-                "win_rate": each.win_rate,
-                "low": each.interval[0],
-                "high": each.interval[1],
-                "length_controlled": each.length_controlled,
-                **dict(zip(("wins", "losses", "ties"), each.counts, strict=True)),
-                "unknown": len(each.points) - len(each.known),
-                "mean_longer": float(each.longer.mean()),
+                "model": config.paths[match.ours],
+                "against": config.paths[match.theirs],
+                "win_rate": match.win_rate,
+                "low": match.interval[0],
+                "high": match.interval[1],
+                "length_controlled": match.length_controlled,
+                **dict(zip(("wins", "losses", "ties"), match.counts, strict=True)),
+                "unknown": len(match.points) - len(match.known),
+                "mean_longer": float(match.longer.mean()),
             }
-            for each in found
-        ],
-        "strengths": [
-            {"model": path, "elo": strength * ELO, "low": low * ELO, "high": high * ELO}
-            for path, strength, (low, high) in zip(config.paths, points, intervals, strict=True)
+            for match in found
         ],
         "settings": plain(config),
     }

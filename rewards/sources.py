@@ -11,13 +11,12 @@ from pipeline.system.errors import require
 from rewards.config import RewardConfig
 from rewards.contract import Scorer
 from rewards.endpoint import Endpoint, endpoint_of, remote_scorer
-from rewards.functions import FORMS, FunctionFile, function_scorer, read_function
+from rewards.functions import FORMS, FunctionFile, function_scorer, read_function, read_text
 from rewards.judge import (
     TEMPLATE,
     columns_in,
     judge_endpoint,
     judge_scorer,
-    read_template,
 )
 from rewards.math_answers import math_scorer
 from rewards.sandbox import check_sandbox, code_scorer
@@ -122,7 +121,8 @@ def read_source(
     function = read_function(config) if config.kind == "function" else None
     text = None
     if config.kind == "judge":
-        text = read_template(config, TEMPLATE)
+        where = f"rewards.{config.name}.template"
+        text = TEMPLATE if config.template is None else read_text(Path(config.template), where)
         columns_in(text, config.name)
     source = Source(config, function, text, cache_dir, timeout_seconds)
     if function is None:

@@ -60,7 +60,7 @@ ELSEWHERE = {
     "--path out --method grpo": "tests/pipeline/report/test_find_model.py",
     "--ppo.eval_tasks": "tests/evaluation/test_in_training.py",
     "--judge score.py:check": "tests/evaluation/test_winrate.py",
-    "https://HOST/v1": "tests/rewards/test_pairwise.py",
+    "https://HOST/v1": "tests/rewards/test_endpoints.py",
     "rewards.select": "tests/rewards/test_select.py, as a model that knows nothing chooses nothing",
     "--data-path right.jsonl": "a run on the rows of the command before",
     "--config guessing-grpo.yaml": "tests/test_environments_end_to_end.py, in a short form",
