@@ -5,12 +5,11 @@ import re
 import string
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome, Scorer
-from rewards.endpoint import Endpoint, EndpointError, endpoint_of
+from rewards.endpoint import Endpoint, EndpointError
 from rewards.functions import prompt_text
 
 TEMPLATE = """\
@@ -95,18 +94,6 @@ def shortened(answer: object) -> str:
 
 MAX_TOKENS = 1024
 """Of a judge's answer: it may think before it gives its score."""
-
-
-def judge_endpoint(
-    config: RewardConfig, *, timeout_seconds: float, cache_dir: Path | None = None
-) -> Endpoint:
-    """The endpoint of a judge.
-
-    Raises:
-        ConfigError: as `endpoint_of`.
-    """
-    url = f"{(config.path or '').rstrip('/')}/chat/completions"
-    return endpoint_of(config, url, timeout_seconds, cache_dir)
 
 
 def judge_scorer(config: RewardConfig, template: str, endpoint: Endpoint) -> Scorer:

@@ -15,7 +15,6 @@ from rewards.functions import FORMS, FunctionFile, function_scorer, read_functio
 from rewards.judge import (
     TEMPLATE,
     columns_in,
-    judge_endpoint,
     judge_scorer,
 )
 from rewards.math_answers import math_scorer
@@ -76,11 +75,15 @@ class Source:
 
     @property
     def endpoint(self) -> Endpoint:
-        """The endpoint of a remote service or judge."""
-        seconds, cache_dir = self.timeout_seconds, self.cache_dir
+        """The endpoint of a remote service or judge.
+
+        Raises:
+            ConfigError: as `endpoint_of`.
+        """
+        url = self.config.path or ""
         if self.config.kind == "judge":
-            return judge_endpoint(self.config, timeout_seconds=seconds, cache_dir=cache_dir)
-        return endpoint_of(self.config, self.config.path or "", seconds, cache_dir)
+            url = f"{url.rstrip('/')}/chat/completions"
+        return endpoint_of(self.config, url, self.timeout_seconds, self.cache_dir)
 
     @property
     def columns(self) -> frozenset[str]:
@@ -158,20 +161,22 @@ def scorer_of(source: Source) -> Scorer:
         ConfigError: a pattern can't be used.
         Exception: whatever the file of a user's function raises.
     """
+    config = source.config
     if source.function is not None:
-        return function_scorer(source.function, source.config.column)
-    return _SCORERS[source.config.kind](source)
+        return function_scorer(source.function, config.column)
+    if config.kind == "remote":
+        return remote_scorer(config, source.endpoint)
+    if config.kind == "judge":
+        return judge_scorer(config, source.text or "", source.endpoint)
+    return _VERIFIERS[config.kind](config)
 
 
-_SCORERS: dict[str, Callable[[Source], Scorer]] = {
-    "math": lambda source: math_scorer(source.config),
-    "exact": lambda source: exact_scorer(source.config),
-    "verifier": lambda source: verifier_scorer(source.config),
-    "regex": lambda source: regex_scorer(source.config),
-    "code": lambda source: code_scorer(source.config),
-    "remote": lambda source: remote_scorer(source.config, source.endpoint),
-    "judge": lambda source: judge_scorer(source.config, source.text or "", source.endpoint),
-    "length": lambda source: length_scorer(source.config),
-    "repetition": lambda source: repetition_scorer(source.config),
+_VERIFIERS: dict[str, Callable[[RewardConfig], Scorer]] = {
+    "math": math_scorer,
+    "exact": exact_scorer,
+    "verifier": verifier_scorer,
+    "regex": regex_scorer,
+    "code": code_scorer,
+    "length": length_scorer,
+    "repetition": repetition_scorer,
 }
-"""By kind; `function` has its file."""

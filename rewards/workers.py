@@ -69,8 +69,6 @@ class Reply:
     number: int
     value: Any = None
     failure: str | None = None
-    seconds: float = 0.0
-    """Duration of the call."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +133,9 @@ class Workers:
         """
         replies: list[Reply] = []
         while (wait and not replies) or self._connection.poll():
-            number, value, failure, seconds = self._receive()
+            number, value, failure = self._receive()
             result = None if value is None else pickle.loads(value)  # noqa: S301 - own worker
-            replies.append(Reply(number, result, failure, seconds))
+            replies.append(Reply(number, result, failure))
         return replies
 
     def close(self) -> None:
@@ -215,8 +213,8 @@ def supervise() -> None:
         os._exit(0)
 
 
-_Result = tuple[int, bytes | None, str | None, float]
-"""Number, pickled value, failure and seconds of a call."""
+_Result = tuple[int, bytes | None, str | None]
+"""Number, pickled value and failure of a call."""
 
 
 def _serve(trainer: Connection) -> None:
@@ -277,9 +275,8 @@ class _Worker:
             if error is not None:
                 self._fail_all(call, f"its worker can't be started: {error}")
                 continue
-            began = time.monotonic()
-            value, failure = self._exchange(call.request, call.seconds, name=call.name)
-            self._results.put((call.number, value, failure, time.monotonic() - began))
+            result = self._exchange(call.request, call.seconds, name=call.name)
+            self._results.put((call.number, *result))
             if self._process is None:
                 self._start()  # before it takes a call that another worker could run at once
 
@@ -287,7 +284,7 @@ class _Worker:
         """Fail a call and all that wait: another worker would fail to start as well."""
         with contextlib.suppress(Empty):
             while True:
-                self._results.put((call.number, None, failure, 0.0))
+                self._results.put((call.number, None, failure))
                 call = self._calls.get_nowait()
 
     def _start(self) -> str | None:

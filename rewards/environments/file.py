@@ -6,48 +6,16 @@ runs: an edit of the file during a run changes nothing.
 
 import ast
 import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
-from pipeline.data.examples import Message
 from pipeline.system.errors import ConfigError, require, suggestion
 from pipeline.system.installation import ROOT
 from rewards.functions import parse_python, read_text
 
 VERBS = ("reset", "step", "reward")
-"""The methods of an environment."""
-
-
-class Environment(Protocol):
-    """A dialogue's other side: one object for each episode.
-
-    Messages are `pipeline.data.examples.Message` or mappings with `role` and `content`. What a
-    method raises fails its episode, which then teaches nothing. Given the same row, seed and
-    answers, an environment says the same: so runs resume exactly, and an episode whose process was
-    lost with another's is played again up to where it was.
-    """
-
-    def reset(self, row: Mapping[str, Any], *, seed: int) -> Sequence[Message]:
-        """The opening messages, of which the last is the user's.
-
-        Args:
-            row: the columns of the data's row, and under `dialogue` its prompt as messages.
-            seed: the same for all episodes of a group, another one for any other.
-        """
-        ...
-
-    def step(self, answer: str) -> Sequence[Message] | None:
-        """What follows an answer, of the user or the system; None ends the episode."""
-        ...
-
-    def reward(self) -> float | Mapping[str, float] | None:
-        """What the episode is worth, at its end, also where a limit ended it.
-
-        Of a mapping the sum counts and each part is measured; None says that there is no reward.
-        """
-        ...
+"""The methods of an environment, which docs/environments.md describes."""
 
 
 BUILT_IN = {"guessing": "games.py:GuessingGame", "calculator": "tools.py:Calculator"}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pipeline.data.examples import Message, Role
 from pipeline.system.errors import UserError
 from rewards.contract import Outcome, described, outcome_of
-from rewards.environments.file import VERBS, Environment, EnvironmentFile
+from rewards.environments.file import VERBS, EnvironmentFile
 from rewards.environments.tools import ToolEnvironment, find_tools
 from rewards.functions import load_name
 from rewards.workers import Lane, Workers
@@ -145,7 +145,7 @@ class _Episodes:
             getattr(self._class, verb)  # which raises if a base of another file has none
         if not self._takes_turns:
             find_tools(self._class)
-        self._playing: dict[int, Environment] = {}
+        self._playing: dict[int, Any] = {}
 
     def __call__(
         self, move: _Move, tick: Callable[[], None]

@@ -34,7 +34,7 @@ leaves it out."""
 
 
 class ToolEnvironment:
-    """The object of a user's class, played as `rewards.environments.contract.Environment`."""
+    """The object of a user's class, played in turns."""
 
     def __init__(self, user: object) -> None:
         self._user: Any = user
