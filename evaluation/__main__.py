@@ -12,7 +12,7 @@ from evaluation.config import EvaluationConfig
 from evaluation.contract import Question, Task
 from evaluation.tasks import tasks_named
 from pipeline.cli.options import read_command, run_main, say
-from pipeline.files.output import check_output, write_output
+from pipeline.files.durable import check_output, write_output
 from pipeline.report.results import find_model
 from pipeline.system.installation import MODULE
 

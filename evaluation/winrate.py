@@ -18,7 +18,7 @@ import numpy as np
 from evaluation.comparison import Match
 from pipeline.cli.options import read_command, run_main, say
 from pipeline.config import RowColumns
-from pipeline.files.output import check_output, write_output
+from pipeline.files.durable import check_output, write_output
 from pipeline.settings.fields import plain
 from pipeline.system.errors import DataError, require
 from pipeline.system.installation import MODULE

@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from pipeline.cli.options import choose_command, read_files_command, run_main, say
 from pipeline.data.rows.shapes import SCHEMA, UNDO
-from pipeline.files.durable import sync_directory
-from pipeline.files.output import check_output, write_output
+from pipeline.files.durable import check_output, sync, write_output
 from pipeline.system.errors import ConfigError, DataError, require
 from pipeline.system.installation import MODULE
 
@@ -45,7 +44,7 @@ class RatingsFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-            sync_directory(path.parent)
+            sync(path.parent)
             content = path.read_bytes()
             complete = content.rfind(b"\n") + 1
             if complete < len(content):  # a kill left part of a line

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pipeline.cli.options import joined, read_command, run_main, say
 from pipeline.data.examples import Example, Message
-from pipeline.files.output import check_output, json_lines, write_output
+from pipeline.files.durable import check_output, json_lines, write_output
 from pipeline.system.errors import DataError, require
 from pipeline.system.installation import MODULE
 from rewards.config import RewardConfig, read_specs

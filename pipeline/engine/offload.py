@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Collectives
-from pipeline.files.tensor_io import bytes_of, read_at, write_at
+from pipeline.files.weight_files import bytes_of, read_at, write_at
 from pipeline.kernels.adamw import new_moments
 from pipeline.system.errors import ConfigError, OffloadError
 from pipeline.system.faults import fault_point
@@ -78,11 +78,11 @@ class TensorStore:
 
     def write(self, key: str, tensor: Shaped[Tensor, " n"]) -> None:
         """Start writing `tensor`, which stays unchanged until `wait`."""
-        parts, file, position = [bytes_of(tensor)], self._file, self._positions[key]
+        part, file, position = bytes_of(tensor), self._file, self._positions[key]
 
         def work() -> None:
             fault_point("offload.write")
-            write_at(file.fileno(), parts, position)
+            write_at(file.fileno(), part, position)
 
         self._begin(key, None, "written", work)
 
@@ -91,11 +91,11 @@ class TensorStore:
 
         With `after`, the pending operation on that key ends first: it may use the same memory.
         """
-        parts, file, position = [bytes_of(out)], self._file, self._positions[key]
+        part, file, position = bytes_of(out), self._file, self._positions[key]
 
         def work() -> None:
             fault_point("offload.read")
-            read_at(file.fileno(), parts, position)
+            read_at(file.fileno(), part, position)
 
         self._begin(key, after, "read", work)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.files.durable import discard, rename_durably, settle
-from pipeline.files.output import check_output
+from pipeline.files.durable import check_output, discard, rename_durably, settle
 from pipeline.models.card import CARD
 from pipeline.models.directory import (
     ADAPTER,

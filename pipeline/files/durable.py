@@ -1,23 +1,21 @@
-"""Writing that a power failure can't undo."""
+"""Files whose old or new content survives a kill and a power failure."""
 
+import json
 import os
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from pipeline.system.errors import ConfigError
 
 
-def sync_directory(path: Path) -> None:
-    """Put the names in a directory on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Put the content of a file on the disk."""
+def sync(path: Path, *, mode: int | None = None) -> None:
+    """Flush a file's content, or a directory's names, to the disk; set the file's mode if given."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        if mode is not None:
+            os.fchmod(descriptor, mode)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -34,14 +32,14 @@ def write_durably(path: Path, content: bytes) -> None:
 def rename_durably(source: Path, target: Path) -> None:
     """Give a file or directory its name, for good."""
     source.rename(target)
-    sync_directory(target.parent)
+    sync(target.parent)
 
 
 def replace_durably(path: Path, content: bytes, *, temporary: Path) -> None:
     """`path` has the old content or the new one, whatever happens; `temporary` is beside it."""
     write_durably(temporary, content)
     temporary.replace(path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def publish(path: Path, content: bytes) -> None:
@@ -72,13 +70,61 @@ def settle(directory: Path) -> None:
     mode = probe.stat().st_mode
     probe.unlink()
     for path in directory.rglob("*"):
-        if path.is_dir():
-            sync_directory(path)
-            continue
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fchmod(descriptor, mode & 0o777)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    sync_directory(directory)
+        sync(path, mode=None if path.is_dir() else mode & 0o777)
+    sync(directory)
+
+
+def check_output(path: Path, *, option: str) -> None:
+    """Return if a file can be written there, as far as that shows; makes nothing.
+
+    Called before the work whose result the file will hold.
+
+    Args:
+        path: of the file, which may be there already.
+        option: that names it, for messages.
+
+    Raises:
+        ConfigError: it is a directory, or lies where nothing can be made.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a directory; give the name of a file")
+    above = path.absolute().parent
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        raise ConfigError(f"{option} {path} can't be written: {above} is a file")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path} can't be written: {above} is not yours to write to")
+
+
+def write_output(texts: Mapping[Path, str], *, option: str) -> None:
+    """Write files, each of which has its old content, or none, until it has all of the new one.
+
+    A process that is killed, or a power failure, leaves at most `<name>.partial` beside them, which
+    the next call writes anew. No name changes before all contents are on the disk.
+
+    Args:
+        texts: by file; missing directories are made.
+        option: that names them, for messages.
+
+    Raises:
+        ConfigError: one of them can't be written.
+    """
+    partial = {path: path.with_name(f"{path.name}.partial") for path in texts}
+    path = next(iter(texts))
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(partial[path], text.encode())
+        for path in texts:
+            partial[path].replace(path)
+        for directory in {path.parent for path in texts}:
+            sync(directory)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"{option} {path} can't be written: {reason}") from error
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as JSON, one a line."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

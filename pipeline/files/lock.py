@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import socket
-import weakref
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,14 +18,13 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 class RunLock:
-    """Context manager: this process alone has the directory that `path` lies in.
+    """Context manager: only this process uses the parent directory of `path`.
 
-    The system holds the lock and drops it with the process, however that ends, so there are no
-    stale ones; the file only says whose it is, and is removed at the end. Children that are forked
-    do not inherit it.
+    The system holds the lock and releases it when the process ends, so there are no stale locks.
+    The file names the holder and is removed at the end. Forked children do not inherit the lock.
 
     Raises:
-        ConfigError: another process has it, or the file can't be made.
+        ConfigError: another process has it, or the file can't be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,17 +33,20 @@ class RunLock:
 
     def __enter__(self) -> "RunLock":
         self._open()
-        while not self._is_ours():  # the holder before has removed it meanwhile
-            self._close()
+        while not self._is_current():  # the previous holder has removed it meanwhile
+            os.close(self._file)
             self._open()
-        _close_in_children(self)
-        self._sign()
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
+        with suppress(OSError):  # a full disk; the lock is held nevertheless
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(holder).encode(), 0)
         return self
 
     def __exit__(self, *_error: object) -> None:
-        if self._file >= 0 and self._is_ours():
+        if self._is_current():
             self.path.unlink(missing_ok=True)
-        self._close()
+        os.close(self._file)
 
     def _open(self) -> None:
         try:
@@ -54,17 +55,14 @@ class RunLock:
         except OSError as error:
             raise ConfigError(f"{self.path} can't be made: {error.strerror}") from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._close()
-            raise ConfigError(
-                f"{self.path.parent} is in use by {_holder(self.path)}; wait for it, stop it, or"
-                " choose another directory"
-            ) from None
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in NO_LOCKS:
-                self._close()
-                raise ConfigError(f"{self.path} can't be locked: {error.strerror}") from error
+                os.close(self._file)
+                raise ConfigError(
+                    f"{self.path.parent} is in use by {_holder(self.path)}; wait for it, stop it,"
+                    " or choose another directory"
+                ) from None
             logger.warning(
                 "%s can't be locked (%s): nothing keeps a second job out of %s",
                 self.path,
@@ -72,35 +70,12 @@ class RunLock:
                 self.path.parent,
             )
 
-    def _is_ours(self) -> bool:
-        """Whether the file we have is still the one under that name."""
+    def _is_current(self) -> bool:
+        """Whether the open file still has its name."""
         try:
             return os.path.samestat(os.fstat(self._file), self.path.stat())
         except FileNotFoundError:
             return False
-
-    def _sign(self) -> None:
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
-        with suppress(OSError):  # a full disk; the lock is held all the same
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(me).encode(), 0)
-
-    def _close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-def _close_in_children(lock: RunLock) -> None:
-    """A forked child that outlives the holder, such as a loader of data, must not keep the lock."""
-    reference = weakref.ref(lock)
-
-    def close() -> None:
-        inherited = reference()
-        if inherited is not None:
-            inherited._close()  # noqa: SLF001  # of this module
-
-    os.register_at_fork(after_in_child=close)
 
 
 def _holder(path: Path) -> str:
@@ -109,7 +84,3 @@ def _holder(path: Path) -> str:
         return f"process {other['pid']} on {other['host']} since {other['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,6 +1,7 @@
-"""Pieces of the weights in a local Hugging Face directory."""
+"""Tensors in the weight files of a local Hugging Face directory, read and written in place."""
 
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -8,8 +9,40 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from pipeline.files.safetensors_header import stored_tensors
-from pipeline.files.tensor_io import bytes_of, read_at
 from pipeline.system.errors import ModelError
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as it is: writing to it changes the tensor."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def read_at(file: int, part: memoryview, position: int) -> None:
+    """Fill `part` with the bytes of the open file from `position` on.
+
+    Raises:
+        EOFError: the file ends before.
+        OSError: the system can't read.
+    """
+    while part.nbytes:
+        count = os.preadv(file, [part], position)
+        if count == 0:
+            raise EOFError(f"the file ends at byte {os.fstat(file).st_size}")
+        position += count
+        part = part[count:]
+
+
+def write_at(file: int, part: memoryview, position: int) -> None:
+    """Write `part` to the open file at `position`.
+
+    Raises:
+        OSError: the system can't write.
+    """
+    while part.nbytes:
+        count = os.pwrite(file, part, position)
+        position += count
+        part = part[count:]
+
 
 DTYPES = {
     "F64": torch.float64,
@@ -80,7 +113,7 @@ class WeightFiles:
         try:
             with stored.file.open("rb", buffering=0) as file:
                 position = stored.position + start * stored_dtype.itemsize
-                read_at(file.fileno(), [bytes_of(piece)], position)
+                read_at(file.fileno(), bytes_of(piece), position)
         except (OSError, EOFError) as error:
             raise ModelError(f"{name} can't be read from {stored.file}: {error}") from error
         return piece.to(dtype)

@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from pipeline.engine.tensor_parts import part_of
-from pipeline.files.durable import replace_durably, settle, sync_directory
+from pipeline.files.durable import replace_durably, settle, sync
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.directory import are_of_classifier
 from pipeline.models.forward import base_model
@@ -144,21 +144,21 @@ def _replace(shards: _Shards, directory: Path) -> None:
     settle(shards.scratch)
     if count == 1:
         shards.files[0].replace(single)
-        sync_directory(directory)
+        sync(directory)
         index.unlink(missing_ok=True)
     else:
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         index.unlink(missing_ok=True)
-        sync_directory(directory)
+        sync(directory)
         for file, name in zip(shards.files, names, strict=True):
             file.replace(directory / name)
             stale.discard(directory / name)
-        sync_directory(directory)
+        sync(directory)
         replace_durably(index, shards.index(names).encode(), temporary=shards.scratch / INDEX)
         single.unlink(missing_ok=True)
     for path in stale:
         path.unlink()
-    sync_directory(directory)
+    sync(directory)
 
 
 logger = logging.getLogger(__name__)
@@ -379,7 +379,7 @@ def move_in(staging: Path, directory: Path) -> None:
         if target.is_dir():
             shutil.rmtree(target)
         path.replace(target)
-    sync_directory(directory)
+    sync(directory)
 
 
 def _merged(

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.cli.options import read_command, run_main, say
 from pipeline.data.examples import Message
-from pipeline.files.output import json_lines, write_output
+from pipeline.files.durable import json_lines, write_output
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 

@@ -18,8 +18,7 @@ from pipeline.engine.checkpoint.format import (
     parse_label,
 )
 from pipeline.files.safetensors_header import read_header
-from pipeline.files.tensor_io import bytes_of, read_at
-from pipeline.files.weight_files import DTYPES
+from pipeline.files.weight_files import DTYPES, bytes_of, read_at
 from pipeline.system.errors import CheckpointError, ModelError
 
 CHUNK_BYTES = 16 * 2**20
@@ -283,7 +282,7 @@ def _read(piece: _Stored, offset: int, out: Tensor) -> None:
         with piece.file.open("rb", buffering=0) as file:
             for target in out.split(step):
                 chunk = target if direct else torch.empty(target.numel(), dtype=dtype)
-                read_at(file.fileno(), [bytes_of(chunk)], position)
+                read_at(file.fileno(), bytes_of(chunk), position)
                 position += chunk.nbytes
                 if not direct:
                     target.copy_(chunk)

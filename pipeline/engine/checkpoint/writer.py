@@ -43,11 +43,10 @@ from pipeline.files.durable import (
     discard,
     publish,
     rename_durably,
-    sync_directory,
+    sync,
     write_durably,
 )
-from pipeline.files.tensor_io import bytes_of
-from pipeline.files.weight_files import DTYPES
+from pipeline.files.weight_files import DTYPES, bytes_of
 from pipeline.system.errors import CheckpointError, ConfigError, require
 from pipeline.system.faults import fault_point
 
@@ -256,7 +255,7 @@ class CheckpointWriter:
         write_durably(directory / MANIFEST, manifest.to_bytes())
         for rank in range(self._world_size):
             _report(directory, rank).unlink()
-        sync_directory(directory)
+        sync(directory)
         fault_point("checkpoint.before_rename")
         if (self.root / target).exists():
             remove(self.root / target)

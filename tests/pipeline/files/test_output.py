@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files.output import write_output
+from pipeline.files.durable import write_output
 from pipeline.system.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 KILLED = """
 import resource, signal, sys
 from pathlib import Path
-from pipeline.files.output import write_output
+from pipeline.files.durable import write_output
 
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
