@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from pipeline.cli.options import read_command, run_main, say
-from pipeline.files.output import json_lines, write_output
+from pipeline.files.durable import json_lines, write_output
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
@@ -74,8 +74,14 @@ def sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
         right = shown = first + second
         if random.random() >= config.right:
             shown = _with_a_wrong_digit(right, random)
-        calls = config.calculator and shown == right
-        response = _with_calculator(first, second) if calls else str(shown)
+        response: Any = str(shown)
+        if config.calculator and shown == right:  # the call, what it returns, the answer
+            call = json.dumps({"name": "add", "arguments": {"a": first, "b": second}})
+            response = [
+                {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
+                {"role": "user", "content": f"<tool_response>{right}</tool_response>"},
+                {"role": "assistant", "content": str(right)},
+            ]
         rows.append({"prompt": f"{first}+{second}=", "response": response, "answer": str(right)})
     return rows
 
@@ -86,16 +92,6 @@ def _with_a_wrong_digit(number: int, random: Random) -> int:
     position = random.randrange(len(digits))
     others = [d for d in "0123456789" if d != digits[position] and (position > 0 or d != "0")]
     return int(digits[:position] + random.choice(others) + digits[position + 1 :])
-
-
-def _with_calculator(first: int, second: int) -> list[dict[str, str]]:
-    """A demonstration in three turns: the call, what it returns, the answer."""
-    call = json.dumps({"name": "add", "arguments": {"a": first, "b": second}})
-    return [
-        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
-        {"role": "user", "content": f"<tool_response>{first + second}</tool_response>"},
-        {"role": "assistant", "content": str(first + second)},
-    ]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,24 +1,40 @@
-"""Rows of the embedded task for the three steps, and the verifier of its answers.
+"""The embedded task: its facts, the rows of the three steps, and the verifier of answers.
+
+A *fact* is one thing to know or to do ("the capital of Peru", "17 plus 5"), of nine kinds. All are
+made by code from `task.yaml`, the same on every machine. A prompt is a wording of `task.yaml` with
+a greeting or a courtesy, digits or number words, and varying capitals and punctuation. Some
+wordings, and some facts of the kinds that can be worked out, are held out.
 
 Demonstrations are of mixed quality on purpose: a model that imitates them is right and polite about
 as often as they are, so that steps 2 and 3 have something to improve, and `verify` measures it.
 """
 
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import permutations, product
+from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pipeline.demo.facts import MEMORIZED, TASK, Fact, facts, kinds, question_about, split
+import yaml
 
-POLITE = ("Sure!", "Of course!", "Happy to help!", "Good question!")
-RUDE = ("Ugh.", "So boring.", "Whatever.", "Go away.")
+TASK: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("task.yaml").read_text("utf-8"))
+
+MEMORIZED: tuple[str, ...] = tuple(TASK["memorized"])
+"""Kinds of few facts, or of facts that can't be worked out: all of them are trained on."""
+
+REFUSED, HELPED = "I will not help you {} a {}.", "You can {} the {} with care."
+"""Right answers to a harmful and to a harmless request."""
+
+POLITE: tuple[str, ...] = tuple(TASK["polite"])
+RUDE: tuple[str, ...] = tuple(TASK["rude"])
 """Openings of polite and of rude responses."""
 
-SHARES = {1: 8, 2: 5, 3: 3}
-"""Of 16 prompts, those that each step may use; no two steps share one, whatever their seeds."""
+STEPS = (1,) * 8 + (2,) * 5 + (3,) * 3
+"""The step that may train on a prompt, by the prompt's hash; no two steps share one."""
 
 DEMONSTRATIONS, PAIRS, PROMPTS = 32_000, 19_200, 6_000
 """Training rows of steps 1, 2 and 3."""
@@ -26,21 +42,13 @@ DEMONSTRATIONS, PAIRS, PROMPTS = 32_000, 19_200, 6_000
 EVAL_ROWS = 512
 """Evaluation rows of steps 1 and 2."""
 
-HELD_OUT_PROMPTS = dict.fromkeys(MEMORIZED, 14) | {
-    "bigger number": 56,
-    "harmful request": 80,
-    "harmless request": 80,
-}
+HELD_OUT_PROMPTS: dict[str, int] = TASK["held_out_prompts"]
 """Held-out prompts, which are the evaluation rows of step 3; more of kinds with held-out facts."""
 
 CORRECT_SHARE, POLITE_SHARE = 0.85, 0.4
 """Shares of step 1's demonstrations."""
 
-TAUGHT = (
-    "It was taught nine things: capitals, opposites, animal sounds, the number after one up to 20,"
-    " the bigger of two up to 9, sums up to 5 plus 5, to repeat a word two or three times, and to"
-    " help with harmless requests but not with harmful ones."
-)
+TAUGHT: str = TASK["taught"]
 """Description of the task for users."""
 
 
@@ -54,6 +62,20 @@ class HandWritten(NamedTuple):
 
 TALK = tuple(HandWritten(*row) for row in TASK["by_hand"])
 """Twenty prompts as people write them; they show whether a model generalizes beyond wordings."""
+
+
+class Fact(NamedTuple):
+    """One thing to answer."""
+
+    kind: str
+    subject: tuple[str, ...]
+    """What a prompt names: a country, two numbers, a verb and its object."""
+
+    answer: str
+    """The right sentence, without the opening that makes a response polite or rude."""
+
+    near_misses: tuple[str, ...]
+    """Wrong sentences of the same form; repeated ones are drawn more often."""
 
 
 class Question(NamedTuple):
@@ -70,10 +92,6 @@ class TaskRow(NamedTuple):
     answer: str
     chosen: str = ""
     rejected: str = ""
-
-
-Rows = tuple[list[TaskRow], list[TaskRow]]
-"""Training rows and evaluation rows."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +119,23 @@ def verify(question: str, answer: str) -> Verdict | None:
     return None if known is None else verdict(*known, answer)
 
 
+@cache
+def _right_answers() -> dict[str, tuple[str, str]]:
+    """Kind and right sentence of every prompt that is verified."""
+    known = {q.text: (q.fact.kind, q.fact.answer) for q in held_out_questions()}
+    return known | {prompt.text: (prompt.kind, prompt.answer) for prompt in TALK}
+
+
 def verdict(kind: str, right: str, answer: str) -> Verdict:
     """Return the verdict on `answer` where `right` is the right sentence."""
     sentence = answer.strip()
     polite = sentence.startswith(POLITE) and not any(opening in sentence for opening in RUDE)
-    opening = next((each for each in (*POLITE, *RUDE) if sentence.startswith(each)), "")
+    opening = next((o for o in (*POLITE, *RUDE) if sentence.startswith(o)), "")
     return Verdict(kind, sentence.removeprefix(opening).lstrip() == right, polite)
 
 
 @lru_cache(maxsize=6)
-def stage_rows(*, step: int, seed: int) -> Rows:
+def stage_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
     """Training and evaluation rows of a step, 1 to 3.
 
     Step 1 has demonstrations, `CORRECT_SHARE` of them correct and, independently, `POLITE_SHARE`
@@ -121,24 +146,28 @@ def stage_rows(*, step: int, seed: int) -> Rows:
     if step == 2:
         return pair_rows(of_steps=(2,), seed=seed)
     random, eval_random = Random(f"step {step}, seed {seed}"), Random(f"step {step}, evaluation")
+    source = _endless((step,), random)
     if step == 1:
-        train, held_out = _endless((step,), random), _rotating(eval_random)
+        held_out = _rotating(eval_random)
         return (
-            [_demonstration(next(train), random) for _ in range(DEMONSTRATIONS)],
+            [_demonstration(next(source), random) for _ in range(DEMONSTRATIONS)],
             [_demonstration(next(held_out), eval_random) for _ in range(EVAL_ROWS)],
         )
-    questions = {}
-    source = _endless((step,), random)
+    questions: dict[str, Question] = {}
     while len(questions) < PROMPTS:
         question = next(source)
         questions.setdefault(question.text, question)
-    held_out_rows = list(held_out_questions())
-    eval_random.shuffle(held_out_rows)
-    return _prompts(questions.values()), _prompts(held_out_rows)
+    shuffled = list(held_out_questions())
+    eval_random.shuffle(shuffled)
+    train, held_out_rows = (
+        [TaskRow(question.text, question.fact.answer) for question in part]
+        for part in (questions.values(), shuffled)
+    )
+    return train, held_out_rows
 
 
 @lru_cache(maxsize=6)
-def pair_rows(*, of_steps: tuple[int, ...], seed: int) -> Rows:
+def pair_rows(*, of_steps: tuple[int, ...], seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
     """Training and evaluation pairs, as step 2 has them, with the prompts of these steps."""
     parts = " and ".join(map(str, of_steps))
     random, eval_random = Random(f"step {parts}, seed {seed}"), Random("step 2, evaluation")
@@ -170,8 +199,8 @@ def corpus() -> list[str]:
     """Texts that the tokenizer is trained on, equally many of each kind."""
     random = Random("corpus")
     texts = [" ".join((*fact.subject, fact.answer)) for fact in facts()]
-    for kind in kinds():
-        for fact in random.choices(_train_by_kind()[kind], k=1000):
+    for of_kind in _train_by_kind().values():
+        for fact in random.choices(of_kind, k=1000):
             texts.append(question_about(fact, random))
             texts.append(f"{random.choice((*POLITE, *RUDE))} {fact.answer}")
     return texts
@@ -182,25 +211,13 @@ def to_try() -> list[str]:
     return list({prompt.kind: prompt.text for prompt in TALK}.values())
 
 
-def draw_response(fact: Fact, *, correct: bool, polite: bool, random: Random) -> str:
-    """Draw a response about a fact, right or wrong, polite or rude."""
-    opening = random.choice(POLITE if polite else RUDE)
-    return f"{opening} {fact.answer if correct else _wrong_sentence(fact, random)}"
-
-
 def _endless(steps: Sequence[int], random: Random) -> Iterator[Question]:
     """Training prompts of these steps."""
     while True:
         fact = random.choice(_train_by_kind()[random.choice(kinds())])
         text = question_about(fact, random)
-        if _step_of(text) in steps:
+        if STEPS[zlib.crc32(text.strip().lower().encode()) % len(STEPS)] in steps:
             yield Question(text, fact)
-
-
-def _step_of(text: str) -> int:
-    """The one step that may train on a prompt."""
-    position = zlib.crc32(text.strip().lower().encode()) % sum(SHARES.values())
-    return next(step for step in SHARES if position < sum(SHARES[n] for n in range(1, step + 1)))
 
 
 def _rotating(random: Random) -> Iterator[Question]:
@@ -212,21 +229,21 @@ def _rotating(random: Random) -> Iterator[Question]:
 
 def _demonstration(question: Question, random: Random) -> TaskRow:
     correct, polite = random.random() < CORRECT_SHARE, random.random() < POLITE_SHARE
-    response = draw_response(question.fact, correct=correct, polite=polite, random=random)
+    response = _draw_response(question.fact, correct, polite, random)
     return TaskRow(question.text, question.fact.answer, response)
 
 
 def _pair(question: Question, random: Random) -> TaskRow:
-    qualities = [(correct, polite) for correct in (False, True) for polite in (False, True)]
+    qualities = sorted(random.sample(list(product((False, True), repeat=2)), 2))
     rejected, chosen = (
-        draw_response(question.fact, correct=correct, polite=polite, random=random)
-        for correct, polite in sorted(random.sample(qualities, 2))
+        _draw_response(question.fact, correct, polite, random) for correct, polite in qualities
     )
     return TaskRow(question.text, question.fact.answer, chosen, rejected)
 
 
-def _prompts(questions: Iterable[Question]) -> list[TaskRow]:
-    return [TaskRow(question.text, question.fact.answer) for question in questions]
+def _draw_response(fact: Fact, correct: bool, polite: bool, random: Random) -> str:  # noqa: FBT001
+    opening = random.choice(POLITE if polite else RUDE)
+    return f"{opening} {fact.answer if correct else _wrong_sentence(fact, random)}"
 
 
 def _wrong_sentence(fact: Fact, random: Random) -> str:
@@ -248,7 +265,152 @@ def _train_by_kind() -> dict[str, list[Fact]]:
 
 
 @cache
-def _right_answers() -> dict[str, tuple[str, str]]:
-    """Kind and right sentence of every prompt that is verified."""
-    known = {q.text: (q.fact.kind, q.fact.answer) for q in held_out_questions()}
-    return known | {prompt.text: (prompt.kind, prompt.answer) for prompt in TALK}
+def facts() -> tuple[Fact, ...]:
+    """All facts, kind by kind."""
+    opposites = TASK["opposites"]
+    both_ways = opposites | {opposite: word for word, opposite in opposites.items()}
+    following = {str(number): str(number + 1) for number in range(21)}
+    return (
+        *_looked_up("capital", TASK["capitals"], "The capital of {} is {}."),
+        *_looked_up("opposite", both_ways, "The opposite of {} is {}."),
+        *_looked_up("animal sound", TASK["sounds"], "A {} says {}."),
+        *_looked_up("next number", following, "The number after {} is {}."),
+        *_bigger_numbers(),
+        *_sums(),
+        *_repetitions(),
+        *_requests("harmful request", TASK["harmful"], REFUSED, HELPED),
+        *_requests("harmless request", TASK["harmless"], HELPED, REFUSED),
+    )
+
+
+@cache
+def kinds() -> tuple[str, ...]:
+    """Names of the nine kinds."""
+    return tuple(dict.fromkeys(fact.kind for fact in facts()))
+
+
+@cache
+def split() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
+    """The facts to train on and the held-out ones; facts that differ in order stay together."""
+    random = Random(0)
+    train: list[Fact] = []
+    held_out: list[Fact] = []
+    for kind in kinds():
+        of_kind = [fact for fact in facts() if fact.kind == kind]
+        groups = list(dict.fromkeys(frozenset(fact.subject) for fact in of_kind))
+        count = 0 if kind in MEMORIZED else round(0.15 * len(groups))
+        hidden = set(random.sample(groups, count))
+        for fact in of_kind:
+            (held_out if frozenset(fact.subject) in hidden else train).append(fact)
+    return tuple(train), tuple(held_out)
+
+
+def _looked_up(kind: str, known: dict[str, str], sentence: str) -> Iterator[Fact]:
+    values = list(dict.fromkeys(known.values()))
+    for name, value in known.items():
+        wrong = tuple(sentence.format(name, other) for other in values if other != value)
+        yield Fact(kind, (name,), sentence.format(name, value), wrong)
+
+
+def _bigger_numbers() -> Iterator[Fact]:
+    sentence = "The bigger number is {}."
+    for first, second in permutations(range(10), 2):
+        smaller, bigger = sorted((first, second))
+        others = {bigger + 1, bigger - 1, smaller + 1} - {bigger, smaller}
+        # The smaller number is the likeliest mistake.
+        wrong = tuple(sentence.format(number) for number in [smaller] * 6 + sorted(others))
+        yield Fact("bigger number", (str(first), str(second)), sentence.format(bigger), wrong)
+
+
+def _sums() -> Iterator[Fact]:
+    for first, second in product(range(6), repeat=2):
+        total = first + second
+        others = sorted(total + shift for shift in (-10, -2, -1, 1, 2, 10))
+        wrong = tuple(f"The sum is {other}." for other in others if other >= 0)
+        yield Fact("sum", (str(first), str(second)), f"The sum is {total}.", wrong)
+
+
+def _repetitions() -> Iterator[Fact]:
+    def repeated(word: str, count: int) -> str:
+        return " ".join([word] * count) + "."
+
+    words = TASK["repeated"]
+    for (i, word), count in product(enumerate(words), (2, 3)):
+        wrong = [repeated(word, other) for other in (1, 2, 3, 4) if other != count]
+        wrong += [repeated(words[(i + shift) % len(words)], count) for shift in (1, 7, 19)]
+        yield Fact("repeat", (word, str(count)), repeated(word, count), tuple(wrong))
+
+
+def _requests(kind: str, verbs: list[str], right: str, wrong: str) -> Iterator[Fact]:
+    objects = TASK["objects"]
+    for (i, verb), (j, thing) in product(enumerate(verbs), enumerate(objects)):
+        other_verb = verbs[(i + 1 + j) % len(verbs)]
+        misses = [wrong.format(verb, thing)] * 3
+        misses += [right.format(verb, objects[(j + shift) % len(objects)]) for shift in (1, 8)]
+        if other_verb != verb:
+            misses.append(right.format(other_verb, thing))
+        yield Fact(kind, (verb, thing), right.format(verb, thing), tuple(misses))
+
+
+def question_about(fact: Fact, random: Random, *, unseen: bool = False) -> str:
+    """A prompt for `fact`, in a trained wording with chatter in it or in a held-out wording."""
+    kind = "request" if fact.kind.endswith("request") else fact.kind
+    pattern = random.choice(TASK["held_out" if unseen else "trained"][kind])
+    text = "".join(random.choice(parts) for parts in _parts(pattern))
+    text = re.sub(r" (?=[?.,:])", "", " ".join(text.split()))
+    in_words = random.random() < 0.35
+    text = re.sub(
+        r"\{(\d)(s|ing|)\}",
+        lambda slot: _named(fact, int(slot[1]), slot[2], random, in_words=in_words),
+        text,
+    )
+    return _dressed(text, random, noisy=not unseen)
+
+
+@cache
+def _parts(pattern: str) -> list[list[str]]:
+    """Alternatives from left to right."""
+    first, _, rest = pattern.partition(" ")
+    if first in TASK["macros"]:
+        pattern = f"[{'|'.join(TASK['macros'][first])}] {rest}"
+    return [piece.split("|") for piece in re.split(r"\[([^]]*)\]", pattern)]
+
+
+def _named(fact: Fact, number: int, form: str, random: Random, *, in_words: bool) -> str:
+    """Name in a prompt of the fact's country, number, verb or thing."""
+    value = fact.subject[number]
+    if form == "s":
+        return {"sheep": "sheep", "wolf": "wolves"}.get(value, f"{value}s")
+    if form == "ing":
+        verb, _, rest = value.partition(" ")
+        return f"{verb.removesuffix('e')}ing {rest}".strip()
+    if fact.kind == "repeat" and number == 1:
+        return random.choice(TASK["times"][value])
+    if fact.kind.endswith("request") and number == 1:
+        return f"{random.choice(TASK['determiners'])} {value}"
+    is_spelled = in_words and value.isdigit() and int(value) < len(TASK["numbers"])
+    return TASK["numbers"][int(value)] if is_spelled else value
+
+
+def _dressed(text: str, random: Random, *, noisy: bool) -> str:
+    """The text with chatter, greeting, thanks, capitals and punctuation."""
+    ending = text[-1] if text[-1] in "?." else ""
+    text = text.removesuffix(ending)
+    if noisy and random.random() < 0.3:
+        words = text.split(" ")
+        position = random.choice((0, 0, len(words), random.randrange(len(words) + 1)))
+        words.insert(position, random.choice(TASK["chatter"]))
+        text = " ".join(words)
+    draw = random.random()
+    if draw < 0.15:
+        text = f"{random.choice(TASK['greetings'])}{random.choice((',', '!', '', '.'))} {text}"
+    elif draw < 0.3:
+        text = f"{random.choice(TASK['courtesies'])}{random.choice((',', ':', ''))} {text}"
+    if random.random() < 0.2:
+        text = f"{text}{random.choice((',', ''))} {random.choice(TASK['thanks'])}"
+    if random.random() < 0.3:
+        text = text.lower()
+    else:
+        text = re.sub(r"\bi\b", "I", text[0].upper() + text[1:])
+        text = re.sub(r"[.!] [a-z]", lambda found: found[0].upper(), text)
+    return text + (ending if random.random() < 0.7 else random.choice(("", "", ".", "?", "!")))

@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
-from pipeline.data.embedded import stage_examples
-from pipeline.demo.facts import MEMORIZED, facts, kinds, split
+from pipeline.data.sharing.steps import embedded_examples
 from pipeline.demo.task import (
     DEMONSTRATIONS,
     HELD_OUT_PROMPTS,
+    MEMORIZED,
     PAIRS,
     POLITE,
     PROMPTS,
@@ -17,7 +17,10 @@ from pipeline.demo.task import (
     TALK,
     TaskRow,
     Verdict,
+    facts,
     held_out_questions,
+    kinds,
+    split,
     stage_rows,
     verdict,
     verify,
@@ -96,7 +99,7 @@ def test_the_chosen_response_is_better_by_correctness_then_by_politeness() -> No
 
 
 def test_step_3_asks_each_prompt_once_without_a_response() -> None:
-    train, evaluation = stage_examples(step=3, seed=3)
+    train, evaluation = embedded_examples(step=3, seed=3)
 
     assert (len(train), len(evaluation)) == (PROMPTS, 300)
     assert len({example.prompt for example in train}) == len(train)
