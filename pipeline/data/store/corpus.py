@@ -1,30 +1,29 @@
 """The corpus of step 0: its files, their rows in order, and the documents held out.
 
-A document is held out by a hash of its tokens and `data.seed`, whatever the other documents, their
-order and the file: copies are on the same side, and a corpus that grows moves none.
+A document is held out by a hash of its tokens and `data.seed`, regardless of the other documents,
+their order and the file: copies are on the same side, and a corpus that grows moves none.
 """
 
-import glob
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from glob import glob
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
 from pipeline.config import RowCounts, TextDataConfig
 from pipeline.data.rows.sources import split_weight
 from pipeline.data.sharing.prompts import draw
-from pipeline.data.store.order import MixedStream, Permutation
 from pipeline.data.store.pack import SUFFIXES as TEXTS
 from pipeline.data.store.pack import pack
-from pipeline.data.store.rows import ROWS, FileRows, TokenRow
-from pipeline.data.store.token_file import TokenFile, index_path
-from pipeline.data.store.vocabulary import Vocabulary, vocabulary_of
+from pipeline.data.store.rows import MixedStream, TokenRow, Windows
+from pipeline.data.store.token_file import TokenFile, Vocabulary, part_path, vocabulary_of
 from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,6 +42,9 @@ MOST_BYTES = 2**30
 
 HASHED = 4096
 """Tokens of a document that its hash covers, from the first."""
+
+LOOKED_AT = 2**20
+"""Documents of a file among which those for evaluation are searched."""
 
 
 @dataclass(frozen=True)
@@ -113,35 +115,21 @@ def _find(spec: str, setting: str) -> CorpusPath:
     path = Path(name).expanduser()
     if path.is_dir():
         raise DataError(f"{setting} {path} is a directory; name its files, as in '{path}/*.bin'")
-    if index_path(path).exists():
+    if part_path(path, "idx").exists():
         return CorpusPath(name, weight, (path,), is_text=False)
-    files = [path] if path.exists() else [Path(each) for each in sorted(_matches(path))]
-    if not files:
+    names = [str(path)] if path.exists() else glob(str(path), recursive=True)  # noqa: PTH207
+    if not names:
         raise DataError(f"{setting} {name}: there is no such file")
-    kinds = {_is_text(file, setting) for file in files}
-    if len(kinds) > 1:
-        raise DataError(f"{setting} {name} names token files and texts; give a path for each")
-    is_text = kinds.pop()
-    if not is_text:  # both files of Megatron's may match
-        files = sorted(
-            {file.with_suffix(".bin") if file.suffix == ".idx" else file for file in files}
+    files = sorted(map(Path, names))
+    if all(file.name.endswith(TEXTS) for file in files):
+        return CorpusPath(name, weight, tuple(files), is_text=True)
+    if not all(file.suffix in (".bin", ".idx", ".pbin") for file in files):
+        raise DataError(
+            f"{setting} {name} is not a corpus; give a path each for token files (Megatron's .bin"
+            f" and .idx, Modalities' .pbin) and for text ({', '.join(TEXTS)})"
         )
-    return CorpusPath(name, weight, tuple(files), is_text)
-
-
-def _matches(path: Path) -> list[str]:
-    return glob.glob(str(path), recursive=True)  # noqa: PTH207
-
-
-def _is_text(path: Path, setting: str) -> bool:
-    if path.suffix in (".bin", ".idx", ".pbin"):
-        return False
-    if path.name.endswith(TEXTS):
-        return True
-    raise DataError(
-        f"{setting} {path} is not a corpus; give Megatron's .bin and .idx, Modalities' .pbin, or"
-        f" text ({', '.join(TEXTS)})"
-    )
+    pairs = {file.with_suffix(".bin") if file.suffix == ".idx" else file for file in files}
+    return CorpusPath(name, weight, tuple(sorted(pairs)), is_text=False)
 
 
 def prepare(reading: Reading) -> None:
@@ -153,10 +141,10 @@ def prepare(reading: Reading) -> None:
     train, held_out = find_paths(reading.data, reading.vocabulary.name)
     for path in (path for path in (*train, *held_out) if path.is_text):
         target = _packed(path, reading)
-        if index_path(target).exists():
+        if part_path(target, "idx").exists():
             continue
         size = sum(file.stat().st_size for file in path.files)
-        packed = pack(
+        file = pack(
             path.files,
             reading.vocabulary,
             target,
@@ -164,15 +152,7 @@ def prepare(reading: Reading) -> None:
             workers=max(1, min(os.cpu_count() or 1, size // WORKER_BYTES)),
             resume=True,
         )
-        documents, tokens = packed.file.documents, len(packed.file.ids)
-        logger.info(
-            "packed %s as %s: %s documents, %s tokens, %.1f s",
-            path.name,
-            target,
-            f"{documents:,}",
-            f"{tokens:,}",
-            packed.seconds,
-        )
+        logger.info("packed %s as %s", path.name, file)
 
 
 def _packed(path: CorpusPath, reading: Reading) -> Path:
@@ -196,7 +176,11 @@ class HeldOut:
 
     def _contains(self, file: TokenFile, document: int) -> bool:
         number = document_hash(file, document)
-        return number in self.hashes or _held_out_draw(number, self.seed) <= self.up_to
+        return number in self.hashes or self.draw(number) <= self.up_to
+
+    def draw(self, number: int) -> float:
+        """Uniform number in (0, 1) for a document's hash."""
+        return draw(number, seed=self.seed, purpose="held out")
 
 
 def document_hash(file: TokenFile, document: int) -> int:
@@ -206,22 +190,32 @@ def document_hash(file: TokenFile, document: int) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
 
 
-def _held_out_draw(number: int, seed: int) -> float:
-    return draw(number, seed=seed, purpose="held out")
-
-
 @dataclass(frozen=True)
 class Corpus:
     """Rows of step 0, for training and for evaluation."""
 
-    files: Sequence[FileRows]
+    files: Sequence[Windows]
     stream: MixedStream
     eval_rows: Sequence[TokenRow]
     held_out: HeldOut
-    fingerprint: str
-    """The same for the same tokens in the same mixture."""
 
-    notes: Sequence[str]
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same tokens in the same mixture."""
+        described = [
+            [rows.file.fingerprint(), len(rows), weight]
+            for rows, weight in zip(self.files, self.stream.weights, strict=True)
+        ]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each file."""
+        total = sum(self.stream.weights)
+        return [
+            f"{rows.file}, {len(rows):,} rows of up to {rows.room}, {weight / total:.1%} of the mix"
+            for rows, weight in zip(self.files, self.stream.weights, strict=True)
+        ]
 
     def next_rows(self) -> list[TokenRow]:
         """Rows of the next global batch, including held-out documents."""
@@ -268,127 +262,95 @@ def open_corpus(reading: Reading, *, batch_size: int, seed: int) -> Corpus:
     data = reading.data
     paths, eval_paths = find_paths(data, reading.vocabulary.name)
     opened = [_open(path, reading) for path in paths]
-    files = [rows for each in opened for rows in each]
-    weights = _weights(paths, opened)
+    files = [rows for of_path in opened for rows in of_path]
+    # The weight of a path is divided by rows; without any weights, each row counts the same.
+    weighted = any(path.weight is not None for path in paths)
+    weights: list[float] = []
+    for path, of_path in zip(paths, opened, strict=True):
+        total = sum(map(len, of_path))
+        weight = (1.0 if path.weight is None else path.weight) if weighted else total
+        weights += [weight * len(rows) / total for rows in of_path]
     if eval_paths:
-        given = [rows for path in eval_paths for rows in _open(path, reading)]
-        eval_rows = _rows_of(given, most=data.max_eval_rows, seed=data.seed)
-        hashes = {document_hash(row.file, span.document) for row in eval_rows for span in row.spans}
-        held_out = HeldOut(seed=data.seed, hashes=frozenset(hashes))
+        eval_rows, held_out = _given(
+            [rows for path in eval_paths for rows in _open(path, reading)], data
+        )
     else:
         eval_rows, held_out = _hold_out(files, weights, data)
     stream = MixedStream([len(rows) for rows in files], weights, batch_size=batch_size, seed=seed)
-    described = [
-        [rows.file.fingerprint(), len(rows), weight]
-        for rows, weight in zip(files, weights, strict=True)
-    ]
-    fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
-    return Corpus(files, stream, eval_rows, held_out, fingerprint, _notes(files, weights, data))
+    return Corpus(files, stream, eval_rows, held_out)
 
 
-def _open(path: CorpusPath, reading: Reading) -> list[FileRows]:
-    kind = ROWS[reading.data.packing]
-    names = [_packed(path, reading)] if path.is_text else path.files
-    files = [TokenFile(name) for name in names]
+def _open(path: CorpusPath, reading: Reading) -> list[Windows]:
+    files = [TokenFile(name) for name in ([_packed(path, reading)] if path.is_text else path.files)]
+    vocabulary = reading.vocabulary
     for file in files:
-        _check_tokenizer(file, reading.vocabulary)
-    return [kind(file, reading.data.max_length, reading.bos) for file in files]
+        if file.origin is not None:
+            fits = file.origin.tokenizer_hash == vocabulary.hash
+        else:
+            fits = all(
+                not len(ids) or 0 <= ids.min() <= ids.max() < vocabulary.size
+                for ids, _ in file.chunks()
+            )
+        if not fits:
+            raise DataError(
+                f"{file.path} was packed with another tokenizer than {vocabulary.name}; pack the"
+                f" text again with --tokenizer {vocabulary.name}"
+            )
+    return [Windows(file, reading.data.max_length, reading.bos) for file in files]
 
 
-def _check_tokenizer(file: TokenFile, vocabulary: Vocabulary) -> None:
-    if file.origin is not None and file.origin.tokenizer_hash != vocabulary.hash:
-        raise DataError(
-            f"{file.path} was packed with the tokenizer {file.origin.tokenizer}, and"
-            f" {vocabulary.name} has another; pack the text again with --tokenizer"
-            f" {vocabulary.name}"
-        )
-    if file.origin is None and any(
-        len(ids) and (ids.max() >= vocabulary.size or ids.min() < 0) for ids, _ in file.chunks()
-    ):
-        raise DataError(
-            f"{file.path} has ids that the tokenizer {vocabulary.name} does not have; pack the text"
-            f" again with --tokenizer {vocabulary.name}"
-        )
-
-
-def _weights(paths: Sequence[CorpusPath], opened: Sequence[Sequence[FileRows]]) -> list[float]:
-    """Share of each file: its path's weight, divided by rows; its rows if no path has a weight."""
-    unweighted = all(path.weight is None for path in paths)
-    weights: list[float] = []
-    for path, files in zip(paths, opened, strict=True):
-        total = sum(map(len, files))
-        weight = total if unweighted else 1.0 if path.weight is None else path.weight
-        weights += [weight * len(rows) / total for rows in files]
-    return weights
-
-
-def _rows_of(files: Sequence[FileRows], *, most: int, seed: int) -> list[TokenRow]:
+def _given(files: Sequence[Windows], data: TextDataConfig) -> tuple[list[TokenRow], HeldOut]:
     """Random rows of evaluation files, in proportion to their sizes."""
     total = sum(len(rows) for rows in files)
     chosen: list[TokenRow] = []
     for number, rows in enumerate(files):
-        count = min(len(rows), max(1, round(most * len(rows) / total)))
-        order = Permutation(len(rows), f"{seed} evaluation {number}")
-        chosen += [rows[order[position]] for position in range(count)]
-    return chosen[:most]
+        count = min(len(rows), max(1, round(data.max_eval_rows * len(rows) / total)))
+        numbers = Random(f"{data.seed} evaluation {number}").sample(range(len(rows)), count)
+        chosen += [rows[row] for row in numbers]
+    chosen = chosen[: data.max_eval_rows]
+    hashes = {document_hash(row.file, span.document) for row in chosen for span in row.spans}
+    return chosen, HeldOut(seed=data.seed, hashes=frozenset(hashes))
 
 
 def _hold_out(
-    files: Sequence[FileRows], weights: Sequence[float], data: TextDataConfig
+    files: Sequence[Windows], weights: Sequence[float], data: TextDataConfig
 ) -> tuple[list[TokenRow], HeldOut]:
     """Rows of held-out documents, from each file by its weight.
 
     If no document has a draw up to `eval_fraction`, as in a small corpus, the smallest is taken.
     """
-    up_to, most = data.eval_fraction, data.max_eval_rows
-    counts = [max(1, round(most * weight / sum(weights))) for weight in weights]
-    draws = [
-        _draws(rows, up_to, count, data.seed) for rows, count in zip(files, counts, strict=True)
-    ]
-    up_to = max(up_to, min(min(each.values()) for each in draws))
-    chosen = [[document for document, number in each.items() if number <= up_to] for each in draws]
-    if all(len(each) == rows.file.documents for each, rows in zip(chosen, files, strict=True)):
+    most, total = data.max_eval_rows, sum(weights)
+    counts = [max(1, round(most * weight / total)) for weight in weights]
+    draws = [_smallest_draws(rows, count, data) for rows, count in zip(files, counts, strict=True)]
+    up_to = max(data.eval_fraction, min(number for of_file in draws for number in of_file.values()))
+    eval_rows: list[TokenRow] = []
+    num_chosen = 0
+    for rows, count, of_file in zip(files, counts, draws, strict=True):
+        documents = [document for document, number in of_file.items() if number <= up_to]
+        eval_rows += islice(rows.of_documents(documents), count)
+        num_chosen += len(documents)
+    if num_chosen == sum(rows.file.documents for rows in files):
         names = " ".join(str(rows.file.path) for rows in files)
         raise DataError(
             f"{names}: all documents would be held out for evaluation; give data.eval_path, or more"
             " documents"
         )
-    eval_rows = [
-        row
-        for rows, documents, count in zip(files, chosen, counts, strict=True)
-        for row in islice(rows.cut(_whole(rows.file, documents)), count)
-    ]
     return eval_rows[:most], HeldOut(seed=data.seed, up_to=up_to)
 
 
-def _draws(rows: FileRows, up_to: float, count: int, seed: int) -> dict[int, float]:
-    """Draws of documents in random order, until enough are held out for `count` rows."""
-    file, missing = rows.file, count * rows.room
-    order = Permutation(file.documents, f"{seed} evaluation")
+def _smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
+    """Draws of held-out documents that fill `count` rows, and the smallest of those looked at."""
+    file, missing, held_out = rows.file, count * rows.room, HeldOut(seed=data.seed)
+    looked_at = min(file.documents, LOOKED_AT)
     draws: dict[int, float] = {}
-    for position in range(file.documents):
-        document = order[position]
-        number = _held_out_draw(document_hash(file, document), seed)
-        if number <= up_to:
+    for document in Random(f"{data.seed} evaluation").sample(range(file.documents), looked_at):
+        number = held_out.draw(document_hash(file, document))
+        if number <= data.eval_fraction or number <= min(draws.values(), default=1.0):
+            draws[document] = number
+        if number <= data.eval_fraction:
             start, end = file.span(document)
             missing -= end - start
-        if number <= up_to or number <= min(draws.values(), default=2.0):
-            draws[document] = number
         if missing <= 0:
             break
     file.release()
     return draws
-
-
-def _whole(file: TokenFile, documents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    for document in documents:
-        yield document, *file.span(document)
-
-
-def _notes(files: Sequence[FileRows], weights: Sequence[float], data: TextDataConfig) -> list[str]:
-    total = sum(weights)
-    return [
-        f"{rows.file.path}: {rows.file.documents:,} documents, {len(rows.file.ids):,} tokens,"
-        f" {len(rows):,} {data.packing} of up to {data.max_length}, {weight / total:.1%} of the mix"
-        for rows, weight in zip(files, weights, strict=True)
-    ]

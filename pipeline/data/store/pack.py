@@ -19,14 +19,21 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
 
-from pipeline.data.store.token_file import Origin, TokenFile, TokenWriter, index_path, token_type
-from pipeline.data.store.vocabulary import Vocabulary
+from pipeline.data.store.token_file import (
+    Origin,
+    TokenFile,
+    TokenWriter,
+    Vocabulary,
+    part_path,
+    token_type,
+)
 from pipeline.files.lock import RunLock
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.logs import Progress
@@ -56,23 +63,6 @@ class Piece:
     """File of the tokens."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How texts become tokens."""
-
-    vocabulary: Vocabulary
-    field: str
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Result of a pack."""
-
-    file: TokenFile
-    bad_rows: int
-    seconds: float
-
-
 def find_sources(patterns: Sequence[str]) -> list[Path]:
     """Return the files that paths and patterns (`*`, `**`) name, sorted within each pattern.
 
@@ -82,14 +72,12 @@ def find_sources(patterns: Sequence[str]) -> list[Path]:
     found: dict[Path, None] = {}
     for pattern in patterns:
         names = [pattern] if Path(pattern).exists() else sorted(glob(pattern, recursive=True))  # noqa: PTH207
-        if not names:
-            raise DataError(f"there is no file {pattern}; give .jsonl, .jsonl.gz or .txt files")
+        if not names or not all(name.endswith(SUFFIXES) and Path(name).is_file() for name in names):
+            raise DataError(
+                f"{pattern} can't be packed; give {', '.join(SUFFIXES)} files, as in"
+                " 'directory/*.jsonl'"
+            )
         found |= dict.fromkeys(map(Path, names))
-    for path in found:
-        if path.is_dir():
-            raise DataError(f"{path} is a directory; name its files, as in '{path}/*.jsonl'")
-        if not path.name.endswith(SUFFIXES):
-            raise DataError(f"{path} can't be packed; give one of {', '.join(SUFFIXES)}")
     return list(found)
 
 
@@ -102,7 +90,7 @@ def pack(
     workers: int = 1,
     skip_bad_rows: bool = False,
     resume: bool = False,
-) -> Packed:
+) -> TokenFile:
     """Write the token file `out` from the texts of the source files.
 
     Raises:
@@ -111,28 +99,41 @@ def pack(
         DataError: a bad row without `skip_bad_rows`, an unreadable or changed file, no text at all.
     """
     began = time.perf_counter()
-    if index_path(out).exists():
+    if part_path(out, "idx").exists():
         raise ConfigError(f"{out} already exists; name another file, or remove it")
     with RunLock(out.with_name(f"{out.name}.lock")):
         directory = out.with_name(f"{out.name}.pieces")
         plan = _plan(sources, vocabulary, field)
         _begin_or_resume(directory, plan, resume=resume)
-        pieces = list(cut(sources, directory))
-        bad_rows = _BadRows(skip=skip_bad_rows)
+        pieces = list(_cut(sources, directory))
         progress = Progress("pack, pieces:", len(pieces))
         progress.start()
+        bad_rows = lines = 0
         try:
-            results = encode_all(Recipe(vocabulary, field), pieces, workers)
-            for number, (piece, (lines, bad)) in enumerate(zip(pieces, results, strict=True), 1):
-                bad_rows.add(piece, lines, bad)
-                progress.update(number, {}, seconds=time.perf_counter() - began)
+            summaries = _encode_all(pieces, vocabulary, field, workers)
+            for number, (piece, (num_lines, bad)) in enumerate(zip(pieces, summaries, strict=True)):
+                lines = lines if piece.begin else 0
+                for line, reason in bad:
+                    bad_rows += 1
+                    _report(f"{piece.source}:{lines + line}: {reason}", bad_rows, skip_bad_rows)
+                lines += num_lines
+                progress.update(number + 1, {}, seconds=time.perf_counter() - began)
         finally:
             progress.stop()
         if _plan(sources, vocabulary, field) != plan:
             raise DataError(f"a source of {out} changed while it was packed; pack it again")
-        file = _join(pieces, vocabulary, out, bad_rows.count)
+        file = _join(pieces, vocabulary, out, bad_rows)
         shutil.rmtree(directory)
-    return Packed(file, bad_rows.count, time.perf_counter() - began)
+    return file
+
+
+def _report(bad_row: str, count: int, skips: bool) -> None:  # noqa: FBT001
+    if not skips:
+        raise DataError(
+            f"{bad_row}; repair the row, or skip such rows with --on-bad-row skip --resume"
+        )
+    if count <= NAMED_BAD_ROWS:
+        logger.warning("skipped %s", bad_row)
 
 
 def _plan(sources: Sequence[Path], vocabulary: Vocabulary, field: str) -> str:
@@ -157,7 +158,7 @@ def _begin_or_resume(directory: Path, plan: str, *, resume: bool) -> None:
     path.write_text(plan)
 
 
-def cut(sources: Sequence[Path], directory: Path) -> Iterator[Piece]:
+def _cut(sources: Sequence[Path], directory: Path) -> Iterator[Piece]:
     """Cut the files into pieces, in their order; .gz and .txt files are one piece each."""
     number = 0
     for source in sources:
@@ -167,31 +168,6 @@ def cut(sources: Sequence[Path], directory: Path) -> Iterator[Piece]:
             target = directory / f"{number:08}.npz"
             yield Piece(source, begin, min(begin + step, size), target)
             number += 1
-
-
-class _BadRows:
-    """Rows that can't be used; the pieces come in their order, so that lines can be counted."""
-
-    def __init__(self, *, skip: bool) -> None:
-        self.count, self._skip, self._lines = 0, skip, 0
-
-    def add(self, piece: Piece, lines: int, bad: list[tuple[int, str]]) -> None:
-        """Log the bad rows of a piece.
-
-        Raises:
-            DataError: there is one, and bad rows are not skipped.
-        """
-        self._lines = self._lines if piece.begin else 0
-        for line, reason in bad:
-            self.count += 1
-            sentence = f"{piece.source}:{self._lines + line}: {reason}"
-            if not self._skip:
-                raise DataError(
-                    f"{sentence}; repair the row, or skip such rows with --on-bad-row skip --resume"
-                )
-            if self.count <= NAMED_BAD_ROWS:
-                logger.warning("skipped %s", sentence)
-        self._lines += lines
 
 
 def _join(pieces: Sequence[Piece], vocabulary: Vocabulary, out: Path, bad_rows: int) -> TokenFile:
@@ -214,20 +190,21 @@ Summary = tuple[int, list[tuple[int, str]]]
 """Number of lines of a piece; (line counted from 1, reason) of each bad row."""
 
 
-def encode_all(recipe: Recipe, pieces: Sequence[Piece], workers: int) -> Iterator[Summary]:
+def _encode_all(
+    pieces: Sequence[Piece], vocabulary: Vocabulary, field: str, workers: int
+) -> Iterator[Summary]:
     """Tokenize the pieces that have no file yet, and yield the summaries of all in order.
 
     Raises:
         DataError: a file can't be read, or a worker was killed.
     """
+    work = partial(_encode, vocabulary=vocabulary, field=field)
     if workers == 1:
-        encoder = _encoder(recipe)
-        yield from (encode(piece, recipe, encoder) for piece in pieces)
+        yield from map(work, pieces)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _begin_worker, (recipe,))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
     try:
-        yield from pool.map(_encode_in_worker, pieces)
+        yield from pool.map(work, pieces)
     except BrokenProcessPool as error:
         raise DataError(
             "a worker was killed, probably for lack of memory; continue with --resume and fewer"
@@ -237,18 +214,10 @@ def encode_all(recipe: Recipe, pieces: Sequence[Piece], workers: int) -> Iterato
         pool.shutdown(cancel_futures=True)
 
 
-class _Worker:
-    """State of a worker process."""
-
-    recipe: Recipe
-    encoder: "Tokenizer"
-
-
-def _begin_worker(recipe: Recipe) -> None:
+def _begin_worker() -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _Worker.recipe, _Worker.encoder = recipe, _encoder(recipe)
 
 
 def _exit_with_parent() -> None:
@@ -258,22 +227,19 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(piece: Piece) -> Summary:
-    return encode(piece, _Worker.recipe, _Worker.encoder)
-
-
-def _encoder(recipe: Recipe) -> "Tokenizer":
+@lru_cache(maxsize=1)
+def _tokenizer(definition: str) -> "Tokenizer":
     """The tokenizer, for which special tokens in a text are ordinary text."""
     from tokenizers import Tokenizer
 
-    encoder = Tokenizer.from_str(recipe.vocabulary.definition)
-    encoder.no_truncation()
-    encoder.no_padding()
-    encoder.encode_special_tokens = True
-    return encoder
+    tokenizer = Tokenizer.from_str(definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
-def encode(piece: Piece, recipe: Recipe, encoder: "Tokenizer") -> Summary:
+def _encode(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
     """Write the tokens of a piece, each document with eos at its end, unless they are there.
 
     Raises:
@@ -288,16 +254,17 @@ def encode(piece: Piece, recipe: Recipe, encoder: "Tokenizer") -> Summary:
     size = line = 0
 
     def flush() -> None:
-        for encoding in encoder.encode_batch_fast(texts, add_special_tokens=False):
+        tokenizer = _tokenizer(vocabulary.definition)
+        for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             lengths.append(len(encoding.ids) + 1)
             ids.fromlist(encoding.ids)
-            ids.append(recipe.vocabulary.eos)
+            ids.append(vocabulary.eos)
         texts.clear()
 
     for line, content in enumerate(_lines(piece), 1):
         try:
-            text = _text(content, piece, recipe.field)
-        except ValueError as error:
+            text = _text(content, piece, field)
+        except (ValueError, RecursionError) as error:
             bad.append((line, str(error)))
             continue
         if text is not None:
@@ -307,16 +274,14 @@ def encode(piece: Piece, recipe: Recipe, encoder: "Tokenizer") -> Summary:
             flush()
             size = 0
     flush()
-    summary = line, bad
-    tokens = np.frombuffer(ids, np.uint32).astype(token_type(recipe.vocabulary.size))
+    tokens = np.frombuffer(ids, np.uint32).astype(token_type(vocabulary.size))
     temporary = piece.target.with_suffix(".writing")
     with temporary.open("wb") as file:
-        np.savez(
-            file, ids=tokens, lengths=np.frombuffer(lengths, np.int64), summary=json.dumps(summary)
-        )
+        summary = json.dumps((line, bad))
+        np.savez(file, ids=tokens, lengths=np.frombuffer(lengths, np.int64), summary=summary)
         os.fsync(file.fileno())
     temporary.rename(piece.target)
-    return summary
+    return line, bad
 
 
 def _lines(piece: Piece) -> Iterator[bytes]:
@@ -344,20 +309,11 @@ def _text(line: bytes, piece: Piece, field: str) -> str | None:
         line = line[3:]
     if not line.strip():
         return None
-    try:
-        text: Any = line.decode()
-        if piece.source.suffix == ".txt":
-            return text
-        row = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
+    text = line.decode()
+    if piece.source.suffix == ".txt":
+        return text
+    row = json.loads(text)
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         raise ValueError(f"it has no text in a field {field!r}")  # noqa: TRY004
-    if not (text := row[field]).isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("its text contains half a surrogate pair") from None
-    return text
+    row[field].encode()  # half a surrogate pair raises an error
+    return row[field]

@@ -1,18 +1,16 @@
-"""Rows of a token file: windows of consecutive documents, or single documents."""
+"""Rows of token files, windows of consecutive documents, and their order: mixed and shuffled."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.batches import RowStream
 from pipeline.data.store.token_file import TokenFile
-
-EVERY = 1024
-"""Interval of documents at which the number of preceding rows is stored."""
 
 
 @dataclass(frozen=True)
@@ -66,31 +64,47 @@ class TokenRow:
             yield np.concatenate([np.array([self.bos], ids.dtype), ids]) if begins else ids
 
 
-class FileRows(ABC):
-    """Rows of a token file, with at most `max_length` tokens of each document."""
+class Windows:
+    """Rows of `max_length` consecutive tokens of a file; the last may be shorter.
+
+    Args:
+        file: the token file.
+        max_length: tokens of a row.
+        bos: token inserted before each document, in a place that each row reserves.
+    """
 
     def __init__(self, file: TokenFile, max_length: int, bos: int | None) -> None:
         self.file, self.bos = file, bos
         self.room = max_length - (bos is not None)
         """Tokens of the file in a row."""
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return math.ceil(len(self.file.ids) / self.room)
 
-    @abstractmethod
     def __getitem__(self, row: int) -> TokenRow:
         """A row, including held-out documents."""
+        start = self.room * row
+        end = min(start + self.room, len(self.file.ids))
+        spans: list[Span] = []
+        position, document = start, self.file.document_at(start)
+        while position < end:
+            first, last = self.file.span(document)
+            last = min(last, end)
+            if position < last:
+                spans.append(Span(document, position, last, position == first))
+            position, document = last, document + 1
+        return TokenRow(self.file, tuple(spans), self.bos)
 
-    def cut(self, documents: "Iterator[tuple[int, int, int]]") -> Iterator[TokenRow]:
-        """Fill rows with stretches (document, start, end), cut where a row is full."""
+    def of_documents(self, documents: Sequence[int]) -> Iterator[TokenRow]:
+        """Fill rows with these documents alone, cut where a row is full."""
         spans, room = list[Span](), self.room
-        for document, begin, last in documents:
-            start, first = begin, self.file.span(document)[0]
+        for document in documents:
+            first, last = self.file.span(document)
+            start = first
             while start < last:
                 end = min(last, start + room)
                 spans.append(Span(document, start, end, start == first))
-                room -= end - start
-                start = end
+                room, start = room - (end - start), end
                 if not room:
                     yield TokenRow(self.file, tuple(spans), self.bos)
                     spans, room = [], self.room
@@ -98,58 +112,58 @@ class FileRows(ABC):
             yield TokenRow(self.file, tuple(spans), self.bos)
 
 
-class Windows(FileRows):
-    """Consecutive stretches of the file; the last may be shorter."""
+class MixedStream:
+    """Endless rows of several files in global batches, the same on every process.
 
-    def __len__(self) -> int:
-        return (len(self.file.ids) + self.room - 1) // self.room
+    The next row is from the file that is furthest behind its share (Webster's method), so that
+    every stretch of rows has the mixture. A file gives its rows in a random order, and starts
+    again in another order when all have been used.
 
-    def __getitem__(self, row: int) -> TokenRow:
-        start = self.room * row
-        end = min(start + self.room, len(self.file.ids))
+    Args:
+        sizes: rows of each file.
+        weights: share of each file in the mixture, relative to the others.
+        batch_size: rows of a global batch.
+        seed: seed of the orders.
+    """
 
-        def stretches() -> Iterator[tuple[int, int, int]]:
-            position, document = start, self.file.document_at(start)
-            while position < end:
-                last = min(self.file.span(document)[1], end)
-                yield document, position, last
-                position, document = last, document + 1
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], *, batch_size: int, seed: int
+    ) -> None:
+        self.weights, self.batch_size = weights, batch_size
+        self._files = [
+            RowStream(num_rows=size, batch_size=1, seed=seed + 7919 * file)
+            for file, size in enumerate(sizes)
+        ]
 
-        return next(self.cut(stretches()))
+    @property
+    def num_rows(self) -> int:
+        """Rows until the file that is shortest for its weight has been used once."""
+        files = zip(self._files, self.weights, strict=True)
+        rows = min(file.num_rows / weight for file, weight in files)
+        return max(1, round(rows * sum(self.weights)))
 
+    def num_steps(self, epochs: float, max_steps: int | None) -> int:
+        """Batches of a run: `max_steps`, or those of `epochs` times `num_rows`, rounded up."""
+        return max_steps or math.ceil(epochs * self.num_rows / self.batch_size)
 
-class Documents(FileRows):
-    """One document per row; longer documents take several rows."""
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self
 
-    def __init__(self, file: TokenFile, max_length: int, bos: int | None) -> None:
-        super().__init__(file, max_length, bos)
-        before = [0]
-        for start in range(0, file.documents, EVERY):
-            before.append(before[-1] + int(self._rows_of(start).sum()))
-            file.release()
-        self._before = np.array(before)
+    def __next__(self) -> list[tuple[int, int]]:
+        """(file, row) of a global batch."""
+        return [self._next_row() for _ in range(self.batch_size)]
 
-    def __len__(self) -> int:
-        return int(self._before[-1])
+    def _next_row(self) -> tuple[int, int]:
+        files = zip(self._files, self.weights, strict=True)
+        behind = [(file.position + 0.5) / weight for file, weight in files]
+        number = behind.index(min(behind))
+        return number, self._files[number].take(1)[0]
 
-    def __getitem__(self, row: int) -> TokenRow:
-        group = int(np.searchsorted(self._before, row, side="right")) - 1
-        ends = np.cumsum(self._rows_of(group * EVERY)) + int(self._before[group])
-        offset = int(np.searchsorted(ends, row, side="right"))
-        document = group * EVERY + offset
-        first, last = self.file.span(document)
-        start = first + (row - int(ends[offset - 1] if offset else self._before[group])) * self.room
-        span = Span(document, start, min(start + self.room, last), start == first)
-        return TokenRow(self.file, (span,), self.bos)
+    def state_dict(self) -> dict[str, Any]:
+        """Rows used of each file so far, over all passes."""
+        return {"taken": [file.position for file in self._files]}
 
-    def _rows_of(self, start: int) -> NDArray[np.int64]:
-        """Rows of each of `EVERY` documents from `start` on."""
-        begins = self.file.begins(start, min(start + EVERY, self.file.documents) + 1)
-        return -(-np.diff(begins) // self.room)
-
-
-ROWS: dict[Literal["windows", "documents"], type[FileRows]] = {
-    "windows": Windows,
-    "documents": Documents,
-}
-"""By the setting `packing`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the position of another stream of the same files, weights and seed."""
+        for file, taken in zip(self._files, state["taken"], strict=True):
+            file.position = taken

@@ -8,24 +8,32 @@ X.bin holds the tokens, X.idx the position of the documents:
 
 Source: `IndexedDataset` of Megatron-Core; modes, which may follow, are ignored. Files written here
 also have X.json (tokenizer and sources) and X.sha256 (checksums, as `sha256sum` writes them).
+
+X.pbin is read without executing its pickle:
+
+    bytes of the tokens u64 | bytes per token u32 (1, 2 or 4) | tokens, unsigned
+    | pickle of [(offset in bytes within the tokens, length in bytes), ...]
 """
 
 import hashlib
+import io
 import json
 import mmap
-import os
+import pickle
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.store.modalities import read_modalities
-from pipeline.files.durable import rename_durably, sync_file
+from pipeline.files.durable import rename_durably, sync
 from pipeline.system.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAGIC = b"MMIDIDX\x00\x00"
 TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -36,6 +44,42 @@ CHUNK = 2**14
 """Documents processed at a time."""
 
 _HEADER = struct.Struct("<9sQBQQ")
+_MODALITIES = struct.Struct("<QI")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer, as worker processes need it."""
+
+    name: str
+    definition: str
+    """JSON that `tokenizers` reads."""
+
+    hash: str
+    """SHA-256 of the definition and eos, hexadecimal."""
+
+    size: int
+    """Every id is below this number."""
+
+    eos: int
+
+
+def vocabulary_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabulary:
+    """Return the definition of a tokenizer.
+
+    Raises:
+        DataError: it has no fast form, or no end-of-sequence token.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not hasattr(backend, "to_str"):
+        raise DataError(f"the tokenizer {name} has no fast form (tokenizer.json), which pack needs")
+    eos = tokenizer.eos_token_id
+    if not isinstance(eos, int):
+        raise DataError(f"the tokenizer {name} has no end-of-sequence token; choose another one")
+    parts = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
+    definition = json.dumps(parts, sort_keys=True)
+    digest = hashlib.sha256(f"{definition}\n{eos}".encode()).hexdigest()
+    return Vocabulary(name, definition, digest, max(tokenizer.get_vocab().values()) + 1, eos)
 
 
 @dataclass(frozen=True)
@@ -79,54 +123,64 @@ class TokenFile:
                 self._open_modalities()
             else:
                 self._open_megatron()
+        except DataError:
+            raise
         except (OSError, ValueError, TypeError) as error:
-            if isinstance(error, DataError):
-                raise
             raise DataError(f"token file {self.path} can't be read: {error}") from error
-        self.documents = len(self._firsts) - 1
+        self.documents = len(self.begins) - 1
         if not self.documents or not len(self.ids):
             raise DataError(f"{self.path} has no documents; pack it again")
 
+    def __str__(self) -> str:
+        return f"{self.path}: {self.documents:,} documents, {len(self.ids):,} tokens"
+
     def _open_megatron(self) -> None:
-        index, data = index_path(self.path), data_path(self.path)
-        with index.open("rb") as file:
-            head = file.read(_HEADER.size)
-        if len(head) < _HEADER.size or not head.startswith(MAGIC):
+        index, data = part_path(self.path, "idx"), part_path(self.path, "bin")
+        content = index.read_bytes()
+        if len(content) < _HEADER.size or not content.startswith(MAGIC):
             raise DataError(f"{index} is not an index of a Megatron file; pack the texts again")
-        _, version, code, sequences, firsts = _HEADER.unpack(head)
+        _, version, code, sequences, documents = _HEADER.unpack_from(content)
         if version != 1 or code not in TYPES:
             raise DataError(f"{index} has the unknown version {version} or token type {code}")
-        if not sequences or firsts < 2:
-            raise DataError(f"{self.path} has no documents; pack it again")
         self.dtype = np.dtype(TYPES[code])
-        self._maps = [_map(index), _map(data)]
-        content, size = self._maps[0], data.stat().st_size
-        begin = _HEADER.size
-        if len(content) < begin + 12 * sequences + 8 * firsts or size % self.dtype.itemsize:
-            raise DataError(f"{index} or {data} was not copied whole; copy both again")
-        self.lengths = np.frombuffer(content, "<i4", sequences, begin)
-        self.offsets = np.frombuffer(content, "<i8", sequences, begin + 4 * sequences)
-        self._firsts = np.frombuffer(content, "<i8", firsts, begin + 12 * sequences)
-        self.ids = np.frombuffer(self._maps[1], self.dtype)
-        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        if end != size or self._firsts[0] != 0 or self._firsts[-1] != sequences:
+        size = data.stat().st_size
+        if len(content) < _HEADER.size + 12 * sequences + 8 * documents:
+            raise DataError(f"{index} was not copied completely; copy it again")
+        lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
+        offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
+        firsts = np.frombuffer(content, "<i8", documents, _HEADER.size + 12 * sequences)
+        bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        fits = (lengths >= 0).all() and np.array_equal(offsets, bounds[:-1] * self.dtype.itemsize)
+        ordered = len(firsts) and (np.diff(firsts) >= 0).all() and firsts[0] == 0
+        if not fits or not ordered or firsts[-1] != sequences:
+            raise DataError(f"{index} has documents that are not consecutive; copy it again")
+        if bounds[-1] * self.dtype.itemsize != size:
             raise DataError(f"{index} does not match {data}; copy both again")
-        if (about := origin_path(self.path)).exists():
+        self.begins = bounds[firsts]
+        self._map = _map(data)
+        self.ids = np.frombuffer(self._map, self.dtype)
+        if (about := part_path(self.path, "json")).exists():
             self.origin = Origin(**json.loads(about.read_bytes()))
 
     def _open_modalities(self) -> None:
-        content = _map(self.path)
-        self._maps = [content]
-        self.ids, self.offsets, self.lengths = read_modalities(self.path, content)
-        self.dtype = self.ids.dtype
-        self._firsts = np.arange(len(self.offsets) + 1)
-
-    def begins(self, first: int, last: int) -> NDArray[np.int64]:
-        """First tokens of documents `first` to `last`; document `documents` begins at the end."""
-        sequences = self._firsts[first:last]
-        last_sequence = len(self.offsets) - 1
-        begins = self.offsets[np.minimum(sequences, last_sequence)] // self.dtype.itemsize
-        return np.where(sequences > last_sequence, len(self.ids), begins)
+        self._map, path, begin = _map(self.path), self.path, _MODALITIES.size
+        size, width = _MODALITIES.unpack_from(self._map) if len(self._map) >= begin else (0, 0)
+        if width not in (1, 2, 4) or size % width:
+            raise DataError(f"{path} is not a packed file of Modalities; give another file")
+        if len(self._map) <= begin + size:
+            raise DataError(f"{path} was not copied completely; copy it again")
+        try:
+            documents = _PlainUnpickler(io.BytesIO(self._map[begin + size :])).load()
+            offsets, sizes = np.array(documents, np.int64).reshape(-1, 2).T
+        except Exception as error:  # a damaged pickle raises exceptions of many kinds
+            raise DataError(f"{path} has an unreadable index ({error}); copy it again") from error
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        fits = (sizes >= 0).all() and not (sizes % width).any() and bounds[-1] == size
+        if not fits or not np.array_equal(offsets, bounds[:-1]):
+            raise DataError(f"{path} has an index that does not match its tokens; copy it again")
+        self.dtype = np.dtype(f"<u{width}")
+        self.ids = np.frombuffer(self._map, self.dtype, size // width, begin)
+        self.begins = bounds // width
 
     def span(self, document: int) -> tuple[int, int]:
         """Positions of a document's first token and of the one after its last.
@@ -136,8 +190,7 @@ class TokenFile:
         """
         if not 0 <= document < self.documents:
             raise IndexError(f"{self.path} has {self.documents:,} documents, not {document}")
-        start, end = self.begins(document, document + 2).tolist()
-        return start, end
+        return int(self.begins[document]), int(self.begins[document + 1])
 
     def tokens(self, document: int) -> NDArray[Any]:
         """Tokens of a document, a read-only view.
@@ -153,29 +206,33 @@ class TokenFile:
 
     def document_at(self, token: int) -> int:
         """Number of the document that contains a token."""
-        offset = token * self.dtype.itemsize
-        sequence = np.searchsorted(self.offsets, offset, side="right") - 1
-        return int(np.searchsorted(self._firsts, sequence, side="right")) - 1
+        return int(np.searchsorted(self.begins, token, side="right")) - 1
 
     def chunks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
         """Tokens and lengths of consecutive documents, in the order of the file."""
         for first in range(0, self.documents, CHUNK):
-            begins = self.begins(first, min(first + CHUNK, self.documents) + 1)
+            begins = self.begins[first : first + CHUNK + 1]
             yield self.slice(int(begins[0]), int(begins[-1])), np.diff(begins)
             self.release()
 
     def fingerprint(self) -> str:
         """Checksums of the content, or size and time of the file where there are none."""
-        checksums = checksum_path(self.path)
+        checksums = part_path(self.path, "sha256")
         if checksums.exists():
             return " ".join(line.split()[0] for line in checksums.read_text().splitlines())
-        stat = (self.path if self.path.suffix == ".pbin" else data_path(self.path)).stat()
+        stat = (self.path if self.path.suffix == ".pbin" else part_path(self.path, "bin")).stat()
         return f"{stat.st_size} {stat.st_mtime_ns}"
 
     def release(self) -> None:
         """Drop the pages read so far from memory; the system reads them again on access."""
-        for content in self._maps:
-            content.madvise(mmap.MADV_DONTNEED)
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickler of numbers, tuples and lists; a pickle that names a class or function fails."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is not loaded")
 
 
 class TokenWriter:
@@ -186,18 +243,17 @@ class TokenWriter:
 
     def __init__(self, prefix: Path, dtype: "np.dtype[Any]") -> None:
         self.prefix, self.dtype = prefix, dtype
-        self._lengths: list[NDArray[np.int32]] = []
+        self._lengths: list[NDArray[Any]] = []
         self._digest = hashlib.sha256()
-        self._file = _temporary(data_path(prefix)).open("wb")
-        self._finished = False
+        self._file = self._temporary("bin").open("wb")
 
     def __enter__(self) -> "TokenWriter":
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._file.close()
-        for path in self._paths():
-            _temporary(path).unlink(missing_ok=True)
+        for suffix in ("bin", "idx", "json", "sha256"):
+            self._temporary(suffix).unlink(missing_ok=True)
 
     def append(self, ids: NDArray[Any], lengths: NDArray[Any]) -> None:
         """Append documents.
@@ -215,36 +271,34 @@ class TokenWriter:
 
     def finish(self, origin: Origin | None) -> TokenFile:
         """Write the index, description and checksums, rename all files, and open the result."""
-        data, index, about, checksums = self._paths()
         self._file.close()
-        content = self._index()
-        _temporary(index).write_bytes(content)
-        lines = [f"{self._digest.hexdigest()}  {data.name}"]
-        lines += [f"{hashlib.sha256(content).hexdigest()}  {index.name}"]
-        _temporary(checksums).write_text("\n".join(lines) + "\n")
-        written = [data, checksums, index]
+        index = self._index()
+        digests = {"bin": self._digest, "idx": hashlib.sha256(index)}
+        names = {suffix: part_path(self.prefix, suffix).name for suffix in digests}
+        lines = [f"{digest.hexdigest()}  {names[suffix]}\n" for suffix, digest in digests.items()]
+        self._temporary("sha256").write_text("".join(lines))
+        self._temporary("idx").write_bytes(index)
+        suffixes = ["bin", "sha256", "idx"]  # the index last: with it the file is complete
         if origin is not None:
-            _temporary(about).write_text(json.dumps(asdict(origin), indent=2) + "\n")
-            written.insert(0, about)
-        for path in written:  # the index last: with it the file is complete
-            sync_file(_temporary(path))
-        for path in written:
-            rename_durably(_temporary(path), path)
+            self._temporary("json").write_text(json.dumps(asdict(origin), indent=2) + "\n")
+            suffixes.insert(0, "json")
+        for suffix in suffixes:
+            sync(self._temporary(suffix))
+        for suffix in suffixes:
+            rename_durably(self._temporary(suffix), part_path(self.prefix, suffix))
         return TokenFile(self.prefix)
 
     def _index(self) -> bytes:
         lengths = np.concatenate([np.zeros(0, "<i4"), *self._lengths])
-        ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
         code = next(code for code, name in TYPES.items() if np.dtype(name) == self.dtype)
         count = len(lengths)
         head = _HEADER.pack(MAGIC, 1, code, count, count + 1)
-        offsets = ends - lengths.astype("<i8") * self.dtype.itemsize
+        offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * self.dtype.itemsize
         firsts = np.arange(count + 1, dtype="<i8")
         return b"".join((head, lengths.tobytes(), offsets.tobytes(), firsts.tobytes()))
 
-    def _paths(self) -> list[Path]:
-        names = data_path, index_path, origin_path, checksum_path
-        return [name(self.prefix) for name in names]
+    def _temporary(self, suffix: str) -> Path:
+        return part_path(self.prefix, f"{suffix}.writing")
 
 
 def token_type(vocabulary: int) -> "np.dtype[Any]":
@@ -257,33 +311,11 @@ def without_suffix(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
-def data_path(prefix: Path) -> Path:
-    """The file of tokens."""
-    return Path(f"{prefix}.bin")
-
-
-def index_path(prefix: Path) -> Path:
-    """The index."""
-    return Path(f"{prefix}.idx")
-
-
-def origin_path(prefix: Path) -> Path:
-    """The description."""
-    return Path(f"{prefix}.json")
-
-
-def checksum_path(prefix: Path) -> Path:
-    """The checksums."""
-    return Path(f"{prefix}.sha256")
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{path.name}.writing")
+def part_path(prefix: Path, suffix: str) -> Path:
+    """The file of tokens (bin), the index (idx), the origin (json) or the checksums (sha256)."""
+    return Path(f"{prefix}.{suffix}")
 
 
 def _map(path: Path) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

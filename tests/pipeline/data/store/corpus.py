@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pipeline.data.store.token_file import Origin, TokenFile, TokenWriter, token_type
-from pipeline.data.store.vocabulary import Vocabulary
+from pipeline.data.store.token_file import Origin, TokenFile, TokenWriter, Vocabulary, token_type
 
 EOS = 256
 ORIGIN = Origin("bytes", "ab" * 32, vocabulary=300, eos=EOS, sources=1)

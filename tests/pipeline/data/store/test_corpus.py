@@ -5,12 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from pipeline.config import TextDataConfig
 from pipeline.data.store.corpus import Corpus, Reading, open_corpus
-from pipeline.data.store.order import MixedStream, Permutation
-from pipeline.data.store.rows import FileRows, Windows
+from pipeline.data.store.rows import MixedStream, Windows
 from pipeline.data.store.token_file import TokenFile
 from tests.pipeline.data.store.corpus import EOS, byte_vocabulary, write_tokens
 
@@ -25,7 +22,7 @@ def write(path: Path, lengths: list[int]) -> list[list[int]]:
     return documents
 
 
-def sequences(rows: FileRows) -> list[list[list[int]]]:
+def sequences(rows: Windows) -> list[list[list[int]]]:
     return [[ids.tolist() for ids in rows[row].sequences()] for row in range(len(rows))]
 
 
@@ -38,18 +35,6 @@ def test_windows_are_consecutive_and_separate_documents(tmp_path: Path) -> None:
         [b[5:9]],
         [c],
     ]
-
-
-def test_a_permutation_has_each_number_once() -> None:
-    for size in (*range(1, 70), 1024, 1025):
-        order = Permutation(size, "a")
-        assert sorted(order[position] for position in range(size)) == list(range(size)), size
-    large = Permutation(10**11, "a")
-    found = {large[position] for position in range(5000)}
-    assert len(found) == 5000
-    assert sum(number < 10**11 // 2 for number in found) == pytest.approx(2500, abs=200)
-    numbers, other = ([Permutation(1000, key)[n] for n in range(1000)] for key in "ab")
-    assert sum(a == b for a, b in zip(numbers, other, strict=True)) < 10
 
 
 def rows(stream: MixedStream, count: int) -> list[tuple[int, int]]:
@@ -102,14 +87,11 @@ def trained(corpus: Corpus) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("packing", ["windows", "documents"])
-def test_documents_and_their_copies_are_trained_on_or_held_out(
-    packing: str, tmp_path: Path
-) -> None:
+def test_documents_and_their_copies_are_trained_on_or_held_out(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a", [document(n) for n in range(300)])
     write_tokens(tmp_path / "b", [document(n) for n in range(200, 500)])
 
-    corpus = opened([tmp_path / "a", tmp_path / "b"], packing=packing, eval_fraction=0.1)
+    corpus = opened([tmp_path / "a", tmp_path / "b"], eval_fraction=0.1)
 
     held_out, learned = evaluated(corpus), trained(corpus)
     assert not held_out & learned
