@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipeline.config import (
     EMBEDDED,
-    ModelUse,
     OptimConfig,
     RowCounts,
     StepConfig,
@@ -67,16 +66,7 @@ class PretrainConfig(StepConfig):
 
     def workload(self, world: int) -> Workload:
         """One language model learns from whole rows."""
-        return Workload(
-            world=world,
-            parallel=self.parallel,
-            models=(ModelUse(role="model", settings=self.model, host_copies=self.keep_best),),
-            iteration_rows=self.batch_size,
-            batch_size=self.batch_size,
-            micro_batch_size=self.micro_batch_size,
-            length=self.data.max_length,
-            targets=self.data.max_length - 1,
-        )
+        return self.workload_of_rows(self.model, world)
 
     def check_corpus(self) -> None:
         """Check that the data paths name a corpus, and `warm_start` a run's directory.

@@ -1,11 +1,18 @@
-"""Rows of the step, packed on the main process if they are still texts."""
+"""Rows of the step, packed on the main process if they are still texts, and their micro-batches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.data.store.corpus import Corpus, Reading, open_corpus, prepare
-from pipeline.data.store.order import MixedStream
+import numpy as np
+import torch
+
+from pipeline.data.batches import TokenBatch
+from pipeline.data.store.corpus import Corpus, open_corpus, prepare
+from pipeline.data.store.rows import MixedStream, TokenRow
+from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
+from pipeline.run import offline
 from pipeline.system.errors import DataError, UserError
 from step0_pretrain.config import PretrainConfig
 
@@ -46,17 +53,33 @@ def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> R
     config.check_corpus()
     reading = config.reading(tokenizer)
     world = current_mesh().world
-    error = world.gather_objects(_prepare(reading) if world.rank == 0 else None)[0]
-    if error is not None:
-        raise DataError(error)
+    message = None
+    if world.rank == 0:
+        try:
+            prepare(reading)
+        except UserError as error:
+            message = str(error)
+    message = world.gather_objects(message)[0]  # all processes raise it
+    if message is not None:
+        raise DataError(message)
     corpus = open_corpus(reading, batch_size=config.batch_size, seed=config.seed)
     return Rows(tokenizer, corpus, corpus.stream.num_steps(config.epochs, config.max_steps))
 
 
-def _prepare(reading: Reading) -> str | None:
-    """Pack texts; return the error message, which all processes raise."""
-    try:
-        prepare(reading)
-    except UserError as error:
-        return str(error)
-    return None
+def cut(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]]:
+    """This process's micro-batches of the rows; some may be empty."""
+    parts = offline.local_parts([len(row) for row in rows], config, config.model)
+    return [[rows[row] for row in part] for part in parts]
+
+
+def collate(rows: Sequence[TokenRow], *, spare: TokenRow) -> TokenBatch:
+    """Concatenate the sequences of the rows; without any, those of `spare` without targets."""
+    learned = [row for row in rows if row.spans]
+    used = learned or [spare]
+    sequences = [ids for row in used for ids in row.sequences()]
+    lengths = tuple(map(len, sequences))
+    input_ids = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
+    is_target = torch.ones(len(input_ids), dtype=torch.bool)
+    is_target[torch.tensor((0, *lengths[:-1])).cumsum(0)] = False
+    targets = is_target.nonzero().squeeze(-1) if learned else torch.empty(0, dtype=torch.long)
+    return TokenBatch(input_ids, lengths, targets).to(local_device())

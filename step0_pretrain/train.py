@@ -34,8 +34,7 @@ from pipeline.run.training import (
     set_up,
 )
 from pipeline.system.torch_process import seed_generators
-from step0_pretrain.batches import collate, cut
-from step0_pretrain.rows import Rows, load_rows
+from step0_pretrain.rows import Rows, collate, cut, load_rows
 from step0_pretrain.warm_start import warm_start
 
 logger = logging.getLogger(__name__)

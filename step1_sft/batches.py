@@ -12,12 +12,11 @@ from step1_sft.config import SFTConfig
 
 
 def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
-    """Token ids and loss masks; what is longer than `max_length` loses its end."""
-    return [_whole(row, chat, config).head(config.data.max_length) for row in rows]
-
-
-def _whole(row: Example, chat: ChatFormat, config: SFTConfig) -> Encoded:
-    return chat.encode(row.prompt, row.chosen, train_on=config.data.train_on)
+    """Token ids and loss masks; rows longer than `max_length` lose their end."""
+    return [
+        chat.encode(row.prompt, row.chosen, config.data.train_on).head(config.data.max_length)
+        for row in rows
+    ]
 
 
 def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Example]:
@@ -25,8 +24,8 @@ def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Example]:
     limit = config.data.max_length
 
     def fit(rows: Sequence[Example]) -> list[Fit]:
-        whole = [_whole(row, chat, config) for row in rows]
-        return [Fit(len(row) > limit, row.head(limit).num_targets) for row in whole]
+        full = [chat.encode(row.prompt, row.chosen, config.data.train_on) for row in rows]
+        return [Fit(len(row) > limit, row.head(limit).num_targets) for row in full]
 
     return RowsFit(fit, end="end", empty="have nothing left to train on")
 
@@ -47,12 +46,7 @@ def check_learnable(
 
 def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
     """This process's micro-batches of the rows."""
-    parts = local_parts(
-        [len(row) for row in rows],
-        config,
-        max_tokens=config.micro_batch_size * config.data.max_length,
-        deterministic=config.model.zero.reduction == "deterministic",
-    )
+    parts = local_parts([len(row) for row in rows], config, config.model)
     return [
         collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
         for part in parts

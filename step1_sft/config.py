@@ -8,7 +8,6 @@ from typing import ClassVar
 from evaluation.config import TaskSettings, check_tasks
 from pipeline.config import (
     EMBEDDED,
-    ModelUse,
     OptimConfig,
     StepConfig,
     TrainedModelConfig,
@@ -54,13 +53,4 @@ class SFTConfig(TaskSettings, StepConfig):
 
     def workload(self, world: int) -> Workload:
         """One language model learns from whole rows."""
-        return Workload(
-            world=world,
-            parallel=self.parallel,
-            models=(ModelUse(role="model", settings=self.model, host_copies=self.keep_best),),
-            iteration_rows=self.batch_size,
-            batch_size=self.batch_size,
-            micro_batch_size=self.micro_batch_size,
-            length=self.data.max_length,
-            targets=self.data.max_length - 1,
-        )
+        return self.workload_of_rows(self.model, world)

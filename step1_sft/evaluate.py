@@ -6,14 +6,15 @@ python -m step1_sft.evaluate --baseline DIR --model DIR --prompts IN.jsonl --out
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.settings import Sampling
 from pipeline.cli.options import read_command, run_main
-from pipeline.system.errors import ConfigError, require
+from pipeline.files.durable import check_output, write_output
+from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
 if TYPE_CHECKING:
@@ -75,11 +76,14 @@ def main(argv: Sequence[str]) -> None:
         about="Two models answer the same prompts, side by side.",
         aliases=ALIASES,
     )
+    if config.out is not None:
+        check_output(config.out, option="--out")
     sampling = Sampling(
         max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed
     )
 
     from inference.responses import Prompt, read_prompts
+    from inference.text import printable
     from pipeline.data.examples import Message
     from pipeline.system.logs import configure_logging
 
@@ -95,10 +99,26 @@ def main(argv: Sequence[str]) -> None:
         role: answer(path, prompts, sampling)
         for role, path in zip(ROLES, (config.baseline, config.model), strict=True)
     }
-    sys.stdout.write(as_text(prompts, answers))
+    blocks = [
+        "\n".join(
+            [
+                f"Prompt:   {prompt.messages[-1].content}",
+                *(f"{role.capitalize() + ':':10}{answers[role][row]}" for role in ROLES),
+            ]
+        )
+        for row, prompt in enumerate(prompts)
+    ]
+    sys.stdout.write(printable("\n\n".join(blocks) + "\n"))
     if config.out is not None:
-        paths = {"baseline": config.baseline, "model": config.model}
-        write(config.out, prompts, answers, paths=paths)
+        comparison = {
+            "paths": {"baseline": config.baseline, "model": config.model},
+            "rows": [
+                {"prompt": prompt.given, **{role: answers[role][row] for role in ROLES}}
+                for row, prompt in enumerate(prompts)
+            ],
+        }
+        content = json.dumps(comparison, ensure_ascii=False, indent=2) + "\n"
+        write_output({config.out: content}, option="--out")
 
 
 def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[str]:
@@ -109,45 +129,6 @@ def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[s
     responder = Responder(*load_for_inference(path), sampling)
     encoded = [responder.encode(prompt) for prompt in prompts]
     return [row[0].text for row in responder.responses(encoded, first_row=0, batch_size=32)]
-
-
-def as_text(prompts: "Sequence[Prompt]", answers: Mapping[str, Sequence[str]]) -> str:
-    """The comparison for a terminal."""
-    from inference.text import printable
-
-    blocks = [
-        "\n".join(
-            [
-                f"Prompt:   {prompt.messages[-1].content}",
-                *(f"{role.capitalize() + ':':10}{answers[role][row]}" for role in ROLES),
-            ]
-        )
-        for row, prompt in enumerate(prompts)
-    ]
-    return printable("\n\n".join(blocks) + "\n")
-
-
-def write(
-    path: Path,
-    prompts: "Sequence[Prompt]",
-    answers: Mapping[str, Sequence[str]],
-    *,
-    paths: Mapping[str, str],
-) -> None:
-    """Write the comparison as JSON.
-
-    Raises:
-        ConfigError: the file can't be written.
-    """
-    rows = [
-        {"prompt": prompt.given, **{role: answers[role][row] for role in ROLES}}
-        for row, prompt in enumerate(prompts)
-    ]
-    content = json.dumps({"paths": paths, "rows": rows}, ensure_ascii=False, indent=2) + "\n"
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {path} can't be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

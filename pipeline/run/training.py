@@ -16,7 +16,7 @@ from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.lengths import RowsFit, check_lengths
+from pipeline.data.lengths import RowsFit, report_lengths, require_learnable
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import StageData, load_step_rows, record_prompts
 from pipeline.engine.best import BestWeights
@@ -256,21 +256,24 @@ def check_rows(data: StageData, how: RowsFit[Example], config: StepConfig) -> No
     Raises:
         DataError: nothing is left to train on, or to evaluate.
     """
+    require_learnable(data.train, data.eval, how, config.data)
     for name, examples in (("training", data.train), ("evaluation", data.eval)):
-        check_lengths(examples, how, config.data, name=f"{name} {how.rows}")
+        report_lengths(examples, how, config.data, name=f"{name} {how.rows}")
 
 
 def local_parts(
-    lengths: Sequence[int], config: StepConfig, *, max_tokens: int, deterministic: bool
+    lengths: Sequence[int], config: StepConfig, model: TrainedModelConfig, *, sequences: int = 1
 ) -> list[list[int]]:
-    """The micro-batches of a global batch that this process computes, as row numbers.
+    """Return the micro-batches of a global batch that this process computes, as row numbers.
 
     Args:
         lengths: tokens of each row.
         config: settings of the step.
-        max_tokens: of a micro-batch.
-        deterministic: cut alike whatever the number of processes.
+        model: settings of the model that learns; with its deterministic reduction the micro-batches
+            are the same for any number of processes.
+        sequences: sequences of `data.max_length` in a row.
     """
+    deterministic = model.zero.reduction == "deterministic"
     data, parallel = current_mesh().data, config.parallel
     at_least = math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None
     if parallel.micro_batches is not None or (parallel.pp > 1 and not deterministic):
@@ -278,7 +281,7 @@ def local_parts(
         at_least = max(at_least or 1, min(wanted, len(lengths)))
     return micro_batches(
         lengths,
-        max_tokens=max_tokens,
+        max_tokens=sequences * config.micro_batch_size * config.data.max_length,
         num_processes=data.size,
         process=data.rank,
         at_least=at_least,

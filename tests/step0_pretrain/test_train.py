@@ -90,12 +90,10 @@ def plain_perplexity(path: Path, rows: list[TokenRow]) -> float:
     return math.exp(nll / count)
 
 
-@pytest.mark.parametrize("packing", ["windows", "documents"])
 def test_it_learns_every_token_and_reports_what_transformers_finds(
-    packing: Any, start: Path, tmp_path: Path
+    start: Path, tmp_path: Path
 ) -> None:
     config = small(start, tmp_path / "out", max_steps=12, eval_every=None)
-    config = replace(config, data=replace(config.data, packing=packing))
 
     train(config)
 
