@@ -80,17 +80,6 @@ def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 Messages = Sequence[Message]
 
-FORMATS = {
-    "human_assistant": (),
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "llama2": (),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "alpaca": (),
-    "vicuna": (),
-    "plain": (),
-}
-"""The formats in formats/*.jinja and the special tokens each one needs."""
-
 THINK = "<think>"
 END_OF_THINK = "\n</think>\n\n"
 """How an answer without thinking closes the block that a generation prompt has opened: after
@@ -195,7 +184,7 @@ class ChatFormat:
             raise DataError(
                 f"{self.title} can't render a dialogue of"
                 f" {', '.join(message.role for message in messages)} turns: {reason};"
-                " mend the template, choose another --format, or leave such dialogues out"
+                " fix the template, choose another --format, or leave such dialogues out"
             ) from error
         return str(text)
 
@@ -206,51 +195,39 @@ class ChatFormat:
         assistant turn ends with that turn's last token.
         """
         answered = messages[-1].role == "assistant"
-        if answered and len(messages) == 1:  # text that answers nobody has no roles
+        if answered and len(messages) == 1:  # plain text has no roles
             return [Segment(self._bos + messages[0].content + self._eos, by_assistant=True)]
-        if not self.keeps_history:
-            return self._segments_of_last_turn(messages, answered=answered)
         text = self.render(messages, generation_prompt=not answered)
         turns = [at for at, message in enumerate(messages) if message.role == "assistant"]
+        if not self.keeps_history:
+            turns = turns[-1:] if answered else []
+        if not self.keeps_history and answered:
+            prompt = self.render(messages[:-1], generation_prompt=True)
+            if prompt.rstrip().endswith(THINK) and not text.startswith(prompt):
+                # The answer has no thinking and closes the block that its prompt opens.
+                turn = END_OF_THINK.lstrip("\n") if prompt.endswith("\n\n") else END_OF_THINK
+                turn += messages[-1].content.strip()
+                return [
+                    Segment(prompt, by_assistant=False),
+                    self._closed(turn, trained=messages[-1].trained),
+                ]
         starts = [self._start(messages[:at], text) for at in turns]
         segments: list[Segment] = []
         position = 0
         for at, start, limit in zip(turns, starts, [*starts, len(text)][1:], strict=True):
             region = text[start:limit]
             length = self._turn_length(messages[: at + 1], region)
-            turn = region[:length]
-            closed = turn if turn.endswith(self._end_of_turn) else turn + self._end_of_turn
             segments.append(Segment(text[position:start], by_assistant=False))
-            trained = messages[at].trained
-            segments.append(Segment(closed, by_assistant=True, trained=trained))
+            segments.append(self._closed(region[:length], trained=messages[at].trained))
             position = start + length
         if not answered:
             segments.append(Segment(text[position:], by_assistant=False))
         return segments
 
-    def _segments_of_last_turn(self, messages: Messages, *, answered: bool) -> list[Segment]:
-        """The text of a dialogue in two pieces: what comes before the last answer, and that answer.
-
-        Where the generation prompt opens a block of thinking that the answer does not have, the
-        answer closes it: so it is generated after the same prompt.
-        """
-        prompt = self.render(messages[:-1] if answered else messages, generation_prompt=True)
-        segments = [Segment(prompt, by_assistant=False)]
-        if not answered:
-            return segments
-        text = self.render(messages, generation_prompt=False)
-        if text.startswith(prompt):
-            turn = text[
-                len(prompt) : len(prompt) + self._turn_length(messages, text[len(prompt) :])
-            ]
-        elif prompt.rstrip().endswith(THINK):
-            turn = END_OF_THINK.lstrip("\n") if prompt.endswith("\n\n") else END_OF_THINK
-            turn += messages[-1].content.strip()
-        else:
-            self._start(messages[:-1], text)  # raises: no cut is right
-            raise AssertionError
-        closed = turn if turn.endswith(self._end_of_turn) else turn + self._end_of_turn
-        return [*segments, Segment(closed, by_assistant=True, trained=messages[-1].trained)]
+    def _closed(self, turn: str, *, trained: bool) -> Segment:
+        """An assistant turn, ended by its end-of-turn token."""
+        end = "" if turn.endswith(self._end_of_turn) else self._end_of_turn
+        return Segment(turn + end, by_assistant=True, trained=trained)
 
     def encode_prompt(self, messages: Messages, *, generation_prompt: bool = True) -> list[int]:
         """Token ids of a dialogue that the assistant is to continue.
@@ -266,20 +243,16 @@ class ChatFormat:
             raise DataError("a prompt must end in a user turn")
         segments = self.segments(messages)
         if not generation_prompt:
-            segments[-1] = self._without_opening(messages, segments[-1].text)
+            text = self.render(messages, generation_prompt=False)
+            full = self.render(messages, generation_prompt=True)
+            opening, last = full[len(text) :], segments[-1].text
+            if not (full.startswith(text) and last.endswith(opening)):
+                raise DataError(
+                    f"{self.title} renders a dialogue differently without its generation prompt;"
+                    " request it with the prompt"
+                )
+            segments[-1] = Segment(last[: len(last) - len(opening)], by_assistant=False)
         return [token for ids in self._ids(segments) for token in ids]
-
-    def _without_opening(self, messages: Messages, last: str) -> Segment:
-        """The last piece of a prompt without the beginning of the assistant's turn."""
-        text = self.render(messages, generation_prompt=False)
-        whole = self.render(messages, generation_prompt=True)
-        opening = whole[len(text) :]
-        if not (whole.startswith(text) and last.endswith(opening)):
-            raise DataError(
-                f"{self.title} renders a dialogue differently without its generation prompt; ask"
-                " for it with the prompt"
-            )
-        return Segment(last[: len(last) - len(opening)], by_assistant=False)
 
     def encode(
         self,
@@ -318,31 +291,23 @@ class ChatFormat:
         Raises:
             DataError: the template can't render such a dialogue, or leaves out a turn of it.
         """
-        # A fixed text stands for answers: theirs may be anything, and must not move the cut.
+        # A fixed text stands for answers: any text must not move the cut.
         answer = PROBE_RESPONSE.content
         messages = [*before, *observation]
-        while any(answer in each.content for each in messages if each.role != "assistant"):
+        while any(answer in turn.content for turn in messages if turn.role != "assistant"):
             answer += "."
         fixed = [
-            Message("assistant", answer) if each.role == "assistant" else each for each in messages
+            Message("assistant", answer) if turn.role == "assistant" else turn for turn in messages
         ]
-        if self.keeps_history:
-            text = self.segments(fixed)[-1].text
-            self._check_shown(observation, text)
-            return self._encoders[1](text)
-        # Earlier answers are rendered otherwise than the last one, so that no prompt is a prefix.
         text = self.render(fixed, generation_prompt=True).rpartition(answer)[2]
-        self._check_shown(observation, text)
-        closing, end, rest = text.partition(self._end_of_turn)
-        return self._encoders[1](rest if end and not closing.strip() else text)
-
-    def _check_shown(self, turns: Messages, text: str) -> None:
-        for turn in turns:
+        for turn in observation:
             if turn.content.strip() not in text:
                 raise DataError(
                     f"{self.title} leaves out the turn of the {turn.role} after an"
                     " answer; make it a part of the user's turn, or choose another --format"
                 )
+        closing, end, rest = text.partition(self._end_of_turn)
+        return self._encoders[1](rest if end and not closing.strip() else text)
 
     def _ids(self, segments: Sequence[Segment]) -> list[list[int]]:
         begin, go_on = self._encoders

@@ -4,7 +4,6 @@ Arguments and date are written into the template that is saved with the model, s
 software and the next step render a dialogue as in training.
 """
 
-import datetime as dt
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -14,9 +13,7 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import DataConfig
 from pipeline.data.chat.chat_format import (
-    FORMATS,
     PROBE_PROMPT,
     PROBE_RESPONSE,
     THINK,
@@ -32,6 +29,68 @@ if TYPE_CHECKING:
 
 Argument = bool | int | float | str
 
+FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "human_assistant": (
+        r"""{%- for message in messages -%}
+  {{- '\n\n' if not loop.first -}}
+  {%- if message['role'] == 'system' -%}
+    {{- message['content'] | trim -}}
+  {%- elif message['role'] == 'user' -%}
+    {{- 'Human: ' + message['content'] | trim -}}
+  {%- else -%}
+    {{- 'Assistant: ' + message['content'] | trim + eos_token -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '\n\nAssistant:' -}}
+{%- endif -%}""",
+        (),
+    ),
+    "chatml": (
+        r"""{%- for message in messages -%}
+  {{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}""",
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+    "llama2": (
+        r"""{%- set state = namespace(system='') -%}
+{%- for message in messages -%}
+  {%- if message['role'] == 'system' -%}
+    {%- set state.system = '<<SYS>>\n' + message['content'] | trim + '\n<</SYS>>\n\n' -%}
+  {%- elif message['role'] == 'user' -%}
+    {{- bos_token -}}
+    {{- '[INST] ' + state.system + message['content'] | trim + ' [/INST]' -}}
+    {%- set state.system = '' -%}
+  {%- else -%}
+    {{- ' ' + message['content'] | trim + ' ' + eos_token -}}
+  {%- endif -%}
+{%- endfor -%}""",
+        (),
+    ),
+    "llama3": (
+        r"""{%- for message in messages -%}
+  {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' -}}
+  {{- message['content'] | trim + '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
+{%- endif -%}""",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "plain": (
+        r"""{%- for message in messages -%}
+  {{- message['content'] +
+      {'system': '\n\n', 'user': '', 'assistant': eos_token}[message['role']] -}}
+{%- endfor -%}""",
+        (),
+    ),
+}
+"""The Jinja text of each format, and the special tokens that it needs."""
+
+TODAY = date(2026, 1, 1)
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
 _OWN = ("messages", "add_generation_prompt", "tools", "documents")
 
@@ -65,12 +124,9 @@ def never_read(template: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
 
 
-def with_date(template: str, day: date) -> str:
-    """The template with `day` wherever it asks for today.
-
-    What a model is trained on must not depend on the day on which it is trained.
-    """
-    return _CLOCK.sub(lambda call: json.dumps(day.strftime(call["form"])), template)
+def _today(call: re.Match[str]) -> str:
+    """Replacement of the date that a template requests: tokens must not depend on the day."""
+    return json.dumps(TODAY.strftime(call["form"]))
 
 
 _PROBE_SYSTEM = Message("system", "Zero.")
@@ -80,7 +136,6 @@ def resolve_format(
     tokenizer: "PreTrainedTokenizerBase",
     name: str,
     arguments: Mapping[str, Argument] | None = None,
-    date: str | None = None,
 ) -> ChatFormat:
     """The chat format called `name`, for `tokenizer`.
 
@@ -89,8 +144,6 @@ def resolve_format(
         name: auto (the tokenizer's own template if it has one, else human_assistant), tokenizer,
             one of `FORMATS`, or a path to a Jinja file.
         arguments: of the template, which keeps them.
-        date: what the template takes for today, such as 2026-01-31; without it, `DataConfig`'s
-            default.
 
     Raises:
         ConfigError: there is no such format, or it has no such argument.
@@ -104,10 +157,9 @@ def resolve_format(
         )
     if name == "auto":
         name = "tokenizer" if tokenizer.chat_template else "human_assistant"
-    today = dt.date.fromisoformat(date or DataConfig().template_date)
-    template = with_date(_template(tokenizer, name), today)
+    template = _CLOCK.sub(_today, _template(tokenizer, name))
     template = with_arguments(template, arguments or {})
-    chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ()))
+    chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ("", ()))[1])
     chat_format = replace(chat_format, keeps_history=_keeps_history(chat_format))
     chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))
     text = chat_format.render(PROBE_PROMPT, generation_prompt=True)
@@ -120,7 +172,7 @@ def resolve_format(
 def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
     """The Jinja text behind the name of a format."""
     if name in FORMATS:
-        return (Path(__file__).parent / "formats" / f"{name}.jinja").read_text(encoding="utf-8")
+        return FORMATS[name][0]
     if name == "tokenizer":
         if not tokenizer.chat_template:
             raise ModelError(

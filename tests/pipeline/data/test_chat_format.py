@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pipeline.data.chat.chat_format import FORMATS, ChatFormat
-from pipeline.data.chat.resolve_format import resolve_format
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.resolve_format import FORMATS, resolve_format
 from pipeline.data.examples import Encoded, Message
 from tests.pipeline.data.tokenizers import KINDS, byte_level, metaspace
 
