@@ -150,9 +150,6 @@ class LabConfig:
     fields: dict[str, str] = field(default_factory=dict)
     """Column names where they differ from the usual: prompt=question label=category."""
 
-    history: str = "all"
-    """Of the turns before a response, what the model reads, as in `data.history`."""
-
     rows: int = 1000
     """Rows that are measured, at most."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.rows.dialogues import Turns
+from pipeline.data.rows.columns import Turns
 from pipeline.models.scores import step_ends
 from pipeline.parallel.device import local_device, send
 from pipeline.run.training import local_parts
@@ -198,8 +198,8 @@ def cut_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
     parts = local_parts(
         [row.num_tokens for row in rows],
         config,
-        max_tokens=longest * config.micro_batch_size * config.data.max_length,
-        deterministic=config.model.zero.reduction == "deterministic",
+        config.model,
+        sequences=longest,
     )
     weight = len(rows) / max(1, sum(len(row.ends or ()) for row in rows))
     return [collate_rows(rows, part, weight=weight) for part in parts]

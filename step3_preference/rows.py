@@ -137,12 +137,11 @@ def _without_first(encoded: Encoded, count: int) -> Encoded:
 
 def cut(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
     """This process's micro-batches of the rows."""
-    per_row = 1 if config.is_unpaired else 2
     parts = local_parts(
         [row.num_tokens for row in rows],
         config,
-        max_tokens=per_row * config.micro_batch_size * config.data.max_length,
-        deterministic=config.model.zero.reduction == "deterministic",
+        config.model,
+        sequences=1 if config.is_unpaired else 2,
     )
     return [collate_rows(rows, part) for part in parts]
 

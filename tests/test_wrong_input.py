@@ -70,12 +70,12 @@ nonsense | 'nonsense' | options start with --
 --data-path latin.jsonl | latin.jsonl | save it as UTF-8
 --data-path empty.jsonl | empty.jsonl | holds no rows
 --data-path braces.jsonl | braces.jsonl line 1 | the row is empty; remove it
---data-path broken.jsonl | broken.jsonl line 1 | mend or remove the line
+--data-path broken.jsonl | broken.jsonl line 1 | fix or remove the line
 --data-path list.jsonl | list.jsonl | named fields
---data-path numbers.jsonl | prompt must be text | mend the row
+--data-path numbers.jsonl | prompt must be text | fix the row
 --data-path one_prompt.jsonl | share one prompt | give more rows
 --data-path cut.parquet | cut.parquet | not a readable parquet file
---data-path bad.csv | bad.csv line 2 | mend it
+--data-path bad.csv | bad.csv line 2 | fix it
 --data-path good.jsonl:0 | good.jsonl:0 | above 0
 --data-path embedded good.jsonl | embedded | give either it or your own paths
 --data-split 1,2 | --data-split | 3

@@ -2,10 +2,8 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from typing import Any, Literal
 
 from pipeline.system.errors import require
@@ -85,15 +83,11 @@ class DataConfig:
 
     format: str = "auto"
     """Chat format: auto (the tokenizer's own template, else human_assistant), tokenizer,
-    human_assistant, chatml, llama2, llama3, alpaca, vicuna, plain, or a path to a Jinja file."""
+    human_assistant, chatml, llama2, llama3, plain, or a path to a Jinja file."""
 
     template_args: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Arguments of the chat template: `{"enable_thinking": false}` (chat_template_kwargs). They are
     saved with the model."""
-
-    template_date: str = "2026-01-01"
-    """The date, such as 2026-01-31, for chat templates that put today's into the prompt, so that
-    tokens don't depend on the day of training."""
 
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
@@ -102,19 +96,11 @@ class DataConfig:
     """Prompt + response, in tokens (max_seq_len). What is longer loses its end in step 1, and its
     beginning in step 2, whose score is read at the end; step 3 has lengths of its own."""
 
-    history: str = "all"
-    """Of the turns before a response: all, user (what users wrote alone), or last:N (the last N
-    user turns, and what stands between). System messages stay."""
-
     labels: bool = False
     """Step 2 learns the column `label`, so that rows with one count as its own where prompts are
     shared out among the steps; train.py sets it for all steps."""
 
     def __post_init__(self) -> None:
-        require(
-            re.fullmatch(r"all|user|last:[1-9]\d*", self.history) is not None,
-            f"data.history must be all, user or last:N with N above 0, got {self.history}",
-        )
         self.check_path()
         require(
             0 < self.eval_fraction < 1,
@@ -124,10 +110,6 @@ class DataConfig:
             self.max_eval_rows > 0, f"data.max_eval_rows must be above 0, got {self.max_eval_rows}"
         )
         check_split("data.split", self.split)
-        require(
-            _is_date(self.template_date),
-            f"data.template_date must be a date such as 2026-01-31, got {self.template_date}",
-        )
         require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
 
     def check_path(self) -> None:
@@ -142,14 +124,6 @@ def check_split(name: str, split: Sequence[float]) -> None:
         f"{name} needs three proportions of 0 or more that are not all 0, such as 2,4,4; got"
         f" {','.join(f'{part:g}' for part in split)}",
     )
-
-
-def _is_date(text: str) -> bool:
-    try:
-        date.fromisoformat(text)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +148,6 @@ class TextDataConfig(DataConfig):
     max_eval_rows: int = 256
     """At most this many sequences of `max_length` are evaluated."""
 
-    packing: Literal["windows", "documents"] = "windows"
-    """Rows: windows takes `max_length` tokens of the texts one after the other, in which
-    no document sees another; documents takes a whole document, or a piece of `max_length` of a
-    longer one."""
-
     field: str = "text"
     """The field of each row of .jsonl files that holds its text."""
 
@@ -192,9 +161,7 @@ class TextDataConfig(DataConfig):
     template_args: dict[str, bool | int | float | str] = dataclasses.field(
         init=False, default_factory=dict[str, Any]
     )
-    template_date: str = dataclasses.field(init=False, default="2026-01-01")
     train_on: Literal["assistant", "all"] = dataclasses.field(init=False, default="all")
-    history: str = dataclasses.field(init=False, default="all")
     labels: bool = dataclasses.field(init=False, default=False)
 
     def __post_init__(self) -> None:

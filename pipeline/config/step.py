@@ -467,6 +467,20 @@ class StepConfig(ABC):
         trained = [each for each in values if isinstance(each, TrainedModelConfig)]
         return any(each.zero.reduction == "deterministic" for each in trained)
 
+    def workload_of_rows(self, model: TrainedModelConfig, world: int) -> Workload:
+        """The work of a step in which one language model learns from rows of `max_length`."""
+        return Workload(
+            world=world,
+            parallel=self.parallel,
+            models=(ModelUse(role="model", settings=model, keeps_best=self.keep_best),),
+            iteration_rows=self.batch_size,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            length=self.data.max_length,
+            targets=self.data.max_length - 1,
+            uniform=True,
+        )
+
     @property
     def save_interval(self) -> SaveInterval | None:
         """`save_every`, read."""

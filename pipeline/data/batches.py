@@ -93,7 +93,7 @@ class RowStream:
         self.seed = seed
         self.position = 0  # rows handed out so far, over all passes
         self._pass = -1
-        self._order: list[int] = []
+        self._order = torch.empty(0, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -117,9 +117,9 @@ class RowStream:
         number, offset = divmod(position, self.num_rows)
         if number != self._pass:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-            self._order = torch.randperm(self.num_rows, generator=generator).tolist()
+            self._order = torch.randperm(self.num_rows, generator=generator)
             self._pass = number
-        return self._order[offset]
+        return int(self._order[offset])
 
     def state_dict(self) -> dict[str, int]:
         """The stream's position."""

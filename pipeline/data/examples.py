@@ -1,7 +1,9 @@
 """The one form every row takes, whichever shape it came in."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
@@ -63,6 +65,22 @@ class Example:
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Columns that the step reads beside the dialogue, such as the right answer, by their own
     names; those that the row has."""
+
+    @cached_property
+    def prompt_hash(self) -> int:
+        """64 bits that identify the prompt.
+
+        The first 8 bytes, little-endian, of the SHA-256 of the first user turn (of the text itself
+        if there is no prompt), in UTF-8, case-folded, with every run of white space as one space.
+        Dialogues that begin alike are branches of one conversation, and share it.
+        """
+        users = (turn.content for turn in self.prompt if turn.role == "user")
+        text = next(users, None)
+        if text is None:
+            text = "\n".join(turn.content for turn in (*self.prompt, *self.chosen))
+        normalized = " ".join(text.split()).casefold()
+        digest = hashlib.sha256(normalized.encode("utf-8", "surrogatepass")).digest()
+        return int.from_bytes(digest[:8], "little")
 
     @property
     def num_targets(self) -> int:

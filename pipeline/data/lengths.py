@@ -1,16 +1,11 @@
-"""Rows that are cut, and rows with nothing left to train on: reported before a step trains.
-
-Where no row has anything to learn a run is refused before its first step, by `require_learnable`.
-"""
+"""Rows that are cut, and rows with nothing left to train on: reported before a step trains."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Generic, TypeVar
 
 from pipeline.config import EMBEDDED, DataConfig
-from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -39,13 +34,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class RowsFit(Generic[Row]):
-    """How the rows of a step fit, and how messages speak of them."""
+    """How the rows of a step fit, and how messages describe them."""
 
     fit: Callable[[Sequence[Row]], Sequence[Fit]]
     """As the step encodes and cuts them."""
 
     end: str
-    """Which end a row that is cut loses: "end" or "beginning"."""
+    """The end that a row loses when it is cut: "end" or "beginning"."""
 
     empty: str
     """How rows that teach nothing are described: "have nothing left to train on"."""
@@ -62,42 +57,31 @@ def require_learnable(
     Raises:
         DataError: no training row, or no evaluation row, has anything to learn.
     """
-    for name, examples in ((f"training {how.rows}", train), (f"evaluation {how.rows}", held_out)):
-        first, rest = examples[:AT_ONCE], examples[AT_ONCE:]
-        if not _any_targets(first, how) and not _any_targets(rest, how):
-            raise _nothing_to_learn(examples, how, data, name)
+    for name, examples in (("training", train), ("evaluation", held_out)):
+        pieces = (examples[n : n + AT_ONCE] for n in range(0, len(examples), AT_ONCE))
+        if not any(fit.num_targets for piece in pieces for fit in how.fit(piece)):
+            raise DataError(
+                f"all {len(examples)} {name} {how.rows} {how.empty} at data.max_length"
+                f" {data.max_length}; raise it, or see what is trained with `python -m"
+                " pipeline.data.inspect`"
+            )
 
 
-def check_lengths(
+def report_lengths(
     examples: Sequence[Row], how: RowsFit[Row], data: DataConfig, *, name: str
 ) -> None:
-    """Say how many rows are cut and how many teach nothing; all processes call it together.
+    """Log how many rows are cut and how many teach nothing.
 
     Args:
         examples: the rows, in random order.
         how: they fit.
         data: the settings they were read and are cut by.
         name: of the rows: "training rows".
-
-    Raises:
-        DataError: no row has anything to learn.
     """
-    most = LOOKED_AT_EMBEDDED if EMBEDDED in data.path else LOOKED_AT
-    looked_at = examples[:most]
-    world = current_mesh().world
-    fits = how.fit(world.share(looked_at))
-    num_cut, num_empty, targets = map(
-        int,
-        world.sums(
-            [
-                sum(each.is_cut for each in fits),
-                sum(each.num_targets == 0 for each in fits),
-                sum(each.num_targets for each in fits),
-            ]
-        ),
-    )
-    if targets == 0 and not _any_targets(examples[most:], how):
-        raise _nothing_to_learn(examples, how, data, name)
+    looked_at = examples[: LOOKED_AT_EMBEDDED if EMBEDDED in data.path else LOOKED_AT]
+    fits = how.fit(looked_at)
+    num_cut = sum(fit.is_cut for fit in fits)
+    num_empty = sum(fit.num_targets == 0 for fit in fits)
     if not num_cut and not num_empty:
         return
     of = f"{len(examples)} {name}"
@@ -105,22 +89,3 @@ def check_lengths(
         of = f"the {len(looked_at)} {name} looked at, of {len(examples)},"
     cut = f"{num_cut} of {of} are longer than {data.max_length} tokens and lose their {how.end}"
     logger.info("%s; %d of them %s", cut, num_empty, how.empty)
-
-
-def _nothing_to_learn(
-    examples: Sequence[Row], how: RowsFit[Row], data: DataConfig, name: str
-) -> DataError:
-    return DataError(
-        f"all {len(examples)} {name} {how.empty} at data.max_length {data.max_length}; raise it, or"
-        " see what is trained with `python -m pipeline.data.inspect`"
-    )
-
-
-def _any_targets(examples: Sequence[Row], how: RowsFit[Row]) -> bool:
-    """Whether any row of any process has something to learn."""
-    world = current_mesh().world
-    own = iter(world.share(examples))
-    found = False
-    while not found and (part := list(islice(own, AT_ONCE))):
-        found = any(each.num_targets for each in how.fit(part))
-    return bool(world.sum(found))

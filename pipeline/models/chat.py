@@ -22,7 +22,7 @@ def load_chat(
     """The tokenizer with the special tokens and the template of `data.format`, and that format.
 
     Saving the tokenizer saves the template, so that chat uses the one the model was trained with,
-    its arguments and date (`data.template_args`, `data.template_date`) included.
+    its arguments (`data.template_args`) and date included.
 
     Raises:
         ConfigError: the format adds tokens, and LoRA would leave their embeddings untrained: new
@@ -30,7 +30,7 @@ def load_chat(
     """
     tokenizer = load_tokenizer(config)
     known = len(tokenizer)
-    chat = resolve_format(tokenizer, data.format, data.template_args, data.template_date)
+    chat = resolve_format(tokenizer, data.format, data.template_args)
     if not chat.keeps_history:
         logger.info(
             "the chat template renders an answer otherwise once more turns follow (it leaves"

@@ -258,7 +258,7 @@ class Chats:
         if tokenizer is None:
             return None, None
         tokenizer = copy.deepcopy(tokenizer)
-        chat = resolve_format(tokenizer, data.format, data.template_args, data.template_date)
+        chat = resolve_format(tokenizer, data.format, data.template_args)
         chat.add_new_tokens()
         chat.attach(tokenizer)
         return tokenizer, chat

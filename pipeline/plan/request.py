@@ -106,7 +106,7 @@ class Request(Deployment):
     """Column names where they differ from the usual: prompt=question chosen=good."""
 
     format: str | None = None
-    """Chat format: auto, tokenizer, human_assistant, chatml, llama2, llama3, alpaca, vicuna, plain,
+    """Chat format: auto, tokenizer, human_assistant, chatml, llama2, llama3, plain,
     or a Jinja file."""
 
     max_length: int | None = None

@@ -15,12 +15,11 @@ from inference.generation import generate
 from pipeline.config import EMBEDDED, DataConfig, RowColumns
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
-from pipeline.data.embedded import stage_examples
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.rows.dialogues import with_history
 from pipeline.data.rows.named import named_set
 from pipeline.data.rows.shapes import check_fields, read_row
 from pipeline.data.rows.sources import read_source
+from pipeline.data.sharing.steps import embedded_examples
 from pipeline.demo.task import verify
 from pipeline.models.chat import check_ready, decode_response, require_score_head
 from pipeline.models.forward import Scorer, base_model, context_length
@@ -399,7 +398,7 @@ def measure_model(config: LabConfig) -> Measured:
 def read_examples(config: LabConfig) -> list[Example]:
     """All labelled rows of the data path, of its test split if it has one."""
     if config.data_path == EMBEDDED:
-        return stage_examples(step=2, seed=config.seed)[1]
+        return embedded_examples(step=2, seed=config.seed)[1]
     source = read_source(config.data_path, step=2)
     rows = source.eval or source.train
     if config.fields:
@@ -407,7 +406,7 @@ def read_examples(config: LabConfig) -> list[Example]:
     known = None if config.fields else named_set(source.name)
     kept = RowColumns(labels=True)
     found = [known.read(row) if known else read_row(row, config.fields, kept=kept) for row in rows]
-    return [replace(row, prompt=with_history(row.prompt, config.history)) for row in found if row]
+    return [row for row in found if row]
 
 
 def read_labels(settings: object, examples: Sequence[Example], config: RewardConfig) -> Labels:
@@ -445,7 +444,7 @@ def over_optimization(
     assert config.actor is not None
     actor, tokenizer = load_for_inference(config.actor)
     own = resolve_format(tokenizer, "auto")
-    questions = list(dict.fromkeys(row.prompt for row in stage_examples(step=3, seed=0)[1]))
+    questions = list(dict.fromkeys(row.prompt for row in embedded_examples(step=3, seed=0)[1]))
     slots = [prompt for prompt in questions[: config.prompts] for _ in range(config.best_of)]
     responses = generate(
         actor,

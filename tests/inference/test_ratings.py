@@ -20,7 +20,7 @@ from inference.ratings import (
     standing_ratings,
 )
 from pipeline.data.examples import Message
-from pipeline.data.rows.reading import RowReader, Wanted
+from pipeline.data.rows.reading import Wanted, read_paths
 
 ROOT = Path(__file__).parent.parent.parent
 QUESTION = {"role": "user", "content": "Q"}
@@ -93,7 +93,7 @@ def test_steps_read_the_file_as_it_is(tmp_path: Path) -> None:
     RatingsFile(path).undo(gone, "anna")
     notes: list[str] = []
 
-    (read,) = RowReader().read([str(path)], Wanted({}), step=2, notes=notes)
+    (read,) = read_paths([str(path)], Wanted({}), step=2, notes=notes)
 
     prompt = (Message("user", "Q"),)
     found = [(each.prompt, each.chosen, each.rejected, each.margin) for each in read.train]
@@ -172,5 +172,5 @@ def test_the_commands_write_what_steps_read(
     # Ratings of one millisecond have no order.
     chosen = [json.loads(line)["chosen"] for line in out.read_text().splitlines()]
     assert sorted(chosen) == ["a longer one", "short"]
-    (read,) = RowReader().read([str(out)], Wanted({}), step=2, notes=[])
+    (read,) = read_paths([str(out)], Wanted({}), step=2, notes=[])
     assert len(read.train) == 2

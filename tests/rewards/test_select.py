@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.reading import RowReader, Wanted
+from pipeline.data.rows.reading import Wanted, read_paths
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
@@ -61,7 +61,7 @@ def selected(prompts: Path, *words: str) -> list[dict[str, Any]]:
 
 def read_by(step: int, path: Path) -> list[Example]:
     """The rows as a step reads them."""
-    (rows,) = RowReader().read((str(path),), Wanted({}), step=step, notes=[])
+    (rows,) = read_paths((str(path),), Wanted({}), step=step, notes=[])
     return rows.train
 
 

@@ -38,16 +38,14 @@ def read(columns: dict[str, Any], *, labels: bool = True) -> Example | None:
     return read_row(Row(columns, "rows.jsonl line 1"), {}, kept=RowColumns(labels=labels))
 
 
-def test_rows_of_trl_and_rows_with_ratings_are_read_as_steps_and_demonstrate_nothing() -> None:
+def test_rows_of_trl_are_read_as_steps_and_demonstrate_nothing() -> None:
     trl = {"prompt": "q", "completions": ["a", " ", "b"], "labels": [True, False, None]}
-    rated = {"prompt": "q", "steps": [{"text": "a", "rating": 0}, {"text": "b", "rating": -1}]}
-    soft = {"prompt": "q", "steps": [{"text": "a", "label": 0.25}]}
+    soft = {"prompt": "q", "steps": ["a"], "labels": [0.25]}
 
-    found = [read(columns) for columns in (trl, rated, soft)]
+    found = [read(columns) for columns in (trl, soft)]
 
     assert [(each.steps, each.step_labels) for each in found if each] == [
         (("a", "b"), (1.0, None)),
-        (("a", "b"), (1.0, 0.0)),
         (("a",), (0.25,)),
     ]
     assert not any(each.chosen or each.rejected for each in found if each)

@@ -2,16 +2,17 @@
 
 import json
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from pipeline.data.examples import Message, Role
-from pipeline.data.rows.dialogues import Turns, join_turns, parse_dialogue
 from pipeline.data.rows.sources import Row
 from pipeline.system.errors import DataError
+
+Turns = tuple[Message, ...]
 
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -32,56 +33,84 @@ _TOOL_KEYS = ("tool_calls", "function_call")
 
 NO_ANSWER = "in which no assistant answers a user"
 EMPTY_RESPONSE = "with an empty response"
-TOOL_CALLS = "with tool calls, which no step trains on"
-ALL_TIED = "whose ranked responses are all as good as each other"
-ZERO_WEIGHT = "of weight 0"
-MIXED_WEIGHTS = "with neighbouring assistant turns of different weight"
-BAD_LABEL = "whose label says that the response is bad"
-NO_TARGETS = "in which every assistant turn has weight 0"
 
 
 class LeftOut(Exception):  # noqa: N818 - no error: the row is skipped and counted
-    """A row holds nothing that can be trained on; the argument completes "rows ..."."""
+    """A row has nothing to train on; the argument completes "rows ..."."""
 
 
-@dataclass
-class Reading:
-    """What became of the rows that were read."""
-
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Rows by the reason why they are not used."""
-
-    no_demonstrations: Counter[str] = field(default_factory=Counter)
-    """Rows by the reason why their prompt is used, and their response is not."""
-
-    columns: set[str] = field(default_factory=set)
-    """All columns that rows have."""
-
-    used: set[str] = field(default_factory=set)
-    """Those whose values became part of an example."""
+# The form of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...".
+_MARKER = re.compile(r"\n\n(Human|Assistant):")
+# The form of DeepSpeed-Chat's prompts, on one line: " Human: ... Assistant:".
+_ONE_LINE = re.compile(r"\A\s*Human:(?P<user>.*)\sAssistant:(?P<assistant>.*)\Z", re.DOTALL)
 
 
-class Columns(Mapping[str, Any]):
-    """The columns of one row, which remember which of them were read."""
+def parse_dialogue(text: str) -> Turns | None:
+    """Return the turns of a "Human: ... Assistant: ..." text; None for other texts.
 
-    def __init__(self, columns: Mapping[str, Any]) -> None:
-        self._columns = columns
-        self.read: set[str] = set()
+    An empty "Assistant:" at the end, which requests the response, is not a turn.
+    """
+    text = "\n\n" + text.lstrip()
+    if not text.startswith("\n\nHuman:"):
+        return None
+    _, *pieces = _MARKER.split(text)
+    one_line = _ONE_LINE.match(text) if len(pieces) == 2 else None
+    if one_line is not None:
+        pieces = ["Human", one_line["user"], "Assistant", one_line["assistant"]]
+    messages = [
+        Message("user" if name == "Human" else "assistant", content.strip())
+        for name, content in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
+    if messages[-1] == Message("assistant", ""):
+        messages.pop()
+    return join_turns(messages)
 
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401
-        value = self._columns[name]
-        self.read.add(name)
-        return value
 
-    def __contains__(self, name: object) -> bool:
-        """Whether there is such a column; asking does not read it."""
-        return name in self._columns
+def join_turns(messages: Sequence[Message]) -> Turns:
+    """Join consecutive messages of one role by a blank line; many chat formats refuse them."""
+    joined: list[Message] = []
+    for message in messages:
+        last = joined[-1] if joined else None
+        if last and (last.role, last.trained) == (message.role, message.trained):
+            content = f"{last.content}\n\n{message.content}"
+            joined[-1] = replace(last, content=content.strip("\n"))
+        else:
+            joined.append(message)
+    return tuple(joined)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
 
-    def __len__(self) -> int:
-        return len(self._columns)
+def last_response(turns: Turns) -> tuple[Turns, Turns]:
+    """Split a dialogue into prompt and response, its last assistant turn.
+
+    A dialogue that ends in a user turn is a prompt without a response.
+    """
+    if turns and turns[-1].role == "assistant":
+        return turns[:-1], turns[-1:]
+    return turns, ()
+
+
+def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
+    """Split two full dialogues into (prompt, chosen, rejected): the prompt is what they share.
+
+    The prompt ends in a user turn and each response in an assistant turn.
+
+    Raises:
+        LeftOut: one of them has no response to the last user turn they share.
+    """
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    while shared and chosen[shared - 1].role != "user":
+        shared -= 1
+    # Turns after the last response answer nothing. They are removed behind the shared prompt, which
+    # an unanswered dialogue must not shorten: the other's answer would become part of a response.
+    responses: list[Turns] = []
+    for turns in (chosen[shared:], rejected[shared:]):
+        answers = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
+        responses.append(turns[: answers[-1] + 1] if answers else ())
+    if not shared or not all(responses):
+        raise LeftOut(NO_ANSWER)
+    return chosen[:shared], responses[0], responses[1]
 
 
 def names(of: Collection[str]) -> str:
@@ -90,94 +119,80 @@ def names(of: Collection[str]) -> str:
 
 
 def text(row: Row, name: str) -> str:
-    """A column of text."""
-    value = row.columns[name]
+    """Return a column of text."""
+    value = row.columns.get(name)
     if not isinstance(value, str):
         raise DataError(
             f"{row.origin}: {name} must be text, got {type(value).__name__};"
-            " name another column with --fields or mend the row"
+            " name another column with --fields or fix the row"
         )
     return value
 
 
 def is_turns(value: object) -> bool:
-    """Whether a column holds turns: a list of them, or one by itself."""
+    """Whether a column holds turns: a list of them, or a single one."""
     if isinstance(value, dict):
         return not {"role", "from"}.isdisjoint(value)
     return isinstance(value, list) or _as_json(value) is not None
 
 
 def turns(row: Row, name: str) -> Turns:
-    """The turns in a column of {"role", "content"} or ShareGPT's {"from", "value"} objects.
+    """Return the turns in a column of {"role", "content"} or ShareGPT's {"from", "value"} objects.
 
     Raises:
         LeftOut: there are tool calls among them.
-        DataError: it holds something else.
+        DataError: the column holds something else.
     """
     value = row.columns[name]
     items = [value] if isinstance(value, dict) else _as_json(value) or value
     if not isinstance(items, list):
         raise DataError(
             f"{row.origin}: {name} must be a list of turns, got {type(value).__name__};"
-            " name another column with --fields or mend the row"
+            " name another column with --fields or fix the row"
         )
     joined = join_turns([_turn(row, name, turn) for turn in items])
     if any(one.role == two.role for one, two in pairwise(joined)):
-        raise LeftOut(MIXED_WEIGHTS)
+        raise LeftOut("with neighbouring assistant turns of different weight")
     return joined
 
 
 def _as_json(value: object) -> list[Any] | None:
-    """The list of turns that a text holds as JSON, as CSV files have it; None for other text."""
+    """Parse a list of turns stored as JSON text, as in CSV files; None for other text."""
     if not isinstance(value, str) or not value.lstrip().startswith("[{"):
         return None
     try:
         items = json.loads(value)
     except ValueError:
         return None
-    return (
-        items
-        if all(isinstance(item, dict) and {"role", "from"} & {*item} for item in items)
-        else None
-    )
+    return items if all(isinstance(item, dict) and is_turns(item) for item in items) else None
 
 
-def _turn(row: Row, name: str, turn: object) -> Message:
-    if isinstance(turn, dict):
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if role in _TOOL_ROLES or any(turn.get(key) for key in _TOOL_KEYS):
-            raise LeftOut(TOOL_CALLS)
-        if isinstance(content, list):  # parts, as multi-modal chats have them
-            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-            texts = [part for part in parts if isinstance(part, str)]
-            content = "".join(texts) if len(texts) == len(parts) else None
-        if role in ROLES and isinstance(content, str):
-            trained = _trained(row, name, turn) if ROLES[role] == "assistant" else True
-            return Message(ROLES[role], content, trained)
-        if isinstance(content, str):
-            raise DataError(
-                f"{row.origin}: {name} has a turn of role {role!r};"
-                f" roles are {names(ROLES)}: leave such rows out"
-            )
-    raise DataError(
-        f'{row.origin}: a turn in {name} must be {{"role": ..., "content": ...}} or'
-        f' {{"from": ..., "value": ...}} with text, got {str(turn)[:80]}'
-    )
-
-
-def _trained(row: Row, name: str, turn: Mapping[str, Any]) -> bool:
-    """Whether an assistant turn is learned: `weight` 0 or 1, as OpenAI's files have it."""
-    weight = turn.get("weight")
+def _turn(row: Row, name: str, item: object) -> Message:
+    turn: dict[str, Any] = item if isinstance(item, dict) else {"": item}
+    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if role in _TOOL_ROLES or any(turn.get(key) for key in _TOOL_KEYS):
+        raise LeftOut("with tool calls, which no step trains on")
+    if isinstance(content, list):  # parts, as in multi-modal chats
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else None
+    if role not in ROLES or not isinstance(content, str):
+        raise DataError(
+            f'{row.origin}: a turn in {name} must be {{"role": ..., "content": ...}} or'
+            f' {{"from": ..., "value": ...}} with text and a role of {names(ROLES)}, got'
+            f" {str(turn)[:80]}"
+        )
+    weight = turn.get("weight")  # as in OpenAI's files
     if weight not in (None, 0, 1):
         raise DataError(
             f"{row.origin}: {name} has a turn of weight {weight!r}; a turn is learned (1) or not"
             " (0)"
         )
-    return weight != 0
+    return Message(ROLES[role], content, weight != 0 or ROLES[role] != "assistant")
 
 
 def prompt(row: Row, name: str = "prompt") -> Turns:
-    """A prompt column: turns, a "Human: ... Assistant:" text, or the text of one user turn."""
+    """Return a prompt column: turns, a "Human: ... Assistant:" text, or one user turn's text."""
     if is_turns(row.columns[name]):
         return with_system(row, turns(row, name))
     question = text(row, name)
@@ -185,87 +200,54 @@ def prompt(row: Row, name: str = "prompt") -> Turns:
 
 
 def with_system(row: Row, dialogue: Turns) -> Turns:
-    """The dialogue with the column `system` in front of it, where the row has one."""
+    """Prepend the column `system` to the dialogue if the row has one."""
     if not row.columns.get("system"):
         return dialogue
     return (Message("system", text(row, "system")), *dialogue)
 
 
 def response(row: Row, name: str) -> Turns:
-    """A response column: turns, or the text of one assistant turn."""
+    """Return a response column: turns, or the text of one assistant turn."""
     if is_turns(row.columns[name]):
         return turns(row, name)
     return (Message("assistant", text(row, name).strip()),)
 
 
 def dialogue(row: Row, name: str) -> Turns | None:
-    """The column as a whole dialogue, from its first user turn on; None if it is a response."""
+    """Return the column as a full dialogue that begins with a user turn; None for a response."""
     if is_turns(row.columns[name]):
         found = turns(row, name)
         return found if found and found[0].role != "assistant" else None
     return parse_dialogue(text(row, name))
 
 
-def history(row: Row) -> Turns:
-    """Earlier turns in a column `history`: pairs of a user's and an assistant's message."""
-    pairs = row.columns.get("history") or []
-    if isinstance(pairs, str):
-        try:
-            pairs = json.loads(pairs)
-        except ValueError:
-            pairs = None
-    if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
-        raise DataError(
-            f'{row.origin}: history must be a list of pairs ["question", "answer"];'
-            " mend the row or leave the column out"
-        )
-    return tuple(
-        Message(role, content)
-        for pair in pairs
-        for role, content in zip(("user", "assistant"), pair, strict=True)
-    )
-
-
-def _is_pair(value: object) -> bool:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        return False
-    return all(isinstance(content, str) for content in value)
-
-
 Label = bool | int | float | str
 
-_WINNERS: dict[str, Literal["a", "b", "tie"]] = {
-    "a": "a",
-    "model_a": "a",
-    "b": "b",
-    "model_b": "b",
-    "tie": "tie",
-    "tie (bothbad)": "tie",
-}
-_YES_OR_NO = {"true": True, "false": False, "1": True, "0": False}
+
+def label_column(columns: Mapping[str, Any]) -> str:
+    """Name of the column that holds the label: `label`, or LLaMA-Factory's `kto_tag`."""
+    return "kto_tag" if "kto_tag" in columns else "label"
 
 
 def label_of(row: Row) -> Label | None:
-    """The column `label` (`kto_tag` in LLaMA-Factory); None where the row has none.
+    """Return the row's label; None if it has none.
 
-    Texts that are numbers, or true and false, are these, as CSV files have them.
+    Texts that are numbers, or true and false, are converted, as CSV files have only texts.
 
     Raises:
         DataError: it is a list, an object, or a number that is not finite.
     """
-    name = "kto_tag" if "kto_tag" in row.columns else "label"
-    if name not in row.columns:
+    name = label_column(row.columns)
+    value = row.columns.get(name)
+    if value is None:
         return None
-    value = row.columns[name]
     if isinstance(value, str):
         value = _parse_label(value.strip())
-    if not isinstance(value, bool | int | float | str):
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    if not isinstance(value, bool | int | float | str) or not is_finite:
         raise DataError(
-            f"{row.origin}: {name} must be the name of a class or a number, got"
-            f" {type(value).__name__}"
+            f"{row.origin}: {name} must be the name of a class or a finite number, got {value!r}"
         )
-    if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"{row.origin}: {name} must be finite, got {value}")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -279,28 +261,46 @@ def _parse_label(word: str) -> Label:
     return number if math.isfinite(number) else word
 
 
-def tie_of(row: Row) -> bool:
-    """Whether the column `tie` says that the order of two responses means nothing."""
-    if "tie" not in row.columns:
-        return False
-    value = row.columns["tie"]
-    found = _YES_OR_NO.get(str(value).strip().lower())
-    if found is None:
-        raise DataError(f"{row.origin}: tie must be true or false, got {value!r}")
+def number(row: Row, name: str) -> float:
+    """Return a column of a finite number."""
+    value = row.columns[name]
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise DataError(f"{row.origin}: {name} must be a finite number, got {value!r}")
     return found
+
+
+def tie_of(row: Row) -> bool:
+    """Whether the column `tie` marks the two responses as equally good."""
+    value = row.columns.get("tie", False)
+    match str(value).strip().lower():
+        case "true" | "1":
+            return True
+        case "false" | "0":
+            return False
+        case _:
+            raise DataError(f"{row.origin}: tie must be true or false, got {value!r}")
 
 
 def winner_of(row: Row) -> Literal["a", "b", "tie"]:
-    """The column `winner` of a comparison: a, b (also model_a, model_b), or tie."""
+    """Return the column `winner` of a comparison: a, b (also model_a, model_b), or tie."""
     value = row.columns["winner"]
-    found = _WINNERS.get(str(value).strip().lower())
-    if found is None:
-        raise DataError(f"{row.origin}: winner must be a, b or tie, got {value!r}")
-    return found
+    match str(value).strip().lower():
+        case "a" | "model_a":
+            return "a"
+        case "b" | "model_b":
+            return "b"
+        case "tie" | "tie (bothbad)":
+            return "tie"
+        case _:
+            raise DataError(f"{row.origin}: winner must be a, b or tie, got {value!r}")
 
 
 def ranks_of(row: Row) -> list[float]:
-    """The rank of each of the row's `responses`, 1 for the best; equal ranks are ties.
+    """Return the rank of each of the row's `responses`, 1 for the best; equal ranks are ties.
 
     They are the column `ranks`, or follow from `scores`, the higher the better.
 
@@ -313,18 +313,13 @@ def ranks_of(row: Row) -> list[float]:
     name = "ranks" if "ranks" in row.columns else "scores"
     numbers = row.columns[name]
     is_numbers = isinstance(numbers, list) and all(
-        isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each)
-        for each in numbers
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        for value in numbers
     )
     if not is_numbers or len(numbers) != len(responses):
         raise DataError(
             f"{row.origin}: {name} must be a list of {len(responses)} numbers, one for each"
             " response"
         )
-    worth = [-each for each in numbers] if name == "scores" else numbers
-    return [1.0 + sum(other < each for other in worth) for each in worth]
-
-
-def best_first(ranks: Sequence[float]) -> list[int]:
-    """The places of ranks, the best first, equal ones in their order."""
-    return sorted(range(len(ranks)), key=lambda place: ranks[place])
+    worth = [-value for value in numbers] if name == "scores" else numbers
+    return [1.0 + sum(other < value for other in worth) for value in worth]

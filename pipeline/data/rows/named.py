@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.config import RowColumns
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.dialogues import Turns, join_turns, last_response, parse_dialogue
+from pipeline.data.rows.columns import Turns, join_turns, last_response, parse_dialogue
 from pipeline.data.rows.sources import Row
 from pipeline.system.errors import DataError
 
@@ -20,7 +21,7 @@ Columns = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class NamedSet:
-    """A data set whose rows need a reader of their own."""
+    """A data set whose rows need a separate reader."""
 
     to_example: Callable[[Columns], Example | None]
     """The example in a row; None drops the row."""
@@ -28,8 +29,12 @@ class NamedSet:
     has_rejected: bool = False
     """Rows have a rejected response, so that step 2 can use them."""
 
-    def read(self, row: Row) -> Example | None:
-        """The example in `row`; DataError where the row isn't of the set's schema."""
+    def read(self, row: Row, *, kept: RowColumns | None = None) -> Example | None:
+        """Return the example in `row`, with the `kept` columns as `extra`.
+
+        Raises:
+            DataError: the row isn't of the set's schema.
+        """
         try:
             example = self.to_example(row.columns)
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -37,7 +42,8 @@ class NamedSet:
                 f"{row.origin} is not of the schema of its data set ({type(error).__name__}:"
                 f" {error}); say which column is which with --fields"
             ) from error
-        return example and replace(example, origin=row.origin)
+        extra = kept.of(row.columns) if kept else {}
+        return example and replace(example, origin=row.origin, extra=extra)
 
 
 def named_set(name: str) -> NamedSet | None:
@@ -57,6 +63,17 @@ def _pair(prompt: str | Turns, chosen: str, rejected: str | None = None) -> Exam
     return Example(turns, _assistant(chosen), _assistant(rejected) if rejected else ())
 
 
+def _columns(prompt: str, chosen: str, rejected: str | None = None) -> NamedSet:
+    """A set of texts in these columns; a row without one of the texts is dropped."""
+    names = (prompt, chosen) if rejected is None else (prompt, chosen, rejected)
+
+    def to_example(row: Columns) -> Example | None:
+        texts = [row[name] for name in names]
+        return None if None in texts else _pair(*texts)
+
+    return NamedSet(to_example, has_rejected=rejected is not None)
+
+
 def _assistant(text: str) -> Turns:
     return (Message("assistant", text.strip()),)
 
@@ -69,10 +86,6 @@ def _prompt_chosen_rejected(row: Columns) -> Example | None:
     """Dahoas/rm-static and full-hh-rlhf: a prompt in the form of hh-rlhf, and two responses."""
     prompt = parse_dialogue(row["prompt"]) or _user(row["prompt"])
     return _pair(prompt, row["chosen"], row["rejected"])
-
-
-def _synthetic_instruct(row: Columns) -> Example | None:
-    return _pair(row["prompt"], row["chosen"], row["rejected"])
 
 
 def _reward_datasets(row: Columns) -> Example | None:
@@ -115,10 +128,6 @@ def _sharegpt_vicuna(row: Columns) -> Example | None:
     return None if answered else _pair(prompt, row["label"])
 
 
-def _zhihu(row: Columns) -> Example | None:
-    return _optional_pair(row["INSTRUCTION"], row["RESPONSE"])
-
-
 def _miracl(row: Columns) -> Example | None:
     """A query, a passage that answers it, and one that doesn't."""
     positive, negative = row["positive_passages"], row["negative_passages"]
@@ -140,11 +149,6 @@ def _mkqa(language: str) -> Callable[[Columns], Example | None]:
     return to_example
 
 
-def _qg_jaquad(row: Columns) -> Example | None:
-    """A question and the sentence that answers it."""
-    return _pair(row["question"], row["sentence"])
-
-
 def _qag_jaquad(row: Columns) -> Example | None:
     """The first question and the paragraph that answers it."""
     return _pair(row["questions"][0], row["paragraph"]) if row["questions"] else None
@@ -159,18 +163,18 @@ _MIRACL = NamedSet(_miracl, has_rejected=True)
 NAMED = {
     "Dahoas/rm-static": NamedSet(_prompt_chosen_rejected, has_rejected=True),
     "Dahoas/full-hh-rlhf": NamedSet(_prompt_chosen_rejected, has_rejected=True),
-    "Dahoas/synthetic-instruct-gptj-pairwise": NamedSet(_synthetic_instruct, has_rejected=True),
+    "Dahoas/synthetic-instruct-gptj-pairwise": _columns("prompt", "chosen", "rejected"),
     "yitingxie/rlhf-reward-datasets": NamedSet(_reward_datasets, has_rejected=True),
     "openai/webgpt_comparisons": NamedSet(_webgpt, has_rejected=True),
     "stanfordnlp/SHP": NamedSet(_shp, has_rejected=True),
     "pvduy/sharegpt_alpaca_oa_vicuna_format": NamedSet(_sharegpt_vicuna),
-    "wangrui6/Zhihu-KOL": NamedSet(_zhihu),
+    "wangrui6/Zhihu-KOL": _columns("INSTRUCTION", "RESPONSE"),
     "Cohere/miracl-zh-queries-22-12": _MIRACL,
     "Cohere/miracl-ja-queries-22-12": _MIRACL,
     "Cohere/miracl-ja": _MIRACL,
     "Hello-SimpleAI/HC3-Chinese": NamedSet(_hc3_chinese),
     "mkqa-Chinese": NamedSet(_mkqa("zh_cn")),
     "mkqa-Japanese": NamedSet(_mkqa("ja")),
-    "lmqg/qg_jaquad": NamedSet(_qg_jaquad),
+    "lmqg/qg_jaquad": _columns("question", "sentence"),
     "lmqg/qag_jaquad": NamedSet(_qag_jaquad),
 }

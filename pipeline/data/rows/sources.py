@@ -14,7 +14,6 @@ import json
 import re
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,16 @@ _SPLIT = re.compile(r"(?P<name>.+)@(?P<split>\w[\w.-]*)")
 _WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>\d+(?:\.\d*)?|\.\d+)")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
 """A name on the Hub, perhaps with its owner and a configuration."""
+
+TRAIN = "train"
+TEST_WORDS = ("test", "eval", "validation", "valid", "dev")
+
+STEP_WORDS = {
+    1: ("sft",),
+    2: ("prefs", "pref", "preference", "preferences", "rm", "reward"),
+    3: ("gen", "ppo", "rl", "prompts"),
+}
+"""Endings of a step's split: train_sft."""
 
 _HUB_ALIASES = {
     "mkqa-Chinese": "apple/mkqa",
@@ -71,104 +80,71 @@ class Source:
     """Which of several splits were read: `train_sft, for evaluation test_sft`."""
 
 
-class Reader:
-    """Reads data paths; every file and data set once, however many steps ask for it."""
-
-    def __init__(self) -> None:
-        self._files: dict[Path, list[Row]] = {}
-        self._sets: dict[str, Mapping[str, Iterable[Any]]] = {}
-        self._splits: dict[tuple[str, str], list[Row]] = {}
-
-    def read(self, spec: str, *, step: int | None = None) -> Source:
-        """The rows behind one data path, `NAME`, `NAME@SPLIT` or `NAME:WEIGHT`, for `step`.
-
-        NAME is a file (`SUFFIXES`), a directory of such files, `local/jsonfile` (data/train.json
-        and data/eval.json), or a Hub data set `owner/name` or `owner/name/config`.
-
-        Raises:
-            DataError: nothing is there, it can't be read, or which split to read is not clear.
-        """
-        bare, weight = split_weight(spec)
-        name, wanted = split_name(bare)
-        path = Path(name).expanduser()
-        splits = ""
-        if is_pair_of_files(name):
-            train, test = map(self._read_file, PAIR_OF_FILES)
-        elif path.is_dir():
-            train, test, splits = self._read_directory(path, step=step, wanted=wanted)
-        elif path.exists():
-            if wanted is not None:
-                raise DataError(f"data path {bare}: a file has no splits; leave out @{wanted}")
-            train, test = self._read_file(path), []
-        elif name.endswith(SUFFIXES) or not HUB_NAME.fullmatch(name) or name.startswith("."):
-            raise DataError(f"data path {name}: there is no such file or directory")
-        else:
-            train, test, splits = self._read_hub(name, step=step, wanted=wanted)
-        if not train:
-            raise DataError(f"data path {bare} holds no rows")
-        return Source(name, weight, train, test, splits)
-
-    def _read_directory(
-        self, directory: Path, *, step: int | None, wanted: str | None
-    ) -> tuple[list[Row], list[Row], str]:
-        files = sorted(
-            file
-            for file in directory.rglob("*")
-            if file.name.endswith(SUFFIXES)
-            and not any(part.startswith(".") for part in file.relative_to(directory).parts)
-        )
-        if not files:
-            raise DataError(f"data path {directory} holds no {', '.join(SUFFIXES)} file")
-        splits: dict[str, list[Path]] = {}
-        for file in files:
-            split = split_of_file(file.relative_to(directory).parts)
-            name = split if wanted is not None else without_unknown_words(split)
-            splits.setdefault(name, []).append(file)
-        if wanted is None and not any(name.startswith("train") for name in splits):
-            return self._rows_of_files(files), [], ""  # test files alone: they are asked for
-        train, test = choose_splits(str(directory), splits, step=step, wanted=wanted)
-        return (
-            self._rows_of_files(splits[train]),
-            [row for split in test for row in self._rows_of_files(splits[split])],
-            _described(train, test, splits),
-        )
-
-    def _rows_of_files(self, files: Iterable[Path]) -> list[Row]:
-        return [row for file in files for row in self._read_file(file)]
-
-    def _read_file(self, path: Path) -> list[Row]:
-        key = path.absolute()
-        if key not in self._files:
-            self._files[key] = _read_file(path)
-        return self._files[key]
-
-    def _read_hub(
-        self, name: str, *, step: int | None, wanted: str | None
-    ) -> tuple[list[Row], list[Row], str]:
-        if name not in self._sets:
-            self._sets[name] = _load_hub_set(name)
-        splits = self._sets[name]
-        train, test = choose_splits(name, splits, step=step, wanted=wanted)
-        for split in (train, *test):
-            if (name, split) not in self._splits:
-                self._splits[name, split] = [
-                    Row(row, f"{name} {split} row {number}")
-                    for number, row in enumerate(splits[split], start=1)
-                ]
-        held_out = [row for split in test for row in self._splits[name, split]]
-        return self._splits[name, train], held_out, _described(train, test, splits)
-
-
-def _described(train: str, test: list[str], splits: Mapping[str, Any]) -> str:
-    """Which splits are read, where there were others to choose from."""
-    if {train, *test} == set(splits):
-        return ""
-    return f"{train}, for evaluation {', '.join(test)}" if test else train
-
-
 def read_source(spec: str, *, step: int | None = None) -> Source:
-    """What `Reader.read` gives for one data path."""
-    return Reader().read(spec, step=step)
+    """Read the rows of one data path, `NAME`, `NAME@SPLIT` or `NAME:WEIGHT`, for `step`.
+
+    NAME is a file (`SUFFIXES`), a directory of such files, `local/jsonfile` (data/train.json and
+    data/eval.json), or a Hub data set `owner/name` or `owner/name/config`.
+
+    Raises:
+        DataError: nothing is there, it can't be read, or which split to read is not clear.
+    """
+    bare, weight = split_weight(spec)
+    name, wanted = split_name(bare)
+    path = Path(name).expanduser()
+    if is_pair_of_files(name):
+        splits = {TRAIN: _read_files(PAIR_OF_FILES[:1]), "test": _read_files(PAIR_OF_FILES[1:])}
+    elif path.is_dir():
+        splits = _splits_of_directory(path, wanted)
+    elif path.exists():
+        splits = {TRAIN: _read_files([path])}
+    elif name.endswith(SUFFIXES) or not HUB_NAME.fullmatch(name) or name.startswith("."):
+        raise DataError(f"data path {name}: there is no such file or directory")
+    else:
+        splits = _splits_of_hub_set(name)
+    train, test = choose_splits(name, splits, step=step, wanted=wanted)
+    described = f"{train}, for evaluation {', '.join(test)}" if test else train
+    return Source(
+        name,
+        weight,
+        train=list(splits[train]),
+        eval=[row for split in test for row in splits[split]],
+        splits="" if {train, *test} == set(splits) else described,
+    )
+
+
+def _splits_of_directory(directory: Path, wanted: str | None) -> dict[str, Iterator[Row]]:
+    """Rows of the files of a directory by split; they are read when they are iterated over.
+
+    `train_sft-00000-of-00003.parquet` is of train_sft, `test/a.jsonl` of test, any other of train.
+    Endings that name no step count only if a split is `wanted`: train_b is a part of train.
+    """
+    splits: dict[str, list[Path]] = {}
+    for file in sorted(directory.rglob("*")):
+        parts = file.relative_to(directory).parts
+        if not file.name.endswith(SUFFIXES) or any(part.startswith(".") for part in parts):
+            continue
+        split = TRAIN
+        for part in reversed(parts):  # the outermost folder decides
+            word, *rest = re.split(r"[-_.]", part.lower().split(".")[0])
+            ending = "_".join(w for w in rest if w and not w.isdigit() and w != "of")
+            if word != TRAIN and word not in TEST_WORDS:
+                continue
+            if ending and (wanted or any(ending in names for names in STEP_WORDS.values())):
+                split = f"{word}_{ending}"
+            else:
+                split = word if wanted or word == TRAIN else "test"
+        splits.setdefault(split, []).append(file)
+    if not splits:
+        raise DataError(f"data path {directory} holds no {', '.join(SUFFIXES)} file")
+    if wanted is None and not any(split.startswith(TRAIN) for split in splits):
+        splits = {TRAIN: [file for files in splits.values() for file in files]}
+    return {split: _read_files(files) for split, files in splits.items()}
+
+
+def _read_files(paths: Sequence[Path]) -> Iterator[Row]:
+    for path in paths:
+        yield from _read_file(path)
 
 
 def is_pair_of_files(name: str) -> bool:
@@ -202,7 +178,7 @@ def _read_file(path: Path) -> list[Row]:
     if path.name.endswith(".parquet"):
         rows = _read_parquet(path)
     elif path.name.endswith(CSV_SUFFIXES):
-        rows = [Row(columns, origin) for origin, columns in read_csv(path, _text(path))]
+        rows = list(_read_csv(path))
     elif path.name.endswith(SUFFIXES):
         rows = list(_read_json(path))
     else:
@@ -227,20 +203,14 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def _text(path: Path) -> str:
-    """The text of a file, unpacked where it is packed."""
+    """Read the text of a file, compressed or not."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return data.decode("utf-8-sig")
-    except gzip.BadGzipFile as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path} can't be read: {_one_line(error)}; name it without .gz, or compress it"
+            f"{path} can't be read: {_one_line(error)}; copy or download it again"
         ) from error
-    except (EOFError, zlib.error) as error:
-        raise DataError(
-            f"{path} can't be read: {_one_line(error)}; compress it, or download it, again"
-        ) from error
-    except OSError as error:
-        raise DataError(f"{path} can't be read: {_one_line(error)}") from error
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8 text: {_one_line(error)}; save it as UTF-8"
@@ -248,45 +218,36 @@ def _text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """Rows of a JSON list or of JSON lines, whichever the file holds."""
+    """Read the rows of a JSON list or of JSON lines, depending on the first character."""
     text = _text(path)
     if text.lstrip()[:1] == "[":
-        items: Iterable[tuple[str, Any]] = _json_list(path, text)
+        items = enumerate(_parse(path, 1, text), start=1)
+        word = "row"
     else:
-        items = _json_lines(path, text)
-    for origin, item in items:
+        lines = enumerate(text.split("\n"), start=1)
+        items = ((number, _parse(path, number, line)) for number, line in lines if line.strip())
+        word = "line"
+    for number, item in items:
         if not isinstance(item, dict):
             raise DataError(
-                f"{origin}: a row is an object with named fields, got {type(item).__name__}"
+                f"{path} {word} {number}: a row is an object with named fields, got"
+                f" {type(item).__name__}"
             )
-        yield Row(item, origin)
+        yield Row(item, f"{path} {word} {number}")
 
 
-def _json_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+def _parse(path: Path, line: int, text: str) -> Any:  # noqa: ANN401
     try:
-        items = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{path} line {error.lineno} is not valid JSON ({error.msg}); mend the file"
+            f"{path} line {line + error.lineno - 1} is not valid JSON ({error.msg} at column"
+            f" {error.colno}); fix or remove the line"
         ) from error
-    return ((f"{path} row {number}", item) for number, item in enumerate(items, start=1))
 
 
-def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{path} line {number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path} line {number} is not valid JSON ({error.msg} at column {error.colno});"
-                " mend or remove the line"
-            ) from error
-
-
-def _load_hub_set(name: str) -> Mapping[str, Iterable[Any]]:
-    """The splits of a Hub data set, by name."""
+def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
+    """Rows of a Hub data set by split; they are read when they are iterated over."""
     import datasets
     from datasets.config import HF_DATASETS_CACHE
 
@@ -306,156 +267,90 @@ def _load_hub_set(name: str) -> Mapping[str, Iterable[Any]]:
         ) from error
     if not isinstance(splits, datasets.DatasetDict):
         raise DataError(f"data path {name} has no named splits")
-    return {str(split): rows for split, rows in splits.items()}
+
+    loaded: Mapping[Any, Iterable[Any]] = splits
+
+    def rows(split: str) -> Iterator[Row]:
+        for number, row in enumerate(loaded[split], start=1):
+            yield Row(row, f"{name} {split} row {number}")
+
+    return {str(split): rows(str(split)) for split in splits}
 
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-TRAIN_WORD = "train"
-TEST_WORDS = ("test", "eval", "validation", "valid", "dev")
-
-STEP_WORDS = {
-    1: ("sft",),
-    2: ("prefs", "pref", "preference", "preferences", "rm", "reward"),
-    3: ("gen", "ppo", "rl", "prompts"),
-}
-"""What the name of a step's split says after `train_`."""
-
-
-def is_test(name: str) -> bool:
-    """Whether a file or split called `name` holds test rows: test, eval-00000-of-00002, dev_2."""
-    return re.split(r"[-_.]", name.lower())[0] in TEST_WORDS
-
-
-def split_of_file(parts: Sequence[str]) -> str:
-    """The split that a file belongs to, by the parts of its path below the set's directory.
-
-    `train_sft-00000-of-00003.parquet` is of train_sft, `test/a.jsonl` of test, any other of train.
-    """
-    for part in parts:
-        words = re.split(r"[-_.]", part.lower().split(".")[0])
-        if words[0] == TRAIN_WORD or words[0] in TEST_WORDS:
-            kept = [word for word in words[1:] if word and not word.isdigit() and word != "of"]
-            return "_".join([words[0], *kept])
-    return TRAIN_WORD
-
-
-def without_unknown_words(split: str) -> str:
-    """`train` or `test`, and what names a step: train_sft, but train for train_b, test for dev."""
-    word, _, rest = split.partition("_")
-    word = "test" if word in TEST_WORDS else word
-    return f"{word}_{rest}" if any(rest in words for words in STEP_WORDS.values()) else word
-
-
 def choose_splits(
     name: str, splits: Collection[str], *, step: int | None, wanted: str | None = None
 ) -> tuple[str, list[str]]:
-    """The training split that `step` reads, and the test splits that go with it, if any.
+    """Return the training split that `step` reads, and the test splits that go with it, if any.
 
-    That is `asked`, else `train`, else the only one whose name begins so, else the one that is
-    named for the step.
+    The training split is `wanted`, else `train`, else the only one whose name begins so, else the
+    one that is named for the step. The test split has the same ending, else none; with a single
+    training split, every test split is read.
 
     Raises:
         DataError: there is none, or there are several and none is named for the step.
     """
-    if wanted is not None:
-        if wanted not in splits:
-            raise DataError(
-                f"data path {name}@{wanted}: there is no split {wanted}; there are"
-                f" {', '.join(sorted(splits))}"
-            )
-        return wanted, _test_splits(wanted, splits)
-    train = [split for split in splits if split.startswith(TRAIN_WORD)]
-    train = train or list(splits)[: len(splits) == 1]
-    if TRAIN_WORD in train:
-        return TRAIN_WORD, _test_splits(TRAIN_WORD, splits)
+    all_train = [split for split in splits if split.startswith(TRAIN)]
+    train = [wanted] if wanted else all_train or (list(splits) if len(splits) == 1 else [])
+    if TRAIN in train:
+        train = [TRAIN]
     if len(train) > 1:
         words = STEP_WORDS.get(step or 0, ())
-        train = [split for split in train if split.removeprefix(TRAIN_WORD).strip("_-") in words]
-    if len(train) != 1:
-        raise DataError(_which_one(name, splits, step))
-    return train[0], _test_splits(train[0], splits)
-
-
-def _test_splits(train: str, splits: Collection[str]) -> list[str]:
-    """The test split of the same name as `train`, else a plain one, else all where it is alone."""
-    rest = train.removeprefix(TRAIN_WORD) if train.startswith(TRAIN_WORD) else ""
-    for ending in dict.fromkeys((rest, "")):
-        found = [word + ending for word in TEST_WORDS if word + ending in splits]
-        if found and train not in found:
-            return found[:1]
-    others = [split for split in splits if split.startswith(TRAIN_WORD) and split != train]
-    if others or is_test(train):
-        return []
-    return [split for split in splits if is_test(split)]
-
-
-def _which_one(name: str, splits: Collection[str], step: int | None) -> str:
-    train = sorted(split for split in splits if split.startswith(TRAIN_WORD))
-    if train:
-        of_step = f" and not one named for step {step}" if step else ""
-        return (
-            f"data path {name} has several training splits{of_step}: {', '.join(train)};"
-            f" name the one to read, such as {name}@{train[0]}"
+        train = [split for split in train if split.removeprefix(TRAIN).strip("_-") in words]
+    if len(train) != 1 or train[0] not in splits:
+        problem = f"no split {wanted}" if wanted else "no training split"
+        if not wanted and all_train:
+            problem = f"several training splits and none named for step {step}"
+        raise DataError(
+            f"data path {name} has {problem}; there are {', '.join(sorted(splits))}: name the one"
+            f" to read, such as {name}@{(all_train or sorted(splits))[0]}"
         )
-    return (
-        f"data path {name} has no train split, it has {', '.join(splits)}; name the one to read,"
-        f" such as {name}@{next(iter(splits), 'train')}"
-    )
+    test = [split for split in splits if re.split(r"[-_.]", split.lower())[0] in TEST_WORDS]
+    if train[0] in test:
+        return train[0], []
+    for ending in (train[0].removeprefix(TRAIN), ""):
+        same = [word + ending for word in TEST_WORDS if word + ending in test]
+        if same:
+            return train[0], same[:1]
+    return train[0], test if set(all_train) <= {train[0]} else []
 
 
-def read_csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(origin, columns) of each row of `text`, the content of `path`.
+def _read_csv(path: Path) -> Iterator[Row]:
+    """Read the rows of a CSV file.
 
-    Cells are separated by commas (in a .tsv by tabs; by semicolons where the first line has no
-    comma), and may be quoted as RFC 4180 has it, line breaks included.
+    Cells are separated by commas (in a .tsv by tabs; by semicolons if the first line has no comma),
+    and may be quoted as in RFC 4180, line breaks included. Empty cells are None.
 
     Raises:
         DataError: a row has more or fewer cells than the first line, or a quote is never closed.
     """
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    reader = csv.reader(
-        io.StringIO(text, newline=""), delimiter=_delimiter(path, text), strict=True
-    )
-    header: list[str] | None = None
-    line = 1
-    while True:
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            raise DataError(f"{path} line {line} is not valid CSV ({error}); mend it") from error
-        if cells is None:
-            return
-        origin, line = f"{path} line {line}", reader.line_num + 1
-        if not cells:
-            continue
-        if header is None:
-            header = _header(origin, cells)
-        elif len(cells) != len(header):
-            raise DataError(
-                f"{origin} has {len(cells)} cells, and the first line names {len(header)} columns;"
-                " put text with separators or line breaks into double quotes"
-            )
-        else:
-            columns = zip(header, cells, strict=True)
-            yield origin, {name: cell if cell.strip() else None for name, cell in columns}
-
-
-def _delimiter(path: Path, text: str) -> str:
-    if ".tsv" in path.suffixes:
-        return "\t"
+    text = _text(path)
     first = text.lstrip().partition("\n")[0]
-    return ";" if ";" in first and "," not in first else ","
-
-
-def _header(origin: str, cells: list[str]) -> list[str]:
-    names = [cell.strip() for cell in cells]
-    repeated = [name for name, count in Counter(names).items() if count > 1 or not name]
-    if repeated:
-        raise DataError(
-            f"{origin} names the columns: each needs a name of its own, and"
-            f" {repeated[0] or 'an empty one'!r} is not"
-        )
-    return names
+    commas = "," in first or ";" not in first
+    delimiter = "\t" if ".tsv" in path.suffixes else "," if commas else ";"
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    header: list[str] = []
+    line = 1
+    try:
+        for cells in reader:
+            origin, line = f"{path} line {line}", reader.line_num + 1
+            if not cells:
+                continue
+            if not header:
+                header = [cell.strip() for cell in cells]
+                if len(set(header)) < len(header) or not all(header):
+                    raise DataError(f"{origin} names the columns: each needs a different name")
+                continue
+            if len(cells) != len(header):
+                raise DataError(
+                    f"{origin} has {len(cells)} cells, and the first line names {len(header)}"
+                    " columns; put text with separators or line breaks into double quotes"
+                )
+            columns = zip(header, cells, strict=True)
+            yield Row({name: cell if cell.strip() else None for name, cell in columns}, origin)
+    except csv.Error as error:
+        raise DataError(f"{path} line {line} is not valid CSV ({error}); fix it") from error

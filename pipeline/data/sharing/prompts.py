@@ -1,8 +1,8 @@
 """Prompts and rows as numbers, and what a step records about its prompts for the steps after it.
 
-`OUT/<step>/trained_prompts.hashes` and `held_out_prompts.hashes` hold the hashes (`prompt_hash`) of
-all prompts that the step, or a step it started from, trains on or holds out: 8 bytes `PROMPTS1`,
-then 8 bytes per prompt, little-endian, ascending.
+`OUT/<step>/trained_prompts.hashes` and `held_out_prompts.hashes` hold the hashes
+(`Example.prompt_hash`) of all prompts that the step, or a step it started from, trains on or holds
+out: 8 bytes `PROMPTS1`, then 8 bytes per prompt, little-endian, ascending.
 """
 
 import hashlib
@@ -29,31 +29,6 @@ _EXPORTS = ("actor", "critic", "ema")
 Hashes = NDArray[np.uint64]
 
 
-def prompt_hash(example: Example) -> int:
-    """Return 64 bits that identify the prompt of `example`.
-
-    The first 8 bytes, little-endian, of the SHA-256 of its first user turn (of the text itself
-    where there is no prompt), in UTF-8, case-folded, with every run of white space as one space.
-    Dialogues that begin alike are branches of one conversation, and share it.
-    """
-    users = (turn.content for turn in example.prompt if turn.role == "user")
-    text = next(users, None)
-    if text is None:
-        text = "\n".join(turn.content for turn in (*example.prompt, *example.chosen))
-    normalized = " ".join(text.split()).casefold()
-    digest = hashlib.sha256(normalized.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "little")
-
-
-def content_hash(example: Example) -> int:
-    """Return 64 bits that identify the texts of `example`, to order rows of one prompt."""
-    digest = hashlib.blake2b(digest_size=8)
-    for turn in (*example.prompt, *example.chosen, *example.rejected):
-        text = turn.content.encode("utf-8", "surrogatepass")
-        digest.update(len(text).to_bytes(8, "little") + text)
-    return int.from_bytes(digest.digest(), "little")
-
-
 def draw(number: int, *, seed: int, purpose: str) -> float:
     """Return a uniform number in (0, 1) that depends on the prompt's hash, seed and purpose."""
     text = f"{seed} {purpose} {number}".encode()
@@ -62,28 +37,13 @@ def draw(number: int, *, seed: int, purpose: str) -> float:
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
-    """Return a hash of the dialogues and their order."""
+    """Return a hash of the dialogues, what is learned of them, and their order."""
     digest = hashlib.sha256()
     for example in examples:
-        for dialogue in (example.prompt, example.chosen, example.rejected):
-            for message in dialogue:
-                for text in (message.role, message.content):
-                    encoded = text.encode()
-                    digest.update(len(encoded).to_bytes(8, "little") + encoded)
-                if not message.trained:
-                    digest.update(b"\xfd" * 8)
-            digest.update(b"\xff" * 8)  # no text is as long
-        if (example.label, example.tie, example.ranks) != (None, False, ()):
-            learned = (example.label, example.tie, example.ranks, example.responses)
-            digest.update(repr(learned).encode())
-        if example.steps:
-            digest.update(repr((example.steps, example.step_labels)).encode())
-        digest.update(b"\xfe" * 8)
+        dialogues = (example.prompt, example.chosen, example.rejected, example.responses)
+        labels = (example.label, example.tie, example.ranks, example.steps, example.step_labels)
+        digest.update(repr((dialogues, labels)).encode())
     return digest.hexdigest()[:16]
-
-
-def _none() -> Hashes:
-    return np.empty(0, np.uint64)
 
 
 def as_hashes(numbers: Iterable[int]) -> Hashes:
@@ -95,8 +55,8 @@ def as_hashes(numbers: Iterable[int]) -> Hashes:
 class PromptRecord:
     """Hashes of the prompts that steps train on and hold out, each ascending."""
 
-    trained: Hashes = field(default_factory=_none)
-    held_out: Hashes = field(default_factory=_none)
+    trained: Hashes = field(default_factory=lambda: as_hashes(()))
+    held_out: Hashes = field(default_factory=lambda: as_hashes(()))
 
     def __or__(self, other: "PromptRecord") -> "PromptRecord":
         """The union."""
@@ -105,7 +65,7 @@ class PromptRecord:
         )
 
     def write(self, directory: Path) -> None:
-        """Write both files; each is whole or as it was."""
+        """Write both files; each is complete or as it was."""
         for name, hashes in ((TRAINED, self.trained), (HELD_OUT, self.held_out)):
             partial = directory / f"{name}.partial"
             partial.write_bytes(MAGIC + hashes.astype("<u8").tobytes())
@@ -118,10 +78,8 @@ class PromptRecord:
 
 
 def _read(path: Path) -> Hashes:
-    if not path.exists():
-        return _none()
     try:
-        content = path.read_bytes()
+        content = path.read_bytes() if path.exists() else MAGIC
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror or error}") from error
     body = content[len(MAGIC) :]
@@ -147,8 +105,8 @@ def earlier_prompts(config: StepConfig) -> PromptRecord:
 
 
 def _directories(config: StepConfig) -> Iterator[Path]:
-    for each in fields(config):
-        model = getattr(config, each.name)
+    for setting in fields(config):
+        model = getattr(config, setting.name)
         if isinstance(model, FrozenModelConfig) and model.path is not None:
             path = Path(model.path).expanduser()
             yield path

@@ -6,34 +6,28 @@ path more, another order or another training seed moves no other prompt. The pro
 steps trained on or held out, however their rows were chosen, are kept apart as well.
 """
 
+import hashlib
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, StepConfig
-from pipeline.data.examples import Example
-from pipeline.data.rows.dialogues import histories
-from pipeline.data.rows.reading import ReadPath, RowReader, Wanted
+from pipeline.data.examples import Example, Message
+from pipeline.data.rows.reading import ReadPath, Wanted, read_paths
 from pipeline.data.sharing.prompts import (
+    Hashes,
     PromptRecord,
     as_hashes,
     contained,
-    content_hash,
     draw,
     earlier_prompts,
-    prompt_hash,
 )
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-MANY_HELD_OUT = 2048
-"""Held-out rows above which a note recommends fewer."""
-
-OF_ROWS = ("split", "fields", "eval_fraction", "seed")
-"""Settings of how a user's rows are read and divided among the steps."""
 
 USES: Mapping[int, RowUse] = {1: "demonstrations", 2: "pairs", 3: "prompts"}
 """What each step reads of a row, by its number."""
@@ -96,7 +90,6 @@ def load_examples(
     step: int,
     seed: int,
     earlier: PromptRecord | None = None,
-    reader: RowReader | None = None,
     kept: RowColumns | None = None,
     share: RowShare | None = None,
 ) -> StageData:
@@ -109,7 +102,6 @@ def load_examples(
             `config.seed` alone.
         earlier: the prompts of the steps before: those they trained on are not held out here, and
             those they held out are not trained on.
-        reader: reads each path once, if several steps are loaded one after the other.
         kept: columns that the examples have as `extra`, in addition to the dialogue.
         share: the rows that the step takes, if not those of its number and kind.
 
@@ -124,16 +116,10 @@ def load_examples(
         data = _embedded(config, kept, earlier, step=step, seed=seed, share=share)
     else:
         wanted = Wanted(config.fields, kept)
-        data = _read_and_share(
-            config, wanted, earlier, reader or RowReader(), step=step, share=share
-        )
+        data = _read_and_share(config, wanted, earlier, step=step, share=share)
     for note in data.notes:
         logger.info("data for step %d: %s", step, note)
-    return replace(
-        data,
-        train=histories(data.train, config.history),
-        eval=histories(data.eval, config.history),
-    )
+    return data
 
 
 def of_one_kind(data: StageData, config: StepConfig) -> StageData:
@@ -144,6 +130,42 @@ def of_one_kind(data: StageData, config: StepConfig) -> StageData:
     """
     train, held_out = config.choose_rows(data.train, data.eval)
     return replace(data, train=train, eval=held_out)
+
+
+@lru_cache(maxsize=6)
+def embedded_examples(
+    *, step: int, seed: int, of_steps: tuple[int, ...] | None = None
+) -> tuple[list[Example], list[Example]]:
+    """Return training and evaluation rows of the embedded task; they must not be changed.
+
+    Args:
+        step: number of the step.
+        seed: seed of the run.
+        of_steps: steps whose prompts the rows have; they are then pairs.
+    """
+    from pipeline.demo.task import pair_rows, stage_rows
+
+    parts = (
+        pair_rows(of_steps=of_steps, seed=seed) if of_steps else stage_rows(step=step, seed=seed)
+    )
+
+    def turns(response: str) -> tuple[Message, ...]:
+        return (Message("assistant", response),) if response else ()
+
+    train, held_out = (
+        [
+            Example(
+                prompt=(Message("user", row.prompt),),
+                chosen=turns(row.chosen),
+                rejected=turns(row.rejected),
+                origin="embedded task",
+                extra={} if row.chosen else {"answer": row.answer},
+            )
+            for row in rows
+        ]
+        for rows in parts
+    )
+    return train, held_out
 
 
 def _embedded(
@@ -160,231 +182,186 @@ def _embedded(
             f"data path {EMBEDDED} is the built-in task and can't be mixed with other data;"
             " give either it or your own paths"
         )
-    from pipeline.data.embedded import COLUMNS, pair_examples, stage_examples
-
-    Wanted({}, kept).check(COLUMNS)
+    Wanted({}, kept).check(["answer"])
     prompts: list[Example] = []
-    if share is None:
-        train, held_out = stage_examples(step=step, seed=seed)
-    else:
-        train, held_out = pair_examples(of_steps=share.of_steps, seed=seed)
-        prompts = stage_examples(step=3, seed=seed)[1][: config.max_eval_rows]
-    usual = DataConfig()
-    unused = [name for name in OF_ROWS if getattr(config, name) != getattr(usual, name)]
-    notes = [
-        f"data.{name} is not used: the built-in task has separate rows for every step"
-        for name in unused
-    ]
-    by_prompt = {example.prompt: example for example in train}  # each prompt occurs many times
-    own = PromptRecord(
-        as_hashes(prompt_hash(example) for example in by_prompt.values()),
-        as_hashes(prompt_hash(example) for example in held_out),
+    train, held_out = embedded_examples(
+        step=step, seed=seed, of_steps=share.of_steps if share else None
     )
+    by_prompt = {example.prompt: example for example in train}  # each prompt occurs many times
+    record = earlier | _recorded(by_prompt.values(), held_out)
     held_out = held_out[: config.max_eval_rows]
     if share is not None:
+        prompts = embedded_examples(step=3, seed=seed)[1][: config.max_eval_rows]
         train, held_out = (_as_used(rows, share.use) for rows in (train, held_out))
-    return StageData(train, held_out, notes, earlier | own, prompts)
+    return StageData(train, held_out, [], record, prompts)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """An example with the hash of its prompt."""
-
-    prompt: int
-    example: Example
-
-
-@dataclass(frozen=True)
-class _Path:
-    """The rows of one data path."""
-
-    name: str
-    weight: float | None
-    """Share of the mixture; None if none was given."""
-
-    train: list[_Row]
-    eval: list[_Row]
-    """Rows of its test split; empty if it has none."""
-
-    @classmethod
-    def of(cls, path: ReadPath) -> "_Path":
-        """Hash the prompts of a path."""
-        train, held_out = (
-            [_Row(prompt_hash(example), example) for example in examples]
-            for examples in (path.train, path.eval)
-        )
-        return cls(path.name, path.weight, train, held_out)
-
-
-@dataclass(frozen=True)
 class _Sharing:
-    """How the rows of one step are chosen."""
+    """Choice of the rows of one step.
 
-    config: DataConfig
-    step: int
-    part: RowShare
-    uses: Mapping[int, RowUse]
-    """What each step reads of a row."""
+    Args:
+        config: how rows are held out and divided.
+        step: number of the step.
+        share: what it reads of a row, and the parts of `config.split` it takes.
+        uses: what each step reads of a row.
+        notes: receives what was left out.
+    """
 
-    notes: list[str]
-    """Receives what was left out."""
+    def __init__(
+        self,
+        config: DataConfig,
+        step: int,
+        share: RowShare,
+        uses: Mapping[int, RowUse],
+        notes: list[str],
+    ) -> None:
+        self.config, self.step, self.share = config, step, share
+        self.uses, self.notes = uses, notes
 
-    def mix(self, paths: Sequence[_Path]) -> dict[str, list[_Row]]:
-        """Return the training rows by path; with weights, each path's share is its weight's.
+    def mix(self, paths: Sequence[ReadPath]) -> list[list[Example]]:
+        """Return the training rows of each path; with weights, each path's share is its weight's.
 
         No row is repeated: the path that is shortest for its weight is used in full, and of the
         others the prompts with the smallest draws. A missing weight among others is 1.
         """
-        rows = {path.name: list(path.train) for path in paths}
         if all(path.weight is None for path in paths):
-            return rows
-        weights = {path.name: 1.0 if path.weight is None else path.weight for path in paths}
-        unit = min(len(rows[name]) / weight for name, weight in weights.items())
-        for name, weight in weights.items():
-            count = min(len(rows[name]), max(1, round(unit * weight)))
-            if count < len(rows[name]):
-                self.notes.append(f"{name}: {count} of {_rows(len(rows[name]))}, by its weight")
-                rows[name] = self.in_drawn_order(rows[name], "mixture")[:count]
-        return rows
+            return [path.train for path in paths]
+        weights = [1.0 if path.weight is None else path.weight for path in paths]
+        unit = min(len(path.train) / weight for path, weight in zip(paths, weights, strict=True))
+        mixed: list[list[Example]] = []
+        for path, weight in zip(paths, weights, strict=True):
+            rows, count = path.train, max(1, round(unit * weight))
+            if count < len(rows):
+                self.notes.append(f"{path.name}: {count} of {_rows(len(rows))}, by its weight")
+                rows = self.in_drawn_order(rows, "mixture")[:count]
+            mixed.append(rows)
+        return mixed
 
-    def in_drawn_order(self, rows: Sequence[_Row], purpose: str) -> list[_Row]:
+    def in_drawn_order(self, rows: Sequence[Example], purpose: str) -> list[Example]:
         """Sort the rows into an order that does not depend on the present one."""
-        draws: dict[int, float] = {}
-        for row in rows:
-            if row.prompt not in draws:
-                draws[row.prompt] = draw(row.prompt, seed=self.config.seed, purpose=purpose)
-        return sorted(rows, key=lambda row: (draws[row.prompt], content_hash(row.example)))
+        seed = self.config.seed
+        draws = {
+            prompt: draw(prompt, seed=seed, purpose=purpose)
+            for prompt in {row.prompt_hash for row in rows}
+        }
+        return sorted(
+            rows,
+            key=lambda row: (
+                draws[row.prompt_hash],
+                hashlib.sha256(repr((row.prompt, row.chosen, row.rejected)).encode()).digest(),
+            ),
+        )
 
-    def cut_eval(self, rows: Sequence[_Row]) -> list[_Row]:
+    def hold_out(self, rows: Sequence[Example]) -> list[Example]:
         """Return the rows of held-out prompts, of paths without a test split.
 
         `max_eval_rows` is ignored: it may differ between steps, and a row that one step evaluates
         must not be trained on by another.
         """
-        if not rows:
-            return []
-        config, prompts = self.config, {row.prompt for row in rows}
+        prompts = {row.prompt_hash for row in rows}
         if len(prompts) == 1:
             raise DataError(
-                f"{rows[0].example.origin} and all rows with it share one prompt, so none can be"
+                f"{rows[0].origin} and all rows with it share one prompt, so none can be"
                 " held out for evaluation; give more rows, or --eval-path"
             )
+        config = self.config
         chosen = held_out_prompts(prompts, fraction=config.eval_fraction, seed=config.seed)
-        held_out = [row for row in rows if row.prompt in chosen]
-        if len(held_out) > max(MANY_HELD_OUT, config.max_eval_rows):
-            self.notes.append(
-                f"holds out {_rows(len(held_out))} of {len(rows)}, of which at most"
-                f" {config.max_eval_rows} are evaluated; a data.eval_fraction below"
-                f" {config.eval_fraction:g}, the same for all steps, trains on more"
-            )
-        return held_out
+        return [row for row in rows if row.prompt_hash in chosen]
 
-    def without_held_out(self, rows: Sequence[_Row], held_out: Sequence[_Row]) -> list[_Row]:
-        """Return the training rows whose prompt is not evaluated on."""
-        prompts, cut_here = {row.prompt for row in held_out}, {id(row) for row in held_out}
-        kept = [row for row in rows if row.prompt not in prompts]
-        shared = sum(row.prompt in prompts and id(row) not in cut_here for row in rows)
-        if shared:
-            self.notes.append(f"left out {_rows(shared)} whose prompt is in the evaluation rows")
-        if not kept:
-            raise DataError(
-                "every training row's prompt is in the evaluation rows as well; give other"
-                " --eval-path"
-            )
-        return kept
+    def separate(
+        self, train: Sequence[Example], held_out: Sequence[Example], earlier: PromptRecord
+    ) -> tuple[list[Example], list[Example]]:
+        """Remove training rows that are held out by this or an earlier step.
 
-    def apart(
-        self, held_out: Sequence[_Row], train: Sequence[_Row], earlier: PromptRecord
-    ) -> tuple[list[_Row], list[_Row]]:
-        """Drop held-out rows that an earlier step trained on, and training rows that one held out.
+        Held-out rows that an earlier step trained on are removed as well.
 
         Raises:
             DataError: nothing is left of one of them.
         """
-        trained = contained([row.prompt for row in held_out], earlier.trained)
-        if any(trained):
-            self.notes.append(
-                f"left out {sum(trained)} of {_rows(len(held_out))} for evaluation whose prompt an"
-                " earlier step trained on"
-            )
-        if held_out and all(trained):
-            raise DataError(
-                f"an earlier step trained on the prompts of all {_rows(len(held_out))} for"
-                " evaluation; give --eval-path with other prompts, or the earlier steps' data.seed"
-                " and data.eval_fraction"
-            )
-        evaluated = contained([row.prompt for row in train], earlier.held_out)
-        if any(evaluated):
-            self.notes.append(
-                f"left out {_rows(sum(evaluated))} whose prompt an earlier step holds out for"
-                " evaluation"
-            )
-        if all(evaluated):
-            raise DataError(
-                f"an earlier step holds out the prompts of all {_rows(len(train))} for evaluation;"
-                " give other training rows, or begin from models that were evaluated on others"
-            )
-        return (
-            [row for row, drop in zip(held_out, trained, strict=True) if not drop],
-            [row for row, drop in zip(train, evaluated, strict=True) if not drop],
+        cut_here = set(map(id, held_out))
+        train = self._leave_out(
+            [row for row in train if id(row) not in cut_here],
+            as_hashes(row.prompt_hash for row in held_out),
+            "whose prompt is in the evaluation rows",
+            "give other --eval-path",
         )
+        held_out = self._leave_out(
+            held_out,
+            earlier.trained,
+            "for evaluation whose prompt an earlier step trained on",
+            "give --eval-path with other prompts, or the earlier steps' data.seed and"
+            " data.eval_fraction",
+        )
+        train = self._leave_out(
+            train,
+            earlier.held_out,
+            "whose prompt an earlier step holds out for evaluation",
+            "give other training rows, or begin from models that were evaluated on others",
+        )
+        return train, held_out
 
-    def own_rows(self, rows: Sequence[_Row]) -> list[_Row]:
+    def _leave_out(
+        self, rows: Sequence[Example], prompts: Hashes, why: str, fix: str
+    ) -> list[Example]:
+        drop = contained([row.prompt_hash for row in rows], prompts)
+        if any(drop):
+            self.notes.append(f"left out {_rows(sum(drop))} {why}")
+        if rows and all(drop):
+            raise DataError(f"nothing is left without the {_rows(len(rows))} {why}; {fix}")
+        return [row for row, dropped in zip(rows, drop, strict=True) if not dropped]
+
+    def own_rows(self, rows: Sequence[Example]) -> list[Example]:
         """Return the rows of the step; other steps have other prompts.
 
         A prompt goes to one of the steps that can use a row of it, with all its rows, in proportion
         to `config.split`.
         """
-        config, step, part = self.config, self.step, self.part
-        usable = [row for row in rows if is_usable(row.example, part.use)]
+        config, step, needs = self.config, self.step, NEEDS[self.share.use]
+        usable = [row for row in rows if is_usable(row, self.share.use)]
         if not usable:
-            first = rows[0].example
             raise DataError(
-                f"no row has what step {step} needs, {NEEDS[part.use]}; the first, {first.origin},"
-                f" has {_content(first)}: give other data, name its columns with --fields, or"
-                f" choose the steps with --step, without {step}"
+                f"no row has what step {step} needs, {needs} (the first is {rows[0].origin}): give"
+                " other data, name its columns with --fields, or choose the steps with --step,"
+                f" without {step}"
             )
         if others := len(rows) - len(usable):
-            lack, are = ("lacks", "is") if others == 1 else ("lack", "are")
-            self.notes.append(
-                f"{_rows(others)} of {len(rows)} {lack} what step {step} needs, {NEEDS[part.use]},"
-                f" and {are} left to other steps"
-            )
+            self.notes.append(f"{_rows(others)} without {needs} left to other steps")
         steps: dict[int, set[int]] = {}
         for row in rows:
-            of_row = {number for number, use in self.uses.items() if is_usable(row.example, use)}
-            steps.setdefault(row.prompt, set()).update(of_row)
+            of_row = {number for number, use in self.uses.items() if is_usable(row, use)}
+            steps.setdefault(row.prompt_hash, set()).update(of_row)
         owners = {
             prompt: step_of_prompt(prompt, sorted(able), split=config.split, seed=config.seed)
             for prompt, able in steps.items()
         }
-        mine = [row for row in usable if owners[row.prompt] in part.of_steps]
+        mine = [row for row in usable if owners[row.prompt_hash] in self.share.of_steps]
         split = ",".join(f"{share:g}" for share in config.split)
         if not mine:
             raise DataError(
                 f"--data-split {split} leaves step {step} without rows: {len(usable)} of"
-                f" {_rows(len(rows))} are usable in it, of {len({row.prompt for row in usable})}"
-                " prompts; give more rows or raise the step's share"
+                f" {_rows(len(rows))} are usable in it; give more rows or raise the step's share"
             )
         mine = self.in_drawn_order(mine, "order")
-        mine = _unique_prompts(mine, self.notes) if part.use == "prompts" else mine
-        taken = "" if part.of_steps == (step,) else f", parts {','.join(map(str, part.of_steps))}"
+        mine = _unique_prompts(mine) if self.share.use == "prompts" else mine
+        parts = ",".join(map(str, self.share.of_steps))
         self.notes.append(
-            f"step {step} trains on {len(mine)} of {_rows(len(rows))} (data_split {split}{taken})"
+            f"step {step} trains on {len(mine)} of {_rows(len(rows))} (data_split {split}, part"
+            f" {parts})"
         )
         return mine
 
-    def eval_rows(self, held_out: Sequence[_Row], use: RowUse, notes: list[str]) -> list[_Row]:
+    def eval_rows(
+        self, held_out: Sequence[Example], use: RowUse, notes: list[str]
+    ) -> list[Example]:
         """Return the held-out rows that the step evaluates."""
-        usable = [row for row in held_out if is_usable(row.example, use)]
+        usable = [row for row in held_out if is_usable(row, use)]
         if not usable:
             raise DataError(
                 f"none of the {_rows(len(held_out))} for evaluation has what step {self.step}"
                 f" needs, {NEEDS[use]}; give --eval-path with such rows"
             )
         usable = self.in_drawn_order(usable, "evaluation order")
-        if use == "prompts":
-            usable = _unique_prompts(usable, [])
+        usable = _unique_prompts(usable) if use == "prompts" else usable
         evaluated = usable[: self.config.max_eval_rows]
         notes.append(
             f"step {self.step} is evaluated on {len(evaluated)} of {_rows(len(held_out))} held out"
@@ -396,7 +373,6 @@ def _read_and_share(
     config: DataConfig,
     wanted: Wanted,
     earlier: PromptRecord,
-    reader: RowReader,
     *,
     step: int,
     share: RowShare | None,
@@ -406,35 +382,33 @@ def _read_and_share(
     uses: Mapping[int, RowUse] = {**USES, 2: "labels"} if labelled else USES
     part = share or RowShare(uses[step], (step,))
     sharing = _Sharing(config, step, part, uses, notes)
-    paths, evaluation = (
-        [_Path.of(path) for path in reader.read(names, wanted, step=step, notes=notes)]
-        if names
-        else []
-        for names in (config.path, config.eval_path)
-    )
-    rows = sharing.mix(paths)
-    if evaluation:
-        held_out = [row for given in evaluation for row in given.eval or given.train]
+    paths = read_paths(config.path, wanted, step=step, notes=notes)
+    mixed = sharing.mix(paths)
+    train = [row for rows in mixed for row in rows]
+    if config.eval_path:
+        given = read_paths(config.eval_path, wanted, step=step, notes=notes)
+        held_out = [row for path in given for row in path.eval or path.train]
     else:
-        uncut = [path.name for path in paths if not path.eval]
         held_out = [row for path in paths for row in path.eval]
-        held_out += sharing.cut_eval([row for name in uncut for row in rows[name]])
-    train = sharing.without_held_out(
-        [row for of_path in rows.values() for row in of_path], held_out
-    )
-    held_out, train = sharing.apart(held_out, train, earlier)
+        uncut = [rows for path, rows in zip(paths, mixed, strict=True) if not path.eval]
+        held_out += sharing.hold_out([row for rows in uncut for row in rows])
+    train, held_out = sharing.separate(train, held_out, earlier)
     mine = sharing.own_rows(train)
     evaluated = sharing.eval_rows(held_out, part.use, notes)
-    _note_repeated([row.prompt for row in mine], earlier, notes)
     prompts = [] if share is None else sharing.eval_rows(held_out, "prompts", [])
-    own = PromptRecord(as_hashes(row.prompt for row in mine), as_hashes(r.prompt for r in held_out))
+    own = _recorded(mine, held_out)
+    if repeated := sum(contained(own.trained.tolist(), earlier.trained)):
+        notes.append(
+            f"{repeated} of its {len(own.trained)} prompts were trained on by an earlier step as"
+            " well; with the same paths, data.seed and split in all steps there are none"
+        )
     return StageData(
-        _as_used([row.example for row in mine], part.use),
-        _as_used([row.example for row in evaluated], part.use),
-        notes,
-        earlier | own,
-        [row.example for row in prompts],
+        _as_used(mine, part.use), _as_used(evaluated, part.use), notes, earlier | own, prompts
     )
+
+
+def _recorded(train: Iterable[Example], held_out: Iterable[Example]) -> PromptRecord:
+    return PromptRecord(*(as_hashes(row.prompt_hash for row in rows) for rows in (train, held_out)))
 
 
 def is_usable(example: Example, use: RowUse) -> bool:
@@ -493,30 +467,8 @@ def step_of_prompt(
     return min(numbers)[1] if numbers else None
 
 
-def _note_repeated(prompts: Sequence[int], earlier: PromptRecord, notes: list[str]) -> None:
-    own = list(dict.fromkeys(prompts))
-    if repeated := sum(contained(own, earlier.trained)):
-        notes.append(
-            f"{repeated} of its {len(own)} prompts were trained on by an earlier step as well; with"
-            " the same paths, data.seed and split in all steps there are none"
-        )
-
-
-def _unique_prompts(rows: Sequence[_Row], notes: list[str]) -> list[_Row]:
-    unique = list({row.example.prompt: row for row in reversed(rows)}.values())[::-1]
-    if len(unique) < len(rows):
-        notes.append(f"{_rows(len(rows) - len(unique))} repeat a prompt and are left out")
-    return unique
-
-
-def _content(example: Example) -> str:
-    """The parts of a row, for messages."""
-    found = {
-        "a prompt": example.prompt,
-        "a chosen response" if example.rejected else "a response": example.chosen,
-        "a rejected response": example.rejected,
-    }
-    return " and ".join(name for name, turns in found.items() if turns) or "nothing"
+def _unique_prompts(rows: Sequence[Example]) -> list[Example]:
+    return list({row.prompt: row for row in reversed(rows)}.values())[::-1]
 
 
 def _rows(count: int) -> str:

@@ -36,4 +36,4 @@ def test_step_1_shows_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixt
     assert out.count("Assistant:[[ Good ") == 1
     assert ".</s>]]" in out
     assert "row 2" not in out
-    assert "trained share" in out
+    assert " are trained, 0 dialogues are longer than 512 tokens" in out

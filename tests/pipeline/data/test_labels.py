@@ -1,4 +1,4 @@
-"""Labels, ties, winners and ranks of rows, and how much of a dialogue's history is read."""
+"""Labels, ties, winners and ranks of rows."""
 
 import json
 from pathlib import Path

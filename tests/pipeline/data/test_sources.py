@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from pipeline.data.rows.sources import Reader, Source, read_source
+from pipeline.data.rows.sources import Source, read_source
 from pipeline.system.errors import DataError
 
 ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "ç", "response": "d"}]
@@ -102,7 +102,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 def read_texts(name: str, step: int | None) -> tuple[list[str], list[str]]:
-    source = Reader().read(name, step=step)
+    source = read_source(name, step=step)
     train, test = (
         [row.columns["text"] for row in rows if not row.columns["text"].endswith(" 2")]
         for rows in (source.train, source.eval)

@@ -96,7 +96,7 @@ WRONG: tuple[tuple[str, str], ...] = (
         "every training prompt is longer than ppo.max_prompt_length 3 (the shortest has",
     ),
     (
-        "--reward.data.format vicuna --ppo.max_new_tokens 9 --ppo.max_prompt_length 64",
+        "--reward.data.format llama2 --ppo.max_new_tokens 9 --ppo.max_prompt_length 64",
         "the reward model is given dialogues in another chat format than {out}/step1_sft was",
     ),
     (
