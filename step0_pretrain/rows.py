@@ -12,7 +12,7 @@ from pipeline.data.store.corpus import Corpus, open_corpus, prepare
 from pipeline.data.store.rows import MixedStream, TokenRow
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run import offline
+from pipeline.run.training import local_parts
 from pipeline.system.errors import DataError, UserError
 from step0_pretrain.config import PretrainConfig
 
@@ -68,7 +68,7 @@ def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> R
 
 def cut(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]]:
     """This process's micro-batches of the rows; some may be empty."""
-    parts = offline.local_parts([len(row) for row in rows], config, config.model)
+    parts = local_parts([len(row) for row in rows], config, config.model)
     return [[rows[row] for row in part] for part in parts]
 
 

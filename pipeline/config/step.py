@@ -472,13 +472,12 @@ class StepConfig(ABC):
         return Workload(
             world=world,
             parallel=self.parallel,
-            models=(ModelUse(role="model", settings=model, keeps_best=self.keep_best),),
+            models=(ModelUse(role="model", settings=model, host_copies=self.keep_best),),
             iteration_rows=self.batch_size,
             batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,
             length=self.data.max_length,
             targets=self.data.max_length - 1,
-            uniform=True,
         )
 
     @property
