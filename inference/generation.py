@@ -243,10 +243,8 @@ def room_after(model: PreTrainedModel, num_tokens: int) -> int:
     """How many tokens may follow a prompt of `num_tokens` in the model's context.
 
     Raises:
-        DataError: the prompt is empty or leaves no room.
+        DataError: the prompt leaves no room.
     """
-    if num_tokens == 0:
-        raise DataError("a prompt has no tokens; give it at least one")
     limit = context_length(model)
     if num_tokens >= limit:
         raise DataError(

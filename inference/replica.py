@@ -97,16 +97,13 @@ class Origins:
 
     def __init__(self, trained: PreTrainedModel, replica: PreTrainedModel, stages: Group) -> None:
         self._trained = trained
-        self._by_name = dict(self._own(replica))
+        self.by_name = dict(self._own(replica))
+        """By the names of the replica's weights."""
         self._buffers: dict[str, Tensor] = {}
         if stages.size > 1:
-            self._by_name = dict(_of_all_stages(self._by_name, replica, stages))
+            self.by_name = dict(_of_all_stages(self.by_name, replica, stages))
             for buffers in stages.gather_objects(_saved_buffers(trained)):
                 self._buffers |= buffers
-
-    def of(self, name: str) -> Origin:
-        """The origin of the replica's weight with this name."""
-        return self._by_name[name]
 
     def buffer(self, module: str, leaf: str) -> Tensor | None:
         """The trained model's buffer; None if this stage lacks it and no file has it."""
@@ -246,7 +243,9 @@ class Replica:
         plain = base_model(trained)
         self.tp_group, self._trained_by, self._stages = tp_group, trained_by, stages
         settings = copy.deepcopy(plain.config)
-        self.model = meta_model(lambda: _same_class(plain, settings))
+        self.model = meta_model(
+            lambda: type(plain)._from_config(settings, dtype=plain.dtype)  # noqa: SLF001
+        )
         self.model.eval().requires_grad_(False)
         sharding = Sharding(self.model, tp_group)
         self._origins = Origins(plain, self.model, stages)
@@ -268,7 +267,7 @@ class Replica:
         """Yield the weights, each with all of its places."""
         weights: dict[tuple[object, ShardSpec | None], ReplicaWeight] = {}
         for name, module, leaf, _ in places(self.model):
-            origin = self._origins.of(name)
+            origin = self._origins.by_name[name]
             spec = sharding.spec(name.rpartition(".")[0], leaf, origin.whole)
             key = origin.key, spec
             if key not in weights:
@@ -380,10 +379,6 @@ class Replica:
             parts = [(shard, 0)] if self.tp_group.rank == 0 else []
         none = torch.zeros((), dtype=torch.int64, device=shard.device)
         return sum((bits_sum(part, first=first) for part, first in parts), start=none)
-
-
-def _same_class(plain: PreTrainedModel, settings: object) -> PreTrainedModel:
-    return type(plain)._from_config(settings, dtype=plain.dtype)  # noqa: SLF001
 
 
 def weights_hash(model: nn.Module) -> int:

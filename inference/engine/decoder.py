@@ -36,6 +36,19 @@ from pipeline.models.forward import base_model
 logger = logging.getLogger(__name__)
 
 
+MANY = 64
+"""Up to this number of rows, passes have powers of two; beyond it multiples of `STEP`."""
+
+STEP = 32
+
+WIDER = 4
+"""Verified passes with up to this many times the rows serve fewer rows: padding costs less than
+three more passes of the modules' Python code."""
+
+SHORT = 256
+"""Up to this length sequences share a graph; longer ones have graphs by powers of two, because a
+graph divides its work among the processors of a GPU by its longest sequence."""
+
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
 """Given a computation and the memory of its inputs, returns a function that repeats it and returns
 the result, always in the same memory."""
@@ -176,14 +189,20 @@ class CudaCapture:
         with torch.cuda.stream(side):
             # Once without capturing: a failed capture leaves the allocator in disorder. This also
             # gives cuBLAS a workspace on this stream outside the graph's memory.
-            require_capturable(compute)
-            # Other threads, such as a checkpoint's, may use the GPU meanwhile.
-            with no_garbage_collection():
+            with TraceRecorder():
+                compute()
+            was_enabled = gc.isenabled()
+            gc.disable()  # freed graphs and streams would end the capture
+            try:
+                # Other threads, such as a checkpoint's, may use the GPU meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = compute()
                 finally:
                     graph.capture_end()
+            finally:
+                if was_enabled:
+                    gc.enable()
         current.wait_stream(side)
 
         def replay() -> Tensor:
@@ -197,45 +216,6 @@ class CudaCapture:
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The one stream of a GPU for captures: each stream would keep its own memory."""
     return torch.cuda.Stream(device)
-
-
-def require_capturable(compute: Callable[[], Tensor]) -> None:
-    """Compute once, and refuse what a graph can't contain.
-
-    `torch.cuda.set_sync_debug_mode` is no alternative: it holds for all threads, also for one that
-    writes a checkpoint and has to wait for the GPU.
-
-    Raises:
-        ReplayError: an operator makes the host wait for the GPU, or draws random numbers.
-    """
-    with TraceRecorder():
-        compute()
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keep Python from freeing graphs and streams inside the block, which would end a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-MANY = 64
-"""Up to this number of rows, passes have powers of two; beyond it multiples of `STEP`."""
-
-STEP = 32
-
-WIDER = 4
-"""Verified passes with up to this many times the rows serve fewer rows: padding costs less than
-three more passes of the modules' Python code."""
-
-SHORT = 256
-"""Up to this length sequences share a graph; longer ones have graphs by powers of two, because a
-graph divides its work among the processors of a GPU by its longest sequence."""
 
 
 class Decoder:

@@ -31,10 +31,7 @@ class PaddedRows:
         tickets = [] if self._batch is None else self._batch.tickets
         return [ticket for ticket in tickets if not ticket.ended]
 
-    @property
-    def occupants(self) -> list[Ticket]:
-        """The requests of the batch that have not ended."""
-        return self.running
+    occupants = running
 
     def free(self, tickets: Sequence[Ticket]) -> None:
         """Do nothing: rows of ended requests leave the batch in `step`."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import psutil
 import torch
@@ -181,17 +181,6 @@ class ServedReward:
         return self.scorer.final_scores(batch).item()
 
 
-def load_reward(path: str) -> ServedReward:
-    """Load the reward model at `path`.
-
-    Raises:
-        ModelError: there is none, or it has no trained score head.
-    """
-    scorer, chat = load_scorer(path)
-    scorer.requires_grad_(requires_grad=False)
-    return ServedReward("reward", scorer, chat)
-
-
 NAME = re.compile(r"[\w.:-]{1,64}")
 BASE = "base"
 
@@ -293,14 +282,6 @@ def _base(step: StepResult, directory: str) -> list[ModelPath]:
     return [ModelPath(BASE, path, seed if isinstance(seed, int) else 0, directory)]
 
 
-class Room(NamedTuple):
-    """Slots of keys and values of a model."""
-
-    slots: int
-    context: int
-    """Tokens of a slot."""
-
-
 def load_models(
     config: ServeConfig, paths: Sequence[ModelPath], reward: str | None
 ) -> tuple[dict[str, ServedModel], ServedReward | None]:
@@ -312,18 +293,22 @@ def load_models(
     paths = _ready(paths)
     if reward is not None:
         check_ready(reward, scores=True)
-    rooms = plan_memory(paths, reward, config)
-    served_reward = None if reward is None else load_reward(reward)
+    slots_of = plan_memory(paths, reward, config)
+    served_reward = None
+    if reward is not None:
+        scorer, chat = load_scorer(reward)
+        scorer.requires_grad_(requires_grad=False)
+        served_reward = ServedReward("reward", scorer, chat)
     models: dict[str, ServedModel] = {}
     for path in paths:
-        room = rooms[path.name]
+        slots, context = slots_of[path.name]
         settings = FrozenModelConfig(path=path.path, precision=config.precision)
         model = load_causal_lm(settings, device=local_device(), seed=path.seed)
         model.requires_grad_(requires_grad=False)
-        weights, cache = in_words(_num_bytes(model), room.slots * slot_bytes(model, room.context))
+        weights, cache = in_words(_num_bytes(model), slots * slot_bytes(model, context))
         remark(
-            f"{path.name}: {path.path}, {weights} of weights, {room.slots} slots of"
-            f" {room.context:,} tokens ({cache} of keys and values)"
+            f"{path.name}: {path.path}, {weights} of weights, {slots} slots of"
+            f" {context:,} tokens ({cache} of keys and values)"
         )
         tokenizer = _tokenizer(path)
         models[path.name] = ServedModel(
@@ -333,13 +318,13 @@ def load_models(
             chat=resolve_format(tokenizer, "auto"),
             batch=OpenBatch(
                 model,
-                num_slots=room.slots,
-                capacity=room.context,
+                num_slots=slots,
+                capacity=context,
                 chunk=config.prefill_chunk or CHUNK[model.device.type],
                 reuses=config.prefix_reuse != "off",
             ),
-            num_slots=room.slots,
-            context=room.context,
+            num_slots=slots,
+            context=context,
             weights_hash=f"{weights_hash(model):013x}",
             bytes_of=TokenBytes(tokenizer),
         )
@@ -366,8 +351,8 @@ def _ready(paths: Sequence[ModelPath]) -> list[ModelPath]:
 
 def plan_memory(
     paths: Sequence[ModelPath], reward: str | None, config: ServeConfig
-) -> dict[str, Room]:
-    """Return the number and length of each model's slots.
+) -> dict[str, tuple[int, int]]:
+    """Return (number, tokens) of each model's slots.
 
     Raises:
         ConfigError: the weights don't fit, or not one sequence does.
@@ -389,10 +374,12 @@ def plan_memory(
         )
     budget = (free - total) // 2 if config.cache_gib is None else int(config.cache_gib * GIB)
     share = budget // max(1, len(models))
-    return {name: _room(name, model, share, config) for name, model in models.items()}
+    return {name: _plan_slots(name, model, share, config) for name, model in models.items()}
 
 
-def _room(name: str, model: PreTrainedModel, budget: int, config: ServeConfig) -> Room:
+def _plan_slots(
+    name: str, model: PreTrainedModel, budget: int, config: ServeConfig
+) -> tuple[int, int]:
     limit = context_length(model)
     require(
         config.context is None or config.context <= limit,
@@ -410,7 +397,7 @@ def _room(name: str, model: PreTrainedModel, budget: int, config: ServeConfig) -
             f"the keys and values of {name} take {needed} in {slots} slots of {context:,} tokens,"
             f" and {available} are free for them; lower --slots or --context, or serve fewer models"
         )
-    return Room(slots, context)
+    return slots, context
 
 
 def _on_meta(

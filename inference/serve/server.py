@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
         state = self.state
         self._worker = Worker(state.models, failed=self._fail, metrics=state.metrics)
         self._worker.start()
-        state.broker.attach(self._worker)
+        state.broker.worker = self._worker
         state.created = int(time.time())
         try:
             await self.serve([listener])

@@ -35,17 +35,13 @@ LONG = 20_000
 """Characters whose tokenization takes a few milliseconds."""
 
 
-def busy(status: int, message: str) -> ApiError:
-    """An error that asks the client to retry."""
-    return ApiError(status, message, retry_after=RETRY_SECONDS)
-
-
 class Broker:
     """Admits requests while there is room, and passes them to the generation thread."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
-        self._worker: Worker | None = None
+        self.worker: Worker | None = None
+        """The generation thread; no request is admitted without it."""
         self._jobs: set[Job] = set()
         self._calls = 0
         self.draining = False
@@ -53,14 +49,10 @@ class Broker:
         self.failure: BaseException | None = None
         """The error that ended the generation thread."""
 
-    def attach(self, worker: Worker) -> None:
-        """Start admitting requests."""
-        self._worker = worker
-
     @property
     def is_ready(self) -> bool:
         """Whether requests are admitted."""
-        return self._worker is not None and not self.draining and self.failure is None
+        return self.worker is not None and not self.draining and self.failure is None
 
     @property
     def num_open(self) -> int:
@@ -108,7 +100,11 @@ class Broker:
             if seconds >= limit and job.started:
                 raise ApiError(504, f"the request took longer than {limit:g} seconds")
             if seconds >= limit:
-                raise busy(503, f"no slot was free for {limit:g} seconds; try again later")
+                raise ApiError(
+                    503,
+                    f"no slot was free for {limit:g} seconds; try again later",
+                    retry_after=RETRY_SECONDS,
+                )
             if self.failure is not None:
                 raise ApiError(500, "generation has failed, and the server ends")
             try:
@@ -140,14 +136,16 @@ class Broker:
     def _admit(self, num_tokens: int) -> Worker:
         if self.failure is not None:
             raise ApiError(500, "generation has failed, and the server ends")
-        if self._worker is None or self.draining:
+        if self.worker is None or self.draining:
             what = "the server is about to end" if self.draining else "the models are being loaded"
-            raise busy(503, f"{what}; try again later")
+            raise ApiError(503, f"{what}; try again later", retry_after=RETRY_SECONDS)
         waiting = sum(not job.started for job in self._jobs) + self._calls
         tokens = sum(job.num_prompt_tokens for job in self._jobs)
         if waiting >= self._config.queue or tokens + num_tokens > QUEUED_TOKENS:
-            raise busy(429, f"{waiting} requests wait already; try again later")
-        return self._worker
+            raise ApiError(
+                429, f"{waiting} requests wait already; try again later", retry_after=RETRY_SECONDS
+            )
+        return self.worker
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """A run in progress, from its files alone: the report's curves, alarms and samples."""
 
-import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,6 @@ class WatchedRun:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._lock = threading.Lock()
 
     def view(self, step: str, version: str) -> dict[str, Any]:
         """Return what the page shows of a step; little if the page has this version of it.
@@ -42,8 +40,7 @@ class WatchedRun:
         if now == version:
             return {"unchanged": True, "notice": self._notice(step)}
         try:
-            with self._lock:
-                view = self._read(step)
+            view = self._read(step)
         except (DataError, OSError, KeyError, TypeError) as error:  # a file is being written
             return {"unchanged": True, "notice": f"{self.out} can't be read: {error}"}
         return view | {"version": now, "notice": self._notice(view["step"])}

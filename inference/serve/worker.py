@@ -18,7 +18,6 @@ from inference.engine.sampling import Reported
 from inference.serve.metrics import Metrics
 from inference.serve.models import ServedModel
 from inference.text import ResponseText
-from pipeline.system.errors import DataError
 
 T = TypeVar("T")
 
@@ -250,9 +249,9 @@ class Worker:
             self._waiting[job.model] += ((job, number) for number in range(len(job.prompts)))
         for job in cancelled:
             self._end(job)
-        pieces: list[tuple[Job, Piece]] = []
         for served in self._models.values():
-            self._admit(served, pieces)
+            self._admit(served)
+        pieces: list[tuple[Job, Piece]] = []
         busy = [served for served in self._models.values() if served.batch.busy]
         for served in busy:
             self._decode(served, pieces)
@@ -270,7 +269,7 @@ class Worker:
             self._metrics.passes.labels(served.name, "modules").set(counts.by_modules)
             self._metrics.passes.labels(served.name, "replay").set(counts.replayed)
 
-    def _admit(self, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
+    def _admit(self, served: ServedModel) -> None:
         """Give free slots to waiting prompts; clients take turns."""
         queue = self._waiting[served.name]
         running = 0
@@ -284,11 +283,7 @@ class Worker:
             requests = job.prompts[number]
             first = sum(map(len, job.prompts[:number]))
             for row, request in enumerate(requests, start=first):
-                try:
-                    ticket = served.batch.submit(request)
-                except DataError as error:
-                    pieces.append((job, Piece(row, error=str(error))))
-                    continue
+                ticket = served.batch.submit(request)
                 self._rows[ticket] = Row(job, row, served)
                 job.tickets.add(ticket)
             running += len(requests)
