@@ -50,11 +50,14 @@ from pipeline.parallel.group import Group
 from pipeline.parallel.shards import ShardSpec
 from pipeline.parallel.tensor import (
     copy_to_group,
+    gather_tokens,
     join_over_group,
+    share_tokens,
     split_over_group,
     sum_over_group,
+    sum_to_tokens,
+    whole_tokens,
 )
-from pipeline.parallel.tokens import gather_tokens, share_tokens, sum_to_tokens, whole_tokens
 from pipeline.system.errors import ModelError
 
 logger = logging.getLogger(__name__)

@@ -1,89 +1,144 @@
-"""What processes that compute a layer together hand each other, with its gradient.
+"""Communication of tensor and sequence parallelism, with its gradients.
 
-Shoeybi et al. 2019 (Megatron-LM), section 3: f and g. Each function is the other's backward pass.
-Sums are trees in rank order, in fp32 and rounded once, so that all processes have the same bits, by
-whatever transport they travel.
+Each function is a collective in the forward pass and its conjugate in the backward pass: f and g of
+Megatron-LM (Shoeybi et al. 2019, section 3), and those of sequence parallelism, where each process
+has the hidden states of some tokens (Korthikanti et al. 2022, "Reducing Activation Recomputation in
+Large Transformer Models", section 4.2.2). Sums are trees in rank order, in fp32 and rounded once,
+so that all processes have the same bits on any transport.
+
+With sequence parallelism each process has a shard of equal length of the tokens of a row, which is
+padded with zeros. Dimension names: N tokens, n of one process, d hidden size.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.parallel.group import Group, tree_sum
 
+GRADIENTS = "gradients of hidden states"
+
+
+class _Collective(torch.autograd.Function):
+    """A function of a tensor, and another one of its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        values: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.backward_of = backward
+        return forward(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        return ctx.backward_of(gradients[0]), None, None
+
 
 def copy_to_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """What all processes have and each uses with its part; backward the sum of their gradients."""
-    return _Copy.apply(values, group)
+    """The values, which all processes have; backward the sum of their gradients."""
+    return _Collective.apply(
+        values, lambda whole: whole.view_as(whole), lambda grad: _sum(grad, group, GRADIENTS)
+    )
 
 
 def sum_over_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """The sum of what the processes found; backward all have its gradient."""
-    return _Sum.apply(values, group)
+    """The sum of the processes' values; backward all have its gradient."""
+    return _Collective.apply(
+        values, lambda part: _sum(part, group, "hidden states"), lambda grad: grad
+    )
 
 
 def join_over_group(part: Float[Tensor, "*B n"], group: Group) -> Float[Tensor, "*B m"]:
-    """The processes' last dimensions side by side; backward each has that of its part."""
-    return _Join.apply(part, group)
+    """The processes' last dimensions concatenated; backward each has that of its part."""
+    return _Collective.apply(
+        part, lambda part: _join(part, group, "outputs"), lambda grad: _chunk(grad, group)
+    )
 
 
 def split_over_group(values: Float[Tensor, "*B m"], group: Group) -> Float[Tensor, "*B n"]:
-    """This process's share of the last dimension; backward the shares are joined."""
-    return _Split.apply(values, group)
+    """This process's shard of the last dimension; backward the shards are joined."""
+    return _Collective.apply(
+        values, lambda whole: _chunk(whole, group), lambda grad: _join(grad, group, GRADIENTS)
+    )
 
 
-def _summed(values: Tensor, group: Group, what: str) -> Tensor:
+def share_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
+    """This process's tokens of those of all; backward the gradients of all are gathered."""
+    tokens = values.shape[-2]
+    return _Collective.apply(
+        values,
+        lambda whole: _own_tokens(whole, group),
+        lambda grad: _all_tokens(grad, tokens, group, GRADIENTS),
+    )
+
+
+def whole_tokens(
+    share: Float[Tensor, "*B n d"], tokens: int, group: Group
+) -> Float[Tensor, "*B N d"]:
+    """All `tokens`, for equal computations; backward each has the gradient of its tokens."""
+    return _Collective.apply(
+        share,
+        lambda part: _all_tokens(part, tokens, group, "tokens"),
+        lambda grad: _own_tokens(grad, group),
+    )
+
+
+def gather_tokens(
+    share: Float[Tensor, "*B n d"], tokens: int, group: Group
+) -> Float[Tensor, "*B N d"]:
+    """All `tokens`, for a computation of which each does a part; backward gradients are summed."""
+    return _Collective.apply(
+        share,
+        lambda part: _all_tokens(part, tokens, group, "tokens"),
+        lambda grad: _sum_tokens(grad, group, GRADIENTS),
+    )
+
+
+def sum_to_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
+    """The sum of the processes' values, for this one's tokens; backward all are gathered."""
+    tokens = values.shape[-2]
+    return _Collective.apply(
+        values,
+        lambda part: _sum_tokens(part, group, "tokens"),
+        lambda grad: _all_tokens(grad, tokens, group, GRADIENTS),
+    )
+
+
+def _sum(values: Tensor, group: Group, what: str) -> Tensor:
     return tree_sum(group.gather(values, what=what))
 
 
-def _joined(part: Tensor, group: Group, what: str) -> Tensor:
+def _join(part: Tensor, group: Group, what: str) -> Tensor:
     return torch.cat(group.gather(part, what=what), dim=-1)
 
 
-def _share(values: Tensor, group: Group) -> Tensor:
+def _chunk(values: Tensor, group: Group) -> Tensor:
     return values.chunk(group.size, dim=-1)[group.rank].contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return _summed(gradients[0], ctx.group, "gradients of hidden states"), None
+def _shards_of_tokens(values: Tensor, group: Group) -> Tensor:
+    """The tokens in equal shards, one for each process: (processes, *B, n, d)."""
+    size = -(-values.shape[-2] // group.size)
+    filled = F.pad(values, (0, 0, 0, size * group.size - values.shape[-2]))
+    return filled.unflatten(-2, (group.size, size)).movedim(-3, 0)
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, values: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        return _summed(values, group, "hidden states")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401, ARG004
-        return gradients[0], None
+def _own_tokens(values: Tensor, group: Group) -> Tensor:
+    shards = _shards_of_tokens(values, group)
+    return shards[group.rank].clone(memory_format=torch.contiguous_format)
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return _joined(part, group, "outputs")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return _share(gradients[0], ctx.group), None
+def _all_tokens(share: Tensor, tokens: int, group: Group, what: str) -> Tensor:
+    whole = torch.cat(group.gather(share, what=what), dim=-2)
+    return whole if whole.shape[-2] == tokens else whole[..., :tokens, :].clone()
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return _share(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return _joined(gradients[0], ctx.group, "gradients of inputs"), None
+def _sum_tokens(values: Tensor, group: Group, what: str) -> Tensor:
+    return tree_sum(group.exchange(_shards_of_tokens(values, group), what=what).unbind())

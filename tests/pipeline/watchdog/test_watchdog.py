@@ -14,7 +14,7 @@ from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
 from pipeline.watchdog.monitors import WINDOW, slow_ranks
-from pipeline.watchdog.notices import Sighting, find_late
+from pipeline.watchdog.process import Sighting, find_late
 from tests.distributed import rank
 from tests.jobs import Job, run_job
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
