@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pipeline.guards.settings import Action, Guard, acting, words
+from pipeline.guards.settings import Action, Guard, words
 
 Signal = Literal[
     "kl",
@@ -83,7 +83,7 @@ class GuardSettings:
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
         """The guards that may end the run or take it back."""
-        return acting(self.guards)
+        return tuple(guard for guard in self.guards if guard.acts)
 
 
 def unmeasured(*, gold: bool, critic: bool, groups: bool, sources: bool) -> dict[str, str]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.cli.options import run_main
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.engine.best import BestWeights
-from pipeline.guards.guards import Guarded, Guards
+from pipeline.guards.guards import Guards
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.models.trained import within_context
@@ -58,11 +58,6 @@ class Setup:
     course: Course
     checkpoints: Checkpoints
     utilization: UpdateUtilization
-
-    @property
-    def guarded(self) -> Guarded:
-        """The run, as guards watch it."""
-        return Guarded(self.guards, self.checkpoints, slow_down=lambda: slow_down(self))
 
     def export_actor(self) -> None:
         """Write the actor with its current weights to the output directory."""
@@ -169,7 +164,7 @@ def train(config: PPOConfig) -> Path:
             for step in ppo.checkpoints.steps(enough=lambda: ppo.guards.stopped):
                 metrics = iterate(ppo, config, run, step=step)
                 ppo.course.evaluate(step, run)
-                ppo.guarded.check(step, metrics)
+                ppo.guards.watch(ppo.checkpoints, step, metrics, lambda: slow_down(ppo))
         export_models(ppo.models, ppo.ema, run, best=ppo.course.best)
         ppo.course.end(run, ppo.guards)
     return config.output_dir

@@ -17,7 +17,7 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
-from pipeline.guards.settings import Action, Guard, acting, check_guards, completed, words
+from pipeline.guards.settings import Action, Guard, check_guards, completed, words
 from pipeline.system.errors import require
 
 
@@ -133,7 +133,7 @@ class GuardSettings:
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
         """The guards that may end the run or take it back."""
-        return acting(self.guards)
+        return tuple(guard for guard in self.guards if guard.acts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pipeline.guards.guards import Guarded, Guards
+from pipeline.guards.guards import Guards
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy
 from pipeline.models.passes import passes_of
@@ -31,11 +31,6 @@ class Setup:
 
     weights: tuple[float, float]
     """Weights of good and of bad responses in the loss kto; other losses ignore them."""
-
-    @property
-    def guarded(self) -> Guarded:
-        """The run, as guards watch it."""
-        return Guarded(self.guards, self.training.checkpoints, slow_down=self.slow_down)
 
     def slow_down(self) -> None:
         """After each rollback learn half as fast."""

@@ -46,7 +46,7 @@ def train(config: PreferenceConfig) -> Path:
                 learn(setup, run, step=step)
                 figures = course.evaluate(step, run)
                 if figures:
-                    setup.guarded.check(step, figures)
+                    setup.guards.watch(training.checkpoints, step, figures, setup.slow_down)
         course.best.restore()
         setup.export()
         course.end(run, setup.guards)

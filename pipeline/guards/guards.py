@@ -48,9 +48,8 @@ class Signals:
         raise NotImplementedError
 
     def shows_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
-        """Whether a signal of a trend is beyond its limit; most steps have no trends."""
-        del guard, history
-        return False
+        """Whether a signal of `Guard.TRENDS` is beyond its limit; most steps have none."""
+        raise NotImplementedError
 
     def sentence_of(
         self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
@@ -177,6 +176,42 @@ class Guards:
         """Whether a guard has ended the run."""
         return any(each["action"] == "stop" for each in self.acted)
 
+    def watch(
+        self, checkpoints: Checkpoints, step: int, metrics: Metrics, slow_down: Callable[[], None]
+    ) -> None:
+        """Log what is beyond a limit after `step`, and roll back if a guard requires it.
+
+        A rollback loads the newest healthy checkpoint from before the guard's window, and calls
+        `slow_down`, which lowers the learning rate by `rollbacks`. The metrics since then stay
+        in metrics.jsonl; the report omits them from curves.
+
+        Raises:
+            DivergedError: no healthy checkpoint can be read.
+        """
+        trips = self.check(step, metrics)
+        for trip in trips:
+            if trip.action == "warn":
+                logger.warning("%s %d: %s", trip.unit, step, trip.sentence)
+                checkpoints.run.note(step, "guard", asdict(trip))
+        if not trips or trips[0].action == "warn":
+            return
+        trip = trips[0]
+        try:
+            checkpoint = checkpoints.newest_healthy(up_to=max(0, trip.step - trip.window))
+        except CheckpointError as error:
+            raise DivergedError(f"{trip.sentence}; and {error}") from error
+        checkpoints.run.note(trip.step, "guard", {**asdict(trip), "to": checkpoint.step})
+        checkpoints.go_back(checkpoint, {"guards": self.after(trip, to=checkpoint.step)})
+        slow_down()
+        at = f"{trip.unit} {checkpoints.done}" if checkpoints.done else "the start"
+        follows = f"the run ends with the actor of {at}"
+        if trip.action != "stop":
+            follows = (
+                f"the run goes back to {at}, with {self.signals.SLOWER} (rollback"
+                f" {self.rollbacks} of {MAX_ROLLBACKS} at most)"
+            )
+        logger.warning("%s %d: %s; %s", trip.unit, trip.step, trip.sentence, follows)
+
     def after(self, trip: Trip, *, to: int) -> dict[str, Any]:
         """The state of a run that `trip` has rolled back to step `to`: its windows are empty."""
         acted = [*self.acted, {**asdict(trip), "to": to}]
@@ -192,53 +227,3 @@ class Guards:
         """Restore a state."""
         for name, value in state.items():
             setattr(self, name, value)
-
-
-@dataclass(frozen=True)
-class Guarded:
-    """A run that guards watch."""
-
-    guards: Guards
-    checkpoints: Checkpoints
-
-    slow_down: Callable[[], None]
-    """Lowers the learning rate by `guards.rollbacks`."""
-
-    def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log what is beyond a limit after `step`, and roll back if a guard requires it.
-
-        Raises:
-            DivergedError: no healthy checkpoint can be read.
-        """
-        trips = self.guards.check(step, metrics)
-        for trip in trips:
-            if trip.action == "warn":
-                logger.warning("%s %d: %s", trip.unit, step, trip.sentence)
-                self.checkpoints.run.note(step, "guard", asdict(trip))
-        if trips and trips[0].action != "warn":
-            self.go_back(trips[0])
-
-    def go_back(self, trip: Trip) -> None:
-        """Load the newest healthy checkpoint from before the trip's window.
-
-        The metrics since then stay in metrics.jsonl; the report omits them from curves.
-
-        Raises:
-            DivergedError: no such checkpoint can be read.
-        """
-        checkpoints, guards = self.checkpoints, self.guards
-        try:
-            checkpoint = checkpoints.newest_healthy(up_to=max(0, trip.step - trip.window))
-        except CheckpointError as error:
-            raise DivergedError(f"{trip.sentence}; and {error}") from error
-        checkpoints.run.note(trip.step, "guard", {**asdict(trip), "to": checkpoint.step})
-        checkpoints.go_back(checkpoint, {"guards": guards.after(trip, to=checkpoint.step)})
-        self.slow_down()
-        at = f"{trip.unit} {checkpoints.done}" if checkpoints.done else "the start"
-        follows = f"the run ends with the actor of {at}"
-        if trip.action != "stop":
-            follows = (
-                f"the run goes back to {at}, with {guards.signals.SLOWER} (rollback"
-                f" {guards.rollbacks} of {MAX_ROLLBACKS} at most)"
-            )
-        logger.warning("%s %d: %s; %s", trip.unit, trip.step, trip.sentence, follows)

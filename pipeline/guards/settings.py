@@ -16,9 +16,6 @@ Action = Literal["none", "warn", "stop", "rollback"]
 FEWEST = 3
 """Checks that show a trend."""
 
-Usual = Sequence[tuple[str, float, int]]
-"""Signal, limit and window of the guards that every run of a step has."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
@@ -41,17 +38,12 @@ class Guard:
     def __post_init__(self) -> None:
         where = f"guards.{self.signal}"
         is_trend = self.signal in self.TRENDS
-        require(math.isfinite(self.limit), f"{where}.limit must be finite, got {self.limit}")
         least = FEWEST if is_trend else 1
+        require(math.isfinite(self.limit), f"{where}.limit must be finite, got {self.limit}")
         require(self.window >= least, f"{where}.window must be {least} or more, got {self.window}")
         require(
-            self.signal not in self.RELATIVE or (self.limit > 0 and self.limit != 1),
-            f"{where}.limit must be above 0 and not 1, got {self.limit}: below 1 it is a lower"
-            " bound, above 1 an upper one",
-        )
-        require(
-            not is_trend or self.limit > 0,
-            f"{where}.limit must be above 0, got {self.limit}: it counts standard errors",
+            self.limit > 0 or (self.signal not in self.RELATIVE and not is_trend),
+            f"{where}.limit must be above 0, got {self.limit}",
         )
 
     def __str__(self) -> str:
@@ -72,8 +64,8 @@ class Guard:
 G = TypeVar("G", bound=Guard)
 
 
-def words(usual: Usual) -> dict[str, list[dict[str, Any]]]:
-    """The lists of guards that `warn`, `strict` and `none` stand for.
+def words(usual: Sequence[tuple[str, float, int]]) -> dict[str, list[dict[str, Any]]]:
+    """The lists of guards of the words `warn`, `strict` and `none`, from signals, limits, windows.
 
     Under `strict` guards with a window of one check only warn.
     """
@@ -90,11 +82,6 @@ def words(usual: Usual) -> dict[str, list[dict[str, Any]]]:
 def completed(guards: Sequence[G], usual: Sequence[G]) -> tuple[G, ...]:
     """The usual guards, with those that are given in place of those of their signal and side."""
     return tuple({(g.signal, g.is_lower): g for g in (*usual, *guards)}.values())
-
-
-def acting(guards: Sequence[G]) -> tuple[G, ...]:
-    """The guards that may end the run or roll it back."""
-    return tuple(guard for guard in guards if guard.acts)
 
 
 def check_guards(
@@ -126,7 +113,7 @@ def check_guards(
             f"{section}.guards: {guard.signal} can't be measured without"
             f" {lacking.get(guard.signal)}",
         )
-    for guard in acting(guards)[:1]:
+    for guard in [guard for guard in guards if guard.acts][:1]:
         require(
             every is not None and every.steps is not None,
             f"{section}.guards: {guard.signal} with action {guard.action} goes back to a checkpoint"

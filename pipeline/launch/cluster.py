@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
 
 def run_by_ssh(step: Sequence[str], where: Layout, deployment: Deployment) -> int:
     """Run a step on all hosts; return its exit code."""
-    variables = passed_on(os.environ, deployment.env_file)
+    variables = passed_on(os.environ)
     errands: list[Errand] = []
     for rank, host in enumerate(where.hosts):
         command = [*REMOTE, *node_command(step, where, rank)]

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from pipeline.launch.layout import Deployment, Host, Layout, is_this_machine
-from pipeline.launch.local import list_gpus, read_env_file, share_of_cores, spin_count
+from pipeline.launch.local import list_gpus, share_of_cores, spin_count
 from pipeline.system.installation import ROOT
 
 TORCHRUN = ("-m", "pipeline.launch.torchrun")
@@ -112,7 +112,7 @@ def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]
     A folder of the user's directory may have the name of one of them.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **read_env_file(deployment.env_file), "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path}
     environment["PYTHONSAFEPATH"] = "1"
     if where.by == "process":
         environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(1)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.launch.local import CPU_PROCESSES, count_gpus, count_processes
+from pipeline.launch.local import CPU_PROCESSES, count_processes, list_gpus
 from pipeline.system.errors import ConfigError, require, suggestion
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
@@ -25,6 +25,13 @@ SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 
 OF_SEVERAL = ("hostfile", "num_nodes", "master_addr", "master_port")
 """Options that one machine alone does not have."""
+
+EXCLUSIVE = (
+    ("include", "exclude"),
+    *((name, other) for name in ("include", "exclude") for other in ("num_gpus", "num_nodes")),
+    *((name, "num_processes") for name in ("include", "exclude", "num_gpus")),
+)
+"""Pairs of options that select the same."""
 
 PORT = 29500
 """Where processes meet, as with torchrun and DeepSpeed."""
@@ -73,10 +80,6 @@ class Deployment:
     """How a host is reached; its name and a command line for its shell are added. For a port or a
     key: "ssh -p 2222 -i KEY"."""
 
-    env_file: Path | None = None
-    """Lines NAME=VALUE that the processes on all machines see. Without it ~/.deepspeed_env, where
-    it exists. Variables of libraries, such as NCCL_*, are passed on without it."""
-
     no_check: bool = False
     """Begin multi_node without looking at the machines first."""
 
@@ -91,34 +94,21 @@ class Deployment:
             value = getattr(self, name)
             option = f"--{name.replace('_', '-')}"
             require(value is None or value > 0, f"{option} must be above 0, got {value}")
-        for name in OF_SEVERAL:
+        for names, types in (
+            (OF_SEVERAL, "multi_node"),
+            (("include", "exclude", "num_gpus"), "single_node or multi_node"),
+        ):
+            for name in names:
+                require(
+                    self.deployment_type in types or getattr(self, name) is None,
+                    f"--{name.replace('_', '-')} needs --deployment-type {types}",
+                )
+        for name, other in EXCLUSIVE:
             require(
-                many or getattr(self, name) is None,
-                f"--{name.replace('_', '-')} needs --deployment-type multi_node",
+                getattr(self, name) is None or getattr(self, other) is None,
+                f"--{name.replace('_', '-')} can't be combined with --{other.replace('_', '-')};"
+                f" omit --{other.replace('_', '-')}",
             )
-        for name in ("include", "exclude", "num_gpus"):
-            require(
-                self.deployment_type != "single_gpu" or not getattr(self, name),
-                f"--{name.replace('_', '-')} needs --deployment-type single_node or multi_node",
-            )
-        require(
-            self.include is None or self.exclude is None,
-            "--include and --exclude can't be combined; what --include does not name is left out",
-        )
-        option = "--include" if self.include else "--exclude"
-        require(
-            self.filters is None or (self.num_gpus is None and self.num_processes is None),
-            f"{option} names the slots; omit"
-            f" {'--num-gpus' if self.num_gpus else '--num-processes'}",
-        )
-        require(
-            self.filters is None or self.num_nodes is None,
-            f"{option} names the hosts; omit --num-nodes",
-        )
-        require(
-            self.num_gpus is None or self.num_processes is None,
-            "--num-gpus and --num-processes say the same; give one",
-        )
         require(
             self.master_port is None or 0 < self.master_port < 65536,
             f"--master-port must be from 1 to 65535, got {self.master_port}",
@@ -201,13 +191,13 @@ def _this_machine(deployment: Deployment) -> Host:
     if deployment.filters is None:
         if deployment.num_gpus is None:
             return Host("localhost", tuple(range(count_processes(deployment.num_processes))))
-        gpus = count_gpus()
+        gpus = len(list_gpus())
         require(
             not 0 < gpus < deployment.num_gpus,
             f"--num-gpus {deployment.num_gpus} is more than the {gpus} GPUs of this machine",
         )
         return Host("localhost", tuple(range(deployment.num_gpus)))
-    whole = Host("localhost", tuple(range(count_gpus(hidden=True) or CPU_PROCESSES)))
+    whole = Host("localhost", tuple(range(len(list_gpus(hidden=True)) or CPU_PROCESSES)))
     (host,) = select_hosts([whole], include=deployment.include, exclude=deployment.exclude)
     return host
 

@@ -32,8 +32,6 @@ PLANNED = "RLHF_PLANNED"
 BUSY_PERCENT = 25.0
 """Load of the machine from which other programs are assumed to need the cores."""
 
-NAME = re.compile(r"[A-Za-z_]\w*")
-
 
 def count_processes(requested: int | None) -> int:
     """Processes of a step on one node: what was asked for, else one per GPU.
@@ -41,7 +39,7 @@ def count_processes(requested: int | None) -> int:
     Raises:
         ConfigError: more processes than GPUs.
     """
-    gpus = count_gpus()
+    gpus = len(list_gpus())
     if requested is not None and 0 < gpus < requested:
         raise ConfigError(
             f"--num-processes {requested} is more than the {gpus} GPUs of this machine"
@@ -49,13 +47,8 @@ def count_processes(requested: int | None) -> int:
     return requested or gpus or CPU_PROCESSES
 
 
-def count_gpus(*, hidden: bool = False) -> int:
-    """GPUs this process may use, or all with the `hidden` ones, without importing torch."""
-    return len(list_gpus(hidden=hidden))
-
-
 def list_gpus(*, hidden: bool = False, devices: Path = Path("/dev")) -> list[str]:
-    """Their numbers, or other names where CUDA_VISIBLE_DEVICES has them, in its order."""
+    """Numbers or names of the GPUs that this process may use, or of all with the `hidden` ones."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not hidden:
         return [gpu for each in visible.split(",") if (gpu := each.strip()) not in ("", "-1")]
@@ -105,40 +98,6 @@ def share_of_cores(processes: int) -> int:
     return max(1, (cores or 1) // processes)
 
 
-def passed_on(environment: Mapping[str, str], env_file: Path | None) -> dict[str, str]:
-    """The variables of this machine that processes on another machine also get.
-
-    Raises:
-        ConfigError: the file can't be read.
-    """
-    listed = {name: value for name, value in environment.items() if PASSED_ON.fullmatch(name)}
-    return {**listed, **read_env_file(env_file)}
-
-
-def read_env_file(path: Path | None) -> dict[str, str]:
-    """The variables of a file of lines NAME=VALUE; # begins a comment.
-
-    Without a file that of DS_ENV_FILE, or ~/.deepspeed_env if there is one, as with DeepSpeed.
-
-    Raises:
-        ConfigError: the file or a line of it can't be used; the sentence begins with its place.
-    """
-    if path is None:
-        usual = Path(os.environ.get("DS_ENV_FILE", "~/.deepspeed_env")).expanduser()
-        if not usual.is_file():
-            return {}
-        path = usual
-    try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--env-file {path} can't be read: {error}") from None
-    variables: dict[str, str] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        name, equals, value = line.strip().removeprefix("export ").partition("=")
-        if not equals or not NAME.fullmatch(name):
-            # The line may hold a secret: it is not shown.
-            raise ConfigError(f"{path}:{number}: a line is NAME=VALUE, without blanks around =")
-        variables[name] = value.strip("\"'")
-    return variables
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this machine that processes on another machine also get."""
+    return {name: value for name, value in environment.items() if PASSED_ON.fullmatch(name)}

@@ -10,7 +10,6 @@ import hashlib
 import json
 import platform
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -34,9 +33,6 @@ PATIENCE_SECONDS = 30.0
 
 CONNECT_SECONDS = 5.0
 
-DISK_BYTES = 2**30
-"""Free, at least."""
-
 IN_USE = 0.1
 """Share of a GPU's memory from which another job is assumed to use it."""
 
@@ -45,10 +41,11 @@ PROBE = (sys.executable, "-m", "pipeline.launch.preflight")
 MARK = "rlhf machine: "
 """Before the line of JSON, since a login shell may print a greeting first."""
 
-CODE = (
+OWN_PACKAGES = (
     *("pipeline", "inference", "rewards", "evaluation"),
     *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
 )
+CODE = "the code of this repository"
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy")
 
 
@@ -58,9 +55,6 @@ class Machine:
 
     versions: dict[str, str]
     """Of Python, of the packages, and a hash of this repository's code."""
-
-    disk_bytes: int
-    """Free bytes of the output directory's disk."""
 
     gpus: list[Gpu]
 
@@ -230,14 +224,7 @@ def _mark_in(directory: Path) -> Iterator[Path]:
 
 def _compare_versions(host: Host, machine: Machine, first: Host, other: Machine) -> Iterator[str]:
     for name, version in machine.versions.items():
-        if version == other.versions[name]:
-            continue
-        if name == "code":
-            yield (
-                f"the code of this repository on {host.name} is not that on {first.name}; check out"
-                " the same commit, without changes, on all machines"
-            )
-        else:
+        if version != other.versions[name]:
             yield (
                 f"{name} is {version} on {host.name} and {other.versions[name]} on {first.name};"
                 " install the same on all machines"
@@ -268,11 +255,6 @@ def _check_place(host: Host, machine: Machine, directory: Path, where: Layout) -
             f"{host.name} does not see this machine's {directory}; put --output-dir on a file"
             " system that all machines share, at the same path"
         )
-    elif machine.disk_bytes < DISK_BYTES:
-        yield (
-            f"{directory} has {machine.disk_bytes / 2**20:.0f} MiB free on {host.name}; make room,"
-            " or choose another --output-dir"
-        )
     if not machine.reaches:
         yield (
             f"{host.name} can't reach port {where.port} of {where.address}; check that the name is"
@@ -292,12 +274,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--first", action="store_true")
     args = parser.parse_args(argv)
-    directory = args.mark.parent if args.mark.parent.is_dir() else Path.cwd()
     packages = {name: _package_version(name) for name in PACKAGES}
     with ExitStack() as held:
         machine = Machine(
-            versions={"Python": platform.python_version(), **packages, "code": _code_hash()},
-            disk_bytes=shutil.disk_usage(directory).free,
+            versions={"Python": platform.python_version(), **packages, CODE: _code_hash()},
             gpus=query_gpus(),
             shared=args.mark.is_file(),
             reaches=args.first or _reaches(args.address, args.port),
@@ -313,12 +293,12 @@ def _code_hash() -> str:
     """SHA-256 of the code of this repository."""
     digest = hashlib.sha256()
     files = [ROOT / "train.py"]
-    for package in CODE:
+    for package in OWN_PACKAGES:
         files += [file for file in (ROOT / package).rglob("*") if file.suffix in (".py", ".jinja")]
     for file in sorted(files):
         digest.update(str(file.relative_to(ROOT)).encode() + b"\0")
         digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+    return digest.hexdigest()[:12]
 
 
 def _package_version(name: str) -> str:

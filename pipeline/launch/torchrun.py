@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         _kill_children()
         return EXIT_INTERRUPTED
     except (RendezvousError, DistError) as error:
-        complain(f"error: the nodes could not meet{_place(options)}: {_reason(error)}")
+        complain(f"error: the nodes could not meet {_reason(options, error)}")
         return EXIT_USER_ERROR
     return 0
 
@@ -126,21 +126,16 @@ def own_address(other: str) -> str | None:
     return None
 
 
-def _place(options: argparse.Namespace) -> str:
-    if options.standalone:
-        return ""
+def _reason(options: argparse.Namespace, error: Exception) -> str:
+    place = f"at --master-addr {options.master_addr} --master-port {options.master_port}"
     if options.rdzv_endpoint:
-        return f" at --rdzv-endpoint {options.rdzv_endpoint}"
-    return f" at --master-addr {options.master_addr} --master-port {options.master_port}"
-
-
-def _reason(error: Exception) -> str:
+        place = f"at --rdzv-endpoint {options.rdzv_endpoint}"
     message = str(error).partition("\n")[0].rstrip(". ")
     if "EADDRINUSE" in message or "address already in use" in message:
-        return "that port is taken by another program; choose another"
+        return f"{place}: that port is taken by another program; choose another"
     return (
-        f"{message}; every node needs the same address, of the first one, a port that is free there"
-        " and reachable, and a different --node-rank"
+        f"{place}: {message}; every node needs the same address, of the first one, a port that is"
+        " free there and reachable, and a different --node-rank"
     )
 
 

@@ -189,7 +189,7 @@ class StagedForwardPasses(ForwardPasses):
         self._waiting[number] = Waiting(output, received, tied)
         if stage.is_last:
             return [output.detach()]
-        self._transfers.send(output, stage.number + 1, "hidden states", number)
+        self._transfers.send(output, stage.number + 1, "hidden states")
         return []
 
     def _follow(self) -> None:
@@ -199,7 +199,7 @@ class StagedForwardPasses(ForwardPasses):
             return
         self._followed = updates
         if stage.tied is not None:
-            self._transfers.send(stage.tied, stage.count - 1, "tied weights", updates)
+            self._transfers.send(stage.tied, stage.count - 1, "tied weights")
             self._transfers.settle()
         if stage.borrowed is not None:
             self._transfers.receive(stage.borrowed.detach(), 0, "tied weights", updates)
@@ -276,7 +276,7 @@ class StagedPasses(StagedForwardPasses, Passes):
         stage, waiting = self._stage, self._waiting.pop(number)
         if stage.is_last:
             self.engine.backward(waiting.output / divisor)
-            self._send_tied(number)
+            self._send_tied()
         else:
             roots, gradients = [waiting.output], [torch.empty_like(waiting.output)]
             self._transfers.receive(gradients[0], stage.number + 1, "gradients", number)
@@ -289,16 +289,16 @@ class StagedPasses(StagedForwardPasses, Passes):
         if waiting.received is not None:
             gradient = waiting.received.grad
             gradient = torch.zeros_like(waiting.received) if gradient is None else gradient
-            self._transfers.send(gradient, stage.number - 1, "gradients", number)
+            self._transfers.send(gradient, stage.number - 1, "gradients")
 
-    def _send_tied(self, number: int) -> None:
+    def _send_tied(self) -> None:
         """Send the first stage what this micro-batch found for the weight it has."""
         borrowed = self._stage.borrowed
         if borrowed is None or not borrowed.requires_grad:
             return
         gradient, borrowed.grad = borrowed.grad, None
         gradient = torch.zeros_like(borrowed) if gradient is None else gradient
-        self._transfers.send(gradient, 0, "tied gradients", number)
+        self._transfers.send(gradient, 0, "tied gradients")
 
 
 class Own(NamedTuple):

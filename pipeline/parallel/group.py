@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.parallel.device import local_device
@@ -119,17 +119,6 @@ class Group:
         with HERE.waiting(self.others):
             dist.all_to_all_single(received, own, group=self.process_group)
         return received
-
-    def gather_rows(self, values: Sequence[int | float]) -> Float64[Tensor, "ranks values"]:
-        """The numbers of each process, as many of each, in rank order, on every process's host."""
-        own = torch.tensor([values], dtype=torch.float64, device=local_device())
-        if self.process_group is None:
-            return own
-        rows = own.new_empty(self.size, len(values))
-        self._enter_collective("all_gather", "a few numbers", rows.nbytes)
-        with HERE.waiting(self.others):
-            all_gather(rows.view(-1), own.view(-1), self.process_group).wait()
-        return rows.cpu()
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
         """Broadcast `tensor` of the process of rank `source`, in place."""

@@ -52,12 +52,6 @@ class Mesh:
         return self.world.rank == 0
 
     @property
-    def in_step(self) -> range:
-        """Ranks that enter the same collectives as this process: all, or those of its stage."""
-        size = self.world.size // self.stages.size
-        return range(self.stages.rank * size, (self.stages.rank + 1) * size)
-
-    @property
     def local_size(self) -> int:
         """Number of processes on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))

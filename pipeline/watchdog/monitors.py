@@ -54,7 +54,7 @@ class Stragglers:
         self.begin_step()
 
     def _compare(self, first_step: int) -> None:
-        rows = self._world.gather_rows(self._seconds)
+        rows = torch.tensor(self._world.gather_objects(self._seconds), dtype=torch.float64)
         slow = {
             first + each: factor
             for first in range(0, len(rows), self._alike)

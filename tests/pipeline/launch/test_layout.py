@@ -12,10 +12,7 @@ from pipeline.launch.layout import (
     read_hostfile,
     select_hosts,
 )
-from pipeline.launch.local import (
-    count_gpus,
-    passed_on,
-)
+from pipeline.launch.local import list_gpus, passed_on
 from pipeline.system.errors import ConfigError
 
 TWO = [Host(f"worker-{n}", (0, 1, 2, 3), f"hosts:{n + 1}") for n in range(2)]
@@ -27,7 +24,6 @@ SLURM = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "a[1-3]", "SLURM_GPUS_ON_NOD
 def _two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("DS_ENV_FILE", raising=False)
 
 
 def test_a_file_names_hosts_with_slots(tmp_path: Path) -> None:
@@ -138,7 +134,7 @@ def test_gpus_are_counted_as_the_driver_lists_them(
     tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: a)'\necho 'GPU 1: H200 (UUID: b)'\n")
     tool.chmod(0o755)
 
-    assert count_gpus() == 2
+    assert list_gpus() == ["0", "1"]
 
 
 def test_variables_of_libraries_are_passed_on_and_nothing_else() -> None:
@@ -166,4 +162,4 @@ def test_variables_of_libraries_are_passed_on_and_nothing_else() -> None:
         "SSH_AUTH_SOCK": "s",
     }
 
-    assert passed_on({**listed, **own}, None) == listed
+    assert passed_on({**listed, **own}) == listed

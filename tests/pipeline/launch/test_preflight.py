@@ -54,9 +54,11 @@ def test_a_machine_that_cant_be_reached_is_named_with_the_command_to_try(
     ("line", "named"),
     [
         ("machine['versions']['torch'] = '1.0'", "torch is 1.0 on worker-1"),
-        ("machine['versions']['code'] = 'x'", "the code of this repository on worker-1"),
+        (
+            "machine['versions']['the code of this repository'] = 'x'",
+            "the code of this repository is x on worker-1",
+        ),
         ("machine['shared'] = False", "worker-1 does not see this machine's"),
-        ("machine['disk_bytes'] = 2**20", "has 1 MiB free on worker-1"),
         ("machine['reaches'] = False", "worker-1 can't reach port"),
         ("machine['gpus'] = [('x', 9, 9)]", "GPU 0 of worker-1"),
     ],

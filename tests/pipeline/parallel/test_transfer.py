@@ -87,7 +87,7 @@ def exchanged() -> list[list[float]]:
     transfers, other = Transfers(stages), 1 - stages.rank
     for number, what in enumerate(WHATS):
         tensor = torch.full((3,), 10.0 * stages.rank + number)
-        transfers.send(tensor, other, what, micro_batch=number)
+        transfers.send(tensor, other, what)
     found = [
         transfers.receive(torch.empty(3), other, what, micro_batch=number).tolist()
         for number, what in reversed(list(enumerate(WHATS)))
