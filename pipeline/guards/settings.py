@@ -1,6 +1,6 @@
 """Settings of a guard: a signal, its limit, and the action for a run that is beyond it.
 
-Each step has a subclass with its own signals, and a list of usual guards (docs/guards.md).
+Each step has a subclass with its signals, and a list of usual guards (docs/guards.md).
 """
 
 import math
@@ -65,9 +65,9 @@ G = TypeVar("G", bound=Guard)
 
 
 def words(usual: Sequence[tuple[str, float, int]]) -> dict[str, list[dict[str, Any]]]:
-    """The lists of guards of the words `warn`, `strict` and `none`, from signals, limits, windows.
+    """The guards of the words `warn`, `strict` and `none`, given signals, limits and windows.
 
-    Under `strict` guards with a window of one check only warn.
+    Under `strict` those with a window of one check only warn.
     """
     actions = {"warn": ("warn", "warn"), "strict": ("warn", "rollback"), "none": ("none", "none")}
     return {
@@ -113,9 +113,8 @@ def check_guards(
             f"{section}.guards: {guard.signal} can't be measured without"
             f" {lacking.get(guard.signal)}",
         )
-    for guard in [guard for guard in guards if guard.acts][:1]:
         require(
-            every is not None and every.steps is not None,
+            not guard.acts or (every is not None and every.steps is not None),
             f"{section}.guards: {guard.signal} with action {guard.action} goes back to a checkpoint"
             f" that must not depend on the clock; set save_every to a number of {unit}, such as 5",
         )
