@@ -52,7 +52,7 @@ class Signals:
         raise NotImplementedError
 
     def sentence_of(
-        self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
+        self, guard: Guard, metrics: Mapping[str, Any], first: Metrics, history: Sequence[Metrics]
     ) -> str:
         """What is wrong, and what may help; `history` are the last checks of a trend."""
         del history
