@@ -32,6 +32,8 @@ _GIVEN = {
 }
 """Parameters by form, without TRL's columns."""
 
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
 _TRAINERS_OWN = {
     *("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments"),
     *("log_extra", "log_metric"),
@@ -139,17 +141,12 @@ def _described(
 
 
 def _used_by(node: ast.stmt, tree: ast.Module) -> list[ast.stmt]:
-    """A function and the definitions of its file that it uses, by name."""
-    defined: dict[str, ast.stmt] = {}
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            defined[statement.name] = statement
-        elif isinstance(statement, ast.Assign):
-            defined |= {n.id: statement for n in statement.targets if isinstance(n, ast.Name)}
+    """A function and the functions and classes of its file that it uses, by name."""
+    named = {each.name: each for each in tree.body if isinstance(each, _DEFINITIONS)}
     used = [node]
     for statement in used:  # grows during the loop
         names = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name)}
-        used += [defined[name] for name in names & defined.keys() if defined[name] not in used]
+        used += [named[name] for name in names & named.keys() if named[name] not in used]
     return used
 
 

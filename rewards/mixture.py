@@ -1,7 +1,7 @@
 """The rewards of a run: several sources, scored by worker processes, and their weighted sum."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -241,8 +241,3 @@ def without_failures(sources: Sequence[Scored], weights: Sequence[float]) -> lis
         [None if has_failed(row) else value for row, value in enumerate(each.values)]
         for each in sources
     ]
-
-
-def _groups(values: Values, group_size: int) -> Iterator[Values]:
-    for first in range(0, len(values), group_size):
-        yield values[first : first + group_size]

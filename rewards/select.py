@@ -135,29 +135,22 @@ class Candidate:
     """Whether it ended by itself. One that was cut off is never chosen: training would teach its
     end."""
 
-    @property
-    def may_be_chosen(self) -> bool:
-        """Whether it is whole, has a text and a reward."""
-        return self.reward is not None and self.stopped and bool(self.text.strip())
 
+def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, Candidate | None]:
+    """The answers of the highest and of the lowest reward, the first of equal ones.
 
-def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The answer of the highest reward, the first of equal ones; None where none may be chosen."""
-    chosen = [each for each in candidates if each.may_be_chosen]
-    return max(chosen, key=_reward, default=None)
-
-
-def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate, Candidate] | None:
-    """The best answer and the one of the lowest reward, the first of equal ones.
-
-    None where none may be chosen, or where the two are equal, in reward or in text.
+    None for the best if none may be chosen, and for the worst if it equals the best in reward or
+    text.
     """
-    better = best(candidates)
-    known = [each for each in candidates if each.reward is not None and each.text.strip()]
-    worse = min(known, key=_reward, default=None)
-    if better is None or worse is None or _reward(better) <= _reward(worse):
-        return None
-    return None if better.text == worse.text else (better, worse)
+    known = [
+        (each.reward, each) for each in candidates if each.reward is not None and each.text.strip()
+    ]
+    chosen = [pair for pair in known if pair[1].stopped]
+    if not chosen:
+        return None, None
+    reward, best = max(chosen, key=lambda pair: pair[0])
+    least, worst = min(known, key=lambda pair: pair[0])
+    return best, worst if least < reward and worst.text != best.text else None
 
 
 def select(
@@ -168,35 +161,28 @@ def select(
     """The rows to write, and the number of prompts that give none, by reason."""
     rows: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
-    for example, of_prompt in zip(examples, candidates, strict=True):
-        chosen = best(of_prompt)
-        if chosen is None or chosen.reward is None:
+    for example, answers in zip(examples, candidates, strict=True):
+        best, worst = best_and_worst(answers)
+        prompt = [_turn(message) for message in example.prompt]
+        if best is None or best.reward is None:
             left_out["no answer to choose"] += 1
-        elif config.min_reward is not None and chosen.reward < config.min_reward:
+        elif config.min_reward is not None and best.reward < config.min_reward:
             left_out["a low reward"] += 1
         elif config.write == "demonstrations":
-            rows.append(demonstration(example.prompt, chosen))
-        elif (both := best_and_worst(of_prompt)) is not None:
-            rows.append(pair(example.prompt, *both))
-        else:
+            rows.append({"messages": [*prompt, _answer(best)], "reward": best.reward})
+        elif worst is None:
             left_out["no answer of less reward"] += 1
+        else:  # without a margin, which rewards have no unit for
+            rows.append(
+                {
+                    "prompt": prompt,
+                    "chosen": [_answer(best)],
+                    "rejected": [_answer(worst)],
+                    "reward_chosen": best.reward,
+                    "reward_rejected": worst.reward,
+                }
+            )
     return rows, left_out
-
-
-def demonstration(prompt: Sequence[Message], chosen: Candidate) -> dict[str, Any]:
-    """A row that step 1 learns from."""
-    return {"messages": [*map(_turn, prompt), _answer(chosen)], "reward": chosen.reward}
-
-
-def pair(prompt: Sequence[Message], better: Candidate, worse: Candidate) -> dict[str, Any]:
-    """A row that step 2 learns from; without a margin, which rewards have no unit for."""
-    return {
-        "prompt": [*map(_turn, prompt)],
-        "chosen": [_answer(better)],
-        "rejected": [_answer(worse)],
-        "reward_chosen": better.reward,
-        "reward_rejected": worse.reward,
-    }
 
 
 def _turn(message: Message) -> dict[str, Any]:
@@ -206,11 +192,6 @@ def _turn(message: Message) -> dict[str, Any]:
 
 def _answer(candidate: Candidate) -> dict[str, Any]:
     return {"role": "assistant", "content": candidate.text}
-
-
-def _reward(candidate: Candidate) -> float:
-    assert candidate.reward is not None
-    return candidate.reward
 
 
 def summary(

@@ -113,23 +113,6 @@ def test_a_worker_that_dies_or_spins_is_replaced() -> None:
     assert scored == Scored([None, None, 1.0, None, 1.0], [died, late, None, died, None])
 
 
-def check_memory(count: int, seconds: float) -> None:
-    with Rewards([function("by_text")], timeout_seconds=seconds) as rewards:
-        supervisor = descendants()[0]
-        rewards.submit(episodes(*["hang"] * 4))
-        rewards.results()
-        before = supervisor.memory_info().rss
-        rewards.submit(episodes(*["hang"] * count))
-        scored = rewards.results()["by_text"]
-        after = supervisor.memory_info().rss
-        num_processes = len(descendants())
-
-    assert scored.num_failed == count
-    assert num_processes == 3
-    assert after - before < 2_000_000
-    assert not descendants()
-
-
 def test_what_a_killed_call_had_started_ends_with_it() -> None:
     mark = f"mark-{os.getpid()}"
 

@@ -1,6 +1,7 @@
 """Best answers as data to learn from."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from pipeline.data.rows.reading import Wanted, read_paths
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
-from rewards.select import Candidate, best, main
+from rewards.select import Candidate, best_and_worst, main
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
@@ -21,10 +22,12 @@ def candidates(*rewards: float | None) -> list[Candidate]:
 
 
 def test_the_first_of_the_best_is_chosen_and_an_unknown_reward_is_no_0() -> None:
-    chosen = best(candidates(None, -2.0, -1.0, -1.0))
+    best, worst = best_and_worst(candidates(None, -2.0, -1.0, -1.0))
 
-    assert chosen == Candidate("answer 2", -1.0)
-    assert best(candidates(None, None)) is None
+    assert (best, worst) == (Candidate("answer 2", -1.0), Candidate("answer 1", -2.0))
+    assert best_and_worst(candidates(None, None)) == (None, None)
+    cut, *others = candidates(3.0, 1.0, 1.0)
+    assert best_and_worst([replace(cut, stopped=False), *others]) == (others[0], None)
 
 
 @pytest.fixture
