@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.settings import SamplingOptions
-from pipeline.cli.options import joined, read_command, run_main
+from pipeline.cli.options import read_command, run_main
 from pipeline.report.results import find_model
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
@@ -82,7 +82,6 @@ def main(argv: Sequence[str]) -> None:
         " [--SETTING VALUE ...]",
         about="Answer a file of prompts: docs/report.md.",
         aliases={"slots": "batch_size"},
-        gather=joined("stop"),
     )
 
     from inference.responses import Responder, read_prompts, write_responses

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.cli.options import joined, read_command, run_main, say
+from pipeline.cli.options import read_command, run_main, say
 from pipeline.data.rows.reading import Wanted
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row, read_source
@@ -53,7 +53,6 @@ def main(argv: Sequence[str]) -> None:
         argv,
         usage=f"{MODULE} rewards --reward SOURCE ... --data-path FILE [--SETTING VALUE ...]",
         about="Score the responses that rows have, without a model, and print how the sources did.",
-        gather=joined("reward"),
     )
     configs = read_specs(config.reward)
     kept = row_columns(read_sources(configs))  # which checks them before the rows are read

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.cli.options import joined, read_command, run_main, say
+from pipeline.cli.options import read_command, run_main, say
 from pipeline.data.examples import Example, Message
 from pipeline.files.durable import check_output, json_lines, write_output
 from pipeline.system.errors import DataError, require
@@ -87,7 +87,6 @@ def main(argv: Sequence[str]) -> None:
         " [--SETTING VALUE ...]",
         about="Sample answers, score them, and write the best as data to learn from.",
         aliases=ALIASES,
-        gather=joined("reward"),
     )
     check_output(config.output, option="--output")
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.cli.options import joined, read_command, run_main
+from pipeline.cli.options import read_command, run_main
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
@@ -62,7 +62,6 @@ def main(argv: Sequence[str]) -> None:
         usage=f"{MODULE} step2_reward.evaluate --path DIR [--prompt TEXT --answer TEXT [TEXT ...]]",
         about="Scores of answers; without any, of three examples. step2_reward.lab scores files.",
         aliases={"model_name_or_path": "path"},  # DeepSpeed-Chat's
-        gather=joined("answer"),
     )
     from inference.text import printable
     from pipeline.data.examples import Message

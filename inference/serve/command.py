@@ -6,7 +6,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from inference.serve.config import ServeConfig, read_keys
-from pipeline.cli.options import joined, read_command, remark, say
+from pipeline.cli.options import read_command, remark, say
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import MODULE
 from pipeline.system.logs import configure_logging
@@ -33,7 +33,6 @@ def main(argv: Sequence[str]) -> None:
         ),
         about="Serve models to OpenAI's clients, with a page to chat, compare and rate:"
         " docs/serving.md.",
-        gather=joined("path", "api_key", "cors"),
     )
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:

@@ -279,9 +279,10 @@ def read_command(
     usage: str | Sequence[str],
     about: str,
     aliases: Mapping[str, str] | None = None,
-    gather: Callable[[Sequence[Option]], list[Option]] = list,
 ) -> C:
-    """The settings that a command line says; `--help` prints and exits with code 0.
+    """The settings of a command line; `--help` prints and exits with code 0.
+
+    A list may be given as one option with several words, or as several options.
 
     Args:
         config_class: a frozen dataclass.
@@ -290,29 +291,34 @@ def read_command(
             these first.
         about: what it does, in a sentence.
         aliases: other names of settings.
-        gather: makes one option of several, where one may be given more than once: `joined`.
 
     Raises:
-        ConfigError: an unknown setting, a wrong type or value; it names the option as it was typed.
+        ConfigError: an unknown setting, a wrong type or value; it names the option.
     """
     given = split_options(argv)
     if any(name == "help" for name, _ in given):
         say(_help(config_class, usage, about))
         raise SystemExit(0)
-    other = aliases or {}
-    options = [(other.get(name, name), words) for name, words in given]
-    typed = {name: word for (name, _), word in zip(options, _typed(argv), strict=True)}
+    options: dict[str, list[str]] = {}
+    repeated: set[str] = set()
+    for typed, words in given:
+        name = (aliases or {}).get(typed, typed)
+        repeated |= {name} & options.keys()
+        options.setdefault(name, []).extend(words)
     known = list(list_settings(config_class))
     names = {each.name for each in known}
-    for name, _ in options:
+    for name in options:
         if name.partition(".")[0] not in names:
-            close = " or ".join(map(as_option, did_you_mean(known, name)))
+            close = " or ".join(map(_as_option, did_you_mean(known, name)))
             hint = f"did you mean {close}?" if close else "--help lists the options"
-            raise ConfigError(f"there is no option {typed[name]}; {hint}")
+            raise ConfigError(f"there is no option {_as_option(name)}; {hint}")
+    texts = {name: [json.dumps(options[name])] for name in repeated}
     try:
-        return build_config(config_class, [], gather(options))
+        return build_config(config_class, [], list((options | texts).items()))
     except ConfigError as error:
-        raise ConfigError(_with_option(str(error), names, typed)) from None
+        name, _, rest = str(error).partition(" ")
+        setting = name.removeprefix("--")
+        raise ConfigError(f"{_as_option(setting) if setting in names else name} {rest}") from None
 
 
 def read_files_command(
@@ -328,23 +334,6 @@ def read_files_command(
     if not count:
         raise ConfigError(f"a file is missing: {usage}")
     return list(argv[:count]), config
-
-
-def joined(*names: str) -> Callable[[Sequence[Option]], list[Option]]:
-    """For `gather`: an option of one of these names may be given once for all words, or for each.
-
-    Its words are one list, in the order of the command line.
-    """
-
-    def gather(options: Sequence[Option]) -> list[Option]:
-        found = [option for option in options if option[0] not in names]
-        for name in names:
-            words = [word for each, several in options if each == name for word in several]
-            if words:
-                found.append((name, [json.dumps(words)]))
-        return found
-
-    return gather
 
 
 def choose_command(
@@ -366,22 +355,9 @@ def choose_command(
     return commands[name], words
 
 
-def as_option(name: str) -> str:
-    """How an option is spelled: --best-of of `best_of`."""
+def _as_option(name: str) -> str:
+    """The spelling of an option: --best-of for `best_of`."""
     return f"--{name.replace('_', '-')}"
-
-
-def _typed(argv: Sequence[str]) -> list[str]:
-    return [word.partition("=")[0] for word in argv if word == "-h" or word.startswith("--")]
-
-
-def _with_option(sentence: str, names: set[str], typed: Mapping[str, str]) -> str:
-    """The sentence with its first word, where that is a setting, as the option that was typed."""
-    found = re.match(r"(?:--)?([A-Za-z][\w.-]*)", sentence)
-    name = found[1].replace("-", "_") if found else ""
-    if found is None or name not in names:
-        return sentence
-    return typed.get(name, as_option(name)) + sentence[found.end() :]
 
 
 def _help(config_class: type, usage: str | Sequence[str], about: str) -> str:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from pipeline.cli.options import joined, read_command
+from pipeline.cli.options import read_command
 from pipeline.system.errors import ConfigError, require
 
 
@@ -34,8 +34,11 @@ def read(*argv: str) -> Settings:
         usage=("python -m x --write one", "python -m x"),
         about="Do it.",
         aliases={"out": "output"},
-        gather=joined("stop"),
     )
+
+
+def test_a_list_may_be_one_option_or_several() -> None:
+    assert read("--stop", "a", "b").stop == read("--stop", "a", "--stop", "b").stop == ("a", "b")
 
 
 def test_dashes_underscores_and_aliases_are_the_same_setting() -> None:
@@ -47,16 +50,16 @@ def test_dashes_underscores_and_aliases_are_the_same_setting() -> None:
     ("words", "sentence"),
     [
         ("--best-of x", "--best-of must be a whole number, got x"),
-        ("--best_of x", "--best_of must be a whole number, got x"),
+        ("--best_of x", "--best-of must be a whole number, got x"),
         ("--best-of 1", "--best-of must be 2 or more, got 1"),
         ("--best-of 2 3", "--best-of takes one value, got 2: 2 3"),
         ("--write three", "--write must be one of"),
         ("--best-off 2", "there is no option --best-off; did you mean --best-of?"),
-        ("--out a b", "--out takes one value, got 2: a b"),
+        ("--out a b", "--output takes one value, got 2: a b"),
         ("--nonsense", "there is no option --nonsense; --help lists the options"),
     ],
 )
-def test_a_sentence_names_the_option_as_it_was_typed(words: str, sentence: str) -> None:
+def test_a_sentence_names_the_option(words: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(*words.split())
     assert str(error.value).startswith(sentence)
