@@ -113,9 +113,8 @@ def show(options: argparse.Namespace) -> None:
         say(f"{file} of {file.dtype.itemsize} bytes")
         if (origin := file.origin) is not None:
             say(
-                f"  tokenizer {origin.tokenizer}, SHA-256 {origin.tokenizer_hash[:16]}, vocabulary"
-                f" {origin.vocabulary:,}, eos {origin.eos}\n"
-                f"  {origin.sources:,} source files, {origin.bad_rows:,} bad rows skipped"
+                f"  tokenizer {origin.tokenizer}, SHA-256 {origin.tokenizer_hash[:16]},"
+                f" {origin.bad_rows:,} bad rows skipped"
             )
 
 

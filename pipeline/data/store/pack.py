@@ -179,11 +179,7 @@ def _join(pieces: Sequence[Piece], vocabulary: Vocabulary, out: Path, bad_rows: 
                 documents += len(content["lengths"])
         if not documents:
             raise DataError(f"no row of {pieces[0].source} or any other file has a text")
-        sources = len({piece.source for piece in pieces})
-        origin = Origin(
-            vocabulary.name, vocabulary.hash, vocabulary.size, vocabulary.eos, sources, bad_rows
-        )
-        return writer.finish(origin)
+        return writer.finish(Origin(vocabulary.name, vocabulary.hash, bad_rows))
 
 
 Summary = tuple[int, list[tuple[int, str]]]

@@ -7,7 +7,7 @@ X.bin holds the tokens, X.idx the position of the documents:
     | first sequence of each document i64 each, and the number of sequences
 
 Source: `IndexedDataset` of Megatron-Core; modes, which may follow, are ignored. Files written here
-also have X.json (tokenizer and sources) and X.sha256 (checksums, as `sha256sum` writes them).
+also have X.json (the tokenizer) and X.sha256 (checksums, as `sha256sum` writes them).
 
 X.pbin is read without executing its pickle:
 
@@ -84,22 +84,13 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabulary
 
 @dataclass(frozen=True)
 class Origin:
-    """Tokenizer and sources of a token file, the content of X.json."""
+    """Tokenizer of a token file, the content of X.json."""
 
     tokenizer: str
     """Name or directory of the tokenizer."""
 
     tokenizer_hash: str
     """SHA-256 of the tokenizer's definition, hexadecimal."""
-
-    vocabulary: int
-    """Every id is below this number."""
-
-    eos: int
-    """The id that ends every document."""
-
-    sources: int
-    """Number of source files."""
 
     bad_rows: int = 0
     """Rows that were skipped."""

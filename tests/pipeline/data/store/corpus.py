@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from pipeline.data.store.token_file import Origin, TokenFile, TokenWriter, Vocabulary, token_type
 
 EOS = 256
-ORIGIN = Origin("bytes", "ab" * 32, vocabulary=300, eos=EOS, sources=1)
+ORIGIN = Origin("bytes", "ab" * 32)
 
 
 def byte_vocabulary() -> Vocabulary:

@@ -147,5 +147,5 @@ def test_pack_and_show_use_the_tokenizer_of_a_directory(
 
     printed = capsys.readouterr().out
     assert "c.tokens: 1 documents" in printed
-    assert "vocabulary" in printed
+    assert "SHA-256" in printed
     assert "sun and moon" in printed
