@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeline.cli.options import read_command, run_main, say
-from pipeline.data.rows.reading import Wanted
-from pipeline.data.rows.shapes import read_row
+from pipeline.data.rows.shapes import check_columns, read_row
 from pipeline.data.rows.sources import Row, read_source
 from pipeline.system.errors import EXIT_FAILED, DataError, require
 from pipeline.system.installation import MODULE
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     kept = row_columns(read_sources(configs))  # which checks them before the rows are read
     column = next((each.reads_column for each in configs if each.reads_column is not None), None)
     rows = read_source(config.data_path).train[: config.limit]
-    Wanted(config.fields, kept).check({name for row in rows for name in row.columns})
+    check_columns({name for row in rows for name in row.columns}, config.fields, kept)
     responses = [(row, _read_response(row, config, column)) for row in rows]
     origins = [row.origin for row, episode in responses if episode is not None]
     episodes = [episode for _, episode in responses if episode is not None]

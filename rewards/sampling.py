@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns
 from pipeline.data.examples import Example
-from pipeline.data.rows.reading import Wanted, read_paths
+from pipeline.data.rows.reading import read_paths
 from pipeline.data.sharing.steps import load_examples
 from pipeline.system.errors import DataError, require
 from pipeline.system.logs import Progress
@@ -99,8 +99,7 @@ def read_prompts(
         examples = parts.eval if held_out else parts.train
     else:
         notes: list[str] = []
-        wanted = Wanted(config.fields, columns)
-        (rows,) = read_paths((config.prompts,), wanted, step=3, notes=notes)
+        (rows,) = read_paths((config.prompts,), config.fields, columns, step=3, notes=notes)
         for note in notes:
             logger.info("%s", note)
         chosen = (rows.eval or rows.train) if held_out else rows.train

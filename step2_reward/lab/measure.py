@@ -17,7 +17,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.named import named_set
-from pipeline.data.rows.shapes import check_fields, read_row
+from pipeline.data.rows.shapes import check_columns, read_row
 from pipeline.data.rows.sources import read_source
 from pipeline.data.sharing.steps import embedded_examples
 from pipeline.demo.task import verify
@@ -402,7 +402,7 @@ def read_examples(config: LabConfig) -> list[Example]:
     source = read_source(config.data_path, step=2)
     rows = source.eval or source.train
     if config.fields:
-        check_fields(config.fields, {name for row in rows for name in row.columns})
+        check_columns({name for row in rows for name in row.columns}, config.fields)
     known = None if config.fields else named_set(source.name)
     kept = RowColumns(labels=True)
     found = [known.read(row) if known else read_row(row, config.fields, kept=kept) for row in rows]

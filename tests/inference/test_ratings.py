@@ -19,8 +19,9 @@ from inference.ratings import (
     read_ratings,
     standing_ratings,
 )
+from pipeline.config import RowColumns
 from pipeline.data.examples import Message
-from pipeline.data.rows.reading import Wanted, read_paths
+from pipeline.data.rows.reading import read_paths
 
 ROOT = Path(__file__).parent.parent.parent
 QUESTION = {"role": "user", "content": "Q"}
@@ -93,7 +94,7 @@ def test_steps_read_the_file_as_it_is(tmp_path: Path) -> None:
     RatingsFile(path).undo(gone, "anna")
     notes: list[str] = []
 
-    (read,) = read_paths([str(path)], Wanted({}), step=2, notes=notes)
+    (read,) = read_paths([str(path)], {}, RowColumns(), step=2, notes=notes)
 
     prompt = (Message("user", "Q"),)
     found = [(each.prompt, each.chosen, each.rejected, each.margin) for each in read.train]
@@ -172,5 +173,5 @@ def test_the_commands_write_what_steps_read(
     # Ratings of one millisecond have no order.
     chosen = [json.loads(line)["chosen"] for line in out.read_text().splitlines()]
     assert sorted(chosen) == ["a longer one", "short"]
-    (read,) = read_paths([str(out)], Wanted({}), step=2, notes=[])
+    (read,) = read_paths([str(out)], {}, RowColumns(), step=2, notes=[])
     assert len(read.train) == 2

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import RowColumns
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.reading import Wanted, read_paths
+from pipeline.data.rows.reading import read_paths
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
@@ -64,7 +65,7 @@ def selected(prompts: Path, *words: str) -> list[dict[str, Any]]:
 
 def read_by(step: int, path: Path) -> list[Example]:
     """The rows as a step reads them."""
-    (rows,) = read_paths((str(path),), Wanted({}), step=step, notes=[])
+    (rows,) = read_paths((str(path),), {}, RowColumns(), step=step, notes=[])
     return rows.train
 
 

@@ -1,13 +1,13 @@
 """From data paths to examples: each path's rows read once, with a report of what was not used."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pipeline.config import RowColumns
 from pipeline.data.examples import Example
 from pipeline.data.rows.columns import NO_ANSWER, names
 from pipeline.data.rows.named import named_set
-from pipeline.data.rows.shapes import Reading, check_fields, read_row, standing
+from pipeline.data.rows.shapes import Reading, check_columns, read_row, standing
 from pipeline.data.rows.sources import Row, Source, read_source
 from pipeline.system.errors import DataError
 
@@ -24,57 +24,47 @@ class ReadPath:
     eval: list[Example]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which columns of the rows are read, beside those of the usual names."""
-
-    fields: Mapping[str, str]
-    """Our names of columns to the rows'."""
-
-    kept: RowColumns = field(default_factory=RowColumns)
-    """Columns that examples have as `extra` too."""
-
-    def check(self, columns: Collection[str]) -> None:
-        """Raise DataError for a name that none of the rows' columns has."""
-        if self.fields:
-            check_fields(self.fields, columns)
-        for name in sorted(self.kept.needed):
-            if name not in columns:
-                raise DataError(
-                    f"no row has the column {name}, which a reward reads; there are"
-                    f" {names(columns)}: name another one as the reward's column"
-                )
-
-
 def read_paths(
-    paths: Sequence[str], wanted: Wanted, *, step: int, notes: list[str]
+    paths: Sequence[str],
+    fields: Mapping[str, str],
+    kept: RowColumns,
+    *,
+    step: int,
+    notes: list[str],
 ) -> list[ReadPath]:
-    """Read the examples of each path; `notes` receives what was left out, and why.
+    """Read the examples of each path.
+
+    Args:
+        paths: data paths.
+        fields: our names of columns to the rows'.
+        kept: columns that examples also have as `extra`.
+        step: number of the step that reads them.
+        notes: receives what was left out, and why.
 
     Raises:
-        DataError: a path, a row or a name in `wanted` can't be used.
+        DataError: a path, a row or a column can't be used.
     """
     sources = [read_source(path, step=step) for path in paths]
-    if wanted.fields or wanted.kept.needed:
+    if fields or kept.needed:
         rows = (row for source in sources for row in (*source.train, *source.eval))
-        wanted.check({name for row in rows for name in row.columns})
+        check_columns({name for row in rows for name in row.columns}, fields, kept)
     read: list[ReadPath] = []
     for count, source in enumerate(sources, start=1):
         again = any(source.name == other.name for other in sources[: count - 1])
         name = f"{source.name} (path {count})" if again else source.name
         if source.splits:
             notes.append(f"{name}: step {step} reads the split {source.splits}")
-        train, held_out, remarks = _convert(source, wanted, step)
+        train, held_out, remarks = _convert(source, fields, kept, step)
         notes += [f"{name}: {remark}" for remark in remarks]
         read.append(ReadPath(name, source.weight, train, held_out))
     return read
 
 
 def _convert(
-    source: Source, wanted: Wanted, step: int
+    source: Source, fields: Mapping[str, str], kept: RowColumns, step: int
 ) -> tuple[list[Example], list[Example], list[str]]:
     """Convert the rows of a source; return training and test examples, and notes."""
-    known = None if wanted.fields else named_set(source.name)
+    known = None if fields else named_set(source.name)
     if known is not None and step == 2 and not known.has_rejected:
         raise DataError(
             f"data path {source.name} has no rejected responses, which step 2 needs;"
@@ -84,9 +74,9 @@ def _convert(
 
     def examples(rows: list[Row]) -> list[Example]:
         if known is None:
-            read = [read_row(row, wanted.fields, reading, kept=wanted.kept) for row in rows]
+            read = [read_row(row, fields, reading, kept=kept) for row in rows]
         else:
-            read = [known.read(row, kept=wanted.kept) for row in rows]
+            read = [known.read(row, kept=kept) for row in rows]
             reading.left_out[NO_ANSWER] += read.count(None)
         return [example for example in read if example is not None]
 

@@ -413,8 +413,14 @@ def _unknown_shape(row: Row, columns: Collection[str]) -> str:
     )
 
 
-def check_fields(fields: Mapping[str, str], columns: Collection[str]) -> None:
-    """Raise DataError for a name in `fields` that no shape reads, or a column that no row has."""
+def check_columns(
+    columns: Collection[str], fields: Mapping[str, str], kept: RowColumns | None = None
+) -> None:
+    """Check that rows with these columns have what is read of them.
+
+    Raises:
+        DataError: no shape reads a name in `fields`, or no row has a column that is needed.
+    """
     known = {name for shape in SHAPES for name in shape.reads}
     for ours, theirs in fields.items():
         if ours not in known:
@@ -422,4 +428,10 @@ def check_fields(fields: Mapping[str, str], columns: Collection[str]) -> None:
         if theirs not in columns:
             raise DataError(
                 f"fields: no row has the column {theirs} (for {ours}); there are {names(columns)}"
+            )
+    for name in sorted(kept.needed if kept else ()):
+        if name not in columns:
+            raise DataError(
+                f"no row has the column {name}, which a reward reads; there are"
+                f" {names(columns)}: name another one as the reward's column"
             )

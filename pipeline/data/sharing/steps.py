@@ -15,7 +15,8 @@ from functools import lru_cache
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, StepConfig
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.reading import ReadPath, Wanted, read_paths
+from pipeline.data.rows.reading import ReadPath, read_paths
+from pipeline.data.rows.shapes import check_columns
 from pipeline.data.sharing.prompts import (
     Hashes,
     PromptRecord,
@@ -115,8 +116,7 @@ def load_examples(
     if EMBEDDED in config.path:
         data = _embedded(config, kept, earlier, step=step, seed=seed, share=share)
     else:
-        wanted = Wanted(config.fields, kept)
-        data = _read_and_share(config, wanted, earlier, step=step, share=share)
+        data = _read_and_share(config, kept, earlier, step=step, share=share)
     for note in data.notes:
         logger.info("data for step %d: %s", step, note)
     return data
@@ -182,7 +182,7 @@ def _embedded(
             f"data path {EMBEDDED} is the built-in task and can't be mixed with other data;"
             " give either it or your own paths"
         )
-    Wanted({}, kept).check(["answer"])
+    check_columns(["answer"], {}, kept)
     prompts: list[Example] = []
     train, held_out = embedded_examples(
         step=step, seed=seed, of_steps=share.of_steps if share else None
@@ -371,22 +371,22 @@ class _Sharing:
 
 def _read_and_share(
     config: DataConfig,
-    wanted: Wanted,
+    kept: RowColumns,
     earlier: PromptRecord,
     *,
     step: int,
     share: RowShare | None,
 ) -> StageData:
     notes: list[str] = []
-    labelled = wanted.kept.labels or wanted.kept.known_labels
+    labelled = kept.labels or kept.known_labels
     uses: Mapping[int, RowUse] = {**USES, 2: "labels"} if labelled else USES
     part = share or RowShare(uses[step], (step,))
     sharing = _Sharing(config, step, part, uses, notes)
-    paths = read_paths(config.path, wanted, step=step, notes=notes)
+    paths = read_paths(config.path, config.fields, kept, step=step, notes=notes)
     mixed = sharing.mix(paths)
     train = [row for rows in mixed for row in rows]
     if config.eval_path:
-        given = read_paths(config.eval_path, wanted, step=step, notes=notes)
+        given = read_paths(config.eval_path, config.fields, kept, step=step, notes=notes)
         held_out = [row for path in given for row in path.eval or path.train]
     else:
         held_out = [row for path in paths for row in path.eval]
