@@ -14,10 +14,10 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pipeline.system.errors import DataError
 from pipeline.system.hub import require_reachable
@@ -268,11 +268,9 @@ def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
     if not isinstance(splits, datasets.DatasetDict):
         raise DataError(f"data path {name} has no named splits")
 
-    loaded: Mapping[Any, Iterable[Any]] = splits
-
     def rows(split: str) -> Iterator[Row]:
-        for number, row in enumerate(loaded[split], start=1):
-            yield Row(row, f"{name} {split} row {number}")
+        for number, row in enumerate(splits[split], start=1):
+            yield Row(cast("Mapping[str, Any]", row), f"{name} {split} row {number}")
 
     return {str(split): rows(str(split)) for split in splits}
 
