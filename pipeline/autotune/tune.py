@@ -15,9 +15,9 @@ import shutil
 import signal
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -31,7 +31,7 @@ from pipeline.launch.commands import step_command, step_environment
 from pipeline.launch.layout import Deployment
 from pipeline.launch.local import PLANNED
 from pipeline.plan.inputs import model_paths
-from pipeline.plan.output import AUTOTUNE, MARK
+from pipeline.plan.output import AUTOTUNE, MARK, METRICS
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Request
 from pipeline.plan.stage import METHODS, Stage
@@ -50,27 +50,6 @@ GAIN = 1.03
 
 WARM_UP = 2
 """First optimizer steps, which allocate and compile; they are not measured."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The result of a trial."""
-
-    outcome: Literal["measured", "out of memory", "refused", "failed"]
-
-    speed: float = 0.0
-    """Median of tokens per second over all processes; 0 where nothing was measured."""
-
-    memory_gb: float = 0.0
-    """Memory of the largest process."""
-
-    message: str = ""
-    """The last line of the log, where nothing was measured."""
-
-    def __str__(self) -> str:
-        if self.outcome == "measured":
-            return f"{self.speed:,.0f} tokens/s, {self.memory_gb:.2f} GB"
-        return f"{self.outcome}: {self.message}" if self.message else self.outcome
 
 
 def tune(plan: Plan) -> Plan:
@@ -130,23 +109,33 @@ class _Tuning:
 
     plan: Plan
     stage: Stage
-    trials: list[tuple[Settings, Trial]] = field(default_factory=list[tuple[Settings, Trial]])
+    trials: int = 0
+    first: float = 0.0
+    """Tokens per second of the first trial that was measured."""
 
     def run(self) -> Settings:
         """The settings of the fastest trial."""
         say(f"step {self.stage.number}: {self.stage.name} is tuned")
-        best, speed = self._best_micro_batch({}, 0.0)
+        best, speed = self._best_micro_batch({}, self._measure({}))
         for settings in self._alternatives():
             together = {**best, **settings}
-            trial = self._try(together)
-            if trial is not None and trial.speed > GAIN * speed:
-                best, speed = self._best_micro_batch(together, trial.speed)
+            other = self._measure(together)
+            if other > GAIN * speed:
+                best, speed = self._best_micro_batch(together, other)
+        if not self.trials:
+            raise ConfigError(
+                f"{self.stage.title} does not fit with any of its candidates; --dry-run shows its"
+                " memory"
+            )
         if not speed:
-            raise self._nothing_measured()
-        first = next((trial.speed for _, trial in self.trials if trial.speed), speed)
+            complain(
+                f"no settings of step {self.stage.number} could be measured in {self.trials}"
+                f" trials; the logs are in {self._out / LOGS}"
+            )
+            raise SystemExit(EXIT_FAILED)
         say(
             f"{self.stage.title} is fastest with {_words(best) or 'its settings as they are'}:"
-            f" {speed / first:.2f} times the first trial, of {len(self.trials)} trials"
+            f" {speed / self.first:.2f} times the first trial, of {self.trials} trials"
         )
         return best
 
@@ -155,9 +144,6 @@ class _Tuning:
 
         The size is doubled while that pays, and halved if the first doubling doesn't.
         """
-        if not speed:
-            trial = self._try(settings)
-            speed = trial.speed if trial else 0.0
         if "micro_batch_size" in self._given:
             return settings, speed
         larger = self._scaled(settings, speed, factor=2)
@@ -165,28 +151,26 @@ class _Tuning:
 
     def _scaled(self, settings: Settings, speed: float, *, factor: float) -> tuple[Settings, float]:
         """The settings with the micro-batch multiplied by `factor` while that pays."""
-        base = self._config(settings)
+        base = changed(self._config, settings)
         most = -(-base.batch_size // base.workload(self.plan.machine.world).data_processes)
         best, size = settings, base.micro_batch_size
         while size * factor >= 1 and (factor < 1 or size < most):
             size = int(size * factor)
-            trial = self._try({**settings, "micro_batch_size": size})
-            measured = trial.speed if trial else 0.0
-            if measured < GAIN * speed:
+            other = self._measure({**settings, "micro_batch_size": size})
+            if other < GAIN * speed:
                 break
-            if measured:
-                best, speed = {**settings, "micro_batch_size": size}, measured
+            if other:
+                best, speed = {**settings, "micro_batch_size": size}, other
         return best, speed
 
     def _alternatives(self) -> Iterator[Settings]:
         """Recomputation and the ZeRO stages that the step doesn't use."""
-        config = self.plan.configs[self.stage.name]
-        (model, *_) = trained_models(config).values()
+        (model, *_) = trained_models(self._config).values()
         options: list[Settings] = [{"gradient_checkpointing": not model.gradient_checkpointing}]
-        if config.workload(self.plan.machine.world).shards > 1:
+        if self._config.workload(self.plan.machine.world).shards > 1:
             options += [{"zero_stage": stage} for stage in range(4) if stage != model.zero_stage]
         for option in options:
-            settings = of_models(config, option)
+            settings = of_models(self._config, option)
             if not self._given & settings.keys():
                 yield settings
 
@@ -195,100 +179,82 @@ class _Tuning:
         """Dotted names of the settings that the user gave."""
         return self.plan.given[self.stage.name]
 
-    def _config(self, settings: Settings) -> StepConfig:
-        return changed(self.plan.configs[self.stage.name], settings)
+    @property
+    def _config(self) -> StepConfig:
+        return self.plan.configs[self.stage.name]
 
-    def _try(self, settings: Settings) -> Trial | None:
-        """Run a trial; None where the settings contradict each other or don't fit by the plan.
+    @property
+    def _out(self) -> Path:
+        return self.plan.request.output_dir / AUTOTUNE
+
+    def _measure(self, settings: Settings) -> float:
+        """Tokens per second in a trial; 0 where settings contradict, don't fit, or it failed.
 
         Raises:
             ConfigError: the step refuses its input.
+            SystemExit: a scheduler's signal stopped it; the code is 75.
+            KeyboardInterrupt: Ctrl-C stopped it.
         """
-        machine = self.plan.machine
+        machine, checks_memory = self.plan.machine, self.plan.request.plan != "off"
         try:
-            config = with_trial_models(self._config(settings), self.plan)
+            config = with_trial_models(changed(self._config, settings), self.plan)
             config.parallel.check(machine.world)
         except ConfigError:
-            return None
-        if self.plan.request.plan != "off" and shortage(
-            step_memory(config, machine=machine), machine
-        ):
-            return None
-        number = len(self.trials) + 1
-        trial = run_trial(self.plan, self.stage, config, log=self._logs / self._log_name(number))
-        if trial.outcome == "refused" and number == 1:
-            raise ConfigError(trial.message.removeprefix("error: "))
-        self.trials.append((settings, trial))
-        self._record(settings, trial)
-        say(f"  trial {number}   {_words(settings) or 'as it is'}   {trial}")
-        return trial
-
-    def _log_name(self, number: int) -> str:
-        return f"{self.stage.name}-{number:03}.log"
-
-    @property
-    def _logs(self) -> Path:
-        return self.plan.request.output_dir / AUTOTUNE / LOGS
-
-    def _record(self, settings: Settings, trial: Trial) -> None:
-        record = {"step": self.stage.name, "settings": dict(settings), **vars(trial)}
-        with (self._logs.parent / TRIALS).open("a", encoding="utf-8") as file:
+            return 0.0
+        if checks_memory and shortage(step_memory(config, machine=machine), machine):
+            return 0.0
+        self.trials += 1
+        log = self._out / LOGS / f"{self.stage.name}-{self.trials:03}.log"
+        code, lines = self._run(config, log)
+        speeds = [float(line["tokens_per_second"]) for line in lines]
+        speed = statistics.median(speeds) if code == 0 and speeds else 0.0
+        outcome, shown = "measured", f"{speed:,.0f} tokens/s"
+        if not speed:
+            text = log.read_text(encoding="utf-8", errors="replace").strip()
+            message = text.splitlines()[-1] if text else f"exit code {code}"
+            if code == EXIT_USER_ERROR and self.trials == 1:
+                raise ConfigError(message.removeprefix("error: "))
+            memory_ran_out = code in (EXIT_OUT_OF_MEMORY, -signal.SIGKILL, 128 + signal.SIGKILL)
+            outcome = "out of memory" if memory_ran_out else "failed"
+            shown = f"{outcome}: {message}"
+        self.first = self.first or speed
+        record = {
+            "step": self.stage.name,
+            "settings": dict(settings),
+            "outcome": outcome,
+            "speed": speed,
+            "memory_gb": max((line.get("memory_gb", 0.0) for line in lines), default=0.0),
+        }
+        with (self._out / TRIALS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+        say(f"  trial {self.trials}   {_words(settings) or 'as it is'}   {shown}")
+        return speed
 
-    def _nothing_measured(self) -> BaseException:
-        """The error where no trial was measured."""
-        if not self.trials:
-            return ConfigError(
-                f"{self.stage.title} does not fit with any of its candidates; --dry-run shows its"
-                " memory"
+    def _run(self, config: StepConfig, log: Path) -> tuple[int, list[dict[str, Any]]]:
+        """Run the step over a few optimizer steps: exit code, and lines of its metrics."""
+        plan, out = self.plan, self._out / MODELS / self.stage.name
+        shutil.rmtree(out, ignore_errors=True)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        steps = WARM_UP + plan.request.autotune_steps
+        write_config(trial_settings(config, out, steps=steps, world=plan.machine.world), out / MARK)
+        with log.open("wb") as output:
+            ending = run_child(
+                step_command(self.stage.module, out / MARK, plan.where, plan.request),
+                {**step_environment(plan.where, plan.request), PLANNED: "1"},
+                output=output,
             )
-        last = self.trials[-1][1]
-        complain(
-            f"no settings of step {self.stage.number} could be measured; the last of"
-            f" {len(self.trials)} trials ended with: {last.message or last.outcome}; the logs are"
-            f" in {self._logs}"
-        )
-        return SystemExit(EXIT_FAILED)
+        if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
+            raise SystemExit(EXIT_REQUEUE)
+        if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt(f"interrupted while {self.stage.title} was tuned")
+        file = out / METRICS
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines()]
+        return ending.code, [line for line in lines if "tokens_per_second" in line][WARM_UP:]
 
 
 def _words(settings: Mapping[str, object]) -> str:
     return "  ".join(f"{name} {str(value).lower()}" for name, value in settings.items())
-
-
-def run_trial(plan: Plan, stage: Stage, config: StepConfig, *, log: Path) -> Trial:
-    """Run a step with these settings over a few optimizer steps.
-
-    Raises:
-        SystemExit: a scheduler's signal stopped it; the code is 75.
-        KeyboardInterrupt: Ctrl-C stopped it.
-    """
-    out = plan.request.output_dir / AUTOTUNE / MODELS / stage.name
-    shutil.rmtree(out, ignore_errors=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    steps = WARM_UP + plan.request.autotune_steps
-    write_config(trial_settings(config, out, steps=steps, world=plan.machine.world), out / MARK)
-    with log.open("wb") as output:
-        ending = run_child(
-            step_command(stage.module, out / MARK, plan.where, plan.request),
-            {**step_environment(plan.where, plan.request), PLANNED: "1"},
-            output=output,
-        )
-    if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
-        raise SystemExit(EXIT_REQUEUE)
-    if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt(f"interrupted while {stage.title} was tuned")
-    lines = _read_metrics(out / "metrics.jsonl")[WARM_UP:]
-    if ending.code == 0 and lines:
-        return Trial(
-            "measured",
-            statistics.median(float(line["tokens_per_second"]) for line in lines),
-            max(line.get("memory_gb", 0.0) for line in lines),
-        )
-    text = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    message = next((line.strip() for line in reversed(text) if line.strip()), "")
-    if ending.code in (EXIT_OUT_OF_MEMORY, -signal.SIGKILL, 128 + signal.SIGKILL):
-        return Trial("out of memory", message=message)
-    return Trial("refused" if ending.code == EXIT_USER_ERROR else "failed", message=message)
 
 
 def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: int) -> StepConfig:
@@ -329,10 +295,3 @@ def with_trial_models(config: StepConfig, plan: Plan) -> StepConfig:
         if path in made and not (Path(path) / "config.json").is_file()
     }
     return changed(config, paths)
-
-
-def _read_metrics(file: Path) -> list[dict[str, Any]]:
-    if not file.exists():
-        return []
-    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if "tokens_per_second" in line]

@@ -4,7 +4,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,32 +18,6 @@ MIB, GIB = 2**20, 2**30
 
 RUNTIME_CPU = 400 * MIB
 """Of a process before it loads a model: Python, PyTorch and transformers."""
-
-CARDS: Mapping[str, int] = {
-    "V100-16GB": 16384,
-    "V100-32GB": 32768,
-    "T4-16GB": 15360,
-    "P100-16GB": 16384,
-    "A100-40GB": 40960,
-    "A100-80GB": 81920,
-    "A800-80GB": 81920,
-    "A10-24GB": 23028,
-    "A30-24GB": 24576,
-    "A40-48GB": 46068,
-    "A6000-48GB": 49140,
-    "L4-24GB": 23034,
-    "L40-48GB": 46068,
-    "L40S-48GB": 46068,
-    "H100-80GB": 81559,
-    "H100-94GB": 95830,
-    "H20-96GB": 97871,
-    "H200-141GB": 143771,
-    "B200-180GB": 183359,
-    "RTX3090-24GB": 24576,
-    "RTX4090-24GB": 24564,
-    "RTX5090-32GB": 32607,
-}
-"""MiB of well-known GPUs, as nvidia-smi reports them."""
 
 
 @dataclass(frozen=True)
@@ -92,33 +66,22 @@ def parse_machine(text: str) -> Machine:
     """The machine that `8xA100-80GB` or, with its main memory, `2x8xH100-80GB+1024GB` stands for.
 
     Raises:
-        ConfigError: it is none of them, or no card of that name is known.
+        ConfigError: it is none of them.
     """
     match = re.fullmatch(
-        r"(?:(\d+)x)??(\d+)x(?:([A-Za-z][\w]*)-)?(\d+)-?GB(?:\+(\d+)GB)?", text, re.IGNORECASE
+        r"(?:(\d+)x)??(\d+)x(?:[A-Za-z]\w*-)?(\d+)-?GB(?:\+(\d+)GB)?", text, re.IGNORECASE
     )
     if match is None:
         raise ConfigError(
             f"--plan-for {text} is not a machine; write GPUs and their memory, such as 8xA100-80GB"
             " or 4x24GB, with main memory as 8xA100-80GB+1024GB, several machines as 2x8xA100-80GB"
         )
-    nodes, gpus, card, size, host = match.groups()
+    nodes, gpus, size, host = match.groups()
     count = int(gpus)
     if not count or not int(size) or not int(nodes or 1):
         raise ConfigError(f"--plan-for {text} has no GPU or no memory; numbers are above 0")
-    gpu_bytes = int(size) * GIB if card is None else _card(f"{card}-{size}GB", text) * MIB
     host_bytes = int(host) * GIB if host else None
-    return Machine(count, count * int(nodes or 1), gpu_bytes, host_bytes, name=text)
-
-
-def _card(name: str, text: str) -> int:
-    by_name = {known.lower(): size for known, size in CARDS.items()}
-    if name.lower() in by_name:
-        return by_name[name.lower()]
-    raise ConfigError(
-        f"--plan-for {text}: {name} is none of the cards {', '.join(CARDS)}; give memory alone, as"
-        f" {text.partition('x')[0]}x{name.rpartition('-')[2]}"
-    )
+    return Machine(count, count * int(nodes or 1), int(size) * GIB, host_bytes, name=text)
 
 
 def free_gpu_bytes(gpus: Sequence[str]) -> int | None:

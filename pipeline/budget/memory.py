@@ -5,7 +5,7 @@ reserved memory on a GPU), within about 15 %. `docs/scaling.md` has a table of t
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -64,7 +64,7 @@ class Item:
 class Phase:
     """A part of a step."""
 
-    name: Literal["load", "score", "train", "generate"]
+    name: Literal["train", "generate"]
     items: tuple[Item, ...]
 
     def by_kind(self, place: Place) -> Mapping[str, int]:
@@ -123,9 +123,17 @@ def step_memory(
         if model.trained is not None:
             check_cut(model.module, work.parallel, follows=index > 0)
     formulas = {model.role: _ModelMemory(model, work, machine) for model in models}
-    step = _Step(work, machine, formulas, saves=config.save_interval is not None)
+    present = [each for each in formulas.values() if not each.model.use.phase_only]
+    train = _train(work, present, formulas, saves=config.save_interval is not None)
+    phases = [_phase("train", train, machine)]
+    generation = work.generation
+    if generation is not None and generation.role in formulas:
+        generate = _generate(generation, present, formulas[generation.role], machine)
+        phases.append(_phase("generate", generate, machine))
+    if work.generates_first:
+        phases.reverse()
     return StepMemory(
-        tuple(step.phases()), tuple(unknown), {model.role: model.parameters for model in models}
+        tuple(phases), tuple(unknown), {model.role: model.parameters for model in models}
     )
 
 
@@ -261,87 +269,51 @@ class _ModelMemory:
         yield Item("activations", tokens * shape.kept * shape.itemsize)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The phases of a step."""
+def _phase(name: Literal["train", "generate"], items: Iterable[Item], machine: Machine) -> Phase:
+    """A phase with the runtime and the allocator's slack."""
+    every = [item for item in items if item.num_bytes]
+    every.append(Item("runtime", RUNTIME_CPU, "host" if machine.has_gpu else "device"))
+    every += [Item("runtime", RUNTIME_GPU)] if machine.has_gpu else []
+    share = SLACK["cuda" if machine.has_gpu else "cpu"]
+    moving = [item for item in every if item.kind in TRANSIENT and item.place == "device"]
+    least = sum(item.num_bytes if item.least is None else item.least for item in moving)
+    slack = Item("slack", share * _sum(moving), least=share * least)
+    return Phase(name, (*every, slack))
 
-    work: Workload
-    machine: Machine
-    models: Mapping[str, _ModelMemory]
 
-    saves: bool
-    """Whether checkpoints are written during training."""
-
-    def phases(self) -> Iterator[Phase]:
-        """The phases in their order."""
-        generation = self.work.generation
-        if generation is not None and generation.role not in self.models:
-            generation = None
-        yield self._phase("load", self._load())
-        if generation is not None and self.work.generates_first:
-            yield self._phase("generate", self._generate(generation))
-        yield self._phase("score", self._score())
-        yield self._phase("train", self._train())
-        if generation is not None and not self.work.generates_first:
-            yield self._phase("generate", self._generate(generation))
-
-    def _phase(
-        self, name: Literal["load", "score", "train", "generate"], items: Iterable[Item]
-    ) -> Phase:
-        """A phase with the runtime and the allocator's slack."""
-        every = [item for item in items if item.num_bytes]
-        every.append(Item("runtime", RUNTIME_CPU, "host" if self.machine.has_gpu else "device"))
-        every += [Item("runtime", RUNTIME_GPU)] if self.machine.has_gpu else []
-        share = SLACK["cuda" if self.machine.has_gpu else "cpu"]
-        moving = [item for item in every if item.kind in TRANSIENT and item.place == "device"]
-        least = sum(item.num_bytes if item.least is None else item.least for item in moving)
-        slack = Item("slack", share * _sum(moving), least=share * least)
-        return Phase(name, (*every, slack))
-
-    @property
-    def present(self) -> list[_ModelMemory]:
-        """The models that are loaded in every phase."""
-        return [each for each in self.models.values() if not each.model.use.phase_only]
-
-    def _states(self) -> Iterator[Item]:
-        for each in self.present:
-            yield from each.states()
-        generation = self.work.generation
-        if generation is not None and generation.keeps_replica and generation.role in self.models:
-            yield from self.models[generation.role].replica(generation)
-
-    def _load(self) -> Iterator[Item]:
-        for each in self.present:
-            yield from (i for i in each.states() if i.kind in ("weights", "masters"))
-            if each.model.trained is None and each.model.settings.quantize != "none":
-                yield Item("weights", each.model.shape.merged_bytes, each.host)
-
-    def _score(self) -> Iterator[Item]:
-        yield from self._states()
-        passes = [[*each.gathered(), *each.passes(trains=False)] for each in self.present]
-        yield from max(passes, key=_sum, default=[])
-
-    def _train(self) -> Iterator[Item]:
-        yield from self._states()
-        trained = [each for each in self.present if each.model.trained is not None]
-        for each in trained:
+def _train(
+    work: Workload,
+    present: Sequence[_ModelMemory],
+    models: Mapping[str, _ModelMemory],
+    *,
+    saves: bool,
+) -> Iterator[Item]:
+    """Scoring and training; `saves` tells whether checkpoints are written meanwhile."""
+    for each in present:
+        yield from each.states()
+        if each.model.trained is not None:
             yield from each.gradients()
-            yield from [each.staging()] if self.saves else []
-        passes = [list(each.passes(trains=True)) for each in trained]
-        if self.work.reuses_forward:  # all wait for their backward passes
-            yield from (item for items in passes for item in items)
-        else:
-            yield from max(passes, key=_sum, default=[])
+            yield from [each.staging()] if saves else []
+    generation = work.generation
+    if generation is not None and generation.keeps_replica and generation.role in models:
+        yield from models[generation.role].replica(generation)
+    scoring = ([*each.gathered(), *each.passes(trains=False)] for each in present)
+    training = [list(each.passes(trains=True)) for each in present if each.model.trained]
+    if work.reuses_forward:  # all wait for their backward passes
+        training = [[item for items in training for item in items]]
+    yield from max([*scoring, *training], key=_sum, default=[])
 
-    def _generate(self, generation: Generation) -> Iterator[Item]:
-        actor = self.models[generation.role]
-        moved = {"masters", "moments"} if generation.offloads_training else set[str]()
-        for each in self.present if actor in self.present else [*self.present, actor]:
-            for item in each.states():
-                goes = item.kind in moved and item.place == "device" and self.machine.has_gpu
-                yield replace(item, place="host") if goes else item
-        yield from actor.replica(generation)
-        yield from actor.responses(generation)
+
+def _generate(
+    generation: Generation, present: Sequence[_ModelMemory], actor: _ModelMemory, machine: Machine
+) -> Iterator[Item]:
+    moved = {"masters", "moments"} if generation.offloads_training else set[str]()
+    for each in present if actor in present else [*present, actor]:
+        for item in each.states():
+            goes = item.kind in moved and item.place == "device" and machine.has_gpu
+            yield replace(item, place="host") if goes else item
+    yield from actor.replica(generation)
+    yield from actor.responses(generation)
 
 
 def _sum(items: Iterable[Item]) -> float:

@@ -45,7 +45,10 @@ def check_inputs(
                 _check_model(_spelled(f"{stage.section}.{name}", path, request), path)
             elif maker.number >= stage.number or maker.number not in request.step:
                 _check_made(stage, maker, Path(path), request)
-        _check_corpus(stage, config)
+        try:
+            config.check_corpus()
+        except UserError as error:
+            raise type(error)(f"{stage.section}.{error}") from None
         for name, paths in _data_paths(config):
             for path in paths:
                 _check_data(_spelled(f"{stage.section}.{name}", path, request), path)
@@ -71,14 +74,6 @@ def without_weight(path: str) -> str:
     return re.sub(r":\d+(\.\d+)?$", "", path)
 
 
-def _check_corpus(stage: Stage, config: StepConfig) -> None:
-    """As `StepConfig.check_corpus`; the sentence has the setting's full name."""
-    try:
-        config.check_corpus()
-    except UserError as error:
-        raise type(error)(f"{stage.section}.{error}") from None
-
-
 def _data_paths(config: StepConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     if config.reads_dialogues:
         yield "data.path", config.data.path
@@ -102,22 +97,9 @@ def _check_kept(name: str, path: str, stage: Stage, config: StepConfig) -> None:
 
 def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> None:
     """Raise unless the earlier step `maker` has left its model in `path`."""
-    if (path / "config.json").is_file() and ((path / RESULT).is_file() or not _is_ours(path)):
+    is_ours = (path / MARK).is_file()
+    if (path / "config.json").is_file() and ((path / RESULT).is_file() or not is_ours):
         return
-    command = _command(maker, request)
-    if _is_ours(path):
-        raise ModelError(
-            f"step {stage.number} needs the model of step {maker.number}, and {path} holds an"
-            f" unfinished one; finish it with `{command} --resume`"
-        )
-    raise ModelError(
-        f"step {stage.number} needs the model of step {maker.number}, and there is none in {path};"
-        f" make it with `{command}`"
-    )
-
-
-def _command(maker: Stage, request: Request) -> str:
-    """The command that runs the step `maker` with the models and data of this request."""
     words = ["--step", str(maker.number)]
     if request.actor_model is not None:
         words += ["--actor-model", request.actor_model]
@@ -125,22 +107,20 @@ def _command(maker: Stage, request: Request) -> str:
         words += ["--reward-model", request.reward_model]
     if request.data_path:
         words += ["--data-path", *request.data_path]
-    words += ["--output-dir", str(request.output_dir)]
-    return f"{TRAIN} {shlex.join(words)}"
-
-
-def _is_ours(path: Path) -> bool:
-    return (path / MARK).is_file()
+    command = f"{TRAIN} {shlex.join([*words, '--output-dir', str(request.output_dir)])}"
+    there = f"there is none in {path}; make it with `{command}`"
+    if is_ours:
+        there = f"{path} holds an unfinished one; finish it with `{command} --resume`"
+    raise ModelError(f"step {stage.number} needs the model of step {maker.number}, and {there}")
 
 
 def _check_model(name: str, path: str) -> None:
     if path == EMBEDDED or not is_local(path):
         return
     directory = Path(path).expanduser()
-    if not directory.is_dir():
-        raise ModelError(f"{name} {path}: no such model; there is no such directory")
     if not (directory / "config.json").is_file():
-        raise ModelError(f"{name} {path}: no such model; the directory has no config.json")
+        reason = "the directory has no config.json" if directory.is_dir() else "no such directory"
+        raise ModelError(f"{name} {path}: no such model; {reason}")
 
 
 def _check_data(name: str, path: str) -> None:

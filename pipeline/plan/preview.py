@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,12 +32,12 @@ class Tokens:
     """Tokens of the training rows of a step, by a sample of them."""
 
     row: float
-    """Of a row on the average: a pair has two sequences, a prompt no response."""
+    """Mean of a row: a pair has two sequences, a prompt no response."""
 
-    cut: float
+    cut: float = 0.0
     """Share of the rows that are longer than the step reads."""
 
-    seconds: float
+    seconds: float = 0.0
     """Seconds of processor time to encode a row."""
 
 
@@ -45,26 +45,24 @@ class Tokens:
 class Preview:
     """The data of a step, as far as it is known before it begins."""
 
-    data: StageData | None
+    data: StageData | None = None
     """The rows; None where they were not read, and of a corpus."""
 
-    counts: RowCounts | None
+    counts: RowCounts | None = None
     """Of the rows; None where they are not known."""
 
-    unread: str
-    """Why they were not."""
+    unread: str = ""
+    """The reason why they were not read."""
 
-    seconds: float
+    seconds: float = 0.0
     """Seconds of processor time to read the rows."""
 
     tokens: Tokens | None = None
 
     def steps(self, config: StepConfig) -> int | None:
         """Optimizer steps (in step 3 iterations of rollout and update); None is not known."""
-        if config.max_steps is not None:
+        if config.max_steps is not None or self.counts is None:
             return config.max_steps
-        if self.counts is None:
-            return None
         return math.ceil(config.epochs * self.counts.train / config.workload(1).data_rows)
 
 
@@ -79,7 +77,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     wanted += [(texts, 1, RowColumns(), None)] if texts is not None else []
     unread = _unread([path for data, *_ in wanted for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
-        return Preview(None, None, unread, 0.0)
+        return Preview(unread=unread)
     began = time.thread_time()
     first, *_ = [
         load_examples(data, step=step, seed=config.seed, kept=kept, share=share)
@@ -100,8 +98,8 @@ def count_corpus(config: StepConfig, tokenizer: "PreTrainedTokenizerBase | None"
     counts = config.count_rows(tokenizer)
     seconds = time.thread_time() - began
     if counts.unread:
-        return Preview(None, None, counts.unread, seconds)
-    return Preview(None, counts, "", seconds, Tokens(counts.tokens, 0.0, 0.0))
+        return Preview(unread=counts.unread, seconds=seconds)
+    return Preview(counts=counts, seconds=seconds, tokens=Tokens(counts.tokens))
 
 
 def check_task_rows(config: StepConfig, *, downloads: bool) -> None:
@@ -137,49 +135,39 @@ def _unread(paths: Iterable[str]) -> str:
 
 
 def count_tokens(data: StageData, config: StepConfig, chat: "ChatFormat", stage: Stage) -> Tokens:
-    """How long the training rows are.
+    """The length of the training rows.
 
     Raises:
         DataError: a row can't be rendered in the format, or all prompts to respond to are too long.
     """
     rows = data.train[:: max(1, len(data.train) // SAMPLE)][:SAMPLE]
-    workload = config.workload(1)
-    if workload.generates_first and workload.generation is not None:
-        limit = workload.generation.prompt_length
-        return _of_prompts(data, rows, chat, limit, stage.section)
+    work = config.workload(1)
+    answers = work.generates_first and work.generation is not None
+    limit = work.generation.prompt_length if answers and work.generation else work.length
     began = time.thread_time()
-    lengths = [_lengths(row, chat, workload.sequences_per_row) for row in rows]
+    if answers:
+        lengths = [[len(chat.encode_prompt(row.prompt))] for row in rows]
+    else:
+        lengths = [_lengths(row, chat, work.sequences_per_row) for row in rows]
     seconds = (time.thread_time() - began) / len(rows)
-    lost = [max(each) > workload.length for each in lengths]
-    kept = [sum(min(length, workload.length) for length in each) for each in lengths]
-    return Tokens(sum(kept) / len(kept), sum(lost) / len(lost), seconds)
-
-
-def _of_prompts(
-    data: StageData, rows: Sequence[Example], chat: "ChatFormat", limit: int, section: str
-) -> Tokens:
-    """Tokens of a step that responds to the rows' prompts."""
-    began = time.thread_time()
-    lengths = [len(chat.encode_prompt(row.prompt)) for row in rows]
-    seconds = (time.thread_time() - began) / len(rows)
+    cut = sum(max(each) > limit for each in lengths) / len(rows)
+    if not answers:
+        kept = [sum(min(length, limit) for length in each) for each in lengths]
+        return Tokens(sum(kept) / len(kept), cut, seconds)
     for name, examples in (("training", data.train), ("held-out", data.eval)):
-        _require_short_prompt(name, examples, chat, limit, section)
-    short = [length for length in lengths if length <= limit]
-    return Tokens(sum(short) / max(1, len(short)), 1 - len(short) / len(lengths), seconds)
-
-
-def _require_short_prompt(
-    name: str, examples: Sequence[Example], chat: "ChatFormat", limit: int, section: str
-) -> None:
-    shortest = math.inf
-    for example in examples:
-        shortest = min(shortest, len(chat.encode_prompt(example.prompt)))
-        if shortest <= limit:
-            return
-    raise DataError(
-        f"every {name} prompt is longer than {section}.max_prompt_length {limit} (the shortest has"
-        f" {shortest} tokens); raise it"
-    )
+        prompts = (len(chat.encode_prompt(example.prompt)) for example in examples)
+        shortest = math.inf
+        for length in prompts:
+            shortest = min(shortest, length)
+            if length <= limit:
+                break
+        if shortest > limit:
+            raise DataError(
+                f"every {name} prompt is longer than {stage.section}.max_prompt_length {limit} (the"
+                f" shortest has {shortest} tokens); raise it"
+            )
+    short = [length for (length,) in lengths if length <= limit]
+    return Tokens(sum(short) / max(1, len(short)), cut, seconds)
 
 
 def _lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
