@@ -1,6 +1,5 @@
 """The `--help` of train.py: what most runs need first, the rest by name."""
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
@@ -8,7 +7,7 @@ from pipeline.cli.help import help_entry, names_help, settings_help, step_help
 from pipeline.plan.request import Request
 from pipeline.plan.stage import Stage
 from pipeline.settings.fields import list_settings
-from pipeline.system.errors import ConfigError
+from pipeline.system.errors import ConfigError, suggestion
 from pipeline.system.installation import MODULE, TRAIN
 
 COMMON = (
@@ -77,25 +76,21 @@ def _about(word: str, stages: Sequence[Stage]) -> Iterator[str]:
     """Lines of `--help word`."""
     name = word.lstrip("-").replace("-", "_")
     section, _, rest = name.partition(".")
-    stage = next((each for each in stages if each.section == section), None)
+    named = [stage for stage in stages if stage.section == section]
     options = [each for each in list_settings(Request) if each.name == name]
-    if stage is not None:
-        yield step_help(stage.config_class, [rest] if rest else [], prefix=f"{section}.")
-    elif options:
+    if options:
         yield from settings_help(options, dashes=True)
-    else:
-        found = [text for each in stages if (text := _in_step(each, name))]
-        if not found:
-            known = [*(each.name for each in fields(Request)), *(each.section for each in stages)]
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "--help all lists the options"
-            raise ConfigError(f"--help {word}: there is no such option or setting; {hint}")
-        yield from found
-
-
-def _in_step(stage: Stage, name: str) -> str:
-    """The settings of that name in a step; nothing where it has none."""
-    try:
-        return step_help(stage.config_class, [name], prefix=f"{stage.section}.")
-    except ConfigError:
-        return ""
+        return
+    found = False
+    for stage in named or stages:
+        words = ([rest] if rest else []) if named else [name]
+        try:
+            yield step_help(stage.config_class, words, prefix=f"{stage.section}.")
+            found = True
+        except ConfigError:
+            if named:
+                raise
+    if not found:
+        known = [*(each.name for each in fields(Request)), *(each.section for each in stages)]
+        hint = suggestion(name, known)
+        raise ConfigError(f"--help {word}: there is no such option or setting; {hint}")

@@ -250,8 +250,13 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
         else:
             own.append((name, words))
     _check_names(own, files, stages)
+    sections = {*(stage.section for stage in stages), METHODS}
+    layers = [
+        replace(file, settings={k: v for k, v in file.settings.items() if k not in sections})
+        for file in files
+    ]
     try:
-        request = build_config(Request, [_own_options(layer, stages) for layer in files], own)
+        request = build_config(Request, layers, own)
     except ConfigError as error:
         raise ConfigError(_as_option(str(error), files)) from None
     request = replace(
@@ -259,7 +264,7 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
         actor_model=full_name("--actor-model", request.actor_model),
         reward_model=full_name("--reward-model", request.reward_model),
     )
-    _check_methods(files, dotted, request.method, stages)
+    _check_sections(files, dotted, request.method, stages)
     overrides = {section: tuple(options) for section, options in dotted.items()}
     return CommandLine(request, tuple(files), overrides, frozenset(name for name, _ in own))
 
@@ -285,12 +290,7 @@ def full_name(option: str, path: str | None) -> str | None:
 def check_sections_run(
     command_line: CommandLine, stages: Sequence[Stage], known: Sequence[Stage]
 ) -> None:
-    """Refuse options of a step that does not run, because its methods are not named.
-
-    Args:
-        command_line: the options.
-        stages: the steps that may run, with the named methods.
-        known: all steps.
+    """Refuse options of a step that is `known`, and not among the `stages` that may run.
 
     Raises:
         ConfigError: it names the option and the methods that it belongs to.
@@ -315,31 +315,27 @@ def check_sections_run(
     )
 
 
-def _check_methods(
+def _check_sections(
     files: Sequence[Layer],
     overrides: Mapping[str, Sequence[Option]],
     methods: Sequence[str],
     stages: Sequence[Stage],
 ) -> None:
-    """Refuse settings of single methods that nothing would read.
+    """Refuse sections that hold no settings, and those of methods that nothing would read.
 
-    A file may hold those of more methods than a run has, if it names any.
-
-    Raises:
-        ConfigError: there is no such method, it does not run, or its section holds no settings.
+    A file may hold those of more methods than a run has.
     """
-    named = "can't be set: the name before it is the method"
     for layer in files:
-        sections = layer.settings.get(METHODS, {})
-        origin = f"{METHODS} in {layer.origin}"
-        require(isinstance(sections, Mapping), f"{origin} holds no settings: {sections}")
-        require(not sections or bool(methods), f"{origin} holds settings, and --method names none")
-        for name, settings in sections.items():
-            check_method_name(str(name), stages, f"{origin}:")
-            full = f"{METHODS}.{name}"
-            is_section = isinstance(settings, Mapping)
-            require(is_section, f"{full} in {layer.origin} holds no settings: {settings}")
-            require("method" not in settings, f"{full}.method in {layer.origin} {named}")
+        of_methods = layer.settings.get(METHODS) or {}
+        sections = {stage.section: layer.settings.get(stage.section, {}) for stage in stages}
+        sections[METHODS] = of_methods
+        if isinstance(of_methods, Mapping):
+            sections |= {f"{METHODS}.{name}": value for name, value in of_methods.items()}
+            for name in of_methods:
+                check_method_name(str(name), stages, f"{METHODS} in {layer.origin}:")
+        for name, value in sections.items():
+            is_section = isinstance(value, Mapping)
+            require(is_section, f"{name} in {layer.origin} holds no settings: {value}")
     for section, options in overrides.items():
         head, _, name = section.partition(".")
         if head == METHODS:
@@ -349,19 +345,11 @@ def _check_methods(
                 f"--{section}.{options[0][0]} is of a method that does not run; add {name} to"
                 " --method",
             )
-            require(all(each != "method" for each, _ in options), f"--{section}.method {named}")
-
-
-def _own_options(layer: Layer, stages: Sequence[Stage]) -> Layer:
-    """A file's values of train.py's own options."""
-    sections = {stage.section for stage in stages} | {METHODS}
-    own = {name: value for name, value in layer.settings.items() if name not in sections}
-    return replace(layer, settings=own)
 
 
 def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
     """Raise, for a name that is not an option, a sentence that knows the steps' settings too."""
-    known = {each.name for each in fields(Request)}
+    known = {each.name for each in fields(Request)} | {stage.section for stage in stages}
     of_steps = [
         setting
         for stage in stages
@@ -372,18 +360,13 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
         for name, _ in own
         if name.partition(".")[0] not in known
     )
-    sections = {stage.section for stage in stages}
-    known |= {METHODS}
+    below = {word for setting in of_steps for word in setting.name.split(".")[1:]}
     for layer in files:
-        for name, value in layer.settings.items():
-            if name in sections and not isinstance(value, Mapping):
-                raise ConfigError(f"{name} in {layer.origin} holds no settings: {value}")
-            below = any(name in setting.name.split(".")[1:] for setting in of_steps)
-            if name not in known | sections and below:
-                raise ConfigError(
-                    f"{name} in {layer.origin} is a setting of the steps; put it below pretrain:,"
-                    " sft:, reward:, ppo: or preference:"
-                )
+        for name in layer.settings.keys() & below - known - {METHODS}:
+            raise ConfigError(
+                f"{name} in {layer.origin} is a setting of the steps; put it below pretrain:, sft:,"
+                " reward:, ppo: or preference:"
+            )
 
 
 def _hint(name: str, of_steps: Sequence[Setting]) -> str:
