@@ -151,7 +151,7 @@ COS_MIN_RATIO = 1e-4
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
-    """The keys of a file by what becomes of them."""
+    """The keys of a file by their effect."""
 
     origin: str
     acting: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -160,33 +160,15 @@ class DeepSpeedFile:
     def get(self, key: str) -> Any:  # noqa: ANN401
         """The value of an acting key; None where the file has none or "auto"."""
         value = self.acting.get(key)
-        return None if self.is_auto(key) else _integral(value)
-
-    def is_auto(self, key: str) -> bool:
-        """Whether the value is "auto"."""
-        return self.acting.get(key) == AUTO
+        return None if value == AUTO else _integral(value)
 
     def params(self, key: str) -> dict[str, Any]:
-        """The parameters of the optimizer or the schedule; "auto" is kept."""
+        """The parameters of the optimizer or the schedule, without those that are "auto"."""
         given = self.acting.get(key) or {}
         if not isinstance(given, Mapping):
             raise self.error(key, f"must hold settings, {{...}}, got {given!r}")
-        return {str(name): _integral(each) for name, each in given.items() if each is not None}
-
-    def size(self, key: str) -> int | None:
-        """A batch size; None where the file has none or "auto"."""
-        value = self.get(key)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-            return value
-        raise self.error(key, f"must be a whole number above 0, got {value!r}")
-
-    def only(self, *keys: str) -> Any:  # noqa: ANN401
-        """The value that all of these keys have that the file has; None where it has none."""
-        given = {key: value for key in keys if (value := self.get(key)) is not None}
-        if len(set(given.values())) > 1:
-            first, *others = given
-            raise self.error(first, f"contradicts {' and '.join(others)}; use one value for all")
-        return next(iter(given.values()), None)
+        given = {str(name): _integral(value) for name, value in given.items()}
+        return {name: value for name, value in given.items() if value not in (None, AUTO)}
 
     def error(self, key: str, sentence: str) -> ConfigError:
         """An error whose sentence starts with the key and the file."""
@@ -229,8 +211,14 @@ def deepspeed_layer(
     names = ["batch_size", "micro_batch_size", *(f"{role}.optim.lr" for role in trained)]
     merged = merge(config_class, layers, overrides, section=section)
     ours = {name: typed_value(config_class, merged, name) for name in names}
-    settings = {role: nested(model_settings(file, lr=ours[f"{role}.optim.lr"])) for role in trained}
-    return Layer({**settings, **step_settings(file, ours, world=world)}, str(path), is_file=True)
+    settings: dict[str, Any] = {}
+    for role in trained:
+        of_model = {**_precision(file), **_zero(file), **_optimizer(file)}
+        of_model |= _schedule(file, of_model.get("optim.lr", ours[f"{role}.optim.lr"]))
+        settings[role] = nested(of_model)
+    trackers = [name for name in typing.get_args(Tracker) if file.get(f"{name}.enabled")]
+    settings |= {"trackers": trackers} if trackers else {}
+    return Layer({**settings, **_batch_sizes(file, ours, world)}, str(path), is_file=True)
 
 
 def notice_of(path: Path) -> str | None:
@@ -243,37 +231,35 @@ def notice_of(path: Path) -> str | None:
     return f"these keys of {path} have no effect here: {', '.join(keys)}" if keys else None
 
 
-def model_settings(file: DeepSpeedFile, *, lr: float) -> dict[str, Any]:
-    """The settings of each model that trains, by dotted name.
-
-    Args:
-        file: the DeepSpeed file.
-        lr: the peak learning rate where the file has none.
-    """
-    settings = {**_precision(file), **_zero(file), **_optimizer(file)}
-    return settings | _schedule(file, own_lr=settings.get("optim.lr"), lr=lr)
-
-
-def step_settings(file: DeepSpeedFile, ours: Mapping[str, Any], *, world: int) -> dict[str, Any]:
-    """Batch sizes and trackers; batch sizes that are "auto" follow from those of `ours`."""
-    trackers = [name for name in typing.get_args(Tracker) if file.get(f"{name}.enabled")]
-    return {**_batch_sizes(file, ours, world), **({"trackers": trackers} if trackers else {})}
-
-
 def _batch_sizes(file: DeepSpeedFile, ours: Mapping[str, Any], world: int) -> dict[str, int]:
-    """train_batch_size = micro-batch size x accumulation steps x processes, as far as given."""
-    train, micro, accumulation = (file.size(key) for key in BATCH_KEYS)
+    """train_batch_size = micro-batch size x accumulation steps x processes, as far as given.
+
+    A size that is "auto" follows from those that are given, or else is that of `ours`.
+    """
+    sizes = {key: file.get(key) for key in BATCH_KEYS}
+    for key, value in sizes.items():
+        if value is not None and (not isinstance(value, int) or value is True or value < 1):
+            raise file.error(key, f"must be a whole number above 0, got {value!r}")
+    train, micro, accumulation = sizes.values()
     if (train, micro, accumulation) == (None, None, None):
         return {}
-    if [train, micro, accumulation].count(None) == 2:
-        train, micro = _completed(file, ours, train, micro, world)
-    if train is None:
-        assert micro is not None
-        train = micro * (accumulation or 1) * world
-    if micro is None:
-        micro = max(1, train // ((accumulation or 1) * world))
-    if accumulation is None:
-        accumulation = max(1, train // (micro * world))
+    auto_train, auto_micro = (file.acting.get(key) == AUTO for key in BATCH_KEYS[:2])
+    if accumulation is None and micro is None and auto_micro:
+        share = train // world
+        most = min(ours["micro_batch_size"], share)
+        micro = max((size for size in range(1, most + 1) if share % size == 0), default=1)
+    elif accumulation is None and train is None and auto_train:
+        train = ours["batch_size"]
+    elif micro is None and train is None:
+        micro = ours["micro_batch_size"] if auto_micro else None
+        train = ours["batch_size"] if auto_train and not auto_micro else None
+    if micro is None and train is None:
+        raise file.error(
+            BATCH_KEYS[2], f"alone gives no batch size; add {BATCH_KEYS[0]} or {BATCH_KEYS[1]}"
+        )
+    train = micro * (accumulation or 1) * world if train is None else train
+    micro = max(1, train // ((accumulation or 1) * world)) if micro is None else micro
+    accumulation = accumulation or max(1, train // (micro * world))
     if train != micro * accumulation * world:
         raise file.error(
             BATCH_KEYS[0],
@@ -282,26 +268,6 @@ def _batch_sizes(file: DeepSpeedFile, ours: Mapping[str, Any], world: int) -> di
             " three, or choose sizes that divide",
         )
     return {"batch_size": train, "micro_batch_size": micro}
-
-
-def _completed(
-    file: DeepSpeedFile, ours: Mapping[str, Any], train: int | None, micro: int | None, world: int
-) -> tuple[int | None, int | None]:
-    """Both sizes where the file has one number: an "auto" makes the choice, with our setting."""
-    auto_train, auto_micro = (file.is_auto(key) for key in BATCH_KEYS[:2])
-    if micro is None and train is not None and auto_micro:
-        share = train // world
-        most = min(ours["micro_batch_size"], share)
-        micro = max((size for size in range(1, most + 1) if share % size == 0), default=1)
-    elif micro is None and train is None and auto_micro:
-        micro = ours["micro_batch_size"]
-    elif train is None and auto_train:
-        train = ours["batch_size"]
-    if micro is None and train is None:
-        raise file.error(
-            BATCH_KEYS[2], f"alone gives no batch size; add {BATCH_KEYS[0]} or {BATCH_KEYS[1]}"
-        )
-    return train, micro
 
 
 def _precision(file: DeepSpeedFile) -> dict[str, Any]:
@@ -313,12 +279,11 @@ def _precision(file: DeepSpeedFile) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if enabled:
         settings["precision"] = enabled[0].partition(".")[0]
-    elif keys and not any(map(file.is_auto, keys)):
+    elif keys and all(file.get(key) is not None for key in keys):
         settings["precision"] = "fp32"
     if file.acting.get("fp16.enabled"):
-        scale = {f"fp16.{name}": file.get(f"fp16.{name}") for name in FP16_KEYS}
-        settings |= {name: value for name, value in scale.items() if value is not None}
-    return settings
+        settings |= {f"fp16.{name}": file.get(f"fp16.{name}") for name in FP16_KEYS}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _zero(file: DeepSpeedFile) -> dict[str, Any]:
@@ -336,28 +301,36 @@ def _zero(file: DeepSpeedFile) -> dict[str, Any]:
         "zero.offload.optimizer": devices["optimizer"],
         "zero.offload.gradients": "cpu" if follows else None,
         "zero.offload.params": devices["params"],
-        "zero.offload.nvme_path": file.only(*(f"{each}nvme_path" for each in OFFLOADS.values())),
-        "zero.offload.pin_memory": file.only(*(f"{each}pin_memory" for each in OFFLOADS.values())),
+        **{f"zero.offload.{key}": _common(file, key) for key in OFFLOAD_KEYS[1:]},
         "zero.prefetch_units": 0 if file.get(f"{ZERO}stage3_prefetch_bucket_size") == 0 else None,
         "zero.reduce_dtype": kinds.get(kind, kind),
     }
     return {name: value for name, value in settings.items() if value is not None}
 
 
+def _common(file: DeepSpeedFile, key: str) -> Any:  # noqa: ANN401
+    """The value of a key that both offload sections share; None where the file has none."""
+    given = {f"{each}{key}": file.get(f"{each}{key}") for each in OFFLOADS.values()}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(set(given.values())) > 1:
+        first, *others = given
+        raise file.error(first, f"contradicts {' and '.join(others)}; use one value for all")
+    return next(iter(given.values()), None)
+
+
 def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
     """The optimizer with its parameters, which replace those of another one, and clipping."""
     given = file.params("optimizer.params")
     settings: dict[str, Any] = {}
-    name = file.get("optimizer.type")
-    clip = file.get("gradient_clipping")
     own = given.pop("max_grad_norm", None)
-    clip = own if clip is None and own != AUTO else clip
+    clip = file.get("gradient_clipping")
+    clip = own if clip is None else clip
     if clip is not None:
         settings["optim.max_grad_norm"] = clip or None
     for param in ("lr", "betas", "eps", "weight_decay"):
-        value = given.pop(param, AUTO)
-        if value != AUTO:
-            settings[f"optim.{param}"] = value
+        if param in given:
+            settings[f"optim.{param}"] = given.pop(param)
+    name = file.get("optimizer.type")
     if name is not None:
         decoupled = given.get("adam_w_mode") is not False
         torch_names = {each.lower(): each for each in ELEMENT_WISE}
@@ -366,15 +339,16 @@ def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
         settings["optim.params"] = {
             param: value
             for param, value in given.items()
-            if value != AUTO and IMPLEMENTATION.get(param, AUTO) not in (None, value)
+            if IMPLEMENTATION.get(param, AUTO) not in (None, value)
         }
     return settings
 
 
-def _schedule(file: DeepSpeedFile, *, own_lr: float | None, lr: float) -> dict[str, Any]:
+def _schedule(file: DeepSpeedFile, lr: float) -> dict[str, Any]:
     """The schedule with its parameters, which replace those of another one.
 
-    DeepSpeed's parameters are learning rates; ours are `optim.lr`, the peak, and ratios to it.
+    DeepSpeed's parameters are learning rates; ours are `optim.lr`, the peak, and ratios to it. `lr`
+    is the peak where the schedule names none.
     """
     name = file.get("scheduler.type")
     if name is None:
@@ -385,43 +359,34 @@ def _schedule(file: DeepSpeedFile, *, own_lr: float | None, lr: float) -> dict[s
     name = known[str(name).lower()]
     given = file.params("scheduler.params")
     given.pop("last_batch_iteration", None)
+    auto = {
+        key for key, value in (file.acting.get("scheduler.params") or {}).items() if value == AUTO
+    }
     settings: dict[str, Any] = {"optim.schedule": DEEPSPEED_SCHEDULES.get(name, name)}
-    if name in DEEPSPEED_SCHEDULES:
-        settings |= {"optim.final_lr_ratio": 0.0}
-        settings |= _warmup(file, name, given, own_lr=own_lr, lr=lr)
-    elif name in WITHOUT_FINAL_RATIO:
+    if name in DEEPSPEED_SCHEDULES or name in WITHOUT_FINAL_RATIO:
         settings["optim.final_lr_ratio"] = 0.0
-    params = {key: value for key, value in given.items() if value != AUTO}
-    return {**settings, "optim.schedule_params": params}
+    if name in DEEPSPEED_SCHEDULES:
+        if "warmup_num_steps" not in auto:
+            settings["optim.warmup_steps"] = given.pop("warmup_num_steps", WARMUP_STEPS)
+        if name == "WarmupCosineLR" and "cos_min_ratio" not in auto:
+            settings["optim.final_lr_ratio"] = given.pop("cos_min_ratio", COS_MIN_RATIO)
+        if name == "WarmupDecayLR" and "warmup_max_lr" not in auto:
+            settings["optim.lr"] = MAX_LR
+        if name != "WarmupCosineLR" and "warmup_max_lr" in given:
+            settings["optim.lr"] = given.pop("warmup_max_lr")
+        if name != "WarmupCosineLR" and "warmup_min_lr" in given:
+            low, peak = given.pop("warmup_min_lr"), settings.get("optim.lr", lr)
+            given["warmup_min_ratio"] = _ratio(file, low, peak)
+    return {**settings, "optim.schedule_params": given}
 
 
-def _warmup(
-    file: DeepSpeedFile, name: str, given: dict[str, Any], *, own_lr: float | None, lr: float
-) -> dict[str, Any]:
-    """Take what is not a parameter of our schedule out of `given`, and return its settings."""
-    settings: dict[str, Any] = {}
-    steps = given.pop("warmup_num_steps", WARMUP_STEPS)
-    if steps != AUTO:
-        settings["optim.warmup_steps"] = steps
-    if name == "WarmupCosineLR":
-        ratio = given.pop("cos_min_ratio", COS_MIN_RATIO)
-        return settings | ({} if ratio == AUTO else {"optim.final_lr_ratio": ratio})
-    peak = given.pop("warmup_max_lr", AUTO if name == "WarmupLR" else MAX_LR)
-    if peak != AUTO:
-        settings["optim.lr"] = peak
-    low = given.pop("warmup_min_lr", AUTO)
-    if low != AUTO:
-        rate = (own_lr or lr) if peak == AUTO else peak
-        given["warmup_min_ratio"] = _ratio(file, "warmup_min_lr", low, rate)
-    return settings
-
-
-def _ratio(file: DeepSpeedFile, name: str, low: object, peak: object) -> float:
-    """The learning rate `low` as a ratio to the peak."""
+def _ratio(file: DeepSpeedFile, low: object, peak: object) -> float:
+    """The lowest rate of a warm-up as a ratio to the peak."""
     rates = [each for each in (low, peak) if isinstance(each, int | float) and each >= 0]
     if len(rates) < 2 or rates[0] > rates[1]:
         raise file.error(
-            f"scheduler.params.{name}", f"must be a number up to the peak rate {peak}, got {low!r}"
+            "scheduler.params.warmup_min_lr",
+            f"must be a number up to the peak rate {peak}, got {low!r}",
         )
     return rates[0] / rates[1] if rates[1] else 0.0
 
