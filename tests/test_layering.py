@@ -39,7 +39,7 @@ FLOORS = (
     {"models"},
     {"budget"},
     {"plan", "report"},
-    {"autotune", "export"},
+    {"export"},
     {"run"},
     {"guards"},
 )

@@ -123,7 +123,7 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
             plan = plan.moved(where)
         with only_job(plan.request.output_dir):
             if plan.request.autotune is not None:
-                from pipeline.autotune.tune import tune
+                from pipeline.plan.tune import tune
 
                 plan = tune(plan)
             if plan.request.autotune != "tune":

@@ -12,7 +12,7 @@ from pipeline.run.orchestrator import main
 from pipeline.system.errors import ConfigError
 from train import STAGES
 
-TOY = tuple(replace(stage, module="tests.pipeline.autotune.toy_trial") for stage in STAGES)
+TOY = tuple(replace(stage, module="tests.pipeline.plan.toy_trial") for stage in STAGES)
 
 SPEEDS = {"64": 20.0, "32": 30.0, "16": 15.0, "8": 15.0, "2": 10.0}
 TABLE = {
