@@ -9,7 +9,7 @@ import types
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.data.examples import Message
 from pipeline.system.errors import ConfigError, suggestion
@@ -32,7 +32,9 @@ _GIVEN = {
 }
 """Parameters by form, without TRL's columns."""
 
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+N = TypeVar("N", bound=ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
 
 _TRAINERS_OWN = {
     *("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments"),
@@ -42,18 +44,11 @@ _TRAINERS_OWN = {
 
 
 @dataclass(frozen=True)
-class FunctionFile:
-    """A function as its file defines it."""
+class UserFile:
+    """A definition in a user's file; the text that was read at the start is what runs."""
 
     file: str
     name: str
-    form: Form
-    """Never auto."""
-
-    parameters: tuple[str, ...]
-    takes_any: bool
-    """Whether it has **parameters."""
-
     text: str
 
     @property
@@ -61,43 +56,64 @@ class FunctionFile:
         """The hash of the file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
+    def load(self) -> Any:  # noqa: ANN401
+        """Run the file's text and return what it defines under the name.
 
-def read_function(config: RewardConfig) -> FunctionFile:
-    """The function that `config.path` names.
+        Raises:
+            Exception: whatever the file's own code raises.
+        """
+        path = Path(self.file).expanduser().resolve()
+        sys.path.insert(0, str(path.parent))
+        module = types.ModuleType(path.stem)
+        module.__file__ = str(path)
+        # Dataclasses and pickling look their module up by its name.
+        sys.modules.setdefault(path.stem, module)
+        exec(compile(self.text, str(path), "exec"), module.__dict__)  # noqa: S102
+        return getattr(module, self.name)
+
+
+@dataclass(frozen=True)
+class FunctionFile(UserFile):
+    """A function as its file defines it."""
+
+    form: Form
+    """Never auto."""
+
+    parameters: tuple[str, ...]
+    takes_any: bool
+    """Whether it has **parameters."""
+
+
+def read_definition(
+    path: str, where: str, kinds: tuple[type[N], ...]
+) -> tuple[UserFile, ast.Module, N]:
+    """The definition that a path FILE.py:NAME names, without running the file.
+
+    Args:
+        path: the path.
+        where: the setting that has it, for messages.
+        kinds: class or functions, as nodes of the syntax tree.
 
     Raises:
-        ConfigError: no such file or function, no Python, or parameters of no known form.
+        ConfigError: no such file or definition, or no Python.
     """
-    where = f"rewards.{config.name}.path"
-    file, colon, name = (config.path or "").rpartition(":")
-    if not colon or not name.isidentifier():
-        raise ConfigError(f"{where} must be file.py:function, got {config.path}")
+    word = "class" if ast.ClassDef in kinds else "def"
+    file, colon, name = path.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise ConfigError(f"{where} must be FILE.py:NAME, got {path}")
     text = read_text(Path(file), where)
-    tree = parse_python(text, file, where)
-    found = {
-        node.name: node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    if name not in found:
-        raise ConfigError(
-            f"{where}: {file} has no `def {name}` at its top level; {suggestion(name, found)}"
-        )
-    return _described(found[name], tree, config, file=file, text=text)
-
-
-def parse_python(text: str, file: str, where: str) -> ast.Module:
-    """The text of a user's file as Python; `where` is the setting that names the file.
-
-    Raises:
-        ConfigError: it is none.
-    """
     try:
-        return ast.parse(text, filename=file)
+        tree = ast.parse(text, filename=file)
     except SyntaxError as error:
         raise ConfigError(
             f"{where}: {file} line {error.lineno} is not valid Python ({error.msg})"
         ) from None
+    found = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    if name not in found:
+        raise ConfigError(
+            f"{where}: {file} has no `{word} {name}` at its top level; {suggestion(name, found)}"
+        )
+    return UserFile(file, name, text), tree, found[name]
 
 
 def read_text(path: Path, where: str) -> str:
@@ -112,14 +128,14 @@ def read_text(path: Path, where: str) -> str:
         raise ConfigError(f"{where}: {path} can't be read ({error.strerror})") from None
 
 
-def _described(
-    node: ast.FunctionDef | ast.AsyncFunctionDef,
-    tree: ast.Module,
-    config: RewardConfig,
-    *,
-    file: str,
-    text: str,
-) -> FunctionFile:
+def read_function(config: RewardConfig) -> FunctionFile:
+    """The function that `config.path` names.
+
+    Raises:
+        ConfigError: no such file or function, no Python, or parameters of no known form.
+    """
+    where = f"rewards.{config.name}.path"
+    file, tree, node = read_definition(config.path or "", where, _FUNCTIONS)
     arguments = node.args
     positional = [argument.arg for argument in arguments.args]
     names = (*positional, *(argument.arg for argument in arguments.kwonlyargs))
@@ -133,16 +149,17 @@ def _described(
         unknown &= _TRAINERS_OWN
     if form is None or unknown or arguments.posonlyargs:
         raise ConfigError(
-            f"rewards.{config.name}.path: {node.name}({', '.join(names)}) of {file} has parameters"
+            f"{where}: {node.name}({', '.join(names)}) of {file.file} has parameters"
             f" that no form of reward function has ({', '.join(sorted(unknown)) or 'all'}); write"
             f" (episodes), or use {', '.join(FORMS[each] for each in ('trl', 'openrlhf', 'verl'))}"
         )
-    return FunctionFile(file, node.name, form, names, arguments.kwarg is not None, text)
+    takes_any = arguments.kwarg is not None
+    return FunctionFile(file.file, file.name, file.text, form, names, takes_any)
 
 
 def _used_by(node: ast.stmt, tree: ast.Module) -> list[ast.stmt]:
     """A function and the functions and classes of its file that it uses, by name."""
-    named = {each.name: each for each in tree.body if isinstance(each, _DEFINITIONS)}
+    named = {each.name: each for each in tree.body if isinstance(each, (*_FUNCTIONS, ast.ClassDef))}
     used = [node]
     for statement in used:  # grows during the loop
         names = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name)}
@@ -169,25 +186,9 @@ def _form(names: Collection[str], code: Iterable[ast.stmt]) -> Form | None:
     return "trl_conversational" if reads_messages else "trl"
 
 
-def load_name(file: str, text: str, name: str) -> Any:  # noqa: ANN401
-    """The object that a file's text defines under a name; `file` is the text's origin.
-
-    Raises:
-        Exception: whatever the file's own code raises.
-    """
-    path = Path(file).expanduser().resolve()
-    sys.path.insert(0, str(path.parent))
-    module = types.ModuleType(path.stem)
-    module.__file__ = str(path)
-    # Dataclasses and pickling look their module up by its name.
-    sys.modules.setdefault(path.stem, module)
-    exec(compile(text, str(path), "exec"), module.__dict__)  # noqa: S102
-    return getattr(module, name)
-
-
 def function_scorer(file: FunctionFile, column: str | None) -> Scorer:
     """Score episodes by a user's function: all at once, or in verl's form one episode."""
-    function = load_name(file.file, file.text, file.name)
+    function = file.load()
     family = file.form.partition("_")[0]
     results_in = {"openrlhf": ("rewards", "scores"), "verl": ("score",)}.get(family, ())
 

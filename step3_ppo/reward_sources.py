@@ -158,7 +158,6 @@ class RewardSources:
         config = self.config
         if config.environment is not None:
             file = config.read_environment()
-            logger.info("%s", file.note)
             self.environments = Environments(
                 file, workers=config.reward_workers, timeout_seconds=config.reward_timeout
             )

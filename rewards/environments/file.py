@@ -5,14 +5,11 @@ runs: an edit of the file during a run changes nothing.
 """
 
 import ast
-import hashlib
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
-from pipeline.system.errors import ConfigError, require, suggestion
+from pipeline.system.errors import require
 from pipeline.system.installation import ROOT
-from rewards.functions import parse_python, read_text
+from rewards.functions import UserFile, read_definition
 
 VERBS = ("reset", "step", "reward")
 """The methods of an environment, which docs/environments.md describes."""
@@ -31,29 +28,11 @@ FORMS = {
 
 
 @dataclass(frozen=True)
-class EnvironmentFile:
-    """A class as its file has it."""
-
-    file: str
-    name: str
-    form: Literal["turns", "tools"] | None
-    """None where a base of another file decides: whoever loads the class knows."""
+class EnvironmentFile(UserFile):
+    """A class as its file defines it."""
 
     gives_reward: bool
-    """Whether it has a reward of its own; of tools it may be a function's."""
-
-    text: str
-
-    @property
-    def sha256(self) -> str:
-        """The hash of the whole file."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
-    @property
-    def note(self) -> str:
-        """What the log says of it: as what it was recognized."""
-        has = "methods of another file" if self.form is None else FORMS[self.form]
-        return f"ppo.environment: {self.name} of {self.file} has {has}"
+    """Whether it has a reward; of tools it may be a function's."""
 
 
 def read_environment(path: str) -> EnvironmentFile:
@@ -63,21 +42,15 @@ def read_environment(path: str) -> EnvironmentFile:
         ConfigError: no such file or class, no Python, or a class that lacks a method.
     """
     where = "ppo.environment"
-    if path in BUILT_IN:
-        path = str(ROOT / "rewards" / "environments" / BUILT_IN[path])
-    file, colon, name = path.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise ConfigError(
-            f"{where} must be FILE.py:CLASS or one of {', '.join(sorted(BUILT_IN))}, got {path}"
+    if ":" not in path:
+        require(
+            path in BUILT_IN,
+            f"{where} must be FILE.py:CLASS or one of {', '.join(sorted(BUILT_IN))}, got {path}",
         )
-    text = read_text(Path(file), where)
-    tree = parse_python(text, file, where)
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    require(
-        name in classes,
-        f"{where}: {file} has no `class {name}` at its top level; {suggestion(name, classes)}",
-    )
-    family, is_complete = _family(classes[name], classes)
+        path = str(ROOT / "rewards" / "environments" / BUILT_IN[path])
+    file, tree, node = read_definition(path, where, (ast.ClassDef,))
+    classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
+    family, is_complete = _family(node, classes)
     members = [member for node in family for member in node.body]
     methods = {member.name for member in members if isinstance(member, ast.FunctionDef)}
     stored = {
@@ -87,20 +60,17 @@ def read_environment(path: str) -> EnvironmentFile:
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
     }
     gives_reward = not is_complete or "reward" in stored or not methods.isdisjoint(REWARDS)
-    if "step" in methods:
-        missing = [verb for verb in VERBS if verb not in methods and is_complete]
-        require(
-            not missing,
-            f"{where}: class {name} of {file} lacks {' and '.join(missing)}; it needs"
-            f" {FORMS['turns']}",
-        )
-        return EnvironmentFile(file, name, "turns", gives_reward, text)
+    missing = [verb for verb in VERBS if verb not in methods]
+    subject = f"{where}: class {file.name} of {file.file}"
     require(
-        not is_complete or ("reset" in methods and any(map(is_tool, methods))),
-        f"{where}: class {name} of {file} is not an environment: it needs {FORMS['turns']}, or"
-        f" {FORMS['tools']}",
+        not (is_complete and "step" in methods and missing),
+        f"{subject} lacks {' and '.join(missing)}; it needs {FORMS['turns']}",
     )
-    return EnvironmentFile(file, name, "tools" if is_complete else None, gives_reward, text)
+    require(
+        not is_complete or "step" in methods or ("reset" in methods and any(map(is_tool, methods))),
+        f"{subject} is not an environment: it needs {FORMS['turns']}, or {FORMS['tools']}",
+    )
+    return EnvironmentFile(file.file, file.name, file.text, gives_reward)
 
 
 def is_tool(name: str) -> bool:

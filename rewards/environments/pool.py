@@ -14,7 +14,6 @@ from pipeline.system.errors import UserError
 from rewards.contract import Outcome, described, outcome_of
 from rewards.environments.file import VERBS, EnvironmentFile
 from rewards.environments.tools import ToolEnvironment, find_tools
-from rewards.functions import load_name
 from rewards.workers import Lane, Workers
 
 
@@ -137,10 +136,8 @@ class _Episodes:
     """The environments of a worker, by episode; called with each move."""
 
     def __init__(self, file: EnvironmentFile) -> None:
-        self._class: Any = load_name(file.file, file.text, file.name)
-        has_step = callable(getattr(self._class, "step", None))
-        # Where a base of another file decides, the loaded class shows which form it has.
-        self._takes_turns = has_step if file.form is None else file.form == "turns"
+        self._class: Any = file.load()
+        self._takes_turns = callable(getattr(self._class, "step", None))
         for verb in VERBS if self._takes_turns else ("reset",):
             getattr(self._class, verb)  # which raises if a base of another file has none
         if not self._takes_turns:
