@@ -180,17 +180,6 @@ class RewardConfig:
         return self.column or COLUMNS.get(self.kind)
 
 
-def check_limits(*, timeout_seconds: float, workers: int, max_failures: float = 0.0) -> None:
-    """Refuse what no workers can keep.
-
-    Raises:
-        ConfigError: it begins with the setting's name.
-    """
-    require(timeout_seconds > 0, f"timeout_seconds must be above 0, got {timeout_seconds}")
-    require(workers >= 1, f"workers must be 1 or more, got {workers}")
-    require(0 <= max_failures <= 1, f"max_failures must lie between 0 and 1, got {max_failures}")
-
-
 def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward") -> RewardConfig:
     """The source that a word describes.
 

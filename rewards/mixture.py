@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipeline.system.errors import ConfigError
-from rewards.config import RewardConfig, check_limits
+from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome, Scored, Scorer, everywhere
 from rewards.sources import Source, read_sources, scorer_of
 from rewards.workers import Handler, Lane, RewardError, Tick, Workers
@@ -44,7 +44,6 @@ class Rewards:
         max_failures: float = 0.1,
         cache_dir: Path | None = None,
     ) -> None:
-        check_limits(timeout_seconds=timeout_seconds, workers=workers, max_failures=max_failures)
         configs = [*sources, *([] if gold is None else [gold])]
         self._sources = read_sources(configs, cache_dir=cache_dir, timeout_seconds=timeout_seconds)
         self._names = [*(source.name for source in sources), *([] if gold is None else [GOLD])]

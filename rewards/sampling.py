@@ -16,7 +16,7 @@ from pipeline.data.rows.reading import read_paths
 from pipeline.data.sharing.steps import load_examples
 from pipeline.system.errors import DataError, require
 from pipeline.system.logs import Progress
-from rewards.config import RewardConfig, check_limits
+from rewards.config import RewardConfig
 from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards
 
@@ -47,7 +47,11 @@ class ScoringConfig:
             value = getattr(self, name, None)
             option = name.replace("_", "-")
             require(value is None or value > 0, f"--{option} must be above 0, got {value}")
-        check_limits(timeout_seconds=self.timeout_seconds, workers=self.workers)
+        require(
+            self.timeout_seconds > 0,
+            f"timeout_seconds must be above 0, got {self.timeout_seconds}",
+        )
+        require(self.workers >= 1, f"workers must be 1 or more, got {self.workers}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,10 @@ class SamplingConfig(ScoringConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.prompts), "--prompts is missing: give rows with prompts")
+        require(
+            0 <= self.max_failures <= 1,
+            f"max_failures must lie between 0 and 1, got {self.max_failures}",
+        )
 
 
 def read_prompts(

@@ -19,9 +19,6 @@ class RowColumns:
     needed: frozenset[str] = frozenset()
     """Those that some row must have."""
 
-    others: frozenset[str] = frozenset()
-    """Those that are kept where rows have them."""
-
     all: bool = False
     """Whether every column is kept."""
 
@@ -33,7 +30,7 @@ class RowColumns:
 
     def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """A row's columns that have a value."""
-        names = columns.keys() if self.all else (self.needed | self.others) & columns.keys()
+        names = columns.keys() if self.all else self.needed & columns.keys()
         return {name: columns[name] for name in sorted(names) if columns[name] is not None}
 
 
