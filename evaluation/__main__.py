@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     check_ready(config.path)
     model, tokenizer = load_for_inference(config.path)
     chat = Chat(tokenizer, resolve_format(tokenizer, "auto"))
-    for task in tasks:  # what one can't be asked is said before another is answered
+    for task in tasks:  # questions that are too long are reported before any is answered
         chat.encode(questions[task.name], task=task.name, context=context_length(model))
     figures = [
         figure

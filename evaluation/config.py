@@ -11,10 +11,10 @@ from pipeline.system.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-    """Tasks beside the evaluation of a step."""
+    """Tasks in addition to the evaluation of a step."""
 
     eval_tasks: tuple[str, ...] = ()
-    """Tasks (docs/evaluation.md) that evaluations ask too: gsm8k, embedded, ..."""
+    """Tasks (docs/evaluation.md) that evaluations include: gsm8k, embedded, ..."""
 
     eval_task_data: dict[str, str] = field(default_factory=dict)
     """Rows of tasks, as {"gsm8k": "FILE_OR_NAME"}."""
@@ -63,7 +63,7 @@ def check_tasks(settings: TaskSettings) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Which model answers which tasks, and how."""
+    """The model, the tasks, and how responses are sampled."""
 
     path: str = ""
     """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
@@ -75,7 +75,7 @@ class EvaluationConfig:
     """Tasks to ask, by name: gsm8k, ifeval, embedded, arithmetic."""
 
     data: tuple[str, ...] = ()
-    """Rows of a task, as gsm8k=FILE_OR_NAME; of a set with a test split that split is asked."""
+    """Rows of a task, as gsm8k=FILE_OR_NAME; of a set with a test split, that split."""
 
     k: tuple[int, ...] = (1,)
     """Of pass@k: how likely one of k responses is right. 1 is the share of right ones."""
@@ -146,7 +146,7 @@ class EvaluationConfig:
         return paths_in(self.data, setting="--data")
 
     def reading(self, task: Task) -> Reading:
-        """Which rows of a task are read, and how."""
+        """The rows of a task to read."""
         return Reading(
             path=self.paths.get(task.name),
             limit=self.limit,

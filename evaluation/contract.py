@@ -25,7 +25,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Which rows of a task are read."""
+    """The rows of a task to read."""
 
     path: str | None = None
     """A data path; None takes the task's own rows, where it has some."""
@@ -66,7 +66,7 @@ def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row],
     """Rows to ask, and rows to show as demonstrations.
 
     Asked are the rows of the test split, where the data path has one, and demonstrations are then
-    the first training rows. Else the first `shots` rows are shown and the others asked.
+    the first training rows. Else the first `shots` rows are shown and the others are questions.
 
     Raises:
         DataError: nothing is there, or no row is left to ask.
@@ -85,7 +85,7 @@ def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row],
 
 
 def column(row: Row, name: str, kind: type | tuple[type, ...] = str) -> object:
-    """What a row has in a column.
+    """The value of a row in a column.
 
     Raises:
         DataError: there is no such column, or it holds something else.

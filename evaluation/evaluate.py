@@ -136,7 +136,7 @@ Generating = Callable[[], AbstractContextManager[PreTrainedModel]]
 
 
 class TaskEvaluations:
-    """Asks the tasks of the settings, greedily; often there are none.
+    """Evaluates the tasks of the settings, greedily; often there are none.
 
     The rows are read here, so that what is wrong with them is reported before training.
 
@@ -171,7 +171,7 @@ class TaskEvaluations:
     def summary(
         self, before: Mapping[str, float], *, changed: bool
     ) -> dict[str, dict[str, dict[str, float]]]:
-        """What `eval` of the result says of the tasks; empty without tasks. All processes call it.
+        """The tasks' part of `eval` in the result; empty without tasks. All processes call it.
 
         Args:
             before: the figures of the model that the step began with.
@@ -197,7 +197,7 @@ class TaskEvaluations:
 
 
 def generating_from(model: nn.Module, engine: Engine) -> Generating:
-    """What gives a model that `engine` trains, at any ZeRO stage, gathered on every process.
+    """Return a context for generating with a model that `engine` trains, at any ZeRO stage.
 
     Weights that lie so in memory are used where they are; of others there is a copy meanwhile.
     Processes that train parts of each layer generate together; those that train the stages of a

@@ -31,7 +31,7 @@ class Figure:
     value: float
 
     count: int
-    """What was graded of each response, over all questions: instructions, else questions."""
+    """Number of grades of a response over all questions: instructions, else questions."""
 
     questions: int
 

@@ -121,7 +121,7 @@ class HeldOutPrompts(ABC):
 
     @property
     def counted(self) -> list[bool]:
-        """Which of this process's prompts count: those that no other process answers too."""
+        """A flag for each of this process's prompts: whether no other process counts it."""
         size, rank = self.data.size, self.data.rank
         return [rank + place * size < len(self.prompts) for place in range(len(self.rows))]
 
@@ -153,8 +153,8 @@ def responses_of_base(
     """Sampled responses of the model before step 1, which is loaded whole on every process.
 
     None where none is named, where it numbers its tokens in another way than the actor, and where
-    it can't be loaded or has no room beside the others: the run itself is done and shall not be
-    lost for a comparison, whatever happens.
+    it can't be loaded or does not fit in memory: the run itself is done and is not lost for a
+    comparison, whatever happens.
     """
     if base.path is None:
         return None

@@ -26,7 +26,7 @@ CHUNK = 256
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(ScoringConfig):
-    """What to try."""
+    """Sources and the rows to score."""
 
     reward: tuple[str, ...] = ()
     """Sources: file.py:function; a kind (math, exact, code, ...); a kind with its first setting

@@ -76,10 +76,10 @@ _LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """A source of rewards: what gives a number for each response, and what it weighs."""
+    """A source of rewards, which gives a number for each response, and its weight."""
 
     name: str
-    """What metrics and messages call it."""
+    """Its name in metrics and messages."""
 
     kind: Kind
     """model: step 3's reward model; environment: what its environment gives; function: a Python
@@ -89,7 +89,7 @@ class RewardConfig:
     behind an OpenAI-compatible endpoint."""
 
     weight: float = 1.0
-    """What it weighs in the sum; a source of weight 0 is measured alone."""
+    """Its weight in the sum; a source of weight 0 is measured alone."""
 
     path: str | None = None
     """model: its directory, null takes step 2's; function: file.py:name; remote and judge:

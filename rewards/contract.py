@@ -1,7 +1,7 @@
-"""What a source of rewards reads and gives.
+"""The input and output of sources of rewards.
 
-None and failure are two things: a source says None where it does not apply to a row, and a failure
-has a sentence. Neither is ever counted as 0.
+None and failure differ: a source gives None if it does not apply to a row, and a failure has a
+sentence. Neither counts as 0.
 """
 
 import math
@@ -41,7 +41,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one source gives for one episode."""
+    """Result of one source for one episode."""
 
     value: float | None = None
     """None where the source does not apply, or failed."""
@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one source gives for all episodes, in their order."""
+    """Results of one source for all episodes, in their order."""
 
     values: list[float | None]
     """None: does not apply, or failed."""

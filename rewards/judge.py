@@ -55,7 +55,7 @@ def columns_in(template: str, name: str) -> frozenset[str]:
 
 
 def question(config: RewardConfig, template: str, episode: Episode) -> str:
-    """What a judge is asked about an episode, always the same for the same."""
+    """The prompt for a judge; equal episodes give equal prompts."""
     low, high = config.scale
     columns = {name: episode.extra.get(name, "") for name in columns_in(template, config.name)}
     return template.format(
@@ -71,7 +71,7 @@ def score_in(text: str, scale: tuple[float, float]) -> float:
     """The score in the last JSON object of an answer, 0 at the scale's low end and 1 at its high.
 
     Raises:
-        NoScoreError: there is none, or it lies outside the scale.
+        NoScoreError: there is none, or it is outside the scale.
     """
     low, high = scale
     for match in reversed(_OBJECT.findall(text)):

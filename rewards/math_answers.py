@@ -32,7 +32,7 @@ _IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_LATEX}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DE
 """A number among words: what ends a sentence with a dot is not followed by digits."""
 
 _UNIT = re.compile(r"\s*(?:%|°|\s[mgshlLKCFJNWVA]|[A-Za-z][A-Za-z.]+(?:[ /][A-Za-z.]+)*)?[²³]?")
-"""What may follow a number; a single letter beside it would be a variable: 2x."""
+"""What may follow a number; a single letter next to it would be a variable: 2x."""
 
 _LATEX_WORDS = (
     (re.compile(r"\\(?:left|right|displaystyle|[,;:! ])"), ""),
@@ -46,7 +46,7 @@ _LATEX_WORDS = (
     (re.compile(r"[\u2212\u2013]"), "-"),
     (re.compile(r"\*\*"), ""),
 )
-"""What is written around numbers, and what they mean to us."""
+"""Notation around numbers, and its replacement."""
 
 
 def math_scorer(config: RewardConfig) -> Scorer:
@@ -137,7 +137,7 @@ def _plain(text: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    r"""What the last \boxed{...} holds, else the rest of the line after the last ####."""
+    r"""The content of the last \boxed{...}, else the rest of the line after the last ####."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start >= 0:
         first = text.index("{", start) + 1

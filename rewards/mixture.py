@@ -215,12 +215,12 @@ def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[flo
         values: by source, a number or None for each response.
         weights: by source.
     """
-    whole = math.fsum(abs(weight) for weight in weights)
+    total_weight = math.fsum(abs(weight) for weight in weights)
     combined: list[float | None] = []
     for row in zip(*values, strict=True):
         present = [(w, r) for w, r in zip(weights, row, strict=True) if r is not None and w != 0]
         part = math.fsum(abs(weight) for weight, _ in present)
-        scale = 1.0 if part == whole else whole / part if part else 0.0
+        scale = total_weight / part if part else 0.0
         total = math.fsum(weight * value for weight, value in present)
         combined.append(scale * total if present else None)
     return combined

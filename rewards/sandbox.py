@@ -53,7 +53,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use."""
+    """Resources of a program."""
 
     seconds: float
     memory_mb: int
@@ -70,13 +70,13 @@ class Ended:
     it, or it wrote too much."""
 
     output: bytes
-    """What it wrote on standard output, at most `OUTPUT_BYTES`."""
+    """Its standard output, at most `OUTPUT_BYTES`."""
 
     seconds: float
 
 
 def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limits) -> Ended:
-    """Run `main`, one of `files`, with the others beside it.
+    """Run `main`, one of `files`, in a directory with the others.
 
     Raises:
         SandboxError: the machine refuses what isolates the program.

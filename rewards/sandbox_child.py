@@ -1,6 +1,6 @@
 """The inside of the sandbox: the kernel's limits are put on, then the program is started.
 
-Runs as a script of its own, `python -I -S sandbox_child.py JOB STATUS`, since a process that may
+Runs as a separate script, `python -I -S sandbox_child.py JOB STATUS`, since a process that may
 have threads can't safely run Python between fork and exec. JOB is a descriptor with the settings,
 STATUS one for a sentence where the sandbox can't be built; it is closed once it is.
 
@@ -237,7 +237,7 @@ def _restrict_files(readable: list[str], directory: str) -> None:
 
 
 def _limit(job: dict) -> None:
-    """What one process of the program may use."""
+    """Limit the resources of each process of the program."""
     memory = job["memory_mb"] << 20
     limits = {
         resource.RLIMIT_AS: memory,

@@ -29,7 +29,7 @@ ALIASES = {"reward_function": "reward", "out": "output"}
 
 @dataclass(frozen=True, kw_only=True)
 class SelectConfig(SamplingConfig):
-    """Which answers are sampled, what scores them and what is written."""
+    """How answers are sampled, scored and written."""
 
     path: str = ""
     """Model that answers: a directory, such as OUT/step1_sft, or Hub id."""
@@ -64,7 +64,7 @@ class SelectConfig(SamplingConfig):
 
     @property
     def sources(self) -> list[RewardConfig]:
-        """What scores the answers, in the order of the command line."""
+        """The sources of rewards, in the order of the command line."""
         sources = read_specs(self.reward)
         for source in sources:
             require(
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A sampled answer and what it is worth."""
+    """A sampled answer and its reward."""
 
     text: str
 

@@ -47,7 +47,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What metrics and messages call it."""
+        """Its name in metrics and messages."""
         return self.config.name
 
     @property
@@ -102,7 +102,7 @@ class Source:
 
     @property
     def note(self) -> str | None:
-        """What the log says of it: as what a function was recognized."""
+        """A sentence for the log: the form of a function."""
         if self.function is None:
             return None
         form = FORMS[self.function.form]
@@ -138,7 +138,7 @@ def read_source(
 def read_sources(
     configs: Sequence[RewardConfig], *, cache_dir: Path | None = None, timeout_seconds: float = 10.0
 ) -> list[Source]:
-    """The sources of a run, which have names of their own."""
+    """The sources of a run, whose names differ."""
     names = [config.name for config in configs]
     for name in names:
         require(names.count(name) == 1, f"rewards: two sources are named {name}; rename one")

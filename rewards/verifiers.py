@@ -40,7 +40,7 @@ def regex_scorer(config: RewardConfig) -> Scorer:
 
 
 def compiled(config: RewardConfig) -> re.Pattern[str]:
-    """The pattern of the settings; a `ConfigError` says what is wrong with it."""
+    """The pattern of the settings; raises ConfigError if it is invalid."""
     try:
         return re.compile(config.pattern, re.DOTALL)
     except re.error as error:

@@ -19,7 +19,7 @@ BUILT_IN = {"guessing": "games.py:GuessingGame", "calculator": "tools.py:Calcula
 """Our examples, by short name."""
 
 REWARDS = ("get_reward", "reward")
-"""What a class of tools may call its reward: a method, or for the second an attribute."""
+"""Names of the reward in a class of tools: methods; the second may be an attribute."""
 
 FORMS = {
     "turns": "reset(self, row, *, seed), step(self, answer) and reward(self)",
@@ -74,7 +74,7 @@ def read_environment(path: str) -> EnvironmentFile:
 
 
 def is_tool(name: str) -> bool:
-    """Whether a method of that name is a tool, in a class of tools."""
+    """Return whether a method of that name is a tool, in a class of tools."""
     return not name.startswith("_") and name not in (*VERBS, *REWARDS)
 
 

@@ -1,7 +1,7 @@
 """A number to guess, with hints: `--environment guessing`.
 
 `python -m rewards.environments.games --out DIR` writes rows for it. A row has a prompt, a game as
-demonstration, and the columns `low` and `high`, between which the number lies; in training the seed
+demonstration, and the columns `low` and `high`, between which the number is; in training the seed
 chooses the number. In a demonstration half of the guesses agree with the hints before them, and the
 others are any number of the range.
 """
@@ -20,10 +20,10 @@ from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
 COST = 0.1
-"""What each wrong guess takes off the reward of a number that is found."""
+"""Reduction of the reward of a found number for each wrong guess."""
 
 SENSIBLE = 0.5
-"""What the share of guesses that agree with all hints before them weighs."""
+"""Weight of the share of guesses that agree with all hints before them."""
 
 
 class GuessingGame:
@@ -39,7 +39,7 @@ class GuessingGame:
         return [Message("user", question(self.low, self.high))]
 
     def step(self, answer: str) -> list[Message] | None:
-        """Say where the number lies; an answer that is none counts as a wrong one."""
+        """Return a hint; an answer without a number counts as a wrong guess."""
         digits = re.fullmatch(r"\s*(\d{1,9})\s*", answer)
         guess = int(digits[1]) if digits else None
         if guess is not None:
@@ -55,7 +55,7 @@ class GuessingGame:
         return [Message("user", hint(guess, self.number))]
 
     def reward(self) -> dict[str, float]:
-        """What finding the number is worth, less its cost, and how sensible the guesses were."""
+        """Rewards of finding the number, less the cost of guesses, and of sensible guesses."""
         found = max(0.0, 1.0 - COST * self.wrong) if self.found else 0.0
         guesses = self.wrong + self.found
         share = self.sensible / guesses if guesses else 0.0
@@ -68,7 +68,7 @@ def question(low: int, high: int) -> str:
 
 
 def hint(guess: int | None, number: int) -> str:
-    """What follows a guess that is not right."""
+    """The reply to a wrong guess."""
     if guess is None:
         return "a number, please"
     return "higher" if number > guess else "lower"
@@ -89,7 +89,7 @@ MAX_TURNS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class GamesConfig:
-    """Which games are written, and where."""
+    """The games to write."""
 
     out: Path = Path("games")
     """Directory that receives train.jsonl and test.jsonl."""

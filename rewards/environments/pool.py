@@ -33,13 +33,13 @@ class Played:
     episode: int
 
     messages: tuple[Message, ...] | None = None
-    """What reset or step returned; None when the episode has ended."""
+    """The value of reset or step; None when the episode has ended."""
 
     failure: str | None = None
     """A sentence if the environment failed, which ends its episode."""
 
     verdict: Verdict | None = None
-    """What reward returned."""
+    """The value of reward."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ class Environments:
         results: list[Played] = []
         for reply in self._workers.receive(wait=wait):
             episode = self._calls.pop(reply.number)
-            verdict = reply.value if isinstance(reply.value, Verdict) else None
-            messages = reply.value if verdict is None else None
+            verdict, messages = None, reply.value
+            if isinstance(reply.value, Verdict):
+                verdict, messages = reply.value, None
             results.append(Played(episode, messages, reply.failure, verdict))
             if reply.failure is not None or verdict is not None:
                 del self._last[episode]

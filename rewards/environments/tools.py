@@ -29,7 +29,7 @@ OPENING = (
     "</tool_call>; the next turn has what it returns. Without a call, an answer is the last one."
     "\n\n{tools}"
 )
-"""What the model reads of them; `INSTRUCTIONS` of the class takes its place, and an empty text
+"""Their description for the model; `INSTRUCTIONS` of the class takes its place, and an empty text
 leaves it out."""
 
 
@@ -63,7 +63,7 @@ class ToolEnvironment:
         return [*before, last]
 
     def step(self, answer: str) -> list[Message] | None:
-        """What the calls of an answer return; None without any."""
+        """The results of the calls in an answer; None if it has none."""
         results = [self._called(text) for text in _CALL.findall(answer)]
         if not results:
             return None
@@ -82,7 +82,7 @@ class ToolEnvironment:
         return None
 
     def _called(self, text: str) -> str:
-        """What a call returns, or what is wrong with it."""
+        """The result of a call, or the reason why it can't be made."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets
@@ -155,7 +155,7 @@ def fits(value: object, annotation: Any) -> bool:  # noqa: ANN401
 
 
 def as_text(result: object) -> str:
-    """What a tool returned, as the model reads it: a text as it is, other things as JSON."""
+    """The value of a tool as text: a string as it is, other values as JSON."""
     if isinstance(result, str):
         return result
     try:
