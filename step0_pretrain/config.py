@@ -65,7 +65,7 @@ class PretrainConfig(StepConfig):
         self.parallel.check_model("model", self.model)
 
     def workload(self, world: int) -> Workload:
-        """One language model learns from whole rows."""
+        """One language model learns from full rows."""
         return self.workload_of_rows(self.model, world)
 
     def check_corpus(self) -> None:

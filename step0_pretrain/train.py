@@ -70,7 +70,7 @@ def train(config: PretrainConfig) -> Path:
 
 
 def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
-    """The model in its engine, with the state of an earlier run where this one goes on."""
+    """The model in its engine, with the state of an earlier run if this one continues it."""
     for note in rows.corpus.notes:
         logger.info("data for step 0: %s", note)
     model, passes = learning_model(

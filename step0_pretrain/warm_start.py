@@ -13,13 +13,13 @@ from pipeline.system.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MODEL = "model"
-"""What the steps that train one model call it in their checkpoints."""
+"""Name of the model in checkpoints of steps that train one."""
 
 
 def warm_start(engine: Engine, directory: Path, world: Group) -> None:
     """Take up weights and moments of the newest checkpoint of the step in `directory`.
 
-    All processes call it. The optimizer goes on as if it had made the earlier steps; the schedule
+    All processes call it. The optimizer continues as if it had made the earlier steps; the schedule
     of the learning rate begins anew.
 
     Raises:

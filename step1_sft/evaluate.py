@@ -35,7 +35,7 @@ ALIASES = {"model_name_or_path_baseline": "baseline", "model_name_or_path_finetu
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """Which models answer which prompts."""
+    """Models and prompts of a comparison."""
 
     baseline: str = ""
     """Model before training: a directory or Hub id."""
@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[str]:
-    """What the model at `path` answers to each prompt."""
+    """Return the response of the model at `path` to each prompt."""
     from inference.responses import Responder
     from pipeline.models.load import load_for_inference
 

@@ -74,7 +74,7 @@ def train(config: SFTConfig) -> Path:
 
 
 def load_model(config: SFTConfig, rows: Rows, run: Run) -> Tuning:
-    """The actor in its engine, with the state of an earlier run where this one goes on."""
+    """The actor in its engine, with the state of an earlier run if this one continues it."""
     model, passes = learning_model(
         config.model,
         rows.tokenizer,

@@ -38,7 +38,7 @@ class Example:
     """The worse response, or a bad one by itself; empty where there is none."""
 
     margin: float | None = None
-    """By how much `chosen` is better, in units of score, where the data says so."""
+    """Amount by which `chosen` is better, in units of score; None if the data has none."""
 
     tie: bool = False
     """Whether `chosen` and `rejected` are as good as each other: their order means nothing."""
@@ -50,20 +50,20 @@ class Example:
     """The rank of each of `responses`, 1 for the best; equal ranks are ties."""
 
     steps: tuple[str, ...] = ()
-    """Of a response that is judged step by step; it is neither chosen nor rejected as a whole."""
+    """Steps of a response that is judged step by step; it is neither chosen nor rejected."""
 
     step_labels: tuple[float | None, ...] = ()
     """How right each of `steps` is, from 0 to 1; None where that is not known."""
 
     label: bool | int | float | str | None = field(default=None, compare=False)
-    """What the row says of the dialogue that ends in `chosen`, or of the prompt where it is empty:
+    """Label of the dialogue that ends in `chosen`, or of the prompt if that is empty:
     a class, a grade, a number. Read for steps that learn from it alone."""
 
     origin: str = ""
     """Where the row came from, for error messages: `rows.jsonl line 17`."""
 
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Columns that the step reads beside the dialogue, such as the right answer, by their own
+    """Columns that the step reads next to the dialogue, such as the right answer, by their
     names; those that the row has."""
 
     @cached_property

@@ -29,7 +29,7 @@ class Fit:
     is_cut: bool
 
     num_targets: int
-    """What is left to learn: tokens that step 1 trains, 1 for a pair that still differs."""
+    """Targets that are left: tokens that step 1 trains, 1 for a pair that still differs."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RowsFit(Generic[Row]):
     """How rows that teach nothing are described: "have nothing left to train on"."""
 
     rows: str = "rows"
-    """What they are called: "rows" or "pairs"."""
+    """Their name in messages: "rows" or "pairs"."""
 
 
 def require_learnable(

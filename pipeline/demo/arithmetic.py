@@ -42,7 +42,7 @@ class ArithmeticConfig:
     """Share of the demonstrations that are right."""
 
     calculator: bool = False
-    """Have right demonstrations call the tool `add` of the environment calculator, and answer with
+    """Right demonstrations call the tool `add` of the environment calculator, and answer with
     what it returns."""
 
     seed: int = 0

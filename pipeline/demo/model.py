@@ -24,7 +24,7 @@ LINE_BREAKS = ("\n\n", "\n")
 """Pieces in their own right: SentencePiece takes no piece from more than one line."""
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What SentencePiece writes for a space."""
+"""A space in the pieces of SentencePiece."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -130,10 +130,10 @@ def _sentencepiece_pieces() -> tuple[str, ...]:
 
 
 def _merges(pieces: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Which two pieces may become one, earliest first.
+    """Pairs of pieces that are merged, earliest first.
 
     SentencePiece joins any two neighbours whose union is a piece, the piece with the lowest id
-    first; a list of merges says the same.
+    first; a list of merges is equivalent.
     """
     known = set(pieces) - set(SPECIAL)
     return [

@@ -69,7 +69,7 @@ class Fact(NamedTuple):
 
     kind: str
     subject: tuple[str, ...]
-    """What a prompt names: a country, two numbers, a verb and its object."""
+    """Words that a prompt names: a country, two numbers, a verb and its object."""
 
     answer: str
     """The right sentence, without the opening that makes a response polite or rude."""

@@ -1,1 +1,1 @@
-"""Files that stay whole: durable writes, locks, tensors and their headers."""
+"""Durable writes, locks, tensors in files and their headers."""

@@ -36,14 +36,14 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def replace_durably(path: Path, content: bytes, *, temporary: Path) -> None:
-    """`path` has the old content or the new one, whatever happens; `temporary` is beside it."""
+    """Replace the content of `path` atomically; `temporary` is in the same directory."""
     write_durably(temporary, content)
     temporary.replace(path)
     sync(path.parent)
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Make a small file that other processes see whole or not at all; not for ever."""
+    """Write a small file that other processes see complete or not at all, without a flush."""
     temporary = path.with_name(f"{path.name}.partial")
     temporary.write_bytes(content)
     temporary.replace(path)
@@ -84,7 +84,7 @@ def check_output(path: Path, *, option: str) -> None:
         option: that names it, for messages.
 
     Raises:
-        ConfigError: it is a directory, or lies where nothing can be made.
+        ConfigError: it is a directory, or is in a place that can't be written.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory; give the name of a file")
@@ -100,8 +100,8 @@ def check_output(path: Path, *, option: str) -> None:
 def write_output(texts: Mapping[Path, str], *, option: str) -> None:
     """Write files, each of which has its old content, or none, until it has all of the new one.
 
-    A process that is killed, or a power failure, leaves at most `<name>.partial` beside them, which
-    the next call writes anew. No name changes before all contents are on the disk.
+    A killed process or a power failure leaves at most `<name>.partial` next to them, which the next
+    call writes again. No name changes before all contents are on the disk.
 
     Args:
         texts: by file; missing directories are made.

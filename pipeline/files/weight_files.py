@@ -83,7 +83,7 @@ class WeightFiles:
         return self._stored[name].shape
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor whole, on the CPU, as it is stored.
+        """Return a full tensor on the CPU, in its stored type.
 
         Raises:
             ModelError: as `slice` does.

@@ -28,7 +28,7 @@ Encoder = Callable[[str], list[int]]
 
 
 def beginning_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
-    """Token ids of a text as `tokenizer` gives them, without special tokens of its own."""
+    """Return the encoder of texts without added special tokens."""
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -99,7 +99,7 @@ class Segment:
     """The assistant wrote it, up to and including its end-of-turn token."""
 
     trained: bool = True
-    """False where the data says that the turn is not to be learned."""
+    """False if the data marks the turn as not learned."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class ChatFormat:
 
     @property
     def title(self) -> str:
-        """What sentences call it: by its name, or by the model whose template it is."""
+        """Title in messages: its name, or the model whose template it is."""
         owner = str(self.tokenizer.name_or_path or "")
         if self.name == "tokenizer" and owner:
             return f"the chat template of {owner}"
@@ -158,7 +158,7 @@ class ChatFormat:
 
     @cached_property
     def begins_with_cls(self) -> bool:
-        """Whether the first token of a text stands for the whole of it, as encoders have it."""
+        """Whether the first token of a text represents the text, as in encoders."""
         cls = self.tokenizer.cls_token_id
         return cls is not None and cls == self.tokenizer.bos_token_id and adds_bos(self.tokenizer)
 
@@ -336,7 +336,7 @@ class ChatFormat:
         end = region.find(self._end_of_turn, found + len(content) if found >= 0 else 0)
         if end >= 0:
             return end + len(self._end_of_turn)
-        # The template ends turns in the middle without a token of its own.
+        # The template ends turns in the middle without a token.
         alone = self.render(messages, generation_prompt=False)
         start = self._start(messages[:-1], alone)
         turn = alone[start:].rstrip().removesuffix(self._end_of_turn).rstrip()

@@ -212,7 +212,7 @@ def _keeps_history(chat_format: ChatFormat) -> bool:
     if prompt.rstrip().endswith(THINK):
         return False
     if not last.startswith(prompt):
-        return True  # `segments` says what is wrong
+        return True  # `segments` raises an error
     end = last.find(answer.content) + len(answer.content)
     return longer.startswith(last[:end])
 

@@ -96,7 +96,7 @@ def _reward_datasets(row: Columns) -> Example | None:
 
 
 def _webgpt(row: Columns) -> Example | None:
-    """Two answers with scores; a tie says nothing. Citations like [1] and [2, 3] are taken out."""
+    """Two answers with scores; ties are left out. Citations like [1] and [2, 3] are removed."""
     scores = float(row["score_0"]), float(row["score_1"])
     answers = [re.sub(r" ?\[\d+(?:, ?\d+)*\]", "", row[name]) for name in ("answer_0", "answer_1")]
     if scores[0] == scores[1]:
@@ -107,7 +107,7 @@ def _webgpt(row: Columns) -> Example | None:
 
 
 def _shp(row: Columns) -> Example | None:
-    """Two comments on a Reddit post; label 1 says that A has more votes."""
+    """Two comments on a Reddit post; with label 1, A has more votes."""
     responses = row["human_ref_A"], row["human_ref_B"]
     chosen, rejected = responses if int(row["labels"]) == 1 else responses[::-1]
     return _pair(row["history"], chosen, rejected)

@@ -416,7 +416,7 @@ def _unknown_shape(row: Row, columns: Collection[str]) -> str:
 def check_columns(
     columns: Collection[str], fields: Mapping[str, str], kept: RowColumns | None = None
 ) -> None:
-    """Check that rows with these columns have what is read of them.
+    """Check that rows with these columns have the required ones.
 
     Raises:
         DataError: no shape reads a name in `fields`, or no row has a column that is needed.

@@ -77,7 +77,7 @@ class Source:
     """The rows of its test split; empty where it has none."""
 
     splits: str = ""
-    """Which of several splits were read: `train_sft, for evaluation test_sft`."""
+    """The splits that were read, of several: `train_sft, for evaluation test_sft`."""
 
 
 def read_source(spec: str, *, step: int | None = None) -> Source:
@@ -148,7 +148,7 @@ def _read_files(paths: Sequence[Path]) -> Iterator[Row]:
 
 
 def is_pair_of_files(name: str) -> bool:
-    """Whether a data path means `PAIR_OF_FILES`; what is there by that name itself wins."""
+    """Whether a data path means `PAIR_OF_FILES`; a file of that name has precedence."""
     return name == "local/jsonfile" and not Path(name).exists()
 
 

@@ -1,1 +1,1 @@
-"""Which rows a step trains on and is evaluated on, and how steps stay apart by prompt."""
+"""Assignment of rows to steps and to evaluation, by prompt."""

@@ -37,7 +37,7 @@ def draw(number: int, *, seed: int, purpose: str) -> float:
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
-    """Return a hash of the dialogues, what is learned of them, and their order."""
+    """Return a hash of the dialogues, their labels, and their order."""
     digest = hashlib.sha256()
     for example in examples:
         dialogues = (example.prompt, example.chosen, example.rejected, example.responses)

@@ -1,4 +1,4 @@
-"""Which rows a step trains on and is evaluated on.
+"""Assignment of rows to the steps and to evaluation.
 
 Rows are read, some prompts are held out for evaluation, and each of the others goes to one step.
 Both are decided prompt by prompt, from the prompt and `data.seed` alone: a row that is added, a
@@ -31,7 +31,7 @@ from pipeline.system.errors import DataError
 logger = logging.getLogger(__name__)
 
 USES: Mapping[int, RowUse] = {1: "demonstrations", 2: "pairs", 3: "prompts"}
-"""What each step reads of a row, by its number."""
+"""The part of a row that each step reads, by its number."""
 
 NEEDS: Mapping[RowUse, str] = {
     "demonstrations": "a response (chosen, response, output, messages, ...)",
@@ -40,7 +40,7 @@ NEEDS: Mapping[RowUse, str] = {
     "prompts": "a prompt",
     "responses": "a response, chosen, rejected or with a label",
 }
-"""What a row must have for a use."""
+"""Requirements of a use."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ NAMED_BAD_ROWS = 100
 
 @dataclass(frozen=True)
 class Piece:
-    """Lines of a .jsonl file that begin between two offsets, or another file as a whole."""
+    """Lines of a .jsonl file that begin between two offsets, or another complete file."""
 
     source: Path
     begin: int
@@ -300,7 +300,7 @@ def _lines(piece: Piece) -> Iterator[bytes]:
 
 
 def _text(line: bytes, piece: Piece, field: str) -> str | None:
-    """Text of a line, None of an empty one; ValueError states what is wrong with it."""
+    """Return the text of a line, None for an empty one; raise ValueError for a bad row."""
     if line.startswith(b"\xef\xbb\xbf") and piece.begin == 0:
         line = line[3:]
     if not line.strip():
