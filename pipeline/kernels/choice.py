@@ -82,7 +82,6 @@ def _compiled(
         gpu.kernel(name, name, macros)
         if self_test(gpu, macros):
             return gpu
-        gpu.forget(name, macros)  # the cached code may be to blame
     except (KernelError, LaunchError) as error:
         return str(error)
     return f"{name} computes something else than its reference on this GPU"

@@ -102,12 +102,6 @@ class Gpu:
             self._kernels[key] = self._load(name, entry, defines)
         return self._kernels[key]
 
-    def forget(self, name: str, defines: Macros) -> None:
-        """Remove the kept code of a kernel, so that the next process compiles it again."""
-        if path := self._kept(name, defines):
-            with suppress(OSError):
-                path.unlink()
-
     def _load(self, name: str, entry: str, defines: Macros) -> Kernel:
         driver = _bindings("driver")
         image = self._image(name, defines)

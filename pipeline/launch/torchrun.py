@@ -130,6 +130,8 @@ def _reason(options: argparse.Namespace, error: Exception) -> str:
     place = f"at --master-addr {options.master_addr} --master-port {options.master_port}"
     if options.rdzv_endpoint:
         place = f"at --rdzv-endpoint {options.rdzv_endpoint}"
+    if options.standalone:
+        place = "on this machine"
     message = str(error).partition("\n")[0].rstrip(". ")
     if "EADDRINUSE" in message or "address already in use" in message:
         return f"{place}: that port is taken by another program; choose another"

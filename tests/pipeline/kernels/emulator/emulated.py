@@ -109,9 +109,6 @@ class EmulatedGpu(Gpu):
         function = getattr(ctypes.CDLL(str(library)), f"emulated_{entry}")
         return EmulatedKernel(function, self._emulator, entry)
 
-    def forget(self, name: str, defines: Macros) -> None:
-        """Nothing is kept."""
-
 
 class EmulatedKernel(Kernel):
     """A kernel that runs on the CPU."""
