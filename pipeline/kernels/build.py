@@ -12,13 +12,12 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,7 +50,7 @@ cache."""
 NUMBERS = {torch.float32: "Float32", torch.bfloat16: "BFloat16"}
 """Names of dtypes in `include/vectors.h`."""
 
-INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+HEADERS = Path(__file__).parent / "include"
 
 COMPILE_SECONDS = 120
 
@@ -73,8 +72,10 @@ def build(
 
 
 def _build(command: Sequence[str], source: Path, words: Sequence[str]) -> Library:
-    ingredients = [*command, run_compiler([*command, "--version"]), platform.machine(), *words]
-    identity = hashlib.sha256("\0".join([*ingredients, *texts_of(source)]).encode()).hexdigest()
+    texts = [file.read_text() for file in (source, *sorted(HEADERS.glob("*.h")))]
+    version = run_compiler([*command, "--version"])
+    ingredients = [*command, version, platform.machine(), *words, *texts]
+    identity = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()
     name = f"{source.stem}-{identity[:24]}.so"
     directory = cache_directory()
     kept = directory / name if directory else None
@@ -120,18 +121,6 @@ def cache_directory() -> Path | None:
         _warn(f"compiled kernels are not kept: {error}; {CACHE} may name another directory")
         return None
     return directory
-
-
-def texts_of(source: Path) -> Collection[str]:
-    """A source, and the headers of this project that it includes, directly or not."""
-    texts: dict[Path, str] = {}
-    files = [source]
-    while files:
-        file = files.pop().resolve()
-        if file not in texts:
-            texts[file] = file.read_text()
-            files += [file.parent / name for name in INCLUDE.findall(texts[file])]
-    return texts.values()
 
 
 def compiler() -> list[str]:
