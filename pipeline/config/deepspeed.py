@@ -170,6 +170,13 @@ class DeepSpeedFile:
         given = {str(name): _integral(value) for name, value in given.items()}
         return {name: value for name, value in given.items() if value not in (None, AUTO)}
 
+    def size(self, key: str) -> int | None:
+        """A batch size; None where the file has none or "auto"."""
+        value = self.get(key)
+        if value is None or (isinstance(value, int) and value is not True and value > 0):
+            return value
+        raise self.error(key, f"must be a whole number above 0, got {value!r}")
+
     def error(self, key: str, sentence: str) -> ConfigError:
         """An error whose sentence starts with the key and the file."""
         return ConfigError(f"{key} in {self.origin} {sentence}")
@@ -236,15 +243,11 @@ def _batch_sizes(file: DeepSpeedFile, ours: Mapping[str, Any], world: int) -> di
 
     A size that is "auto" follows from those that are given, or else is that of `ours`.
     """
-    sizes = {key: file.get(key) for key in BATCH_KEYS}
-    for key, value in sizes.items():
-        if value is not None and (not isinstance(value, int) or value is True or value < 1):
-            raise file.error(key, f"must be a whole number above 0, got {value!r}")
-    train, micro, accumulation = sizes.values()
+    train, micro, accumulation = (file.size(key) for key in BATCH_KEYS)
     if (train, micro, accumulation) == (None, None, None):
         return {}
     auto_train, auto_micro = (file.acting.get(key) == AUTO for key in BATCH_KEYS[:2])
-    if accumulation is None and micro is None and auto_micro:
+    if accumulation is None and train is not None and micro is None and auto_micro:
         share = train // world
         most = min(ours["micro_batch_size"], share)
         micro = max((size for size in range(1, most + 1) if share % size == 0), default=1)
@@ -257,8 +260,10 @@ def _batch_sizes(file: DeepSpeedFile, ours: Mapping[str, Any], world: int) -> di
         raise file.error(
             BATCH_KEYS[2], f"alone gives no batch size; add {BATCH_KEYS[0]} or {BATCH_KEYS[1]}"
         )
-    train = micro * (accumulation or 1) * world if train is None else train
-    micro = max(1, train // ((accumulation or 1) * world)) if micro is None else micro
+    if train is None:
+        train = (micro or 1) * (accumulation or 1) * world
+    if micro is None:
+        micro = max(1, train // ((accumulation or 1) * world))
     accumulation = accumulation or max(1, train // (micro * world))
     if train != micro * accumulation * world:
         raise file.error(
@@ -441,15 +446,11 @@ def _modernized(content: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(zero, bool):
         content["zero_optimization"] = {"stage": int(zero)}
     elif isinstance(zero, Mapping):
-        zero = dict(zero)
-        for old, section in (
-            ("cpu_offload", "offload_optimizer"),
-            ("cpu_offload_param", "offload_param"),
-            ("cpu_offload_params", "offload_param"),
-        ):
+        zero = content["zero_optimization"] = dict(zero)
+        for old in ("cpu_offload", "cpu_offload_param", "cpu_offload_params"):
             if old in zero:
+                section = "offload_param" if "param" in old else "offload_optimizer"
                 zero.setdefault(section, {"device": "cpu" if zero.pop(old) is True else "none"})
-        content["zero_optimization"] = zero
     return content
 
 

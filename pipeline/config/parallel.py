@@ -75,11 +75,12 @@ class ParallelConfig:
             ConfigError: one sentence that names the setting and what divides the processes.
         """
         prefix = f"{section}." if section else ""
+        of_data = " of each stage" if self.tp == 1 else " with the same part of each layer"
         number = f"{processes} process{'es' if processes > 1 else ''}"
         for name, value, parts, kind in (
             ("pp", self.pp, processes, ""),
             ("tp", self.tp, processes // self.pp, " of each stage"),
-            ("replicas", self.replicas, processes // (self.pp * self.tp), self._of_data),
+            ("replicas", self.replicas, processes // (self.pp * self.tp), of_data),
         ):
             divisors = [n for n in range(1, parts + 1) if parts % n == 0] or [1]
             nearest = min(divisors, key=lambda n: (abs(n - value), n))
@@ -99,27 +100,18 @@ class ParallelConfig:
         """Whether a process has a part of a model's layers alone."""
         return self.pp * self.tp > 1
 
-    @property
-    def _of_data(self) -> str:
-        """The processes of which replicas consist, in words."""
-        return " of each stage" if self.tp == 1 else " with the same part of each layer"
-
     def check_model(self, role: str, model: TrainedModelConfig) -> None:
         """Raise where processes with parts of a model can't train it with these settings.
 
         Raises:
             ConfigError: one sentence that names the setting and the fix.
         """
-        if self.pp > 1:
-            self._check_stages(role, model)
-
-    def _check_stages(self, role: str, model: TrainedModelConfig) -> None:
         require(
-            model.zero_stage < 3,
+            self.pp == 1 or model.zero_stage < 3,
             f"{role}.zero_stage 3 would gather each block anew for each micro-batch of a pipeline;"
             f" take 1 or 2 with parallel.pp {self.pp}",
         )
         require(
-            "nvme" not in (model.zero.offload.optimizer, model.zero.offload.params),
+            self.pp == 1 or "nvme" not in vars(model.zero.offload).values(),
             f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
         )

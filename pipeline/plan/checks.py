@@ -6,7 +6,7 @@ never loaded.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,20 +185,17 @@ def _lengths(plan: Plan, stage: Stage) -> None:
         )
 
 
-@dataclass
 class Chats:
     """The tokenizer and chat format of every model of a plan, also of those yet to be made.
 
     A model that an earlier step makes has the tokenizer of the model it starts from, with the chat
-    format of that step. Each tokenizer is loaded once, and nothing but tokenizers.
+    format of that step. Each tokenizer is loaded once, and nothing but tokenizers. Names on the Hub
+    are requested if `downloads` is true; otherwise what was not downloaded is unknown.
     """
 
-    plan: Plan
-
-    downloads: bool
-    """Whether names on the Hub may be requested; if not, what was not downloaded is unknown."""
-
-    _known: "dict[str, PreTrainedTokenizerBase | None]" = field(default_factory=dict)
+    def __init__(self, plan: Plan, *, downloads: bool) -> None:
+        self.plan, self.downloads, self.makers = plan, downloads, _makers(plan)
+        self.known: dict[str, PreTrainedTokenizerBase | None] = {}
 
     def of_step(self, stage: Stage) -> "ChatFormat | None":
         """The format that a step trains in; None where its tokenizer is not known.
@@ -209,16 +206,15 @@ class Chats:
         """
         from pipeline.models.chat import require_same_chat, speaks_alike
 
-        config = self.plan.configs[stage.name]
-        own, *others = _models(config)
-        tokenizer, chat = self._with_format(own.settings, config.data)
-        for use in others:
+        own, *others = _models(self.plan.configs[stage.name])
+        tokenizer, chat = self._with_format(own.settings, self.plan.configs[stage.name].data)
+        # An encoder reads the actor's responses as text.
+        is_encoder = own.scores and chat is not None and chat.begins_with_cls
+        for use in others if not is_encoder else ():
             other = self.tokenizer(use.settings)
             if tokenizer is None or other is None:
                 continue
-            if own.scores and chat is not None and chat.begins_with_cls:
-                continue  # an encoder reads the actor's responses as text
-            if use.scores and not use.learns:  # it may read text instead of the actor's tokens
+            if use.scores and not use.learns:  # it may read text
                 speaks_alike(tokenizer, other, str(use.settings.path))
             else:
                 name = "the reward model" if own.scores else "the actor"
@@ -231,22 +227,20 @@ class Chats:
         Raises:
             UserError: there is none.
         """
-        path = str(model.path)
-        if path not in self._known:
-            self._known[path] = self._load(model, path)
-        return self._known[path]
-
-    def _load(self, model: FrozenModelConfig, path: str) -> "PreTrainedTokenizerBase | None":
         from pipeline.models.load import load_tokenizer
 
-        maker = _makers(self.plan).get(path)
-        if maker is None:
-            return load_tokenizer(model) if self.downloads or _has_tokenizer(path) else None
-        config = self.plan.configs[maker.name]
-        start = _models(config)[0].settings
-        if not config.reads_dialogues:
-            return self.tokenizer(start)
-        return self._with_format(start, config.data)[0]
+        path = str(model.path)
+        if path not in self.known:
+            if path in self.makers:
+                config = self.plan.configs[self.makers[path].name]
+                start = _models(config)[0].settings
+                formatted = config.reads_dialogues
+                chat = self._with_format(start, config.data) if formatted else None
+                self.known[path] = chat[0] if chat else self.tokenizer(start)
+            else:
+                is_here = self.downloads or _has_tokenizer(path)
+                self.known[path] = load_tokenizer(model) if is_here else None
+        return self.known[path]
 
     def _with_format(
         self, model: FrozenModelConfig, data: DataConfig
@@ -254,10 +248,9 @@ class Chats:
         """As `pipeline.models.chat.load_chat`, for a model that may not be there yet."""
         from pipeline.data.chat.resolve_format import resolve_format
 
-        tokenizer = self.tokenizer(model)
+        tokenizer = copy.deepcopy(self.tokenizer(model))
         if tokenizer is None:
             return None, None
-        tokenizer = copy.deepcopy(tokenizer)
         chat = resolve_format(tokenizer, data.format, data.template_args)
         chat.add_new_tokens()
         chat.attach(tokenizer)
