@@ -33,18 +33,11 @@ class ExportConfig:
     number_format: Literal["f32", "f16", "bf16", "q8_0"] = "f32"
     """Of a GGUF file's matrices: f32, f16, bf16 or q8_0."""
 
-    texts: int = 1000
-    """Texts whose tokens a GGUF file must give as the tokenizer does."""
-
-    dry_run: bool = False
-    """Print what would be written and verified, and write nothing."""
-
     def __post_init__(self) -> None:
         require(bool(self.path), "path is missing; give the directory of a model or a run")
         if self.to is None:
             raise ConfigError("to is missing; give gguf, onnx, merged or adapter")
         require(self.out is not None, "out is missing; give the directory to write")
-        require(self.texts >= 1, f"texts must be at least 1, got {self.texts}")
         require(
             self.number_format == "f32" or self.to == "gguf",
             f"number_format {self.number_format} is for --to gguf; leave it out",
@@ -60,9 +53,6 @@ class Export(Protocol):
 
     source: Path
     title: str
-
-    checks: str
-    """What `verify` compares."""
 
     def write(self, directory: Path) -> None:
         """Write into an existing directory."""
@@ -103,9 +93,6 @@ def main(argv: Sequence[str]) -> None:
     configure_logging(is_main=True)
     export = prepare(config)
     say(f"{export.source}: {export.title}")
-    if config.dry_run:
-        say(f"would write {out}, and verify: {export.checks}")
-        return
     with written_aside(out) as partial:
         export.write(partial)
         verified = export.verify(partial)
@@ -132,7 +119,7 @@ def prepare(config: ExportConfig) -> Export:
     if config.to == "gguf":
         from pipeline.export.gguf_file import GgufExport
 
-        return GgufExport(read_source(directory), config.number_format, config.texts)
+        return GgufExport(read_source(directory), config.number_format)
     if config.to == "onnx":
         from pipeline.export.onnx_file import OnnxExport
 

@@ -93,6 +93,9 @@ ALPHABETS += (
     "あいうえおカキク",
     "😀🎉🚀👍",
 )
+TEXTS = 1000
+"""Texts whose tokens are compared."""
+
 GAPS = (" ", " ", " ", "  ", "    ", "\n", "\n\n", "\t", ", ", "")
 
 
@@ -157,14 +160,12 @@ class Vocabulary:
         return all(encode(t, add_special_tokens=False).ids == ids for t, ids in texts.items())
 
 
-def vocabulary_of(
-    tokenizer: PreTrainedTokenizerBase, rows: int, path: str, *, texts: int
-) -> Vocabulary:
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> Vocabulary:
     """The vocabulary of a tokenizer; rows of the embedding that it has no token for are unused.
 
     Raises:
         ModelError: it is not BPE, has more tokens than the embedding rows, or llama.cpp would split
-            one of `texts` texts in another way.
+            one of `TEXTS` texts in another way.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     given: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
@@ -193,7 +194,7 @@ def vocabulary_of(
     plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     begins = len(full) > len(plain) and full[0] == tokenizer.bos_token_id
     ends = len(full) > len(plain) + begins and full[-1] == tokenizer.eos_token_id
-    samples = make_texts(tokenizer, texts)
+    samples = make_texts(tokenizer)
     expected = {text: tokenizer.encode(text, add_special_tokens=False) for text in samples}
     pairs = (
         [("default", p) for p in (True, False)] if by_scores else [(n, False) for n in EXPRESSIONS]
@@ -218,8 +219,8 @@ def vocabulary_of(
     )
 
 
-def make_texts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
-    """`count` texts, the same on every call: sentences, words of many alphabets, random tokens.
+def make_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """`TEXTS` texts, the same on every call: sentences, words of many alphabets, random tokens.
 
     They are in Unicode's composed form (NFC), which llama.cpp never changes.
     """
@@ -228,7 +229,7 @@ def make_texts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
     special = [str(token) for token in tokenizer.all_special_tokens] or [""]
     sentences = list(islice(corpus(), 1000))
     texts: list[str] = []
-    for number in range(count):
+    for number in range(TEXTS):
         if number % 3 == 0:
             text = draw.choice(GAPS).join(draw.choices(sentences, k=draw.randint(1, 3)))
         elif number % 3 == 1:
@@ -249,7 +250,7 @@ class GgufExport:
         ConfigError: it is not a language model.
     """
 
-    def __init__(self, source: Source, number_format: str, texts: int) -> None:
+    def __init__(self, source: Source, number_format: str) -> None:
         path = str(source.directory)
         if source.is_classifier:
             raise ConfigError(
@@ -271,19 +272,16 @@ class GgufExport:
                 f"{path} has a {refused[0]} in its config.json that has no GGUF form; export it"
                 " with --to onnx"
             )
-        self.source, self.number_format, self.texts = source.directory, number_format, texts
+        self.source, self.number_format = source.directory, number_format
         self.architecture = ARCHITECTURES[config.model_type]
         self.weights = WeightFiles(path)
         self.names = self._names()
         self.tokenizer = load_tokenizer(FrozenModelConfig(path=path))
         rows = self.weights.shape("model.embed_tokens.weight")[0]
-        self.vocabulary = vocabulary_of(self.tokenizer, rows, path, texts=texts)
+        self.vocabulary = vocabulary_of(self.tokenizer, rows, path)
         self.stop_ids = self._stop_ids(source)
         self.file = f"model-{number_format}.gguf"
         self.title = f"GGUF of a {source.kind}, {number_format}"
-        self.checks = (
-            f"{len(self.names)} tensors read back by transformers, tokens of {texts} texts"
-        )
 
     def _names(self) -> dict[str, str]:
         """Names of the tensors in the file, by those that the source has."""
@@ -458,7 +456,7 @@ class GgufExport:
             raise UnverifiedError("not exported: the tokenizer was not read back as written")
         return (
             "tokenizer, chat template and stop ids read back equal;"
-            f" {self.texts} texts have equal tokens by the vocabulary of the file"
+            f" {TEXTS} texts have equal tokens by the vocabulary of the file"
         )
 
     def _compare_model(self, directory: Path) -> list[str]:

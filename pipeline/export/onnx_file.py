@@ -118,8 +118,6 @@ def positions_along(
 class OnnxExport:
     """A model in fp32 as an ONNX graph, with attention in plain operators."""
 
-    checks = "outputs by onnxruntime on batches with and without padding"
-
     def __init__(self, source: Source) -> None:
         self.model_source = source
         self.source = source.directory

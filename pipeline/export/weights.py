@@ -36,7 +36,6 @@ class MergedExport:
     def __init__(self, directory: Path, base: str | None) -> None:
         self.source = directory
         self.title = "weights with the adapter merged"
-        self.checks = "outputs of the written model"
         self.has_adapter = not (directory / "config.json").is_file() and _has_adapter(directory)
         self.base = _find_base(directory, base) if self.has_adapter else read_source(directory)
         self.adapted = _with_adapter(_load(self.base), directory) if self.has_adapter else None
@@ -78,7 +77,6 @@ class AdapterExport:
     """An adapter in peft's form without its base: in `adapter/`, or `directory` itself."""
 
     title = "adapter without its base, in peft's form"
-    checks = "its tensors read back; where base and merged model exist, their outputs"
 
     def __init__(self, directory: Path, base: str | None) -> None:
         places = [path for path in (directory, directory / ADAPTER_DIR) if _has_adapter(path)]

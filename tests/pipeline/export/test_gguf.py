@@ -19,8 +19,8 @@ from tests.pipeline.data.tokenizers import byte_level, prepending
 from tests.pipeline.export.models import save_embedded, save_model
 
 
-def export(source: Path, out: Path, number_format: str = "f32", texts: int = 60) -> gguf.GGUFReader:
-    words = ["--path", str(source), "--to", "gguf", "--out", str(out), "--texts", str(texts)]
+def export(source: Path, out: Path, number_format: str = "f32") -> gguf.GGUFReader:
+    words = ["--path", str(source), "--to", "gguf", "--out", str(out)]
     main([*words, "--number-format", number_format])
     return gguf.GGUFReader(out / f"model-{number_format}.gguf")
 
@@ -58,7 +58,7 @@ def test_a_llama_has_each_weight_and_rotary_rows_side_by_side(tmp_path: Path) ->
 def test_the_embedded_model_has_its_template_stop_ids_and_tokens(tmp_path: Path) -> None:
     save_embedded(tmp_path / "model")
 
-    reader = export(tmp_path / "model", tmp_path / "out", texts=300)
+    reader = export(tmp_path / "model", tmp_path / "out")
 
     tokenizer = build_tokenizer()
     template = (tmp_path / "model" / "chat_template.jinja").read_text()
@@ -68,7 +68,7 @@ def test_the_embedded_model_has_its_template_stop_ids_and_tokens(tmp_path: Path)
     tokens = value(reader, "tokenizer.ggml.tokens")
     assert tokens == tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "300 texts have equal tokens by the vocabulary of the file\n" in card
+    assert "1000 texts have equal tokens by the vocabulary of the file\n" in card
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_halves_are_the_rounded_weights_and_vectors_stay_whole(
 ) -> None:
     state = save_model(tmp_path / "model", "llama").state_dict()
 
-    found = weights(export(tmp_path / "model", tmp_path / "out", number_format, texts=3))
+    found = weights(export(tmp_path / "model", tmp_path / "out", number_format))
 
     matrix, vector = "model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"
     assert torch.equal(found["blk.0.ffn_up.weight"], state[matrix].to(dtype).float())
@@ -89,7 +89,7 @@ def test_halves_are_the_rounded_weights_and_vectors_stay_whole(
 def test_q8_0_has_the_nearest_steps_of_each_block_and_f16_for_odd_rows(tmp_path: Path) -> None:
     state = save_model(tmp_path / "model", "llama").state_dict()
 
-    reader = export(tmp_path / "model", tmp_path / "out", "q8_0", texts=3)
+    reader = export(tmp_path / "model", tmp_path / "out", "q8_0")
 
     formats = {each.name: each.tensor_type.name for each in reader.tensors}
     assert formats["blk.0.ffn_up.weight"] == "Q8_0"  # rows of 32
@@ -106,7 +106,7 @@ def test_llama_3_divides_long_wavelengths_alone(tmp_path: Path) -> None:
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     save_model(tmp_path / "model", "llama", rope_parameters=rope, head_dim=64)
 
-    factors = weights(export(tmp_path / "model", tmp_path / "out", texts=3))["rope_freqs.weight"]
+    factors = weights(export(tmp_path / "model", tmp_path / "out"))["rope_freqs.weight"]
 
     assert factors.shape == (32,)
     assert factors[0] == 1
@@ -121,19 +121,19 @@ def test_the_pre_tokenizer_is_found_by_the_tokens_of_texts(name: str) -> None:
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes])
 
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer), "DIR", texts=300)
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer), "DIR")
 
     texts = {text: tokenizer.encode(text) for text in ("You'LL see 12345 of them", "a\n\n b")}
     assert vocabulary.agrees(texts)
     backend.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("e")
     with pytest.raises(ModelError, match="DIR splits text in another way than"):
-        vocabulary_of(tokenizer, len(tokenizer), "DIR", texts=300)
+        vocabulary_of(tokenizer, len(tokenizer), "DIR")
 
 
 @pytest.mark.parametrize("make", [byte_level, prepending, build_tokenizer])
 def test_a_changed_vocabulary_has_other_tokens(make: Any) -> None:
     tokenizer = make()
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer), "DIR", texts=60)
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer), "DIR")
     text = "Hello you! How are you?"
     texts = {text: tokenizer.encode(text, add_special_tokens=False)}
 
@@ -144,8 +144,8 @@ def test_a_changed_vocabulary_has_other_tokens(make: Any) -> None:
 
 def test_a_flipped_bit_of_a_weight_is_found(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama")
-    reader = export(tmp_path / "model", tmp_path / "out", texts=3)
-    exported = GgufExport(read_source(tmp_path / "model"), "f32", 3)
+    reader = export(tmp_path / "model", tmp_path / "out")
+    exported = GgufExport(read_source(tmp_path / "model"), "f32")
     file = tmp_path / "out" / "model-f32.gguf"
     whole = bytearray(file.read_bytes())
     place = int(next(e for e in reader.tensors if e.name == "blk.1.ffn_up.weight").data_offset)
