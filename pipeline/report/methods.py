@@ -142,9 +142,9 @@ class Comparison:
 
 def compare_methods(results: Results) -> Comparison | None:
     """The methods of a run; None for one method, or without a common figure."""
-    origins = [step.began_from for step in results.methods]
+    origins = [step.began_from for step in results.methods if step.began_from is not None]
     origin = max(origins, key=origins.count, default=None)
-    alike = [step for step in results.methods if step.began_from == origin]
+    alike = [step for step in results.methods if step.began_from in (None, origin)]
     counts = {name: sum(bool(evaluations(step, name)) for step in alike) for name in FIGURES}
     figure = max(counts, key=lambda name: counts[name])  # of equal ones the first
     if not counts[figure]:

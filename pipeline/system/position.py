@@ -83,10 +83,6 @@ class Position:
             self.waits_for, self.waits_at = (), ""
             self._waited += time.perf_counter() - start
 
-    def add_wait(self, seconds: float) -> None:
-        """Count seconds of waiting."""
-        self._waited += seconds
-
     def add_stall(self, begin: Any, end: Any) -> None:  # noqa: ANN401  # CUDA events
         """Count the time between two events of a GPU's computing stream, once they have passed."""
         self._stalls.append((begin, end))
