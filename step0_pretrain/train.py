@@ -18,10 +18,9 @@ from pathlib import Path
 from pipeline.cli.options import run_main
 from pipeline.data.batches import TokenBatch
 from pipeline.data.store.rows import TokenRow
-from pipeline.models.card import Card
 from pipeline.models.load import load_tokenizer
 from pipeline.models.passes import learning_model
-from pipeline.models.trained import within_context_of
+from pipeline.models.trained import within_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.next_token import export_best, learn, perplexity, warn_unless_better
 from pipeline.run.run import Run
@@ -39,8 +38,6 @@ from step0_pretrain.warm_start import warm_start
 
 logger = logging.getLogger(__name__)
 
-METHOD = "Continued pre-training: every token of the texts is learned."
-
 Pretraining = Training[PretrainConfig, TokenRow, Rows]
 
 
@@ -48,7 +45,7 @@ def train(config: PretrainConfig) -> Path:
     """Train the model on the corpus; return the directory of the exported model."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
-    config = within_context_of(config, config.model)
+    config = within_context(config, config.model)
     rows = load_rows(config, load_tokenizer(config.model))
     with Run(config, name="step0_pretrain", total_steps=rows.total_steps, mesh=mesh) as run:
         lm = load_model(config, rows, run)
@@ -129,7 +126,6 @@ def finish(lm: Pretraining, run: Run, *, before: float) -> None:
             "best_step": step,
             "held_out_tokens": sum(map(len, lm.held_out)),
         },
-        models={".": Card("Language model", METHOD, lm.config.model.path or "", ("pretrain",))},
     )
     warn_unless_better(lm, step, before)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from evaluation.evaluate import Chat, TaskEvaluations, generating_from
 from pipeline.cli.options import run_main
 from pipeline.data.examples import Encoded
-from pipeline.models.card import Card
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.passes import learning_model
 from pipeline.models.trained import within_context
@@ -36,8 +35,6 @@ from pipeline.run.training import (
 )
 from pipeline.system.torch_process import seed_generators
 from step1_sft.batches import cut, encode, rows_fit
-
-METHOD = "Fine-tuned on demonstrations: the responses' tokens alone are learned."
 
 Tuning = Training[SFTConfig, Encoded, Rows]
 
@@ -85,7 +82,7 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> Tuning:
         name="actor",
     )
     set_stop_tokens(model, rows.chat.stop_ids)
-    config = within_context(config, model)
+    config = within_context(config, config.model)
     check_rows(rows.data, rows_fit(rows.chat, config), config)
     held_out = encode(rows.data.eval, rows.chat, config)
     return set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
@@ -136,7 +133,6 @@ def finish(
             "rows": len(sft.rows.data.eval),
             **tasks.summary(first, changed=step != sft.best.last_step),
         },
-        models={".": Card("Chat model", METHOD, sft.config.model.path or "", ("sft",))},
     )
     warn_unless_better(sft, step, before)
 

@@ -26,7 +26,6 @@ from pipeline.config import DataConfig
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.models.card import Card
 from pipeline.models.chat import decode_response, load_chat, require_same_chat
 from pipeline.models.export import move_in
 from pipeline.models.forward import (
@@ -126,7 +125,6 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         device=local_device(),
         seed=config.seed,
         num_labels=labels.num_labels,
-        defer=True,
     )
     base_model(model).config.update({"label_kind": labels.kind})  # not that of an earlier training
     cutpoints = objective.cutpoints()
@@ -139,7 +137,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         total_steps=rows.total_steps,
         name="reward model",
     )
-    config = within_context(config, model)
+    config = within_context(config, config.model)
     if labels.kind == "steps" and reads_whole(base_model(model)):
         raise ModelError(
             f"reward.model.path {config.model.path} reads a response as a whole, as encoders do,"
@@ -301,23 +299,6 @@ def sample_responses(
     return ended, len(prompts)
 
 
-SCORES = "its one label is the score of a dialogue."
-DESCRIPTIONS = {
-    "pairs": "Trained on pairs of responses, one of which was preferred (Bradley-Terry; Ouyang et"
-    f" al. 2022); {SCORES}",
-    "ties": "Trained on pairs of responses, one of which was preferred or neither (Rao and Kupper"
-    f" 1967); {SCORES}",
-    "classes": "Trained to name the class of a dialogue.",
-    "ordinal": f"Trained on ordered classes (proportional odds; McCullagh 1980); {SCORES}",
-    "scalar": f"Trained on ratings of dialogues; {SCORES}",
-    "rankings": "Trained on ranked lists of responses (Plackett-Luce; Ouyang et al. 2022);"
-    f" {SCORES}",
-    "steps": "Trained on steps of responses, each right or wrong (Lightman et al. 2023); its one"
-    " label, read where a step ends, is the log-odds that the step is right.",
-}
-"""By kind of label, for the model card."""
-
-
 def finish(reward: RewardTraining, run: Run, *, before: Mapping[str, float]) -> None:
     """Export the best weights with the moments of their scores, and write the result."""
     training, labels = reward.training, reward.objective.labels
@@ -346,11 +327,6 @@ def finish(reward: RewardTraining, run: Run, *, before: Mapping[str, float]) -> 
             "best_step": best.step if config.keep_best else best.last_step,
             **({f"score_{key}": x for key, x in vars(moments).items()} if moments else {}),
             **_trust(measured[0]),
-        },
-        models={
-            ".": Card(
-                "Reward model", DESCRIPTIONS[name], config.model.path or "", ("reward-model",)
-            )
         },
     )
 

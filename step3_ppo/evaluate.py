@@ -22,9 +22,8 @@ from evaluation.scored import (
     win_rate,
 )
 from inference.generation import Response
-from pipeline.engine.best import BestWeights
+from pipeline.engine.parts import BestWeights
 from pipeline.guards.guards import Guards
-from pipeline.models.card import Card
 from pipeline.models.chat import decode_response
 from pipeline.models.load import model_path
 from pipeline.parallel.device import local_device
@@ -234,7 +233,7 @@ TITLES = {
     "reinforce_pp": "REINFORCE++ (Hu 2025)",
     "raft": "RAFT (Dong et al. 2023)",
 }
-"""By the name of the method, as the model card has it; messages have what is before the paper."""
+"""By the name of the method; messages have what is before the paper."""
 
 
 class Course:
@@ -344,14 +343,8 @@ class Course:
         if base is not None:
             sampled = {"base": base, **sampled}
         verification = conclude(self.held_out, sampled, run.path("samples.json"))
-        name = self.config.method_name
-        against = "a reward model" if self.config.uses_reward_model else "programs"
-        penalty = "" if self.config.kl_in == "none" else ", with a KL penalty to the base"
-        method = f"Trained by {TITLES[name]} against {against}{penalty}."
-        card = Card("Chat model", method, self.config.actor.path or "", (name,))
         run.finish(
             eval={**evaluation, **verification, **tasks},
-            models={"actor": card},
             samples=run.step * self.config.rollout_size,
             **({"guards": guards.acted} if guards.acted else {}),
         )

@@ -12,8 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inference.replica import Replica
-from pipeline.engine.engine import Engine
-from pipeline.engine.rollout_offload import KINDS, Kind
+from pipeline.engine.engine import KINDS, Engine, Kind
 from pipeline.parallel.group import ALONE, Group
 
 

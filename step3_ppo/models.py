@@ -23,8 +23,7 @@ from pipeline.data.batches import TokenBatch, local_micro_batches
 from pipeline.data.chat.chat_format import ChatFormat, Messages
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
-from pipeline.engine.engine import Engine
-from pipeline.engine.frozen import FrozenEngine
+from pipeline.engine.engine import Engine, FrozenEngine
 from pipeline.models.chat import decode_response, require_same_chat, speaks_alike
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length, reads_whole
@@ -310,7 +309,7 @@ def load_actor(
     device: torch.device,
 ) -> nn.Module:
     """The actor's Hugging Face model."""
-    actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed, defer=True)
+    actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
     set_stop_tokens(actor, chat.stop_ids)
     return actor
 
@@ -346,9 +345,7 @@ def load_critic(
     """
     if not config.has_critic:
         return None
-    critic = trained_classifier(
-        config.critic, tokenizer, device=device, seed=config.seed, defer=True
-    )
+    critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
     if reads_whole(base_model(critic)):
         raise ModelError(
             f"ppo.critic.path {config.critic.path} reads a response as a whole, and a critic values"
@@ -391,8 +388,7 @@ def load_reward(
     settings = config.reward
     chat = text_format(tokenizer, settings)
     layout = config.reward_layout
-    defer = defers(layout, config)
-    reward = load_classifier(settings, device=device, seed=config.seed, defer=defer)
+    reward = load_classifier(settings, device=device, seed=config.seed, defer=True)
     require_score(base_model(reward))
     if chat is None:
         require_context(base_model(reward), "reward", config)
@@ -403,11 +399,6 @@ def load_reward(
     )
     text = RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))
     return RewardModel(reward, layout, text, parallel=config.parallel)
-
-
-def defers(like: TrainedModelConfig, config: PPOConfig) -> bool:
-    """Whether no process is to hold the weights of a frozen model whole while it is loaded."""
-    return config.parallel.is_cut or like.zero_stage == 3
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:
@@ -440,8 +431,7 @@ def load_reference(
         return Reference(actor.engine, actor)
     same = config.reference.path is None
     source: FrozenModelConfig | TrainedModelConfig = config.actor if same else config.reference
-    defer = defers(config.actor, config)
-    model = load_causal_lm(source, device=device, seed=config.seed, defer=defer)
+    model = load_causal_lm(source, device=device, seed=config.seed, defer=True)
     add_tokens(model, tokenizer, seed=config.seed)
     engine, passes = frozen_passes(
         model,

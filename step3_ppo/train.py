@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.cli.options import run_main
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.engine.best import BestWeights
+from pipeline.engine.parts import BestWeights
 from pipeline.guards.guards import Guards
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
@@ -87,7 +87,7 @@ def set_up(
     course = Course(models, prompts.held_out, config, total_steps=run.total_steps)
     kl = KLController(config.kl_weight, config.kl_target, config.kl_horizon)
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
-    ptx = open_ptx(chat, within_context(config, models.policy), prompts.record)
+    ptx = open_ptx(chat, within_context(config, config.actor), prompts.record)
     scores_ends = config.uses_reward_model and config.missing_eos_score is not None
     guards = Guards(config.guards, RLSignals(scores_ends=scores_ends))
     checkpoints = Checkpoints(

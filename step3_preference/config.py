@@ -63,7 +63,7 @@ TITLES = {
     "orpo": "ORPO (Hong et al. 2024)",
     "kto": "KTO (Ethayarajh et al. 2024)",
 }
-"""By the name of the method, as the model card has it; messages have what is before the paper."""
+"""By the name of the method; messages have what is before the paper."""
 
 
 Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_rate", "repetition"]

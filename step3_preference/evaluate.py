@@ -19,13 +19,12 @@ from evaluation.scored import (
     stop_rate,
 )
 from inference.engine.requests import Response
-from pipeline.config import EMBEDDED, FrozenModelConfig
+from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.engine.best import BestWeights
+from pipeline.engine.parts import BestWeights
 from pipeline.guards.guards import Guards
-from pipeline.models.card import Card
 from pipeline.models.chat import decode_response
 from pipeline.models.load import model_path
 from pipeline.models.reward_model import score_responses
@@ -344,16 +343,8 @@ class Course:
         if base is not None:
             sampled = {"base": base, **sampled}
         verification = conclude(self.held_out, sampled, run.path("samples.json"))
-        rows_are = "good and bad responses" if config.is_unpaired else "pairs of responses"
-        card = Card(
-            "Chat model",
-            f"Trained by {TITLES[config.method]} on {rows_are}, without a reward model.",
-            config.model.path or EMBEDDED,
-            (config.method,),
-        )
         run.finish(
             eval={**evaluation, **verification, **tasks},
-            models={"actor": card},
             **({"guards": guards.acted} if guards.acted else {}),
         )
 

@@ -55,7 +55,6 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         rows.tokenizer,
         device=local_device(),
         seed=config.seed,
-        defer=True,
     )
     set_stop_tokens(model, rows.chat.stop_ids)
     passes = passes_of(

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from pipeline.cli.options import run_main
-from pipeline.models.trained import within_context_of
+from pipeline.models.trained import within_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.run import Run
 from pipeline.run.training import keeping_best, load_rows, run_step
@@ -31,7 +31,7 @@ def train(config: PreferenceConfig) -> Path:
     """Improve the actor; return the directory that holds it."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
-    config = within_context_of(config, config.model)  # rows are cut before it is loaded
+    config = within_context(config, config.model)  # rows are cut before it is loaded
     store = RowStore(config)
     rows = load_rows(config, config.model, step=3, sift=store.sift)
     with Run(config, name=config.step_name, total_steps=rows.total_steps, mesh=mesh) as run:

@@ -1,14 +1,14 @@
-"""Collectives of the engine on flat vectors, and a log of what they move.
+"""Collectives of the engine on flat vectors, and the buffers that they read and write.
 
-Every vector has W equal pieces, one for each process; piece r is at home on rank r. Sums over ranks
-are added as a binary tree in rank order wherever this file or `shared_memory` adds them, so that
-their bits depend on nothing but the addends.
+Every vector has W equal shards, one for each process; shard r is at home on rank r. Sums over ranks
+are added as a binary tree in rank order wherever this package adds them, so that their bits depend
+on nothing but the addends.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -39,40 +39,20 @@ class Finished:
         """Nothing is left to wait for."""
 
 
-class CommLog:
-    """Bytes of each kind of collective, counted as the size of the whole vector.
+@dataclass
+class Then:
+    """A pending collective, after which something is computed once."""
 
-    `owner` is the engine whose collectives they are.
-    """
+    work: Work
+    finish: Callable[[], object]
+    done: bool = field(default=False, init=False)
 
-    def __init__(self, owner: str) -> None:
-        self.owner = owner
-        self.num_bytes: Counter[str] = Counter()
-        self.order: list[tuple[str, str]] = []
-        """Kind and unit of every call since `recording` began."""
-        self._recording = False
-
-    def add(self, kind: str, unit: str, num_bytes: int) -> None:
-        """Count one collective, which this process enters now."""
-        HERE.enter_collective(kind, self.label(unit), num_bytes)
-        self.num_bytes[kind] += num_bytes
-        if self._recording:
-            self.order.append((kind, unit))
-
-    def label(self, unit: str) -> str:
-        """A unit's name in messages, which includes the engine's."""
-        return f"{unit} ({self.owner})" if unit else self.owner
-
-    @contextmanager
-    def recording(self) -> Iterator["CommLog"]:
-        """Start from zero and keep the order of the calls as well."""
-        self.num_bytes.clear()
-        self.order.clear()
-        self._recording = True
-        try:
-            yield self
-        finally:
-            self._recording = False
+    def wait(self) -> None:
+        """Return when the computation is done."""
+        if not self.done:
+            self.work.wait()
+            self.finish()
+            self.done = True
 
 
 class Collectives:
@@ -83,12 +63,17 @@ class Collectives:
     ) -> None:
         self.group = group
         self.rank, self.size = group.rank, group.size
-        self.log = CommLog(name)
+        self.owner = name
+        """Name of the engine, for messages."""
         on_gpu = device.type == "cuda"
         self.pin_memory = pin_memory and on_gpu
         self.asynchronous = on_gpu
         """True if collectives overlap with the computation, so that prefetching pays."""
         self._copies = torch.cuda.Stream(device) if on_gpu else None
+
+    def enter(self, kind: str, unit: str, num_bytes: int) -> None:
+        """Record a collective of a unit, which this process enters now."""
+        HERE.enter_collective(kind, f"{unit} ({self.owner})" if unit else self.owner, num_bytes)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a vector that collectives read or write; all processes call it in step."""
@@ -106,7 +91,7 @@ class Collectives:
 
         `shard` comes from `empty` as a vector of its own, or is this process's piece of `full`.
         """
-        self.log.add("all_gather", unit, full.nbytes)
+        self.enter("all_gather", unit, full.nbytes)
         piece = self.piece(full)
         if self._copies is not None and shard.device != full.device:
             return self._gather_from_host(full, shard, unit)
@@ -133,7 +118,7 @@ class Collectives:
         `full` comes from `empty` and is undefined afterwards; `out` may be its own piece.
         """
         itemsize = (full.dtype if self.narrow is None else self.narrow).itemsize
-        self.log.add("reduce_scatter", unit, full.numel() * itemsize)
+        self.enter("reduce_scatter", unit, full.numel() * itemsize)
         return self._reduce_scatter(full, out, unit)
 
     def all_reduce(self, values: Tensor) -> None:
@@ -141,7 +126,7 @@ class Collectives:
 
         Exact, and therefore the same in every order, where each value is zero but on one process.
         """
-        self.log.add("all_reduce", "", values.nbytes)
+        self.enter("all_reduce", "", values.nbytes)
         self._all_reduce(values)
 
     def synchronize(self) -> None:
@@ -199,11 +184,12 @@ class GroupCollectives(Collectives):
             target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
             work = reduce_scatter(target, full, self.group.process_group)
             timed = Timed(work, self.group, on_gpu=full.is_cuda)
-            return timed if target is out else _Widened(timed, target, out)
+            return timed if target is out else Then(timed, partial(out.copy_, target))
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=self.group.process_group, async_op=True)
         assert work is not None
-        return _TreeSum(Timed(work, self.group, on_gpu=full.is_cuda), received, out, self.size)
+        timed = Timed(work, self.group, on_gpu=full.is_cuda)
+        return Then(timed, lambda: tree_sum(received.chunk(self.size), out=out))
 
     def _all_reduce(self, values: Tensor) -> None:
         """Sum the values together with fingerprints of the processes' histories.
@@ -240,22 +226,6 @@ class Timed:
         HERE.add_stall(begin, end)
 
 
-@dataclass
-class _Widened:
-    """A reduction below fp32, whose result is wanted in fp32."""
-
-    work: Work
-    narrow: Tensor
-    out: Tensor
-    done: bool = field(default=False, init=False)
-
-    def wait(self) -> None:
-        if not self.done:
-            self.work.wait()
-            self.out.copy_(self.narrow)
-            self.done = True
-
-
 @dataclass(frozen=True)
 class _AfterCopy:
     """A gather whose own part comes from main memory."""
@@ -267,23 +237,6 @@ class _AfterCopy:
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.copied)
         self.work.wait()
-
-
-@dataclass
-class _TreeSum:
-    """An exchange whose pieces are summed when it has arrived."""
-
-    work: Work
-    received: Tensor
-    out: Tensor
-    parts: int
-    done: bool = field(default=False, init=False)
-
-    def wait(self) -> None:
-        if not self.done:
-            self.work.wait()
-            tree_sum(self.received.chunk(self.parts), out=self.out)
-            self.done = True
 
 
 def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
@@ -307,3 +260,69 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
         torch.add(level[0], level[1], out=out)
     elif level[0].data_ptr() != out.data_ptr():
         out.copy_(level[0])
+
+
+AT_ONCE = 2
+"""Gradients in transfer to main memory: one is copied while the next is computed."""
+
+
+class GradientCopies:
+    """Copies of gradients from a GPU to main memory, at most `AT_ONCE` of an engine."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+
+    def start(self, gradient: Tensor, work: Callable[[], object]) -> torch.cuda.Event:
+        """Run `work`, which reads `gradient`, on the side stream; the event after it.
+
+        If too many copies are pending, the computing stream waits for the oldest, not the host.
+        """
+        computing = torch.cuda.current_stream()
+        while len(self._pending) >= AT_ONCE:
+            computing.wait_event(self._pending.popleft()[0])
+        self._stream.wait_stream(computing)
+        with torch.cuda.stream(self._stream):
+            work()
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((event, gradient))
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Block the host until `event`, and release the gradients that have been copied."""
+        event.synchronize()
+        while self._pending and self._pending[0][0].query():
+            self._pending.popleft()
+
+
+class BufferPool:
+    """Flat buffers by size and dtype. All processes borrow and give back in the same order."""
+
+    def __init__(self, comm: Collectives, device: torch.device) -> None:
+        self.comm = comm
+        self.device = device
+        self.copies = GradientCopies(device) if device.type == "cuda" else None
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._read: dict[int, torch.cuda.Event] = {}
+        """By address: the moment after which a free buffer has been read."""
+
+    def borrow(self, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Tensor:
+        """A buffer of zeros, or of undefined content."""
+        free = self._free.setdefault((numel, dtype), [])
+        buffer = free.pop(0) if free else self.comm.empty(numel, dtype, self.device)
+        read = self._read.pop(buffer.data_ptr(), None)
+        if read is not None:
+            torch.cuda.current_stream().wait_event(read)
+        return buffer.zero_() if zero else buffer
+
+    def give_back(self, buffer: Tensor, *, after: torch.cuda.Event | None = None) -> None:
+        """Make the buffer available again, once `after` has come."""
+        if after is not None:
+            self._read[buffer.data_ptr()] = after
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+    def release(self) -> None:
+        """Free the memory of all buffers that are not borrowed."""
+        self._free = {kind: [] for kind in self._free}
+        self._read.clear()

@@ -4,28 +4,88 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from pipeline.config import Kernels, OptimConfig, TrainedModelConfig
-from pipeline.engine.buffers import BufferPool
 from pipeline.engine.collectives import make_collectives
+from pipeline.engine.comm import BufferPool
 from pipeline.engine.lr import lr_factor
 from pipeline.engine.norms import NormsOfParts, added_up, squares_of_pieces
 from pipeline.engine.precision import LossScaler
-from pipeline.engine.rollout_offload import KINDS, Kind, RolloutOffload
 from pipeline.engine.setup import build_units, keep_freed_memory, placement_of, store_on_disk
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.kernels.adamw import AdamW, Launches, Shard
+from pipeline.kernels.pinned_memory import pinned_empty
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError, DivergedError
 from pipeline.system.faults import fault_point
+
+Kind = Literal["weights", "masters", "moments", "gradients"]
+KINDS: tuple[Kind, ...] = ("weights", "masters", "moments", "gradients")
+
+
+class RolloutOffload:
+    """Copies of storages in main memory, made to free the device.
+
+    A storage keeps its identity: only its bytes move, so that every view of it stays valid.
+    """
+
+    def __init__(self, zero: ZeroModel, groups: list[TrainedParams]) -> None:
+        self.zero, self.groups = zero, groups
+        self._offloaded: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are in main memory instead of on the device."""
+        return sum(copy.nbytes() for _, copy in self._offloaded)
+
+    def begin(self, kinds: Collection[Kind]) -> None:
+        """Move tensors of these kinds to main memory.
+
+        Masters that are the weights move with the weights; of split ones the low bits are masters.
+        """
+        offloaded = {storage.data_ptr() for storage, _ in self._offloaded}
+        for tensor in self._tensors(kinds):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0 or not storage.resizable() or storage.data_ptr() in offloaded:
+                continue
+            offloaded.add(storage.data_ptr())
+            new = pinned_empty if storage.device.type == "cuda" else torch.empty
+            copy = new(storage.nbytes(), dtype=torch.uint8)
+            copy.untyped_storage().copy_(storage)
+            self._offloaded.append((storage, copy.untyped_storage()))
+        self.zero.is_offloaded = True
+        if "weights" in kinds:
+            self.zero.hide()
+        for storage, _ in self._offloaded:
+            storage.resize_(0)
+
+    def end(self) -> None:
+        """Move everything back."""
+        for storage, copy in self._offloaded:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        self._offloaded.clear()
+        self.zero.show()
+
+    def _tensors(self, kinds: Collection[Kind]) -> Iterator[Tensor]:
+        if "weights" in kinds:
+            for flat in self.zero.flats:
+                yield from (flat.full, flat.shard)
+        for group in self.groups:
+            if "masters" in kinds:
+                yield from group.masters.beside()
+            if "moments" in kinds:
+                yield from group.moments()
+            if "gradients" in kinds:
+                yield from group.gradients.sum.tensors()
 
 
 @dataclass(frozen=True)
@@ -188,19 +248,6 @@ class Engine:
         """Move everything back to the device."""
         self.rollout_offload.end()
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The accumulated gradient of every trained parameter, fp32, by name; times the loss scale.
-
-        All processes call it in step.
-        """
-        self.zero.check_ready()
-        self.zero.reduce()
-        return {
-            name: gradient
-            for group in self.groups
-            for name, gradient in group.full_gradients().items()
-        }
-
     def masters(self) -> Iterator[Tensor]:
         """This process's part of the fp32 weights, one vector for each group.
 
@@ -301,3 +348,41 @@ class Engine:
                 f"the gradient was infinite or NaN for {self.max_skipped} steps in a row, in"
                 f" {worst} first; lower the learning rate, or train with precision bf16 or fp32"
             )
+
+
+class FrozenEngine:
+    """Runs a frozen model, sharded and offloaded like the trained model `like`.
+
+    At stage 3 a process keeps its shard of the weights, and gathers a block for its computation;
+    below, the model is unchanged. `name` labels the collectives.
+    """
+
+    def __init__(
+        self, model: nn.Module, like: TrainedModelConfig, *, name: str = "frozen engine"
+    ) -> None:
+        self.model = model.requires_grad_(False)
+        self._zero: ZeroModel | None = None
+        if like.zero_stage == 3:
+            device = local_device()
+            comm = make_collectives(device, like.zero, current_mesh().data, name=name)
+            placement = placement_of(like, device)
+            units = build_units(model, like, comm, BufferPool(comm, device), placement)
+            self._zero = ZeroModel(model, units, comm, prefetch_units=like.zero.prefetch_units)
+
+    @property
+    def updates(self) -> int:
+        """Number of changes of the weights: 0."""
+        return 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run the model's forward pass."""
+        return self.model(*args, **kwargs)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All weights whole on every process."""
+        if self._zero is None:
+            yield
+            return
+        with self._zero.gathered():
+            yield

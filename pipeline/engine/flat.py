@@ -41,36 +41,22 @@ def padded_size(numel: int, world_size: int) -> int:
     return -(-numel // unit) * unit
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Offsets of parameters in a vector: those with weight decay first, then the others."""
+def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool) -> tuple[dict[str, int], int, int]:
+    """The offset of each parameter, the offset from which on nothing decays, and the size.
 
-    offsets: Mapping[str, int]
-    spared_from: int | None
-    """From here on nothing decays; None where all parameters do."""
-
-    used: int
-    """Elements up to the end of the last parameter."""
-
-
-def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool) -> Layout:
-    """One parameter after the other, in their order where none, or all, are spared.
-
-    Weight decay spares one-dimensional parameters: biases and norms. They begin where a vector may
-    be cut, so that an update of both parts has the bits of one of either.
+    Weight decay spares one-dimensional parameters: biases and norms. They follow the others, and
+    begin where a vector may be cut, so that an update of both parts has the bits of one of either.
     """
-    spared = {name for name, param in params.items() if param.ndim < 2}
-    ordered = sorted(params, key=lambda name: name in spared) if decays else list(params)
+    decayed = [name for name, param in params.items() if decays and param.ndim > 1]
+    spared = [name for name in params if name not in decayed]
     offsets: dict[str, int] = {}
-    used = 0
-    spared_from: int | None = None if decays else 0
-    for name in ordered:
-        if decays and spared_from is None and name in spared:
-            used = -(-used // ALIGNMENT) * ALIGNMENT
-            spared_from = used
+    used = spared_from = 0
+    for name in [*decayed, *spared]:
+        if name in spared[:1]:
+            used = spared_from = -(-used // ALIGNMENT) * ALIGNMENT
         offsets[name] = used
         used += params[name].numel()
-    return Layout(offsets, spared_from, used)
+    return offsets, spared_from if spared else used, used
 
 
 @dataclass(frozen=True)
@@ -143,16 +129,13 @@ class FlatParams:
         comm: Collectives,
         placement: Placement,
         disk: WeightDisk | None = None,
-        *,
-        is_block: bool = True,
     ) -> None:
         self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
-        self.is_block = is_block
-        layout = lay_out(params, decays=settings.weight_decay > 0)
-        self.params = {name: params[name] for name in layout.offsets}
-        self.offsets = layout.offsets
-        self.numel = padded_size(layout.used, comm.size)
-        self.spared_from = self.numel if layout.spared_from is None else layout.spared_from
+        self.offsets, self.spared_from, used = lay_out(params, decays=settings.weight_decay > 0)
+        self.params = {name: params[name] for name in self.offsets}
+        self.numel = padded_size(used, comm.size)
+        if self.spared_from == used:  # all decay
+            self.spared_from = self.numel
         self.shard_numel = self.numel // comm.size
         device = placement.device
         self.disk: DiskPiece | None = None
@@ -286,11 +269,6 @@ class FlatParams:
             self.views = self.cut(self.full.data)
         self.full.untyped_storage().resize_(0)
         self.gathered = False
-
-    @property
-    def held(self) -> bool:
-        """True if the full vector is allocated."""
-        return self.full.untyped_storage().nbytes() > 0
 
     def publish(self) -> None:
         """All-gather changed shards where the weights are gathered now."""

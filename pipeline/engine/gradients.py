@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipeline.engine.buffers import BufferPool, GradientCopies
-from pipeline.engine.comm import Work
+from pipeline.engine.comm import BufferPool, GradientCopies, Work
 from pipeline.engine.flat import FlatParams
 
 PIECE = 1 << 24
@@ -16,13 +15,17 @@ PIECE = 1 << 24
 class RunningSum:
     """The sum so far, micro-batch after micro-batch: ((g1 + g2) + g3) + ...
 
-    Its memory is allocated from the first gradient of a step to the end of the step.
+    Its memory is allocated from the first gradient of a step to the end of the step. With `copies`
+    it is in main memory and the gradients are on a GPU, which adds on a side stream without
+    blocking host or GPU: the sum so far is copied to it and back, a piece at a time.
     """
 
-    def __init__(self, empty: Callable[[], Tensor]) -> None:
-        self._empty = empty
+    def __init__(self, empty: Callable[[], Tensor], copies: GradientCopies | None = None) -> None:
+        self._empty, self._copies = empty, copies
         self._total: Tensor | None = None
         self.empty = True
+        self.read: torch.cuda.Event | None = None
+        """Event after which the last added gradient has been read; None if it has."""
 
     @property
     def total(self) -> Tensor:
@@ -34,59 +37,18 @@ class RunningSum:
     @property
     def direct(self) -> Tensor | None:
         """Destination of the first gradient in place of `add`; then set `empty = False`."""
-        return self.total if self.empty else None
-
-    def add(self, gradient: Tensor) -> None:
-        """Add a gradient, which may change after the event `read`."""
-        if self.empty:
-            self.total.copy_(gradient)
-        else:
-            self.total.add_(gradient)
-        self.empty = False
-
-    @property
-    def read(self) -> torch.cuda.Event | None:
-        """Event after which the last added gradient has been read; None if it has."""
-        return None
-
-    def end_micro_batch(self) -> None:
-        """Does nothing: every addition is final."""
-
-    def finish(self) -> Tensor:
-        """The sum over all micro-batches; zeros where there was none."""
-        if self.empty:
-            self.total.zero_()
-            self.empty = False
-        return self.total
-
-    def clear(self) -> None:
-        """Reset the sum."""
-        self._total = None
-        self.empty = True
-
-    def tensors(self) -> list[Tensor]:
-        """The allocated tensors."""
-        return [] if self._total is None else [self._total]
-
-
-class OffloadedSum(RunningSum):
-    """A running sum in main memory of gradients on a GPU, without blocking host or GPU.
-
-    The GPU adds on a side stream: the sum so far is copied to it and back, a piece at a time.
-    """
-
-    def __init__(self, empty: Callable[[], Tensor], copies: GradientCopies) -> None:
-        super().__init__(empty)
-        self._copies = copies
-        self._read: torch.cuda.Event | None = None
-
-    @property
-    def direct(self) -> None:
-        """Always None: nothing on the GPU writes straight to a sum in main memory."""
+        return self.total if self.empty and self._copies is None else None
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient, which may change after the event `read`."""
         total, is_first = self.total, self.empty
+        self.empty = False
+        if self._copies is None:
+            if is_first:
+                total.copy_(gradient)
+            else:
+                total.add_(gradient)
+            return
 
         def copy() -> None:
             if is_first:
@@ -96,28 +58,33 @@ class OffloadedSum(RunningSum):
                 added = own.to(found.device, non_blocking=True, copy=True).add_(found)
                 own.copy_(added, non_blocking=True)
 
-        self._read = self._copies.start(gradient, copy)
-        self.empty = False
+        self.read = self._copies.start(gradient, copy)
 
-    @property
-    def read(self) -> torch.cuda.Event | None:
-        """Event after which the last added gradient has been read."""
-        return self._read
+    def end_micro_batch(self) -> None:
+        """Does nothing: every addition is final."""
 
     def finish(self) -> Tensor:
         """The sum over all micro-batches, complete on the host; zeros if there was none."""
         self._wait()
-        return super().finish()
+        if self.empty:
+            self.total.zero_()
+            self.empty = False
+        return self.total
 
     def clear(self) -> None:
         """Reset the sum."""
         self._wait()
-        super().clear()
+        self._total = None
+        self.empty = True
+
+    def tensors(self) -> list[Tensor]:
+        """The allocated tensors."""
+        return [] if self._total is None else [self._total]
 
     def _wait(self) -> None:
-        if self._read is not None:
-            self._copies.wait(self._read)
-            self._read = None
+        if self.read is not None and self._copies is not None:
+            self._copies.wait(self.read)
+            self.read = None
 
 
 class TreeSum:
@@ -187,7 +154,7 @@ class FlatGradients:
         self.flat, self.pool, self.comm = flat, pool, flat.comm
         placement = flat.placement
         copies = pool.copies if placement.offloads_gradients else None
-        running = RunningSum(self._empty) if copies is None else OffloadedSum(self._empty, copies)
+        running = RunningSum(self._empty, copies)
         self.sum: TreeSum | RunningSum = (
             TreeSum(self._empty, running) if placement.deterministic else running
         )

@@ -12,19 +12,11 @@ def lr_factor(step: int, *, total_steps: int, optim: OptimConfig) -> float:
 
     `step` counts the steps that were applied: the rate waits for one that was skipped.
     """
-    span = Span(
-        total_steps=total_steps,
-        warmup_steps=warmup_steps(total_steps, optim),
-        final_ratio=optim.final_lr_ratio,
-    )
+    warmup = optim.warmup_steps
+    if warmup is None:
+        warmup = math.ceil(optim.warmup_ratio * total_steps)
+    span = Span(total_steps=total_steps, warmup_steps=warmup, final_ratio=optim.final_lr_ratio)
     return SCHEDULES[optim.schedule](step, span, **optim.schedule_params)
-
-
-def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
-    """Steps of the warm-up: `warmup_steps`, else the ratio of the run, rounded up."""
-    if optim.warmup_steps is not None:
-        return optim.warmup_steps
-    return math.ceil(optim.warmup_ratio * total_steps)
 
 
 def goes_on_alike(total_steps: int, longer: int, *, optim: OptimConfig) -> bool:

@@ -4,7 +4,6 @@ Prints the bytes of weights, masters, moments and gradients on each process, for
 Activations come on top.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +17,6 @@ _USAGE = (
     f"{MODULE} pipeline.engine.memory --model NAME [--gpus N] [--nodes N]",
 )
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMB]?)", re.IGNORECASE)
-
 
 def parse_count(text: str, name: str) -> int:
     """A number of parameters: 1889110016, 1889.1M, 7B, 7e9.
@@ -27,9 +24,12 @@ def parse_count(text: str, name: str) -> int:
     Raises:
         ConfigError: it is not a number above 0.
     """
-    match = _COUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
-    factor = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-    count = round(float(match[1]) * factor[match[2].upper()]) if match else 0
+    number = text.strip().upper().replace("_", "").replace(",", "")
+    factor = {"K": 10**3, "M": 10**6, "B": 10**9}.get(number[-1:], 1)
+    try:
+        count = round(float(number.rstrip("KMB")) * factor)
+    except (ValueError, OverflowError):
+        count = 0
     require(count > 0, f"{name} must be a number of parameters such as 1889.1M or 7B, got {text}")
     return count
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from pipeline.engine.buffers import BufferPool
-from pipeline.engine.comm import Collectives
+from pipeline.engine.comm import BufferPool, Collectives
 from pipeline.files.weight_files import bytes_of, read_at, write_at
 from pipeline.kernels.adamw import new_moments
 from pipeline.system.errors import ConfigError, OffloadError
@@ -183,8 +182,8 @@ class StreamedState:
             self.store.write(_key(group, name), tensor)
         self._wait(group)
 
-    def each(self, groups: Iterable[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Every one of `groups` with its tensors, in the order of `names`.
+    def each(self, order: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Each group of `order`, all different, with its tensors in the order of `names`.
 
         What the body does to the tensors in place is kept; they belong to the next but one group
         afterwards. A group whose body is left by an error or `break` stays as it was.
@@ -192,9 +191,6 @@ class StreamedState:
         Raises:
             OffloadError: the disk failed.
         """
-        order = list(groups)
-        if len(set(order)) != len(order):
-            raise ValueError("a group comes twice")
         try:
             for turn, group in enumerate(order):
                 if turn == 0:

@@ -1,5 +1,7 @@
 """The parts of a run that checkpoints store, in addition to its engines."""
 
+import math
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -41,3 +43,52 @@ class KnowsHealth(Stateful, Protocol):
     def window(self) -> int | None:
         """Fewest steps of a rollback; None if there are none."""
         ...
+
+
+class BestWeights:
+    """A copy, in host memory, of this process's masters at the best evaluation so far.
+
+    Args:
+        engine: trains the model.
+        keep: false makes no copies: the values are compared all the same.
+    """
+
+    def __init__(self, engine: Engine, *, keep: bool = True) -> None:
+        self.engine = engine
+        self.keep = keep
+        self.value = self.last = float("inf")
+        self.step = self.last_step = 0
+        self.worse_in_a_row = 0
+        self.weights: list[Tensor] = []
+        """As `engine.masters()`; empty before the first evaluation."""
+
+    def update(self, value: float, *, step: int, may_be_best: bool = True) -> None:
+        """Keep the present weights if `value`, the lower the better, beats the best so far.
+
+        A value that is not finite never does, nor one without `may_be_best`.
+        """
+        self.last, self.last_step = value, step
+        if may_be_best and math.isfinite(value) and value < self.value:
+            self.value, self.step, self.worse_in_a_row = value, step, 0
+            if self.keep:
+                self.weights = [master.to("cpu", copy=True) for master in self.engine.masters()]
+        else:
+            self.worse_in_a_row += 1
+
+    def restore(self) -> bool:
+        """Load the best weights into the model; False if there are none."""
+        if self.weights:
+            self.engine.load_masters(self.weights)
+        return bool(self.weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a resumed run, without `weights`; JSON has no infinities."""
+        state = {name: getattr(self, name) for name in ("step", "last_step", "worse_in_a_row")}
+        values = {name: getattr(self, name) for name in ("value", "last")}
+        finite = {name: each if math.isfinite(each) else None for name, each in values.items()}
+        return state | finite
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        for name, value in state.items():
+            setattr(self, name, float("inf") if value is None else value)

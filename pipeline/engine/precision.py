@@ -63,7 +63,7 @@ class LossScaler:
         """
         if not self.enabled or self.config.loss_scale:
             return
-        if not _was_enabled(state):
+        if not state["enabled"]:
             self.__post_init__()
             self.good_steps, self.exhausted = 0, False
             return
@@ -89,8 +89,3 @@ class LossScaler:
         lowest = self.config.min_loss_scale
         self.exhausted = self.scale <= lowest
         self.scale = max(self.scale / 2, float(lowest))
-
-
-def _was_enabled(state: Mapping[str, float | int | bool]) -> bool:
-    """Whether the scaler of a `state_dict` was on; earlier checkpoints don't say it."""
-    return bool(state.get("enabled", state["scale"] != 1.0 or state["good_steps"] > 0))

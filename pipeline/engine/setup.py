@@ -8,13 +8,11 @@ import torch
 from torch import nn
 
 from pipeline.config import TrainedModelConfig
-from pipeline.engine.buffers import BufferPool
-from pipeline.engine.comm import Collectives
+from pipeline.engine.comm import BufferPool, Collectives
 from pipeline.engine.flat import FlatParams, ParamSettings, Placement
-from pipeline.engine.masters import MOMENTS, uses_adamw_kernel
 from pipeline.engine.offload import StreamedState, TensorStore, WeightDisk
 from pipeline.engine.tensor_parts import role_of
-from pipeline.engine.trained import TrainedParams
+from pipeline.engine.trained import MOMENTS, TrainedParams, uses_adamw_kernel
 from pipeline.engine.units import UnitParams, engine_units
 from pipeline.engine.zero import Unit
 from pipeline.kernels.adamw import new_moments
@@ -90,9 +88,7 @@ def _build(
     flats: list[FlatParams] = []
     trained: list[TrainedParams] = []
     for (_, settings), params in vectors_of(unit, config).items():
-        flat = FlatParams(
-            unit.name, params, settings, comm, placement, disk, is_block=unit.kind == "block"
-        )
+        flat = FlatParams(unit.name, params, settings, comm, placement, disk)
         flats.append(flat)
         if settings.trained:
             trained.append(

@@ -7,12 +7,11 @@ of its shard of every flat vector, at stage 0 as well.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
@@ -31,118 +30,66 @@ ReadInto = Callable[[int, Tensor], None]
 """Fills a flat tensor with elements of a whole parameter from a place on."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """The elements of one shard among some consecutive elements of a part."""
-
-    columns: Columns
-    """The columns of the whole parameter that these elements lie in."""
-
-    is_one_row: bool
-    """True if the full parameter has one row, so that the elements are consecutive there."""
-
-    first: int
-    last: int
-    """The shard's elements from `first` on and before `last`."""
-
-    begin: int
-    """Offset of the shard's run in a row of the part."""
-
-    width: int
-    """Elements of a row of the part."""
-
-    offset: int
-    """Number in the part of the first of the consecutive elements."""
-
-    counts: bool
-    """True if no process of lower rank has them."""
-
-    def places(self, first: int, last: int) -> Int[Tensor, " n"]:
-        """Positions of elements of the shard among the consecutive ones."""
-        number = torch.arange(first, last)
-        run = self.columns.run
-        return number // run * self.width + self.begin + number % run - self.offset
-
-    @property
-    def is_all(self) -> bool:
-        """True if they are all of the consecutive elements."""
-        return self.columns.run == self.width
-
-
-def blocks_of(part: Part, start: int, stop: int) -> Iterator[Block]:
-    """The elements `start` to `stop` of a flattened part, shard by shard."""
+def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:
+    """The columns of each shard in the part and in the full parameter; whether it counts here."""
     spec, inner = part.own, part.inner
     width, stride = spec.shape(part.whole)[spec.dim] * inner, part.whole[spec.dim] * inner
-    one_row = part.whole[: spec.dim].numel() == 1
     for shard, begin in spec.placed():
-        run, low = shard.size * inner, begin * inner
-
-        def before(element: int, run: int = run, low: int = low) -> int:
-            return element // width * run + min(max(element % width - low, 0), run)
-
-        columns = Columns(shard.start * inner, run, stride)
-        first, last = before(start), before(stop)
-        if first < last:
-            yield Block(columns, one_row, first, last, low, width, start, shard.counts)
+        run = shard.size * inner
+        local, full = Columns(begin * inner, run, width), Columns(shard.start * inner, run, stride)
+        yield local, full, shard.counts
 
 
 def fragments_of(
     key: str, part: Part | None, start: int, values: Shaped[Tensor, " n"]
 ) -> Iterator[Fragment]:
-    """Elements of a flattened `part` from `start` on, under their places in the whole parameter.
+    """Elements of a flattened `part` from `start` on, under their places in the full parameter.
 
-    Those that a process of lower rank has too are left to it.
+    Elements that a process of lower rank has too are left to it.
     """
     if part is None:
         yield Fragment(key, start, values)
         return
-    for block in blocks_of(part, start, start + values.numel()):
-        if not block.counts:
+    for local, full, counts in shard_columns(part):
+        first, last = local.before(start), local.before(start + len(values))
+        if first == last or not counts:
             continue
-        if block.is_all:
-            own = values
-        elif block.is_one_row:
-            first = block.begin + block.first - start
-            own = values[first : first + block.last - block.first]
+        if last <= full.run:  # consecutive in the part and in the full parameter
+            begin = local.offset + first - start
+            yield Fragment(key, full.offset + first, values[begin : begin + last - first])
+        elif local.run == local.stride:
+            yield Fragment(key, first, values, full)
         else:
-            own = values[block.places(block.first, block.last).to(values.device)]
-        if block.is_one_row:
-            yield Fragment(key, block.columns.offset + block.first, own)
-        else:
-            yield Fragment(key, block.first, own, block.columns)
+            own = values[local.places(first, last).to(values.device) - start]
+            yield Fragment(key, first, own, full)
 
 
 def read_part(part: Part | None, start: int, out: Shaped[Tensor, " n"], read: ReadInto) -> None:
     """Fill `out` with elements of a flattened `part` from `start` on.
 
-    `read` knows those of the whole parameter. Where elements lie apart there, whole rows are read,
-    a few at a time.
+    `read` reads those of the full parameter. Where elements are apart there, full rows are read, a
+    few at a time.
     """
     if part is None:
         read(start, out)
         return
-    for block in blocks_of(part, start, start + out.numel()):
-        if block.is_one_row:
-            first = block.begin + block.first - start
-            read(block.columns.offset + block.first, out[first : first + block.last - block.first])
-        else:
-            _read_rows(block, out, read)
-
-
-def _read_rows(block: Block, out: Tensor, read: ReadInto) -> None:
-    offset, run, stride = block.columns
-    at_once = max(1, READ_AT_ONCE // stride)
-    for row in range(block.first // run, (block.last - 1) // run + 1, at_once):
-        rows = min(at_once, (block.last - 1) // run + 1 - row)
-        whole = torch.empty(rows * stride, dtype=out.dtype)
-        read(row * stride, whole)
-        own = whole.view(rows, stride)[:, offset : offset + run].reshape(-1)
-        first, last = max(block.first, row * run), min(block.last, (row + rows) * run)
-        own = own[first - row * run : last - row * run].to(out.device)
-        if block.is_all:
-            out[first - block.first : last - block.first] = own
-        else:
-            out[block.places(first, last).to(out.device)] = own
+    for local, full, _ in shard_columns(part):
+        first, last = local.before(start), local.before(start + len(out))
+        if first == last:
+            continue
+        if last <= full.run:
+            begin = local.offset + first - start
+            read(full.offset + first, out[begin : begin + last - first])
+            continue
+        at_once = max(1, READ_AT_ONCE // full.stride) * full.run
+        for low in range(first // full.run * full.run, last, at_once):
+            high = min(low + at_once, -(-last // full.run) * full.run)
+            rows = torch.empty((high - low) // full.run * full.stride, dtype=out.dtype)
+            read(low // full.run * full.stride, rows)
+            own = rows.view(-1, full.stride)[:, full.offset : full.offset + full.run].reshape(-1)
+            begin, end = max(first, low), min(last, high)
+            places = local.places(begin, end).to(out.device) - start
+            out[places] = own[begin - low : end - low].to(out.device)
 
 
 logger = logging.getLogger(__name__)
@@ -158,31 +105,29 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
         vectors = {"weights": group.masters.fp32(), **group.named_moments()}
         for kind, vector in vectors.items():
             yield from _written(group, vector, f"{prefix}/{kind}")
-    elsewhere = _buffers_of_earlier_parts(engine)
-    for name, buffer in _buffers(engine).items():
-        if name in elsewhere:
-            continue
-        key = _buffer_key(prefix, name, engine.group.rank)
-        yield Fragment(key, 0, buffer.detach().reshape(-1))
+    parts, buffers = engine.parts, _buffers(engine)
+    earlier = parts.gather_objects(sorted(buffers))[: parts.rank]
+    for name in sorted(buffers.keys() - {name for names in earlier for name in names}):
+        if engine.group.rank == 0:
+            yield Fragment(f"{prefix}/buffers/{name}", 0, buffers[name].detach().reshape(-1))
 
 
 def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     """This process's pieces of the weights that don't learn."""
-    for unit in engine.zero.units:
-        for flat in unit.flats:
-            if flat.settings.trained:
-                continue
-            if not _is_written(flat, engine.tensor):
-                continue
-            piece = flat.shard if flat.disk is None else flat.disk.read()
-            first = engine.comm.rank * flat.shard_numel
-            for name, start, stop in flat.stretches(*flat.written):
-                own = piece[start - first : stop - first]
-                own = own if flat.disk is None else own.clone()  # its place is for the next one
-                begin, part = start - flat.offsets[name], part_of(flat.params[name])
-                yield from fragments_of(f"{prefix}/frozen/{name}", part, begin, own)
-            if flat.disk is not None:
-                flat.disk.give_back()
+    for flat in engine.zero.flats:
+        if flat.settings.trained:
+            continue
+        if not _is_written(flat, engine.tensor):
+            continue
+        piece = flat.shard if flat.disk is None else flat.disk.read()
+        first = engine.comm.rank * flat.shard_numel
+        for name, start, stop in flat.stretches(*flat.written):
+            own = piece[start - first : stop - first]
+            own = own if flat.disk is None else own.clone()  # its place is for the next one
+            begin, part = start - flat.offsets[name], part_of(flat.params[name])
+            yield from fragments_of(f"{prefix}/frozen/{name}", part, begin, own)
+        if flat.disk is not None:
+            flat.disk.give_back()
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -239,18 +184,16 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
     engine.steps = int(described["steps"])
     engine.skipped_in_a_row = int(described["skipped_in_a_row"])
     engine.scaler.load_state_dict(described["scaler"])
-    for unit in engine.zero.units:
-        for flat in unit.flats:
-            if not flat.settings.trained:
-                flat.fill(_reader(flat, f"{prefix}/frozen", checkpoint))
-                flat.publish()
+    for flat in engine.zero.flats:
+        if not flat.settings.trained:
+            flat.fill(_reader(flat, f"{prefix}/frozen", checkpoint))
+            flat.publish()
     for group in engine.visit():
         with group.changing() as masters:
             _load_group(group, masters, prefix, checkpoint, described)
     for name, buffer in _buffers(engine).items():
         flat = torch.empty_like(buffer).reshape(-1)
-        own, first = (_buffer_key(prefix, name, rank) for rank in (engine.group.rank, 0))
-        checkpoint.read(own if checkpoint.holds(own) else first, 0, flat)
+        checkpoint.read(f"{prefix}/buffers/{name}", 0, flat)
         buffer.copy_(flat.view(buffer.shape))
 
 
@@ -352,25 +295,12 @@ def _shown(name: str, kind: str, shapes: Mapping[str, Any]) -> str:
 
 
 def _shapes(engine: Engine, *, trained: bool) -> dict[str, list[int]]:
-    flats = [flat for unit in engine.zero.units for flat in unit.flats]
     return {
         name: list(whole_shape(param))
-        for flat in flats
+        for flat in engine.zero.flats
         if flat.settings.trained is trained
         for name, param in flat.params.items()
     }
-
-
-def _buffers_of_earlier_parts(engine: Engine) -> set[str]:
-    """The buffers that a process with an earlier part of the model has as well, and writes."""
-    parts = engine.parts
-    of_parts = parts.gather_objects(sorted(_buffers(engine)))
-    return {name for own in of_parts[: parts.rank] for name in own}
-
-
-def _buffer_key(prefix: str, name: str, rank: int) -> str:
-    """The name of a buffer; the first process's are the model's, the others' may differ."""
-    return f"{prefix}/buffers/{name}" if rank == 0 else f"{prefix}/buffers_of_rank_{rank}/{name}"
 
 
 def _buffers(engine: Engine) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ fp32, so that each element counts once in the norm and in a checkpoint.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -23,19 +23,8 @@ Role = Literal["whole", "partial", "part", "shared"]
 part of its gradient; part: has elements that no other has; shared: some of them others have too."""
 
 
-class MarkedParameter(nn.Parameter):
-    """A parameter that says what of a layer's it is to this process, as its copies do."""
-
-    part: "Part | None" = None
-    """The full parameter and the shards of all processes; None for a full parameter."""
-
-    is_partial: bool = False
-    """True if each process computes a part of its gradient."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "MarkedParameter":
-        copy = cast("MarkedParameter", super().__deepcopy__(memo))
-        copy.part, copy.is_partial = self.part, self.is_partial
-        return copy
+_PART, _IS_PARTIAL = "tensor_parallel_part", "is_partial"
+"""Attributes of a parameter, which is the same object for the model and its engine."""
 
 
 @dataclass(frozen=True)
@@ -120,26 +109,18 @@ def replace_by_part(layer: nn.Module, leaf: str, part: Part) -> None:
 
 
 def mark_part(param: Tensor, part: Part) -> None:
-    """Say that a parameter is a part of a whole one."""
-    _marked(param).part = part
+    """Mark a parameter as a part of a full one."""
+    setattr(param, _PART, part)
 
 
 def mark_partial(param: Tensor) -> None:
-    """Say that each process finds a part of a parameter's gradient."""
-    _marked(param).is_partial = True
-
-
-def _marked(param: Tensor) -> MarkedParameter:
-    """The same parameter, which all who have it know."""
-    if not isinstance(param, MarkedParameter):
-        param.__class__ = MarkedParameter  # pyright: ignore[reportAttributeAccessIssue]
-    assert isinstance(param, MarkedParameter)
-    return param
+    """Mark a parameter of whose gradient each process computes a part."""
+    setattr(param, _IS_PARTIAL, True)
 
 
 def part_of(param: Tensor) -> Part | None:
     """The part of a full parameter that this is; None for a full one."""
-    return param.part if isinstance(param, MarkedParameter) else None
+    return getattr(param, _PART, None)
 
 
 def role_of(param: Tensor) -> Role:
@@ -147,7 +128,7 @@ def role_of(param: Tensor) -> Role:
     part = part_of(param)
     if part is not None:
         return part.role
-    is_partial = isinstance(param, MarkedParameter) and param.is_partial
+    is_partial = getattr(param, _IS_PARTIAL, False)
     return "partial" if is_partial and param.requires_grad else "whole"
 
 

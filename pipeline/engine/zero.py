@@ -2,25 +2,60 @@
 
 Hooks are registered on the module itself and on its units; nothing in the model is replaced.
 Forward: gather a unit, run it, free it. Backward: gather it again when the gradient of its output
-arrives, collect its gradients, and reduce them when the next unit starts. An embedding is
-not gathered for its backward pass, an output matrix stays gathered until its backward pass is over,
-and the root for the full pass. Only stage 3 frees and gathers; the lower stages take the same path
+arrives, collect its gradients, and reduce them when the next unit starts. An embedding is not
+gathered for its backward pass, an output matrix stays gathered until its backward pass is over, and
+the root for the full pass. Only stage 3 frees and gathers; the lower stages take the same path
 without effect.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.engine.comm import Collectives
 from pipeline.engine.flat import FlatParams
-from pipeline.engine.outputs import check_output, tensors_in, without_views
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.units import Kind, UsesHead
 from pipeline.system.errors import ConfigError
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def tensors_in(output: object) -> list[Tensor]:
+    """The tensors in tuples, lists, dictionaries and model outputs of `transformers`."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def without_views(output: object) -> object:
+    """The output with copies in place of views that autograd backpropagates through.
+
+    A hook on a view is lost when the view is changed in place.
+    """
+
+    def replaced(leaf: object) -> object:
+        is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view()  # noqa: SLF001
+        return leaf.clone() if is_view and isinstance(leaf, Tensor) else leaf
+
+    return tree_map(replaced, output)
+
+
+def check_output(block: str, output: object) -> None:
+    """Raise if a block returns an object in which no tensor can be found.
+
+    Raises:
+        ConfigError: its weights would be freed before its backward pass.
+    """
+    for leaf in tree_leaves(output):
+        if not isinstance(leaf, (*PLAIN, Tensor)):
+            raise ConfigError(
+                f"{block} returns a {type(leaf).__qualname__}, in which the engine finds no tensor:"
+                " have it return tensors, in tuples or dictionaries"
+            )
 
 
 class Unit:
@@ -76,6 +111,7 @@ class ZeroModel:
     ) -> None:
         self.model, self.units, self.comm = model, units, comm
         *self.others, self.root = units
+        self.flats = [flat for unit in units for flat in unit.flats]
         self.head = next((unit for unit in units if unit.kind == "head"), None)
         self.prefetch_units = prefetch_units if comm.asynchronous else 0
         self.is_offloaded = False
@@ -101,17 +137,8 @@ class ZeroModel:
         for unit in self.others:
             users = [each for each in model.modules() if isinstance(each, UsesHead)]
             for module in (unit.module, *users) if unit is self.head else (unit.module,):
-                module.register_forward_pre_hook(
-                    self._hook(self._before_unit, unit), prepend=True, with_kwargs=True
-                )
-                module.register_forward_hook(self._hook(self._after_unit, unit), with_kwargs=True)
-
-    @staticmethod
-    def _hook(method: Callable[..., object], unit: Unit) -> Callable[..., object]:
-        def run(_module: nn.Module, _args: object, _kwargs: object, *output: object) -> object:
-            return method(unit, *output)
-
-        return run
+                module.register_forward_pre_hook(partial(self._before_unit, unit), prepend=True)
+                module.register_forward_hook(partial(self._after_unit, unit))
 
     # Forward
 
@@ -146,7 +173,7 @@ class ZeroModel:
                 tensor.register_hook(lambda _grad: self._begin_root(updates))
         return output
 
-    def _before_unit(self, unit: Unit) -> None:
+    def _before_unit(self, unit: Unit, *_: object) -> None:
         if in_backward():  # a recomputation inside the backward pass of the unit itself
             self._before_backward(unit, runs_again=True)
             return
@@ -162,7 +189,7 @@ class ZeroModel:
         self._visited.append(unit)
         self._gather(unit, self._next)
 
-    def _after_unit(self, unit: Unit, output: object) -> object:
+    def _after_unit(self, unit: Unit, _module: nn.Module, _args: object, output: object) -> object:
         if in_backward():
             return output
         if torch.is_grad_enabled():
@@ -337,27 +364,15 @@ class ZeroModel:
 
     def hide(self) -> None:
         """Detach the parameters from memory that may be released."""
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.hide()
+        for flat in self.flats:
+            flat.hide()
 
     def show(self) -> None:
         """Attach the parameters to their weights again, where those are gathered."""
         self.is_offloaded = False
-        for unit in self.units:
-            for flat in unit.flats:
-                if flat.gathered:
-                    flat.show()
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Memory of the weights that are gathered now and will be freed."""
-        return sum(
-            flat.full.untyped_storage().nbytes()
-            for unit in self.units
-            for flat in unit.flats
-            if flat.placement.shard_params
-        )
+        for flat in self.flats:
+            if flat.gathered:
+                flat.show()
 
     def check_ready(self) -> None:
         """Raise if the engine is not in a state to continue."""
@@ -392,22 +407,21 @@ class ZeroModel:
         )
 
     def _check_unchanged(self) -> None:
-        for unit in self.units:
-            for flat in unit.flats:
-                for name, param in flat.params.items():
-                    # Without gradients it doesn't matter: peft freezes adapters it turns off.
-                    changed = param.requires_grad != flat.settings.trained
-                    if changed and torch.is_grad_enabled():
-                        what = "frozen" if flat.settings.trained else "unfrozen"
-                        raise ConfigError(
-                            f"{name} was {what} after the engine had taken the model; do it before"
-                        )
-                    shown = flat.views[name] if flat.gathered else flat.hidden[name]
-                    if param.dtype != shown.dtype or param.data_ptr() != shown.data_ptr():
-                        raise ConfigError(
-                            f"{name} was converted or moved after the engine had taken the"
-                            " model (as .half() and .to() do); do it before"
-                        )
+        for flat in self.flats:
+            for name, param in flat.params.items():
+                # Without gradients it doesn't matter: peft freezes adapters it turns off.
+                changed = param.requires_grad != flat.settings.trained
+                if changed and torch.is_grad_enabled():
+                    what = "frozen" if flat.settings.trained else "unfrozen"
+                    raise ConfigError(
+                        f"{name} was {what} after the engine had taken the model; do it before"
+                    )
+                shown = flat.views[name] if flat.gathered else flat.hidden[name]
+                if param.dtype != shown.dtype or param.data_ptr() != shown.data_ptr():
+                    raise ConfigError(
+                        f"{name} was converted or moved after the engine had taken the"
+                        " model (as .half() and .to() do); do it before"
+                    )
 
 
 def in_backward() -> bool:

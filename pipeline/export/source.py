@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.files.durable import check_output, discard, rename_durably, settle
-from pipeline.models.card import CARD
 from pipeline.models.directory import (
     ADAPTER,
     TOKENIZER_FILES,
@@ -19,8 +18,6 @@ from pipeline.models.directory import (
 )
 from pipeline.report.results import find_model
 from pipeline.system.errors import ConfigError, ModelError
-
-HEADING = "## Export"
 
 
 @dataclass(frozen=True)
@@ -128,15 +125,15 @@ def written_aside(out: Path) -> Iterator[Path]:
 def write_export_card(
     source: Path, directory: Path, *, form: str, verified: Sequence[str], use: str
 ) -> None:
-    """Write the card of `source` (data, settings, figures) with a section on this export."""
-    own = source / CARD
-    if not own.is_file() and (source.parent / CARD).is_file():  # an adapter is below its model
-        own = source.parent / CARD
-    if own.is_file():
-        text = own.read_text(encoding="utf-8").split(f"\n{HEADING}\n")[0].rstrip()
-    else:
-        text = f"# {source.resolve().name}"
-    lines = [text, "", HEADING, "", f"Form: {form}.", "", "Verified after writing:", ""]
+    """Write README.md with the form and what was verified."""
+    lines = [
+        f"# {source.resolve().name}",
+        "",
+        f"Form: {form}.",
+        "",
+        "Verified after writing:",
+        "",
+    ]
     lines += [f"- {each}" for each in verified]
     lines += ["", "Use:", "", "```", use, "```", ""]
-    (directory / CARD).write_text("\n".join(lines), encoding="utf-8")
+    (directory / "README.md").write_text("\n".join(lines), encoding="utf-8")

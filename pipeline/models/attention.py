@@ -77,7 +77,7 @@ def varlen_attention(
         sliding_window: tokens that a token sees, itself included; None is all before it.
     """
     query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
-    more: dict[str, object] = {}
+    more: dict[str, Any] = {}
     if "num_splits" in VARLEN_OPTIONS:
         more["num_splits"] = 1  # the same bits whatever shares the call
     if "enable_gqa" in VARLEN_OPTIONS:
@@ -85,7 +85,7 @@ def varlen_attention(
     else:
         shared_by = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
-    attended = varlen_attn(
+    attended: Any = varlen_attn(
         *(query, key, value, bounds, bounds, longest, longest),
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
@@ -368,7 +368,10 @@ def continued_attention(
     Keys and values begin with those of all tokens; later ones are not seen, and must be finite.
     """
     end = first + query.shape[2]
-    key, value = (_expand_keys(each[:, :, :end], query.shape[1]) for each in (key, value))
+    shared_by = query.shape[1] // key.shape[1]
+    key, value = key[:, :, :end], value[:, :, :end]
+    if shared_by > 1:
+        key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
     positions = torch.arange(first, end, device=query.device)[:, None]
     distance = positions - torch.arange(end, device=query.device)[None, :]
     mask = distance >= 0
@@ -387,12 +390,6 @@ def leave_out_cudnn(query: Tensor) -> None:
     """
     if query.is_cuda and torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def _expand_keys(keys: Float[Tensor, "1 G K D"], heads: int) -> Float[Tensor, "1 H K D"]:
-    """Repeat each key head for the query heads that share it."""
-    shared_by = heads // keys.shape[1]
-    return keys if shared_by == 1 else keys.repeat_interleave(shared_by, dim=1)
 
 
 def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:

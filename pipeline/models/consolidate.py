@@ -1,6 +1,6 @@
 """Models out of checkpoints: Hugging Face directories, without the processes that trained them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -31,15 +31,18 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
         if isinstance(model, PeftModel | PreTrainedModel):
             plain = base_model(model)
             generation = getattr(plain, "generation_config", None)  # classifiers have none
+            coded = quantized_layers(model)
+            dtypes = {name: param.dtype for name, param in model.named_parameters()}
+            dtypes |= {f"{name}.weight": layer.dtype for name, layer in coded.items()}
             return {
                 "prefix": f"{prefix}." if prefix else "",
                 "class": type(plain).__name__,
                 "config": plain.config.to_dict(),
                 "generation": None if generation is None else generation.to_dict(),
                 "lora": _adapter(model) if isinstance(model, PeftModel) else None,
-                "quantize": _quantize(model),
+                "quantize": next((asdict(layer.form) for layer in coded.values()), None),
                 "dtypes": {
-                    name: str(dtype).removeprefix("torch.") for name, dtype in _dtypes(model)
+                    name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()
                 },
             }
     return None
@@ -107,7 +110,7 @@ def _build(
         settings = {key: each for key, each in described["lora"].items() if key != "task"}
         settings["targets"] = tuple(settings["targets"])
         model = add_lora(plain, LoraConfig(**settings), task=task, seed=0)
-    if described.get("quantize") is not None:  # which earlier versions didn't have
+    if described["quantize"] is not None:
         quantize_layers(model, Form(**described["quantize"]))
         for name, layer in quantized_layers(model).items():
             layer.dtype = getattr(torch, described["dtypes"][f"{name}.weight"])
@@ -120,19 +123,6 @@ def _build(
             made[param] = nn.Parameter(values, requires_grad=param.requires_grad)
         setattr(module, leaf, made[param])  # all names of a tied parameter get the same one
     return model
-
-
-def _dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
-    """The types of all parameters, and of the weights that quantized layers stand for."""
-    for name, param in model.named_parameters():
-        yield name, param.dtype
-    for name, layer in quantized_layers(model).items():
-        yield f"{name}.weight", layer.dtype
-
-
-def _quantize(model: nn.Module) -> dict[str, Any] | None:
-    forms = [asdict(layer.form) for layer in quantized_layers(model).values()]
-    return forms[0] if forms else None
 
 
 def _adapter(model: PeftModel) -> dict[str, Any]:

@@ -66,7 +66,10 @@ def check_model_directory(
     directory = Path(path).expanduser()
     settings = check_configuration(directory)
     if "auto_map" in settings and not trust_remote_code:
-        _check_own_code(directory, settings["model_type"])
+        from transformers import CONFIG_MAPPING
+
+        if settings["model_type"] not in CONFIG_MAPPING:
+            raise ModelError(untrusted_code(directory))
     if generates:
         require_language_model(directory, settings.get("architectures"))
     check_weights(directory, allow_pickle=allow_pickle)
@@ -102,13 +105,6 @@ def untrusted_code(path: str | Path) -> str:
     )
 
 
-def _check_own_code(directory: Path, model_type: str) -> None:
-    from transformers import CONFIG_MAPPING
-
-    if model_type not in CONFIG_MAPPING:
-        raise ModelError(untrusted_code(directory))
-
-
 def check_configuration(directory: Path) -> dict[str, Any]:
     """What `config.json` says.
 
@@ -118,14 +114,17 @@ def check_configuration(directory: Path) -> dict[str, Any]:
     if not directory.exists():
         raise ModelError(f"no such model: the directory {directory} does not exist")
     if not directory.is_dir():
-        raise ModelError(_is_a_file(directory))
+        raise ModelError(
+            f"{directory} is a file; a model is a directory with config.json, safetensors and a"
+            " tokenizer"
+        )
     if not (directory / "config.json").is_file():
         raise ModelError(_without_configuration(directory))
     settings = _read_json(directory / "config.json")
     if not isinstance(settings.get("model_type"), str):
         raise ModelError(
-            f"{directory / 'config.json'} says no model_type, so that nobody knows which"
-            " architecture the weights are of; take the config.json that the model came with"
+            f"{directory / 'config.json'} says no model_type; take the config.json that the"
+            " model came with"
         )
     return settings
 
@@ -181,29 +180,13 @@ def _read_json(file: Path) -> dict[str, Any]:
     again = "download it again, or copy it from the model that it came from"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ModelError(f"{file} is nested too deep to be read; {again}") from None
-    except UnicodeDecodeError:
-        raise ModelError(f"{file} is not UTF-8 text; {again}") from None
-    except json.JSONDecodeError as error:
-        what = "is empty" if file.stat().st_size == 0 else f"is not JSON ({error})"
-        raise ModelError(f"{file} {what}; {again}") from None
     except OSError as error:
         raise ModelError(f"{file} can't be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} is not JSON ({error}); {again}") from None
     if not isinstance(content, dict):
         raise ModelError(f"{file} is not a JSON object but a {type(content).__name__}; {again}")
     return content
-
-
-def _is_a_file(file: Path) -> str:
-    if (file.parent / "config.json").is_file():
-        return f"{file} is a file; give the directory of the model, {file.parent}"
-    if file.suffix == ".gguf":
-        return (
-            f"{file} is a GGUF file, which can't be trained; give the model's directory with its"
-            " config.json and safetensors"
-        )
-    return f"{file} is a file; a model is a directory with config.json, safetensors and a tokenizer"
 
 
 def _without_configuration(directory: Path) -> str:

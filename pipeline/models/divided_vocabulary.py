@@ -40,17 +40,14 @@ def divisible_tables(model: PreTrainedModel, size: int, *, least: int = LARGE) -
     """
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
-    found = [
-        each for each in (table, head) if each is not None and _is_divisible(each, size, least)
+    plain: list[nn.Module] = [
+        each
+        for each in (table, head)
+        if isinstance(each, nn.Module) and type(each) in (nn.Embedding, nn.Linear)
     ]
+    rows = {each: len(cast("Tensor", each.weight)) for each in plain}
+    found = [each for each in plain if rows[each] >= least and rows[each] % size == 0]
     return [] if tied and len(found) < 2 else found
-
-
-def _is_divisible(module: nn.Module, size: int, least: int) -> bool:
-    if type(module) not in (nn.Embedding, nn.Linear):
-        return False
-    rows = cast("Tensor", module.weight).shape[0]
-    return rows >= least and rows % size == 0
 
 
 def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:

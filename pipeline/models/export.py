@@ -215,7 +215,7 @@ def export(
                 directory / ADAPTER_DIR,
             )
     elif mesh.data.rank == 0 and mesh.tensor.rank == 0:  # the first of another stage
-        send_named(_with_adapter(ready, adapter), mesh.stages, to=0)
+        send_named(chain(ready, adapter.items()), mesh.stages, to=0)  # a view, which grows
     else:  # of the first copy with a part of its layers, which the others wait for
         for _ in ready if mesh.data.rank == 0 else named:
             pass
@@ -289,14 +289,6 @@ def _as_exported(
     if are_of_classifier([type(plain).__name__]):
         kept = with_rows_for(tokenizer, plain, kept)
     yield from as_saved(plain, kept) if can_stream(plain) else kept
-
-
-def _with_adapter(
-    weights: NamedTensors, adapter: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights, and behind them what they have put into `adapter`."""
-    yield from weights
-    yield from adapter.items()
 
 
 def _adapters_aside(

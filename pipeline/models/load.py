@@ -22,9 +22,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config import EMBEDDED, FrozenModelConfig, Kernels, Precision, TrainedModelConfig
+from pipeline.config import EMBEDDED, FrozenModelConfig, Precision, TrainedModelConfig
 from pipeline.demo.model import build_model, build_tokenizer
-from pipeline.kernels.choice import kernel_mode
 from pipeline.models.attention import RAGGED
 from pipeline.models.directory import (
     are_of_classifier,
@@ -75,11 +74,6 @@ def weight_dtype(precision: Precision, device: torch.device) -> torch.dtype:
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if has_bf16 else torch.float32
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-
-
-def kernels_of(config: FrozenModelConfig) -> Kernels:
-    """Whether its kernels are wanted: a setting of models that learn, else the environment's."""
-    return config.kernels if isinstance(config, TrainedModelConfig) else kernel_mode()
 
 
 def model_path(config: FrozenModelConfig) -> str:
@@ -241,13 +235,8 @@ def load_for_inference(
     return load_causal_lm(config, device=device), load_tokenizer(config)
 
 
-def load_reward_for_inference(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A reward model and its tokenizer, to score with on this machine's GPU or CPU."""
-    return load_reward(FrozenModelConfig(path=str(path)))
-
-
 def load_reward(config: FrozenModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The reward model of these settings and its tokenizer, likewise."""
+    """A reward model and its tokenizer, to score with on this machine's GPU or CPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_classifier(config, device=device), load_tokenizer(config)
 
@@ -328,7 +317,11 @@ def _build(
     )
     mismatched = info["mismatched_keys"]
     heads = {name for name, *_ in mismatched if HEAD.match(name)}
-    _require_sizes(path, [each for each in mismatched if each[0] not in heads])
+    for name, stored, expected in sorted(each for each in mismatched if each[0] not in heads)[:1]:
+        raise ModelError(
+            f"{path} holds {name} of shape {tuple(stored)}, but the model of its config.json has it"
+            f" of shape {tuple(expected)}; config.json and weights are not of one model"
+        )
     return model, set(info["missing_keys"]) | heads
 
 
@@ -405,19 +398,6 @@ def _require_weights(path: str, missing: Collection[str]) -> None:
             f"{path} lacks {len(missing)} of the model's weights, {min(missing)} among them; it was"
             " not saved whole or is of another architecture than its config.json says"
         )
-
-
-def _require_sizes(path: str, mismatched: Collection[tuple[str, Any, Any]]) -> None:
-    for name, stored, expected in sorted(mismatched)[:1]:
-        raise ModelError(
-            f"{path} holds {name} of shape {tuple(stored)}, but the model of its config.json has it"
-            f" of shape {tuple(expected)}{_others(len(mismatched) - 1)}; config.json and weights"
-            " are not of one model"
-        )
-
-
-def _others(count: int) -> str:
-    return f", and {count} more that differ" if count else ""
 
 
 def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.data.batches import TokenBatch
-from pipeline.models.attention import RAGGED, LostLayoutError, Ragged
+from pipeline.models.attention import KEY_BLOCK, RAGGED, LostLayoutError, Ragged
 from pipeline.models.forward import Backbone, ragged_inputs
 
 HEADS = 4
@@ -235,10 +235,7 @@ def how_to_run(model: PreTrainedModel) -> Run:
     reason = unlike_causal_attention(model)
     if getattr(model, "_is_stateful", False):
         return Run(packed=False, reason=str(reason))  # slow to try, and never sees what comes later
-    settings = small_settings(model.config)
-    settings.name_or_path = ""
-    kind = _Kind(type(model), settings.to_json_string(use_diff=False), settings)
-    return _tried(kind, reason)
+    return _tried(Family.of(model), reason)
 
 
 def unlike_causal_attention(model: PreTrainedModel) -> str | None:
@@ -263,23 +260,51 @@ def unlike_causal_attention(model: PreTrainedModel) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Models of which one answer holds for all."""
+class Family:
+    """Models of one class whose small copies have the same settings: one answer holds for all."""
 
-    of: type[PreTrainedModel]
+    kind: type[PreTrainedModel]
     text: str
     settings: PreTrainedConfig = field(compare=False)
+    """Settings of a small copy."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, heads: int = HEADS) -> "Family":
+        """The family of a model."""
+        settings = small_settings(model.config, heads=heads)
+        settings.name_or_path = ""
+        return cls(type(model), settings.to_json_string(use_diff=False), settings)
+
+    def copy(self, *, packed: bool = False) -> PreTrainedModel:
+        """A small model, the same at each call, perhaps with attention that takes packed rows."""
+        model = small_copy(self.kind, self.settings)
+        if packed:
+            model.set_attn_implementation(RAGGED)
+        return model
+
+
+def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
+    """The last hidden states of a small copy for a few tokens, packed where the copy is."""
+    is_packed = model.config._attn_implementation == RAGGED  # noqa: SLF001
+    lengths = (7, 5) if is_packed else (KEY_BLOCK,)  # as padded rows are multiples of it
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, VOCABULARY, (sum(lengths),), generator=generator).to(model.device)
+    backbone = cast("Backbone", model.base_model)
+    if not is_packed:
+        return backbone(input_ids=ids[None], attention_mask=torch.ones_like(ids[None]))[0]
+    batch = TokenBatch(ids, lengths, ids[:0])
+    return backbone(**ragged_inputs(batch, Ragged(lengths, ids.device, kernels="off")))[0]
 
 
 @functools.cache
-def _tried(kind: _Kind, reason: str | None) -> Run:
+def _tried(family: Family, reason: str | None) -> Run:
     """How models of a kind are run, for which the settings may have a `reason` to pad."""
     causal = True
     is_known = reason is not None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = small_copy(kind.of, kind.settings)
+            model = family.copy()
             causal = leak(model) <= LEAK
             difference = 0.0 if is_known else difference_of_packing(model)
     except LostLayoutError as error:
@@ -295,7 +320,7 @@ def _tried(kind: _Kind, reason: str | None) -> Run:
     if reason is None:
         return Run(packed=True, causal=causal)
     if not is_known:
-        logger.info("%s runs padded, not packed: %s", kind.settings.model_type, reason)
+        logger.info("%s runs padded, not packed: %s", family.settings.model_type, reason)
     return Run(packed=False, reason=reason, causal=causal)
 
 

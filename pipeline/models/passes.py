@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
-from pipeline.engine.engine import Engine
-from pipeline.engine.frozen import FrozenEngine
+from pipeline.engine.engine import Engine, FrozenEngine
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import align_weights
 from pipeline.models.scores import Cutpoints
@@ -48,24 +47,6 @@ T = TypeVar("T")
 B = TypeVar("B", bound=MicroBatch)
 Found = Callable[[B], Tensor]
 """Computes something of a micro-batch, such as its loss, summed, by running the engine over it."""
-
-
-class Runs(Protocol):
-    """An engine, of a model that learns or of a frozen one."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, or what this process has of it."""
-        ...
-
-    @property
-    def updates(self) -> int:
-        """How often its weights have changed."""
-        ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Run its forward pass."""
-        ...
 
 
 class ForwardPasses:
@@ -117,7 +98,7 @@ class StagedForwardPasses(ForwardPasses):
         stages: the processes that have the stages.
     """
 
-    def __init__(self, engine: Runs, stage: Stage, stages: Group) -> None:
+    def __init__(self, engine: Engine | FrozenEngine, stage: Stage, stages: Group) -> None:
         self._run = engine
         self._stage, self._stages = stage, stages
         self._transfers = Transfers(stages)
@@ -301,15 +282,6 @@ class StagedPasses(StagedForwardPasses, Passes):
         self._transfers.send(gradient, 0, "tied gradients")
 
 
-class Own(NamedTuple):
-    """What a process runs of a model."""
-
-    part: nn.Module
-    """The module that its engine trains: the model, or this stage of it."""
-
-    stage: Stage
-
-
 def own_part(
     model: nn.Module,
     parallel: ParallelConfig,
@@ -319,8 +291,8 @@ def own_part(
     kernels: Kernels,
     follows: bool = False,
     passing: Callable[[Passage], nn.Module] | None = None,
-) -> Own:
-    """This process's stage of a model, which is left without what others have.
+) -> tuple[nn.Module, Stage]:
+    """The module that this process's engine trains, and its stage; `model` loses the other stages.
 
     Args:
         model: the Hugging Face model.
@@ -337,13 +309,13 @@ def own_part(
         ModelError: models of its family can't be cut.
     """
     if stages.size == 1:
-        return Own(whole(model), Stage())
+        return whole(model), Stage()
     blocks = blocks_of(model, stages.size, parallel.partition, follows=follows)
     stage = cut_stage(model, number=stages.rank, blocks=blocks)
     if stage.is_last:
-        return Own(whole(model), stage)
+        return whole(model), stage
     passage = Passage(model, kernels=kernels)
-    return Own(passage if passing is None else passing(passage), stage)
+    return (passage if passing is None else passing(passage)), stage
 
 
 def learning_model(
@@ -362,7 +334,7 @@ def learning_model(
         ConfigError: it can't be cut as the settings say.
         ModelError: it can't be used, or its family can't be cut.
     """
-    model = trained_causal_lm(settings, tokenizer, device=local_device(), seed=seed, defer=True)
+    model = trained_causal_lm(settings, tokenizer, device=local_device(), seed=seed)
     passes = passes_of(
         model,
         settings,
@@ -396,11 +368,11 @@ def passes_of(
     """
     stages = mesh.stages
     cut_layers(model, mesh.tensor, sequence=parallel.sequence)
-    own = own_part(
+    part, stage = own_part(
         model, parallel, stages, whole, kernels=settings.kernels, follows=follows, passing=passing
     )
     engine = Engine(
-        own.part,
+        part,
         settings,
         total_steps=total_steps,
         name=name,
@@ -411,7 +383,7 @@ def passes_of(
     )
     if stages.size == 1:
         return Passes(engine)
-    return StagedPasses(engine, own.stage, stages)
+    return StagedPasses(engine, stage, stages)
 
 
 def frozen_passes(
@@ -435,15 +407,15 @@ def frozen_passes(
             _move(model)
         return FrozenEngine(whole(model), like, name=name), ForwardPasses()
     try:
-        own = own_part(model, parallel, stages, whole, kernels=like.kernels, follows=True)
+        part, stage = own_part(model, parallel, stages, whole, kernels=like.kernels, follows=True)
     except (ConfigError, ModelError) as error:
         logger.info("each process has the %s whole: %s", name, error)
-        own = Own(whole(model), Stage())
+        part, stage = whole(model), Stage()
     _move(model)
-    engine = FrozenEngine(own.part, like, name=name)
-    if own.stage.count == 1:
+    engine = FrozenEngine(part, like, name=name)
+    if stage.count == 1:
         return engine, ForwardPasses()
-    return engine, StagedForwardPasses(engine, own.stage, stages)
+    return engine, StagedForwardPasses(engine, stage, stages)
 
 
 def _move(model: nn.Module) -> None:

@@ -300,10 +300,6 @@ class QuantizedLinear(nn.Module):
         """The same without its bias."""
         return _Product.apply(x, self, None)
 
-    def extra_repr(self) -> str:
-        """As `nn.Linear` describes itself, and the form."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.form}"
-
 
 def _block_numbers(part: Part, device: torch.device) -> Int64[Tensor, " n"]:
     """The index in the full weight of each block of a part."""

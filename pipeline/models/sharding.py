@@ -54,28 +54,6 @@ _PLANS: Mapping[str, FamilyPlan] = {
         },
         counts={"h.*.attn": ("num_heads", "split_size")},
     ),
-    "gpt_neo": FamilyPlan(
-        {
-            "h.*.attn.attention.q_proj": "colwise",
-            "h.*.attn.attention.k_proj": "colwise",
-            "h.*.attn.attention.v_proj": "colwise",
-            "h.*.attn.attention.out_proj": "rowwise",
-            "h.*.mlp.c_fc": "colwise",
-            "h.*.mlp.c_proj": "rowwise",
-        },
-        counts={"h.*.attn.attention": ("num_heads",)},
-    ),
-    "gptj": FamilyPlan(
-        {
-            "h.*.attn.q_proj": "colwise",
-            "h.*.attn.k_proj": "colwise",
-            "h.*.attn.v_proj": "colwise",
-            "h.*.attn.out_proj": "rowwise",
-            "h.*.mlp.fc_in": "colwise",
-            "h.*.mlp.fc_out": "rowwise",
-        },
-        counts={"h.*.attn": ("num_attention_heads",)},
-    ),
 }
 
 
@@ -179,14 +157,6 @@ class TensorShards:
                 if is_table or _outputs(module) % self.size:
                     continue
             yield name, style
-
-    def by_width(self) -> Iterator[tuple[LinearLayer, Style]]:
-        """Layers that are cut into equal parts wherever that is; heads of keys may be copied."""
-        for name, kind in self.styles.items():
-            module = layer_of(self.model.get_submodule(name))
-            if not name.endswith(OF_KEYS):
-                assert isinstance(module, LinearLayer)
-                yield module, STYLES[kind]
 
     def _check_heads(self) -> None:
         size = self.size
@@ -299,14 +269,13 @@ def can_shard(model: PreTrainedModel, size: int) -> bool:
     """Whether that many processes can compute each layer together; the model may be on meta."""
     try:
         layers = TensorShards(model, Group(0, tuple(range(size))))
+        for name in layers.styles:
+            layer = layer_of(model.get_submodule(name))
+            assert isinstance(layer, LinearLayer)
+            layers.spec(name, "weight", weight_shape(layer))
     except ConfigError:
         return False
-    return all(
-        _outputs(module) % (style.parts * size) == 0
-        if style.by_outputs
-        else weight_shape(module).numel() // _outputs(module) % size == 0
-        for module, style in layers.by_width()
-    )
+    return True
 
 
 def plan_of(model: PreTrainedModel, *, setting: str) -> FamilyPlan:

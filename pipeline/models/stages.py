@@ -10,7 +10,7 @@ states: a model that does can't be cut.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
-from pipeline.models.attention import RAGGED, Ragged
+from pipeline.models.attention import Ragged
 from pipeline.models.export import can_stream
 from pipeline.models.forward import (
     SCORE_HEAD,
@@ -30,8 +30,8 @@ from pipeline.models.forward import (
     ragged_inputs,
     require_context,
 )
-from pipeline.models.packing import VOCABULARY, how_to_run, small_copy, small_settings
-from pipeline.models.quantized import quantized_layers
+from pipeline.models.packing import Family, how_to_run, small_hidden_states
+from pipeline.models.quantized import num_weights
 from pipeline.models.sharding import layer_of
 from pipeline.parallel.device import local_device
 from pipeline.parallel.schedules import balanced
@@ -92,10 +92,6 @@ class Absent(nn.Module):
         like = given if given.dtype.is_floating_point is False else given[..., 0]
         shape = like.shape if self.whole else (1,) * like.ndim
         return torch.zeros(*shape, self.width, dtype=self.dtype, device=given.device)
-
-
-LENGTHS = (7, 5)
-"""Lengths of the sequences on which stages are compared with the whole model."""
 
 
 class Passage(nn.Module):
@@ -165,9 +161,7 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
             f"{plain.config.model_type} models run padded, not packed, and can't be cut into"
             " stages; set parallel.pp 1"
         )
-    settings = small_settings(plain.config)
-    settings.name_or_path = ""
-    family = Family(type(plain), settings.to_json_string(use_diff=False), settings)
+    family = Family.of(plain)
     require_exact(family, tuple(blocks))
     return _cut(plain, order_of(family), number=number, blocks=blocks)
 
@@ -199,15 +193,9 @@ def blocks_of(
             )
         return list(given)
     head = plain.get_output_embeddings()
-    costs = [_matrix_weights(each) for each in every]
+    costs = [num_weights(each) for each in every]
     last = 0 if head is None else sum(param.numel() for param in head.parameters())
     return balanced(costs, stages, last=last)
-
-
-def _matrix_weights(block: nn.Module) -> int:
-    """Weights of a block's matrices."""
-    coded = sum(each.shape.numel() for each in quantized_layers(block).values())
-    return coded + sum(param.numel() for param in block.parameters() if param.ndim > 1)
 
 
 def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -232,22 +220,6 @@ def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Models of which one answer holds for all."""
-
-    kind: type[PreTrainedModel]
-    text: str
-    settings: PreTrainedConfig = field(compare=False)
-    """Settings of a small copy of the family."""
-
-    def copy(self) -> PreTrainedModel:
-        """A small model, the same at each call."""
-        model = small_copy(self.kind, self.settings)
-        model.set_attn_implementation(RAGGED)
-        return model
-
-
-@dataclass(frozen=True)
 class Order:
     """What lies outside of a family's blocks, by name, and what the blocks return."""
 
@@ -263,7 +235,7 @@ def order_of(family: Family) -> Order:
     Raises:
         ModelError: it can't be told.
     """
-    model = family.copy()
+    model = family.copy(packed=True)
     name, blocks = block_list(model)
     before: set[str] = set()
     after: set[str] = set()
@@ -277,9 +249,12 @@ def order_of(family: Family) -> Order:
             module.register_forward_pre_hook(note(each))
     for block in blocks:
         block.register_forward_hook(lambda _m, _a, out: tuples.append(isinstance(out, tuple)))
-    _run(model)
+    with torch.no_grad():
+        small_hidden_states(model)
     if before & after:
-        raise ModelError(_unlike(model, f"{min(before & after)} is used before and after blocks"))
+        raise ModelError(
+            _unlike(model.config, f"{min(before & after)} is used before and after blocks")
+        )
     return Order(frozenset(before), frozenset(after), as_tuple=any(tuples))
 
 
@@ -290,7 +265,7 @@ def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[
     is_first, is_last = number == 0, number == stages - 1
     embedding = plain.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):  # as one with an adapter
-        raise ModelError(_unlike(plain, f"their embedding is a {type(embedding).__name__}"))
+        raise ModelError(_unlike(plain.config, f"their embedding is a {type(embedding).__name__}"))
     head = plain.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     width, dtype = plain.config.get_text_config().hidden_size, embedding.weight.dtype
@@ -304,7 +279,9 @@ def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[
     for name, module, early in outside:
         if not (is_first if early else is_last):
             is_table = module is embedding
-            other = _stand_in(module, of_tokens=is_table) if early else nn.Identity()
+            layer, other = layer_of(module), nn.Identity()
+            if early and isinstance(layer, nn.Embedding | nn.Linear):
+                other = Absent(layer, of_tokens=is_table)
             plain.set_submodule(name, other)
     return Stage(
         number,
@@ -340,14 +317,8 @@ def _outside(
         elif name in order.before or name in order.after:
             found.append((name, module, name in order.before))
         else:
-            raise ModelError(_unlike(plain, f"it is not clear where {name} is used"))
+            raise ModelError(_unlike(plain.config, f"it is not clear where {name} is used"))
     return found
-
-
-def _stand_in(module: nn.Module, *, of_tokens: bool) -> nn.Module:
-    module = layer_of(module)
-    is_wide = isinstance(module, nn.Embedding | nn.Linear)
-    return Absent(module, of_tokens=of_tokens) if is_wide else nn.Identity()
 
 
 def _borrow(head: nn.Linear) -> Tensor:
@@ -367,27 +338,17 @@ def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
     Raises:
         ModelError: it doesn't.
     """
-    expected = _run(family.copy())
+    expected = small_hidden_states(family.copy(packed=True))
     hidden: Tensor | None = None
     for number in range(len(blocks)):
-        part = family.copy()
+        part = family.copy(packed=True)
         stage = _cut(part, order_of(family), number=number, blocks=blocks)
         if stage.inlet is not None:
             stage.inlet.received = hidden
-        hidden = _run(part)
+        hidden = small_hidden_states(part)
     if hidden is None or not torch.equal(hidden, expected):
-        raise ModelError(_unlike(family.copy(), "its blocks read more than hidden states"))
+        raise ModelError(_unlike(family.settings, "its blocks read more than hidden states"))
 
 
-def _unlike(model: PreTrainedModel, reason: str) -> str:
-    kind = model.config.model_type
-    return f"{kind} models can't be cut into stages: {reason}; set parallel.pp 1"
-
-
-@torch.no_grad()
-def _run(model: PreTrainedModel) -> Tensor:
-    """Hidden states behind the last block, and what follows it, of a few tokens."""
-    ids = torch.randint(4, VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
-    batch = TokenBatch(ids, LENGTHS, ids[:0])
-    backbone = cast("Backbone", model.base_model)
-    return backbone(**ragged_inputs(batch, Ragged(LENGTHS, ids.device, kernels="off")))[0]
+def _unlike(settings: PreTrainedConfig, reason: str) -> str:
+    return f"{settings.model_type} models can't be cut into stages: {reason}; set parallel.pp 1"

@@ -16,7 +16,7 @@ row of any length is sharded, filled with zeros at its end, which never reach a 
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -29,7 +29,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.data.batches import TokenBatch
 from pipeline.engine.tensor_parts import (
     Part,
     completed,
@@ -38,10 +37,10 @@ from pipeline.engine.tensor_parts import (
     replace_by_part,
     role_of,
 )
-from pipeline.models.attention import KEY_BLOCK, RAGGED, Ragged
+from pipeline.models.attention import KEY_BLOCK, Ragged
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
-from pipeline.models.forward import base_model, ragged_inputs
-from pipeline.models.packing import VOCABULARY, how_to_run, small_copy, small_settings
+from pipeline.models.forward import base_model
+from pipeline.models.packing import Family, how_to_run, small_hidden_states
 from pipeline.models.quantized import LinearLayer, QuantizedLinear, weight_shape
 from pipeline.models.sharding import STYLES, TensorShards, can_shard, layer_of, match
 from pipeline.models.stages import block_list
@@ -78,16 +77,14 @@ class OwnTokens:
     def __init__(self, plain: PreTrainedModel, group: Group) -> None:
         self._plain, self._group = plain, group
         self._list, blocks = block_list(plain)
+        self.prefix = f"{self._list}."
+        """Beginning of the names of modules in the blocks."""
         self._fed: set[str] = set()
         self._tokens = 0
         """Of the row, in the block that is at work."""
         for block in blocks:
             block.register_forward_pre_hook(self._begin, with_kwargs=True)
             block.register_forward_hook(self._end)
-
-    def works_on(self, name: str) -> bool:
-        """Whether a module is in one of the blocks."""
-        return name.startswith(f"{self._list}.")
 
     def feed(self, name: str) -> None:
         """Have a layer that is divided by outputs read the tokens of all processes.
@@ -175,9 +172,6 @@ def _replaced(
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-LENGTHS = (7, 5)
-"""Lengths of the sequences that the copies are run on."""
-
 CLOSE = 1e-3
 """Relative distance, in fp32; a missing sum makes it about 1."""
 
@@ -185,12 +179,8 @@ NOISE = 1e-6
 """Share of the whole gradient that may be rounding: biases of keys have no other gradient."""
 
 
-ShardLayers = Callable[..., None]
-"""Leaves in a model what this process of a group has of each layer; `divide`, for one."""
-
-
 def mismatch(
-    model: PreTrainedModel, group: Group, shard_layers: ShardLayers, *, sequence: bool
+    model: PreTrainedModel, group: Group, *, shards_tables: bool, sequence: bool
 ) -> str | None:
     """The reason why a model of this family can't be trained sharded; None if it can.
 
@@ -199,19 +189,15 @@ def mismatch(
     Args:
         model: of the family, whole.
         group: the processes that will compute each layer together.
-        shard_layers: what is tried.
+        shards_tables: whether embedding and output matrix are sharded.
         sequence: whether hidden states are sharded too.
     """
-    settings = small_settings(model.config, heads=2 * group.size)
-    settings.name_or_path = ""
-    whole, sharded = (small_copy(type(model), settings) for _ in range(2))
-    for each in (whole, sharded):
-        if how_to_run(model).packed:
-            each.set_attn_implementation(RAGGED)
-        nn.Module.to(each, device=local_device())
+    family, packed = Family.of(model, heads=2 * group.size), how_to_run(model).packed
+    whole, sharded = (family.copy(packed=packed).to(local_device()) for _ in range(2))  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
-        shard_layers(sharded, group, sequence=sequence)
-        expected, output = _run(whole), _run(sharded)
+        tables = divisible_tables(sharded, group.size, least=0) if shards_tables else []
+        divide(sharded, group, tables, sequence=sequence)
+        expected, output = small_hidden_states(whole), small_hidden_states(sharded)
         weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
         for each in (expected, output):
             (each * weights.to(each)).sum().backward()
@@ -241,19 +227,6 @@ def _different_gradient(whole: nn.Module, sharded: nn.Module, group: Group) -> s
     return f"the gradient of {names[0]} is another" if names else None
 
 
-def _run(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
-    """The last hidden states of a few tokens."""
-    is_row = model.config._attn_implementation == RAGGED  # noqa: SLF001
-    count = sum(LENGTHS) if is_row else KEY_BLOCK  # as padded rows are multiples of it
-    ids = torch.randint(4, VOCABULARY, (count,), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(model.device)
-    if not is_row:
-        return model.base_model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None]))[0]
-    batch = TokenBatch(ids, LENGTHS, ids[:0])
-    ragged = Ragged(LENGTHS, ids.device, kernels="off")
-    return model.base_model(**ragged_inputs(batch, ragged))[0]
-
-
 def _close(found: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool:
     return bool((found - expected).norm() <= CLOSE * expected.norm() + noise)
 
@@ -279,14 +252,14 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     plain = base_model(model)
     _shards_of(plain, group)  # whose errors come before those of a copy
     tables = divisible_tables(plain, group.size)
-    shard_layers = functools.partial(_divide_copy, words=len(tables) > 0)
+    differs = functools.partial(mismatch, plain, group, shards_tables=len(tables) > 0)
     if sequence:
-        reason = why_not(plain, group.size) or mismatch(plain, group, shard_layers, sequence=True)
+        reason = why_not(plain, group.size) or differs(sequence=True)
         if reason is not None:
             logger.info("each process keeps all hidden states between layers: %s", reason)
         sequence = reason is None
     if not sequence:
-        reason = mismatch(plain, group, shard_layers, sequence=False)
+        reason = differs(sequence=False)
         if reason is not None:
             raise ModelError(
                 f"{plain.config.model_type} models can't be divided among processes that train"
@@ -318,12 +291,6 @@ def divide(
     _mark_partial(plain, _partial_parameters(plain, shards, sequence=sequence))
     _divide(plain, shards, sequence=sequence)
     _divide_tables(tables, group)
-
-
-def _divide_copy(model: PreTrainedModel, group: Group, *, words: bool, sequence: bool) -> None:
-    """`divide` of a small copy, whose tables are small too."""
-    tables = divisible_tables(model, group.size, least=0) if words else []
-    divide(model, group, tables, sequence=sequence)
 
 
 def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
@@ -364,10 +331,12 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> 
         module, style = plain.get_submodule(name), STYLES[kind]
         bias = _cut_layer(shards, name, module)
         if style.splits:
-            module.register_forward_pre_hook(_splitting(group))
+            module.register_forward_pre_hook(
+                lambda _module, args: (split_over_group(args[0], group),)
+            )
         if style.joins:
             module.register_forward_hook(_joining(group))
-        own = tokens if tokens is not None and tokens.works_on(name) else None
+        own = tokens if tokens is not None and name.startswith(tokens.prefix) else None
         if style.by_outputs and own is not None:
             own.feed(name)
         elif style.by_outputs:
@@ -375,7 +344,7 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> 
             branches.setdefault(owner, _Branch(group)).feeds(module)
         else:
             total = functools.partial(sum_over_group, group=group) if own is None else own.sum
-            module.register_forward_hook(_Summing(total, bias))
+            module.register_forward_hook(_summing(total, bias))
     shards.narrow()
 
 
@@ -494,21 +463,15 @@ class _Branch:
         return (copied, *rest)
 
 
-@dataclass
-class _Summing:
-    """A hook: what a layer gives is summed, and its bias added once."""
-
-    total: Callable[[Tensor], Tensor]
-    biased: nn.Module | None
-
-    def __call__(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
-        total = self.total(output)
-        return total if self.biased is None else total + self.biased.get_parameter("bias")
-
-
 def _joining(group: Group) -> Callable[..., Tensor]:
     return lambda _module, _args, output: join_over_group(output, group)
 
 
-def _splitting(group: Group) -> Callable[..., tuple[Tensor]]:
-    return lambda _module, args: (split_over_group(args[0], group),)
+def _summing(total: Callable[[Tensor], Tensor], biased: nn.Module | None) -> Callable[..., Tensor]:
+    """A hook that sums the outputs of a layer, and adds its bias once."""
+
+    def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        summed = total(output)
+        return summed if biased is None else summed + biased.get_parameter("bias")
+
+    return hook

@@ -7,15 +7,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.config import EMBEDDED, LORA_RATE, FrozenModelConfig, StepConfig, TrainedModelConfig
+from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig, TrainedModelConfig
 from pipeline.demo.model import CONTEXT
 from pipeline.models.chat import untrained_tokens
-from pipeline.models.forward import base_model, context_length, positions
+from pipeline.models.forward import positions
 from pipeline.models.load import (
     add_tokens,
     lacks_tokens,
@@ -30,10 +29,6 @@ from pipeline.system.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 
-LOW_RATE, LOW_FACTOR = 5e-5, 3.0
-"""A rate of adapters below the one, and below the other times that of whole weights, is too low to
-learn from: what works starts near 2e-5 in long runs and near 1e-4 in usual ones."""
-
 
 def trained_causal_lm(
     config: TrainedModelConfig,
@@ -41,19 +36,16 @@ def trained_causal_lm(
     *,
     device: torch.device,
     seed: int,
-    defer: bool = False,
 ) -> nn.Module:
     """The causal language model that a step trains, with adapters if the settings ask for them.
 
-    With `defer`, at ZeRO stage 3 and where they are quantized, its weights stay on the CPU until an
-    engine takes its shard (`load_causal_lm`).
+    Its weights stay on the CPU until an engine takes its shard (`load_causal_lm`).
+
+    Raises:
+        ConfigError: LoRA would leave new rows of the embeddings untrained.
     """
-    model = load_causal_lm(config, device=device, seed=seed, defer=defer or _defers(config))
-    _give_rows(model, tokenizer, config, seed=seed)
-    if config.lora is None:
-        return prepared(model, config)
-    say_rate(config)
-    return prepared(adapted(model, config, task="causal", seed=seed), config)
+    model = load_causal_lm(config, device=device, seed=seed, defer=True)
+    return _prepared(model, tokenizer, config, task="causal", seed=seed)
 
 
 def trained_classifier(
@@ -63,100 +55,36 @@ def trained_classifier(
     device: torch.device,
     seed: int,
     num_labels: int = 1,
-    defer: bool = False,
 ) -> nn.Module:
-    """The reward model or critic that a step trains, with adapters if the settings ask for them.
-
-    With `defer`, at ZeRO stage 3 and where they are quantized, its weights stay on the CPU until an
-    engine takes its shard (`load_causal_lm`).
-    """
-    defer = defer or _defers(config)
-    model = load_classifier(config, device=device, seed=seed, defer=defer, num_labels=num_labels)
-    _give_rows(model, tokenizer, config, seed=seed)
-    if config.lora is None:
-        return prepared(model, config)
-    say_rate(config)
-    return prepared(adapted(model, config, task="classifier", seed=seed), config)
+    """The reward model or critic that a step trains, as `trained_causal_lm`."""
+    model = load_classifier(config, device=device, seed=seed, defer=True, num_labels=num_labels)
+    return _prepared(model, tokenizer, config, task="classifier", seed=seed)
 
 
-def adapted(
-    model: PreTrainedModel, config: TrainedModelConfig, *, task: Task, seed: int
-) -> PeftModel:
-    """The model with adapters, its base quantized if the settings ask for it."""
-    assert config.lora is not None
-    model_with_adapters = add_lora(model, config.lora, task=task, seed=seed)
-    _quantize(model_with_adapters, config)
-    return model_with_adapters
-
-
-def say_rate(config: TrainedModelConfig) -> None:
-    """Log the learning rate of the adapters, where it was chosen, or is likely a mistake."""
-    assert config.lora is not None
-    rate, whole = config.lora_lr, config.optim.lr
-    if config.lora.lr is None:
-        logger.info(
-            "adapters on %s train at a rate of %g, %g times optim.lr; lora.lr sets another",
-            config.path,
-            rate,
-            LORA_RATE,
-        )
-    elif rate < min(LOW_RATE, LOW_FACTOR * whole):
-        logger.warning(
-            "lora.lr %g is a rate for whole weights, at which adapters on %s hardly learn: they"
-            " need about %g times as much (%g)",
-            rate,
-            config.path,
-            LORA_RATE,
-            LORA_RATE * whole,
-        )
-
-
-def _quantize(model: nn.Module, config: TrainedModelConfig) -> None:
-    """Have the base in 4 or 8 bits, if the settings ask for it; log how much that saves."""
-    if config.quantize == "none":
-        return
-    before = frozen_bytes(model)
-    quantized(model, config, device=local_device())
-    logger.info(
-        "%s: the linear weights of the blocks are stored as %s; all frozen weights take %.1f MB"
-        " instead of %.1f MB",
-        config.path,
-        config.quantize,
-        frozen_bytes(model) / 1e6,
-        before / 1e6,
-    )
-
-
-def frozen_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that don't learn, as they are stored."""
-    return sum(param.nbytes for param in model.parameters() if not param.requires_grad)
-
-
-def _defers(config: TrainedModelConfig) -> bool:
-    """True if the weights are not moved to the device before an engine takes its shard."""
-    return config.zero_stage == 3 or config.quantize != "none"
-
-
-def _give_rows(
-    model: PreTrainedModel,
+def _prepared(
+    plain: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     config: TrainedModelConfig,
     *,
+    task: Task,
     seed: int,
-) -> None:
-    """Embeddings for tokens of the tokenizer that the model has none for.
-
-    Raises:
-        ConfigError: LoRA would leave them as random as they are drawn.
-    """
-    if config.lora is not None and lacks_tokens(model, tokenizer):
+) -> nn.Module:
+    """The model in training mode, with rows for all tokens, adapters, and recomputed blocks."""
+    if config.lora is not None and lacks_tokens(plain, tokenizer):
         raise ConfigError(untrained_tokens(config))
-    add_tokens(model, tokenizer, seed=seed)
-
-
-def prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
-    """The model in training mode, recomputing the activations of the blocks that are listed."""
-    plain: PreTrainedModel = base_model(model)
+    add_tokens(plain, tokenizer, seed=seed)
+    model: nn.Module = plain
+    if config.lora is not None:
+        model = add_lora(plain, config.lora, task=task, seed=seed)
+    if config.quantize != "none":
+        quantized(model, config, device=local_device())
+        num_bytes = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+        logger.info(
+            "%s: the linear weights of the blocks are stored as %s; frozen weights take %.1f MB",
+            config.path,
+            config.quantize,
+            num_bytes / 1e6,
+        )
     if config.gradient_checkpointing:
         # Its name before transformers 5.23 was gradient_checkpointing_enable.
         enable = getattr(plain, "activation_checkpointing_enable", None)
@@ -199,19 +127,11 @@ def context_of(config: FrozenModelConfig) -> int:
     return positions(settings)
 
 
-def within_context(config: StepT, model: nn.Module) -> StepT:
-    """The settings with `data.max_length` no longer than what the model reads."""
-    return _within(config, context_length(base_model(model)))
-
-
-def within_context_of(config: StepT, model: FrozenModelConfig) -> StepT:
-    """As `within_context`, before the model is loaded.
+def within_context(config: StepT, model: FrozenModelConfig) -> StepT:
+    """The settings with `data.max_length` no longer than what the model reads.
 
     Raises:
         ModelError: its configuration can't be read.
     """
-    return _within(config, context_of(model))
-
-
-def _within(config: StepT, limit: int) -> StepT:
-    return replace(config, data=replace(config.data, max_length=min(config.data.max_length, limit)))
+    length = min(config.data.max_length, context_of(model))
+    return replace(config, data=replace(config.data, max_length=length))

@@ -20,7 +20,6 @@ from pipeline.engine.checkpoint.format import step_of, steps_in
 from pipeline.engine.checkpoint.history import candidates
 from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
-from pipeline.models.card import Card, write_card
 from pipeline.parallel.mesh import Mesh
 from pipeline.run.trackers import Trackers, open_trackers
 from pipeline.settings.fields import flatten, plain
@@ -223,25 +222,15 @@ class Run:
         self,
         *,
         eval: Mapping[str, object],  # noqa: A002
-        models: Mapping[str, Card] | None = None,
         **extra: object,
     ) -> None:
         """Write result.json, whole or not at all, after everything else: the step is finished.
 
         It holds seconds, steps, tokens, how the processes were divided (`mesh`), `eval`, `extra`,
-        and the settings that differ from the defaults. Each of `models`, by its place in the output
-        directory, gets its card.
+        and the settings that differ from the defaults.
         """
         if self._metrics is None:
             return
-        for place, card in (models or {}).items():
-            write_card(
-                self.path(place),
-                card,
-                data=self.config.data.path,
-                figures=eval,
-                settings=changed_settings(self.config),
-            )
         result = {
             "seconds": round(self.seconds, 3),
             "steps": self.step,

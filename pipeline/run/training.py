@@ -19,9 +19,8 @@ from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import RowsFit, report_lengths, require_learnable
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import StageData, load_step_rows, record_prompts
-from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
-from pipeline.engine.parts import KnowsHealth, Stateful
+from pipeline.engine.parts import BestWeights, KnowsHealth, Stateful
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.models.passes import Passes

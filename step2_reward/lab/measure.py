@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from inference.generation import generate
-from pipeline.config import EMBEDDED, DataConfig, RowColumns
+from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, RowColumns
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Example, Message
@@ -23,7 +23,7 @@ from pipeline.data.sharing.steps import embedded_examples
 from pipeline.demo.task import verify
 from pipeline.models.chat import check_ready, decode_response, require_score_head
 from pipeline.models.forward import Scorer, base_model, context_length
-from pipeline.models.load import load_for_inference, load_reward_for_inference
+from pipeline.models.load import load_for_inference, load_reward
 from pipeline.models.scores import Cutpoints
 from pipeline.parallel.device import local_device
 from pipeline.system.errors import DataError, ModelError
@@ -365,7 +365,7 @@ def measure_model(config: LabConfig) -> Measured:
     """
     check_ready(config.path, scores=True)
     examples = read_examples(config)
-    model, tokenizer = load_reward_for_inference(config.path)
+    model, tokenizer = load_reward(FrozenModelConfig(path=str(config.path)))
     require_score_head(config.path, model.config.architectures)
     chat = resolve_format(tokenizer, "auto")
     settings = RewardConfig(

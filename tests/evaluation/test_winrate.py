@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from evaluation.winrate import WinrateConfig, main, matches
+from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Example, Message
 from pipeline.models.export import export
-from pipeline.models.load import load_reward_for_inference
+from pipeline.models.load import load_reward
 from pipeline.models.reward_model import score_responses
 from rewards.sampling import respond
 from tests.families import tiny_causal_lm
@@ -95,7 +96,7 @@ def test_every_two_models_are_compared_by_what_a_program_gives(
 
 def test_a_reward_model_prefers_what_it_scores_higher(home: Path) -> None:
     if not (home / "reward").exists():
-        export(*load_reward_for_inference(home / "a"), home / "reward")
+        export(*load_reward(FrozenModelConfig(path=str(home / "a"))), home / "reward")
     judge = json.dumps({"kind": "model", "path": str(home / "reward")})
     config = WinrateConfig(**{**settings(home, "length", "a", "b"), "judge": judge})
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]

@@ -26,7 +26,6 @@ from torch._C._distributed_c10d import TCPStore
 from pipeline.cli.options import run_main, write_config
 from pipeline.config import DataConfig, LoraConfig, StepConfig, TextDataConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.history import newest
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group
 from pipeline.system import faults
@@ -35,6 +34,7 @@ from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.watchdog.process import watching
 from step0_pretrain.config import PretrainConfig
 from tests.distributed import PROCESSES
+from tests.pipeline.engine.checkpoint.saving import newest
 from tests.step3_ppo.toy import save_models
 from tests.test_resume import COMMON, CONFIGS, exported, metrics, run, saved, settings, trained
 
@@ -167,7 +167,7 @@ def _run_rank(
             os.dup2(file.fileno(), stream.fileno())
     torch.set_num_threads(1)
     os.environ.update(environment)
-    faults._text = fault
+    faults._faults = [tuple(word.split(":")) for word in (fault or "").split(",") if word]
 
     def main(_argv: Sequence[str]) -> None:
         with process_group(watching):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import DataConfig, StepConfig
-from pipeline.engine.checkpoint.history import newest
 from tests.faults.jobs import DATA, Forked, run_forked, small
+from tests.pipeline.engine.checkpoint.saving import newest
 
 
 def started(start: Path, tmp_path: Path) -> StepConfig:

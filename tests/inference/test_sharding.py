@@ -39,10 +39,11 @@ PROMPTS = [[[5, 6, 7, 8, 9, 10, 11], [12, 13]], [[14, 15, 16]]]
 WIDE: dict[str, Any] = {"vocab_size": 104, "tie_word_embeddings": False}
 """An output layer that can be divided."""
 
+WITHOUT_PLAN = ("falcon", "gptj", "gpt_neo", "bloom")
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES if family not in ("falcon", "bloom")},
+    **{family: (family, {}) for family in FAMILIES if family not in WITHOUT_PLAN},
     "llama, output layer divided": ("llama", WIDE),
-    "gptj, output layer divided": ("gptj", WIDE),
 }
 
 

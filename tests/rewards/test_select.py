@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import RowColumns
+from pipeline.config import FrozenModelConfig, RowColumns
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.reading import read_paths
 from pipeline.models.export import export
-from pipeline.models.load import load_reward_for_inference
+from pipeline.models.load import load_reward
 from pipeline.models.reward_model import score_responses
 from rewards.select import Candidate, best_and_worst, main
 from tests.families import tiny_causal_lm
@@ -101,7 +101,7 @@ def test_pairs_are_the_best_and_the_worst_and_step_2_reads_them(prompts: Path) -
 
 def test_a_reward_model_scores_what_it_would_alone(prompts: Path, tmp_path: Path) -> None:
     reward = tmp_path / "reward"
-    export(*load_reward_for_inference(tmp_path / "model"), reward)
+    export(*load_reward(FrozenModelConfig(path=str(tmp_path / "model"))), reward)
     taste = json.dumps({"kind": "model", "path": str(reward), "weight": 2.0})
 
     rows = selected(prompts, "--reward", taste)

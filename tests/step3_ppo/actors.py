@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference.generation import generate
 from pipeline.config import (
@@ -18,7 +18,8 @@ from pipeline.engine.engine import Engine
 from pipeline.models.export import named_weights
 from pipeline.models.forward import Policy, base_model
 from pipeline.models.load import load_causal_lm
-from pipeline.models.trained import adapted
+from pipeline.models.lora import add_lora
+from pipeline.models.quantized import quantized
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.hybrid_engine import HybridEngine
 from tests.families import random_rows
@@ -38,11 +39,10 @@ class Actor:
     ) -> None:
         optim = OptimConfig(lr=0.02, schedule="constant", warmup_ratio=0.0)
         config = TrainedModelConfig(path=path, optim=optim, **changes)
-        plain = load_causal_lm(config, device=CPU, defer=config.zero_stage == 3)
-        if config.lora is None:
-            self.model = plain
-        else:
-            self.model = adapted(plain, config, task="causal", seed=0)
+        self.model: nn.Module = load_causal_lm(config, device=CPU, defer=config.zero_stage == 3)
+        if config.lora is not None:
+            adapted = add_lora(self.model, config.lora, task="causal", seed=0)
+            self.model = quantized(adapted, config)
         self.engine = Engine(Policy(self.model), config, total_steps=100)
         tp_group = current_mesh().tp_group(tp_size, timeout_seconds=60.0)
         self.hybrid = HybridEngine(self.engine, self.model, tp_group=tp_group, resident=resident)

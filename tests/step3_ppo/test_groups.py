@@ -45,7 +45,6 @@ def test_without_a_critic_none_is_loaded_trained_or_written(toy: Path, tmp_path:
     assert lines[0]["dead_groups"] == 0
     assert (tmp_path / "actor" / "config.json").is_file()
     assert not (tmp_path / "critic").exists()
-    assert "Trained by GRPO" in (tmp_path / "actor" / "README.md").read_text()
     assert not [use for use in config.workload(1).models if use.role == "critic"]
 
 

@@ -18,6 +18,7 @@ from step3_ppo.update import (
     update_policy,
 )
 from tests.distributed import rank, run_ranks, world_size
+from tests.pipeline.engine.inspection import get_gradients
 from tests.step3_ppo.toy import (
     ALL,
     PROMPTS,
@@ -126,7 +127,7 @@ def test_a_policy_too_far_from_the_old_one_stops_and_changes_nothing_more(toy: P
     assert second.metrics["approx_kl"] > 1.5e-3
     assert torch.equal(weights(models.policy), after_one[0])
     assert torch.equal(weights(models.value_model), after_one[1])
-    assert not any(each.any() for each in models.actor.gradients().values())
+    assert not any(each.any() for each in get_gradients(models.actor).values())
 
 
 def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: P
     batches, num_targets = next(PtxStream(alone.chat, config))
     for batch in batches:
         alone.actor.backward(-alone.actor(batch).logprobs.sum() / num_targets)
-    language_model = torch.cat([each.flatten() for each in alone.actor.gradients().values()])
+    language_model = torch.cat([each.flatten() for each in get_gradients(alone.actor).values()])
 
     updated(plain, rollout, plain_config)
     update = updated(mixed, rollout, config, ptx=PtxStream(mixed.chat, config))

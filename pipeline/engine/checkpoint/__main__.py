@@ -14,9 +14,6 @@ from pipeline.system.errors import CheckpointError, ConfigError
 
 EXIT_DAMAGED = 1
 
-RESULT = "result.json"
-"""Present next to the checkpoints of a finished run."""
-
 VALUE_WIDTH = 60
 
 
@@ -121,14 +118,7 @@ def _checkpoints(command: str, words: Sequence[str]) -> list[Path]:
         return found
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}")
-    if not (path.parent / RESULT).is_file():
-        raise ConfigError(f"{path} is not a checkpoint and holds none")
-    model = path.parent / "actor" if (path.parent / "actor").is_dir() else path.parent
-    finished = f"{path} holds no checkpoints: the run has finished, and its model is in {model}"
-    if command == "consolidate":
-        raise ConfigError(finished)
-    say(finished)
-    return []
+    raise ConfigError(f"{path} is not a checkpoint and holds none")
 
 
 def _help() -> str:

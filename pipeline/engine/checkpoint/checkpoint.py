@@ -113,10 +113,6 @@ class Checkpoint:
         """The tensors' names, including the base's."""
         return [*self._index(), *(self.base.keys() if self.base else ())]
 
-    def holds(self, key: str) -> bool:
-        """True if there is a tensor of that name."""
-        return key in self._index() or (self.base is not None and self.base.holds(key))
-
     def numel(self, key: str) -> int:
         """Number of elements of one tensor."""
         return max(piece.end for piece in self._pieces(key))
@@ -211,10 +207,9 @@ def _read_index(file: Path, stored: StoredFile) -> _Index:
         label = parse_label(name)
         if label is None or tensor.dtype not in DTYPES:
             raise CheckpointError(f"{file} has {name!r}, which is not a fragment")
-        piece = _Stored(
-            file, tensor.position, DTYPES[tensor.dtype], label.start, label.stop, label.columns
-        )
-        index.setdefault(label.key, []).append(piece)
+        key, start, stop, columns = label
+        piece = _Stored(file, tensor.position, DTYPES[tensor.dtype], start, stop, columns)
+        index.setdefault(key, []).append(piece)
     return index
 
 
@@ -253,21 +248,14 @@ def _fill(piece: _Stored, start: int, out: Tensor) -> int:
 
 
 def _fill_columns(piece: _Stored, columns: Columns, start: int, out: Tensor) -> int:
-    offset, run, stride = columns
-
-    def before(element: int) -> int:
-        """Number of elements of the columns before one element of the full tensor."""
-        return element // stride * run + min(max(element % stride - offset, 0), run)
-
-    first = max(piece.start, before(start))
-    last = min(piece.stop, before(start + out.numel()))
+    first = max(piece.start, columns.before(start))
+    last = min(piece.stop, columns.before(start + out.numel()))
     step = CHUNK_BYTES // out.element_size()
     for low in range(first, last, step):
         high = min(low + step, last)
         values = torch.empty(high - low, dtype=out.dtype)
         _read(piece, low - piece.start, values)
-        number = torch.arange(low, high)
-        places = number // run * stride + offset + number % run - start
+        places = columns.places(low, high) - start
         out[places.to(out.device)] = values.to(out.device)
     return max(0, last - first)
 

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from pipeline.files.durable import discard
@@ -42,14 +44,15 @@ class Columns(NamedTuple):
     stride: int
     """Elements of each row."""
 
+    def before(self, element: int) -> int:
+        """Number of elements of the columns before an element of the tensor."""
+        row, column = divmod(element, self.stride)
+        return row * self.run + min(max(column - self.offset, 0), self.run)
 
-class Label(NamedTuple):
-    """A parsed fragment name."""
-
-    key: str
-    start: int
-    stop: int
-    columns: Columns | None
+    def places(self, first: int, last: int) -> Int[Tensor, " n"]:
+        """Positions in the flattened tensor of elements `first` to `last` of the columns."""
+        number = torch.arange(first, last)
+        return number // self.run * self.stride + self.offset + number % self.run
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,14 @@ class Fragment:
         return f"{self.key}|{self.start}:{self.start + self.tensor.numel()}{place}"
 
 
-def parse_label(label: str) -> Label | None:
-    """The parsed label; None for any other text."""
+def parse_label(label: str) -> tuple[str, int, int, Columns | None] | None:
+    """The key, start, stop and columns of a label; None for any other text."""
     match = _LABEL.fullmatch(label)
     if match is None:
         return None
     key, start, stop, *place = match.groups()
     columns = None if place[0] is None else Columns(*map(int, place))
-    return Label(key, int(start), int(stop), columns)
+    return key, int(start), int(stop), columns
 
 
 def step_name(step: int) -> str:

@@ -42,20 +42,6 @@ def candidates(root: Path) -> list[Path]:
     return steps[position:] + steps[:position]
 
 
-def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The first candidate that verifies, and one sentence for each that was skipped."""
-    skipped: list[str] = []
-    for path in candidates(root):
-        try:
-            checkpoint = Checkpoint.open(path)
-            checkpoint.verify()
-        except CheckpointError as error:
-            skipped.append(f"{path.name} can't be used: {error}")
-        else:
-            return checkpoint, skipped
-    return None, skipped
-
-
 def newest_on_all(
     root: Path, world: Group, *, among: Callable[[Path], Sequence[Path]] = candidates
 ) -> Checkpoint | None:

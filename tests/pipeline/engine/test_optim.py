@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeline.config import OptimConfig
 from pipeline.config.optim import ELEMENT_WISE
 from pipeline.engine.flat import ALIGNMENT
-from pipeline.engine.masters import build_optimizer
+from pipeline.engine.trained import build_optimizer
 
 FUSED = {"AdamW", "Adam", "SGD", "Adagrad"}
 ROUNDS_TAILS_DIFFERENTLY = {"AdamW", "Adam", "SGD"}

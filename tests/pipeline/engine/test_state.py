@@ -1,22 +1,30 @@
 """State saved at one ZeRO stage resumes at any other stage on any number of processes."""
 
-from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.config import Kernels, LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.format import Columns
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
-from pipeline.engine.state import describe, frozen_fragments, load, trained_fragments
+from pipeline.engine.state import (
+    describe,
+    fragments_of,
+    frozen_fragments,
+    load,
+    read_part,
+    trained_fragments,
+)
+from pipeline.engine.tensor_parts import Part
 from pipeline.models.lora import add_lora
-from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import CheckpointError
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.test_invariance import digest
@@ -188,27 +196,25 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
         resume(engine_at(0, optim=OptimConfig(name="SGD")), tmp_path)
 
 
-def buffers_go_on(root: str, *, saves: bool) -> list[float]:
-    """The statistics that this process has after a save, or after loading what was saved."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    engine = Engine(model, settings(1), total_steps=4)
-    if saves:
-        engine.backward(engine(torch.arange(6.0).view(3, 2) * (rank() + 1)).sum())
-        engine.step()
-        save(engine, Path(root))
-    else:
-        resume(engine, Path(root))
-    current_mesh().world.barrier()  # another process may still read this one's memory
-    return [value for buffer in model.buffers() for value in buffer.flatten().tolist()]
-
-
-def test_buffers_that_differ_by_process_come_back_to_the_process_they_were_of(
-    tmp_path: Path,
+@pytest.mark.parametrize(("shape", "dim"), [((8, 4), 0), ((4, 8), 1), ((3, 8, 2), 1), ((16,), 0)])
+@pytest.mark.parametrize("stretches", [1, 2])
+def test_pieces_of_shards_have_their_places_in_the_full_parameter(
+    shape: tuple[int, ...], dim: int, stretches: int
 ) -> None:
-    saved = run_ranks(partial(buffers_go_on, saves=True), str(tmp_path))
-    assert saved[0] != saved[1]
+    full = torch.arange(torch.Size(shape).numel())
+    width = shape[dim] // stretches // 2
+    starts = [[width * (2 * each + number) for each in range(stretches)] for number in range(2)]
+    specs = tuple(ShardSpec(dim, tuple(Shard(at, at + width) for at in own)) for own in starts)
+    found = torch.full_like(full, -1)
+    for number in range(2):
+        part = Part(torch.Size(shape), specs, number)
+        flat = part.own.of(full.view(shape)).reshape(-1)
+        for start, stop in pairwise((0, 1, len(flat) // 2 + 1, len(flat))):
+            for each in fragments_of("w", part, start, flat[start:stop]):
+                columns = each.columns or Columns(0, len(full), len(full))
+                found[columns.places(each.start, each.start + len(each.tensor))] = each.tensor
+            out = torch.empty_like(flat[start:stop])
+            read_part(part, start, out, lambda at, to: to.copy_(full[at : at + len(to)]))
+            assert torch.equal(out, flat[start:stop])
 
-    assert run_ranks(partial(buffers_go_on, saves=False), str(tmp_path)) == saved
-    more = run_ranks(partial(buffers_go_on, saves=False), str(tmp_path), world_size=3)
-    assert more == [*saved, saved[0]]
+    assert torch.equal(found, full)

@@ -57,7 +57,7 @@ def test_steps_on_streamed_state_equal_steps_in_memory_to_the_bit(
 
     for step in range(3):
         order = range(len(SIZES)) if step % 2 == 0 else reversed(range(len(SIZES)))
-        for group, tensors in streamed.each(order):
+        for group, tensors in streamed.each(list(order)):
             gradient = random_state(SIZES[group], seed=100 * step + group)[0]
             adam(tensors, gradient, step)
             adam(in_memory[group], gradient, step)

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from pipeline.config import LoraConfig
 from pipeline.data.batches import collate
-from pipeline.engine.engine import Engine
-from pipeline.engine.frozen import FrozenEngine
+from pipeline.engine.engine import Engine, FrozenEngine
 from pipeline.engine.units import engine_units
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.lora import add_lora
 from tests.distributed import rank, run_ranks
 from tests.families import random_rows, tiny_causal_lm, tiny_classifier
+from tests.pipeline.engine.inspection import count_gathered_bytes, get_gradients
 from tests.pipeline.engine.test_stages import settings
 
 WORDS = 8192
@@ -63,12 +63,12 @@ def learned(stage: int, kernels: Any) -> tuple[dict[str, Tensor], list[int], int
     blocks = [unit for unit in engine.zero.units if unit.kind == "block"]
     for unit in blocks:
         unit.module.register_forward_hook(
-            lambda *_: seen.append(engine.zero.gathered_bytes), prepend=True
+            lambda *_: seen.append(count_gathered_bytes(engine.zero)), prepend=True
         )
     engine.backward(compute_loss(engine, 0))
     engine.backward(compute_loss(engine, 1) + compute_loss(engine, 2))
-    gradients = engine.gradients()
-    assert engine.zero.gathered_bytes == 0
+    gradients = get_gradients(engine)
+    assert count_gathered_bytes(engine.zero) == 0
     table = sum(4 * flat.numel for flat in engine.zero.units[0].flats)
     return gradients, seen, table
 
@@ -93,7 +93,7 @@ def scored(kernels: Any) -> tuple[Tensor, int]:
     with torch.no_grad():
         found = engine(collate(random_rows((40, 3, 21, 5)))).logprobs
     zero: Any = engine._zero
-    return found, zero.gathered_bytes
+    return found, count_gathered_bytes(zero)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])

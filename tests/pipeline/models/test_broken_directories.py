@@ -66,7 +66,7 @@ IN_FILES: list[tuple[Spoil, str]] = [
     (write("tokenizer.json", POINTER), "tokenizer.json is a Git-LFS pointer"),
     (lambda d: os.truncate(d / SINGLE, 30_000), "model.safetensors can't be read"),
     (lambda d: (d / SINGLE).write_bytes(b"\x8f" * 5000), "model.safetensors can't be read"),
-    (write("config.json", "[" * 5000 + "]" * 5000), "config.json is nested too deep"),
+    (write("config.json", "[" * 5000 + "]" * 5000), "config.json is not JSON"),
     (write("config.json", "{'a': 1}"), "config.json is not JSON"),
     (write("config.json", "{}"), "config.json says no model_type"),
     (remove("config.json"), "has no config.json"),

@@ -10,8 +10,10 @@ import torch
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import Fragment
+from pipeline.engine.checkpoint.history import candidates
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.system import faults
+from pipeline.system.errors import CheckpointError
 from tests.distributed import PROCESSES
 
 NUMEL = 10_000
@@ -111,10 +113,24 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
-    faults._text = fault
+    faults._faults = [tuple(word.split(":")) for word in (fault or "").split(",") if word]
     body(rank, world_size, *args)
 
 
 def visible(root: Path) -> list[str]:
     """Names in a directory, sorted."""
     return sorted(path.name for path in root.iterdir())
+
+
+def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return the first candidate that verifies, and a sentence for each that was skipped."""
+    skipped: list[str] = []
+    for path in candidates(root):
+        try:
+            checkpoint = Checkpoint.open(path)
+            checkpoint.verify()
+        except CheckpointError as error:
+            skipped.append(f"{path.name} can't be used: {error}")
+        else:
+            return checkpoint, skipped
+    return None, skipped

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.engine.checkpoint.history import newest
 from tests.pipeline.engine.checkpoint.power import lose_power, record
 from tests.pipeline.engine.checkpoint.saving import (
     POINTS,
     assert_holds,
+    newest,
     run_processes,
     save,
     save_steps,

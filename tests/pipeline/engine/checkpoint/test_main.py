@@ -31,20 +31,3 @@ def test_verify_ends_with_1_and_names_the_file_and_the_key(
     assert second.startswith("step_00000001 verifies")
     assert run("verify", str(file.parent)) == 1
     assert run("verify", str(tmp_path / "step_00000001")) == 0
-
-
-@pytest.mark.parametrize("model", ["", "actor"])
-def test_where_a_finished_run_has_no_checkpoints_left_its_model_is_named(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = tmp_path / "checkpoints"
-    root.mkdir()
-    (tmp_path / model).mkdir(exist_ok=True)
-    (tmp_path / "result.json").write_text("{}")
-    sentence = f"{root} holds no checkpoints: the run has finished, and its model is in "
-
-    for command in ("verify", "show"):
-        assert run(command, str(root)) == 0
-        assert capsys.readouterr().out == f"{sentence}{tmp_path / model}\n"
-    assert run("consolidate", str(root), str(tmp_path / "out")) == 2
-    assert capsys.readouterr().err == f"error: {sentence}{tmp_path / model}\n"

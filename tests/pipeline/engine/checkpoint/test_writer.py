@@ -13,15 +13,13 @@ import pytest
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import step_of, steps_in
-from pipeline.engine.checkpoint.history import (
-    RollbackRecord,
-    newest,
-)
+from pipeline.engine.checkpoint.history import RollbackRecord
 from pipeline.system import faults
 from pipeline.system.errors import CheckpointError
 from tests.pipeline.engine.checkpoint.saving import (
     assert_holds,
     fragments,
+    newest,
     run_processes,
     save,
     save_steps,
@@ -34,7 +32,7 @@ STEP_2 = "step_00000002"
 
 
 def arm(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    monkeypatch.setattr(faults, "_text", fault)
+    monkeypatch.setattr(faults, "_faults", [tuple(fault.split(":"))])
     faults._visits.clear()
 
 

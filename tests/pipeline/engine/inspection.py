@@ -1,0 +1,24 @@
+"""State of an engine that only tests read."""
+
+from torch import Tensor
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.zero import ZeroModel
+
+
+def get_gradients(engine: Engine) -> dict[str, Tensor]:
+    """Return the accumulated gradients by name, fp32, times the loss scale; on all ranks."""
+    engine.zero.check_ready()
+    engine.zero.reduce()
+    found: dict[str, Tensor] = {}
+    for group in engine.groups:
+        full = group._gathered(group._gradient())
+        found |= {name: view.clone() for name, view in group.flat.cut(full).items()}
+        group.gradients.pool.give_back(full)
+    return found
+
+
+def count_gathered_bytes(zero: ZeroModel) -> int:
+    """Return the memory of the weights that are gathered now and will be freed."""
+    flats = [flat for unit in zero.units for flat in unit.flats if flat.placement.shard_params]
+    return sum(flat.full.untyped_storage().nbytes() for flat in flats)
