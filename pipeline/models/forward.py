@@ -137,7 +137,9 @@ class Policy(nn.Module):
             KernelError: it doesn't, and the kernel is required.
         """
         head = base_model(self.model).get_output_embeddings()
-        if words_of(head) is None and (self.kernels == "off" or not is_large(head)):
+        # Of the class itself: peft's layers compute more than the product.
+        is_large = type(head) is nn.Linear and head.out_features >= LARGE_VOCABULARY
+        if words_of(head) is None and (self.kernels == "off" or not is_large):
             return None
         if self._is_product is None:
             self._is_product = is_product(self.model, batch)
@@ -255,12 +257,6 @@ LARGE_VOCABULARY = 8192
 
 PROBE = 8
 """Tokens on which a model's logits are compared with its matrix product."""
-
-
-def is_large(head: nn.Module | None) -> bool:
-    """Whether logits of this output layer are worth to be computed in pieces."""
-    # Of the class itself: peft's layers compute more than the product.
-    return type(head) is nn.Linear and head.out_features >= LARGE_VOCABULARY
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ def _opt(hidden: int, layers: int, heads: int, **changes: object) -> dict[str, A
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
-    """Touvron et al. 2023; Grattafiori et al. 2024, table 3."""
+    """Touvron et al. 2023; Grattafiori et al. 2024, table 3; Yang et al. 2024, table 1."""
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -35,26 +35,19 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, **changes: object) 
     return {"model_type": "llama", **sizes, **changes}
 
 
-def _qwen2(hidden: int, inner: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
-    """Yang et al. 2024, table 1."""
-    sizes = {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": 152064,
-        "max_position_embeddings": 131072,
-    }
-    return {"model_type": "qwen2", **sizes, **changes}
-
-
 def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     """Radford et al. 2019, table 2."""
     return {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads}
 
 
 _LLAMA_2 = {"vocab_size": 32000, "max_position_embeddings": 4096}
-_SMALL = {"vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+_QWEN = {"model_type": "qwen2", "vocab_size": 152064}
+_SMALL = {
+    **_QWEN,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
 
 KNOWN: Mapping[str, Mapping[str, Any]] = {
     "facebook/opt-125m": _opt(768, 12, 12),
@@ -71,12 +64,12 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, tie_word_embeddings=True),
     "meta-llama/Llama-3.1-8B": _llama(4096, 14336, 32, 32),
     "meta-llama/Llama-3.1-70B": _llama(8192, 28672, 80, 64),
-    "Qwen/Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, num_key_value_heads=2, **_SMALL),
-    "Qwen/Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, num_key_value_heads=2, **_SMALL),
-    "Qwen/Qwen2.5-3B": _qwen2(2048, 11008, 36, 16, num_key_value_heads=2, **_SMALL),
-    "Qwen/Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, num_key_value_heads=4),
-    "Qwen/Qwen2.5-14B": _qwen2(5120, 13824, 48, 40, num_key_value_heads=8),
-    "Qwen/Qwen2.5-32B": _qwen2(5120, 27648, 64, 40, num_key_value_heads=8),
+    "Qwen/Qwen2.5-0.5B": _llama(896, 4864, 24, 14, num_key_value_heads=2, **_SMALL),
+    "Qwen/Qwen2.5-1.5B": _llama(1536, 8960, 28, 12, num_key_value_heads=2, **_SMALL),
+    "Qwen/Qwen2.5-3B": _llama(2048, 11008, 36, 16, num_key_value_heads=2, **_SMALL),
+    "Qwen/Qwen2.5-7B": _llama(3584, 18944, 28, 28, num_key_value_heads=4, **_QWEN),
+    "Qwen/Qwen2.5-14B": _llama(5120, 13824, 48, 40, num_key_value_heads=8, **_QWEN),
+    "Qwen/Qwen2.5-32B": _llama(5120, 27648, 64, 40, num_key_value_heads=8, **_QWEN),
     "openai-community/gpt2": _gpt2(768, 12, 12),
     "openai-community/gpt2-medium": _gpt2(1024, 24, 16),
     "openai-community/gpt2-large": _gpt2(1280, 36, 20),
