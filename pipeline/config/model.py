@@ -216,14 +216,9 @@ class TrainedModelConfig(FrozenModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.zero.offload.check(self.zero_stage)
-        require(
-            self.head_lr is None or self.head_lr > 0,
-            f"head_lr must be above 0 or null, got {self.head_lr}",
-        )
-        require(
-            self.checkpoint_every > 0,
-            f"checkpoint_every must be above 0, got {self.checkpoint_every}",
-        )
+        for name in ("head_lr", "checkpoint_every"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
             self.quantize == "none" or self.lora is not None,
             f"quantize {self.quantize} keeps the base as it is, which leaves nothing to train: add"

@@ -353,25 +353,14 @@ class StepConfig(ABC):
     product of matrices."""
 
     def __post_init__(self) -> None:
-        require(
-            self.peak_tflops is None or self.peak_tflops > 0,
-            f"peak_tflops must be above 0, got {self.peak_tflops}",
-        )
-        require(
-            self.timeout_seconds > 0,
-            f"timeout_seconds must be above 0, got {self.timeout_seconds}",
-        )
-        positive = {
-            name: getattr(self, name)
-            for name in ("max_steps", "batch_size", "micro_batch_size", "threads", "log_every")
-        }
-        for name, value in positive.items():
+        counts = ("max_steps", "batch_size", "micro_batch_size", "threads", "log_every", "epochs")
+        for name in (*counts, "peak_tflops", "timeout_seconds"):
+            value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
             self.eval_every is None or self.eval_every >= 0,
             f"eval_every must not be below 0, got {self.eval_every}",
         )
-        require(self.epochs > 0, f"epochs must be above 0, got {self.epochs}")
         require(self.keep_last >= 2, f"keep_last must be at least 2, got {self.keep_last}")
         if self.save_every is not None:
             SaveInterval.parse(self.save_every)

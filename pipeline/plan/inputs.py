@@ -16,7 +16,7 @@ from pipeline.data.rows.sources import (
 from pipeline.plan.output import MARK, RESULT
 from pipeline.plan.request import Request
 from pipeline.plan.stage import Stage
-from pipeline.system.errors import DataError, ModelError, UserError
+from pipeline.system.errors import DataError, ModelError, UserError, require
 from pipeline.system.installation import TRAIN
 
 
@@ -29,8 +29,8 @@ def check_inputs(
     on trust: whether they exist shows when they are loaded.
 
     Raises:
-        ModelError: a model directory is missing; if a step makes it, the command that runs it. Or
-            it lies where the step itself writes.
+        ModelError: a model directory is missing; if a step makes it, the command that runs it.
+        ConfigError: it lies where the step itself writes.
         DataError: a data file is missing.
     """
     makers = {configs[stage.name].output_dir: stage for stage in stages}
@@ -39,11 +39,10 @@ def check_inputs(
             continue
         config = configs[stage.name]
         for name, path in model_paths(config):
-            _check_kept(_spelled(f"{stage.section}.{name}", path, request), path, stage, config)
             maker = makers.get(Path(path))
-            if maker is None:
-                _check_model(_spelled(f"{stage.section}.{name}", path, request), path)
-            elif maker.number >= stage.number or maker.number not in request.step:
+            spelled = _spelled(f"{stage.section}.{name}", path, request)
+            _check_model(spelled, path, stage, config, made=maker is not None)
+            if maker and (maker.number >= stage.number or maker.number not in request.step):
                 _check_made(stage, maker, Path(path), request)
         try:
             config.check_corpus()
@@ -82,19 +81,6 @@ def _data_paths(config: StepConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "eval_task_data", tuple(getattr(config, "eval_task_data", {}).values())
 
 
-def _check_kept(name: str, path: str, stage: Stage, config: StepConfig) -> None:
-    """Raise where the model lies in the directory that is the step's own, to clear and to write."""
-    if not is_local(path):
-        return
-    directory = config.output_dir
-    if Path(path).expanduser().resolve().is_relative_to(directory.resolve()):
-        raise ModelError(
-            f"{name} {path} lies in {directory}, where step {stage.number} writes and may clear"
-            " what is there before it reads the model; move the model out, or choose another"
-            " --output-dir"
-        )
-
-
 def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> None:
     """Raise unless the earlier step `maker` has left its model in `path`."""
     is_ours = (path / MARK).is_file()
@@ -114,11 +100,21 @@ def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> Non
     raise ModelError(f"step {stage.number} needs the model of step {maker.number}, and {there}")
 
 
-def _check_model(name: str, path: str) -> None:
+def _check_model(name: str, path: str, stage: Stage, config: StepConfig, *, made: bool) -> None:
+    """Raise where a local model is not there, unless it is yet to be `made`, or would be cleared.
+
+    The step clears its own directory before it reads its models.
+    """
     if path == EMBEDDED or not is_local(path):
         return
     directory = Path(path).expanduser()
-    if not (directory / "config.json").is_file():
+    require(
+        not directory.resolve().is_relative_to(config.output_dir.resolve()),
+        f"{name} {path} lies in {config.output_dir}, where step {stage.number} writes and may clear"
+        " what is there before it reads the model; move the model out, or choose another"
+        " --output-dir",
+    )
+    if not made and not (directory / "config.json").is_file():
         reason = "the directory has no config.json" if directory.is_dir() else "no such directory"
         raise ModelError(f"{name} {path}: no such model; {reason}")
 
