@@ -16,7 +16,7 @@ from pipeline.system.installation import CHAT
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(SamplingOptions):
-    """With which model to talk, and how it answers."""
+    """The model, and the sampling of its responses."""
 
     path: str = ""
     """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def taught_embedded_task(path: str) -> bool:
-    """Whether the model at `path` lies where a step left it that trained on the embedded task."""
+    """Whether the model at `path` is in the output of a step that trained on the embedded task."""
     import yaml
 
     for settings in (Path(path) / "config.yaml", Path(path).parent / "config.yaml"):

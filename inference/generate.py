@@ -20,7 +20,7 @@ from pipeline.system.installation import MODULE
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(SamplingOptions):
-    """Which model answers which prompts, and how."""
+    """The model, the prompts, and the sampling of responses."""
 
     path: str = ""
     """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""

@@ -240,7 +240,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def room_after(model: PreTrainedModel, num_tokens: int) -> int:
-    """How many tokens may follow a prompt of `num_tokens` in the model's context.
+    """Return the number of tokens that fit the model's context after `num_tokens`.
 
     Raises:
         DataError: the prompt leaves no room.

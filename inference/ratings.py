@@ -213,7 +213,7 @@ def _share(values: Sequence[bool]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Where rows are written, and in which form."""
+    """File and form of the rows."""
 
     out: Path = Path()
     """The file to write; replaced where it exists."""

@@ -228,7 +228,7 @@ class Replica:
         stages: those that train the other stages of the model, which have the same prompts.
 
     Raises:
-        ConfigError: the model can't be sharded over so many processes.
+        ConfigError: the model can't be sharded over this number of processes.
     """
 
     def __init__(

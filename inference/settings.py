@@ -1,4 +1,4 @@
-"""How responses are drawn."""
+"""Settings of sampling."""
 
 from dataclasses import dataclass, fields
 
@@ -7,7 +7,7 @@ from pipeline.system.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How responses are drawn from a model, as a command that has a seed of its own takes it."""
+    """Settings of sampling without the seed, for commands that set one separately."""
 
     max_new_tokens: int = 128
     """Longest response, in tokens."""
@@ -56,7 +56,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(SamplingOptions):
-    """How responses are drawn from a model."""
+    """Settings of sampling."""
 
     seed: int = 0
     """The same seed gives the same responses."""

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: complete characters, stop strings, bytes of tokens."""
+"""Incremental text of tokens: complete characters, stop strings, bytes of tokens."""
 
 import codecs
 import json
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 INCOMPLETE = "\ufffd"
-"""What tokenizers decode the bytes of an unfinished character to."""
+"""Decoded text of the bytes of an unfinished character."""
 
 
 class TextStream:
@@ -26,7 +26,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
-        """The text that is certain now that `token_id` has come; often one word, maybe nothing."""
+        """Return the text that `token_id` completes; often one word, maybe nothing."""
         self._pending.append(token_id)
         piece = self._piece()
         if not piece or piece.endswith(INCOMPLETE):
@@ -35,7 +35,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD where the response ended inside a character."""
+        """Return the rest, with U+FFFD if the response ended inside a character."""
         piece = self._piece()
         self._context, self._pending = [], []
         return piece
@@ -88,7 +88,7 @@ class TokenBytes:
         self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
 
     def of(self, token: int) -> bytes:
-        """What a token adds to a text; nothing where it is special."""
+        """Return the bytes that a token adds to a text; none for a special token."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._read(token)
@@ -159,10 +159,10 @@ class ResponseText:
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
-        """Whether a stop string came: the response has ended, and more tokens have no text."""
+        """Whether a stop string ended the response; later tokens have no text."""
 
     def add(self, token: int) -> str:
-        """The text that is certain with one more token."""
+        """Return the text that a token completes."""
         if self.stopped:
             return ""
         if self._stream is not None:
@@ -172,7 +172,7 @@ class ResponseText:
         return self._take(self._decoder.decode(part))
 
     def finish(self) -> str:
-        """The rest, once no more tokens come."""
+        """Return the rest of the text."""
         if self.stopped:
             return ""
         last = self._stream.finish() if self._stream else self._decoder.decode(b"", final=True)
@@ -193,7 +193,7 @@ class ResponseText:
         return text[:certain]
 
     def _may_begin(self, text: str) -> int:
-        """Characters at the end of `text` with which a stop string may begin."""
+        """The number of characters at the end of `text` that may begin a stop string."""
         longest = max(map(len, self._stops))
         for count in range(min(longest - 1, len(text)), 0, -1):
             end = text[-count:]

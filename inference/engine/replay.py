@@ -52,7 +52,7 @@ class PassCounts:
 
 
 class Stage(Enum):
-    """What the next pass of a size does."""
+    """The next pass of a number of rows."""
 
     MODULES = auto()
     """Run the modules: a batch of one or two tokens has no use for more."""

@@ -22,7 +22,7 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass
 class Response:
-    """What the model generated for one prompt."""
+    """The response to one prompt."""
 
     ids: list[int] = field(default_factory=list)
     """Sampled tokens, the stop token included."""

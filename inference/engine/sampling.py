@@ -60,7 +60,7 @@ def words_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """How the next token is chosen; `inference/settings.py` says what each setting does."""
+    """Chooses the next token; `inference/settings.py` describes the settings."""
 
     temperature: float
     seed: int
@@ -102,7 +102,7 @@ class Sampler:
 
     @property
     def alters_logits(self) -> str | None:
-        """What changes logits before a token is chosen, in a clause; None if nothing does."""
+        """The reason why logits change before a choice, as a clause; None if they don't."""
         if self.needs_history:
             return "a repetition penalty changes the logits"
         if self.counts_tokens or self.logit_bias:
@@ -268,7 +268,7 @@ def inverse_transform(
 def _place(
     weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Where a share of the cumulative weight falls, and at which share of that place's weight."""
+    """Return the index at a share of the cumulative weight, and the share of its own weight."""
     cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, thresholds, right=True)

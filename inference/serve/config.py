@@ -54,7 +54,7 @@ class ServeConfig:
     """Memory for keys and values of all models; null takes half of what the weights leave free."""
 
     prefix_reuse: Literal["client", "all", "off"] = "client"
-    """Whose keys and values a prompt reuses for a common prefix: client (those of the same key or
+    """Clients whose keys and values a prompt reuses for a common prefix: client (the same key or
     address), all, off."""
 
     prefill_chunk: int | None = None
@@ -93,7 +93,7 @@ class ServeConfig:
     """File of keys, one a line, as KEY or NAME KEY; names stand in the log."""
 
     insecure_no_key: bool = False
-    """Listen on other addresses without a key: whoever reaches the port uses the models."""
+    """Listen on other addresses without a key: all who reach the port use the models."""
 
     cors: tuple[str, ...] = ()
     """Origins of other pages that may use the API, as https://example.org."""

@@ -16,7 +16,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(max_length=256)]
 KINDS_OF_VALUES = ("str", "int", "float", "bool")
-"""What pydantic puts behind the name of a field that may be of several kinds."""
+"""Types that pydantic appends to the name of a field with several types."""
 
 MAX_STOPS = 16
 SEED = 2**63
@@ -90,7 +90,7 @@ class TemplateFields(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
@@ -141,7 +141,7 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     @model_validator(mode="after")
     def check(self) -> "ChatRequest":
-        """A turn either begins or goes on."""
+        """Refuse a turn that both begins and continues."""
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self

@@ -1,4 +1,4 @@
-"""Which requests are let in, and security headers. docs/serving.md lists the promises."""
+"""Admission of requests, and security headers. docs/serving.md lists the promises."""
 
 import hmac
 import logging

@@ -121,7 +121,7 @@ class Server(uvicorn.Server):
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)
-        except (ValueError, RuntimeError):  # not the main thread: whoever started it stops it
+        except (ValueError, RuntimeError):  # not the main thread: its owner stops the server
             pass
         yield
 
