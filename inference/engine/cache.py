@@ -191,7 +191,7 @@ class NextToken:
 
     def ends(self, count: int) -> Int[Tensor, " B"]:
         """One past the last key of each of `count` slots; 0 for padding."""
-        if self._ends is None or len(self._ends) != count:
+        if self._ends is None or self._ends.shape[0] != count:
             ends = [*self.lengths, *[0] * (count - len(self.lengths))]
             self._ends = torch.tensor(ends, dtype=torch.int32).to(self.device, non_blocking=True)
         return self._ends
