@@ -75,10 +75,10 @@ def _styles(models: Sequence[str]) -> dict[str, str]:
 
 def lab_parts(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Sentences, confusion matrix and charts of a reward model's laboratory (lab.json)."""
-    names = [str(row["name"]) for row in figures.get("classes", [])]
+    names = [str(row["name"]) for row in figures.get("classes") or []]
     matrix = figures.get("confusion") or []
     return {
-        "sentences": figures.get("sentences", []),
+        "sentences": figures.get("sentences") or [],
         "classes": names,
         "confusion": list(zip(names, matrix, strict=False)),
         "charts": [*_reliability(figures), *_best_of(figures)],
