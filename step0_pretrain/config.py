@@ -101,7 +101,7 @@ class PretrainConfig(StepConfig):
         Raises:
             DataError: it has no fast form, or no end-of-sequence token.
         """
-        from pipeline.data.store.corpus import reading_of
+        from pipeline.data.store.corpus import make_reading
 
         model = str(self.model.path)
-        return reading_of(self.data, tokenizer, model=model, output_dir=self.output_dir)
+        return make_reading(self.data, tokenizer, model=model, output_dir=self.output_dir)

@@ -229,7 +229,7 @@ def label_column(columns: Mapping[str, Any]) -> str:
     return "kto_tag" if "kto_tag" in columns else "label"
 
 
-def label_of(row: Row) -> Label | None:
+def read_label(row: Row) -> Label | None:
     """Return the row's label; None if it has none.
 
     Texts that are numbers, or true and false, are converted, as CSV files have only texts.
@@ -273,7 +273,7 @@ def number(row: Row, name: str) -> float:
     return found
 
 
-def tie_of(row: Row) -> bool:
+def read_tie(row: Row) -> bool:
     """Whether the column `tie` marks the two responses as equally good."""
     value = row.columns.get("tie", False)
     match str(value).strip().lower():
@@ -285,7 +285,7 @@ def tie_of(row: Row) -> bool:
             raise DataError(f"{row.origin}: tie must be true or false, got {value!r}")
 
 
-def winner_of(row: Row) -> Literal["a", "b", "tie"]:
+def read_winner(row: Row) -> Literal["a", "b", "tie"]:
     """Return the column `winner` of a comparison: a, b (also model_a, model_b), or tie."""
     value = row.columns["winner"]
     match str(value).strip().lower():
@@ -299,7 +299,7 @@ def winner_of(row: Row) -> Literal["a", "b", "tie"]:
             raise DataError(f"{row.origin}: winner must be a, b or tie, got {value!r}")
 
 
-def ranks_of(row: Row) -> list[float]:
+def read_ranks(row: Row) -> list[float]:
     """Return the rank of each of the row's `responses`, 1 for the best; equal ranks are ties.
 
     They are the column `ranks`, or follow from `scores`, the higher the better.

@@ -87,18 +87,19 @@ def _convert(
         rest = f"; not used: {names(unused)}" if unused else ""
         notes = [f"uses the columns {names(reading.used)}{rest}"]
     left_out = {why: n for why, n in reading.left_out.most_common() if n}
-    notes += [f"left out {_rows(n)} {why}" for why, n in left_out.items()]
+    notes += [f"left out {num_rows(n)} {why}" for why, n in left_out.items()]
     notes += [
-        f"{_rows(n)} {why}: no demonstrations, their prompts are for step 3"
+        f"{num_rows(n)} {why}: no demonstrations, their prompts are for step 3"
         for why, n in reading.no_demonstrations.items()
     ]
     if not train:
         raise DataError(
-            f"data path {source.name}: none of its {_rows(len(source.train))} is usable:"
+            f"data path {source.name}: none of its {num_rows(len(source.train))} is usable:"
             f" rows {' and rows '.join(left_out)}"
         )
     return train, held_out, notes
 
 
-def _rows(count: int) -> str:
+def num_rows(count: int) -> str:
+    """A number of rows for messages."""
     return f"{count} row{'s' if count != 1 else ''}"

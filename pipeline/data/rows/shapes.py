@@ -20,17 +20,17 @@ from pipeline.data.rows.columns import (
     common_prompt,
     dialogue,
     label_column,
-    label_of,
     last_response,
     names,
     number,
     prompt,
-    ranks_of,
+    read_label,
+    read_ranks,
+    read_tie,
+    read_winner,
     response,
     text,
-    tie_of,
     turns,
-    winner_of,
     with_system,
 )
 from pipeline.data.rows.sources import Row
@@ -68,9 +68,9 @@ def _preference(row: Row) -> Example:
     chosen, rejected = dialogue(row, "chosen"), dialogue(row, "rejected")
     if chosen is not None and rejected is not None:
         question, chosen, rejected = common_prompt(chosen, rejected)
-        return Example(with_system(row, question), chosen, rejected, tie=tie_of(row))
+        return Example(with_system(row, question), chosen, rejected, tie=read_tie(row))
     example = _answered(_separate_prompt(row), response(row, "chosen"), response(row, "rejected"))
-    return replace(example, tie=tie_of(row))
+    return replace(example, tie=read_tie(row))
 
 
 def _separate_prompt(row: Row) -> Turns:
@@ -91,7 +91,7 @@ def _separate_prompt(row: Row) -> Turns:
 
 def _ranking(row: Row) -> Example:
     """A list of responses with their ranks or scores."""
-    ranks = ranks_of(row)
+    ranks = read_ranks(row)
     responses = [
         response(Row({"responses": value}, row.origin), "responses")
         for value in row.columns["responses"]
@@ -109,7 +109,7 @@ def _ranking(row: Row) -> Example:
 
 def _comparison(row: Row) -> Example:
     """Two responses and which of them won, or that neither did."""
-    winner = winner_of(row)
+    winner = read_winner(row)
     first, second = response(row, "response_a"), response(row, "response_b")
     chosen, rejected = (second, first) if winner == "b" else (first, second)
     return replace(_answered(prompt(row), chosen, rejected), tie=winner == "tie")
@@ -367,7 +367,7 @@ def _example(shape: Shape, row: Row, reading: Reading, kept: RowColumns) -> Exam
         question = [replace(turn, trained=False) if skip else turn for turn, skip in turns]
         example = replace(example, prompt=tuple(question))
     if (kept.labels or kept.known_labels) and not example.rejected:
-        example = replace(example, label=label_of(row))
+        example = replace(example, label=read_label(row))
     if kept.labels or not example.prompt or not example.chosen or example.rejected:
         return example
     is_bad = example.label if kept.known_labels else _quality(row)

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, StepConfig
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.reading import ReadPath, read_paths
+from pipeline.data.rows.reading import ReadPath, num_rows, read_paths
 from pipeline.data.rows.shapes import check_columns
 from pipeline.data.sharing.prompts import (
     Hashes,
@@ -232,7 +232,7 @@ class _Sharing:
         for path, weight in zip(paths, weights, strict=True):
             rows, count = path.train, max(1, round(unit * weight))
             if count < len(rows):
-                self.notes.append(f"{path.name}: {count} of {_rows(len(rows))}, by its weight")
+                self.notes.append(f"{path.name}: {count} of {num_rows(len(rows))}, by its weight")
                 rows = self.in_drawn_order(rows, "mixture")[:count]
             mixed.append(rows)
         return mixed
@@ -305,9 +305,9 @@ class _Sharing:
     ) -> list[Example]:
         drop = contained([row.prompt_hash for row in rows], prompts)
         if any(drop):
-            self.notes.append(f"left out {_rows(sum(drop))} {why}")
+            self.notes.append(f"left out {num_rows(sum(drop))} {why}")
         if rows and all(drop):
-            raise DataError(f"nothing is left without the {_rows(len(rows))} {why}; {fix}")
+            raise DataError(f"nothing is left without the {num_rows(len(rows))} {why}; {fix}")
         return [row for row, dropped in zip(rows, drop, strict=True) if not dropped]
 
     def own_rows(self, rows: Sequence[Example]) -> list[Example]:
@@ -325,7 +325,7 @@ class _Sharing:
                 f" without {step}"
             )
         if others := len(rows) - len(usable):
-            self.notes.append(f"{_rows(others)} without {needs} left to other steps")
+            self.notes.append(f"{num_rows(others)} without {needs} left to other steps")
         steps: dict[int, set[int]] = {}
         for row in rows:
             of_row = {number for number, use in self.uses.items() if is_usable(row, use)}
@@ -339,13 +339,13 @@ class _Sharing:
         if not mine:
             raise DataError(
                 f"--data-split {split} leaves step {step} without rows: {len(usable)} of"
-                f" {_rows(len(rows))} are usable in it; give more rows or raise the step's share"
+                f" {num_rows(len(rows))} are usable in it; give more rows or raise the step's share"
             )
         mine = self.in_drawn_order(mine, "order")
         mine = _unique_prompts(mine) if self.share.use == "prompts" else mine
         parts = ",".join(map(str, self.share.of_steps))
         self.notes.append(
-            f"step {step} trains on {len(mine)} of {_rows(len(rows))} (data_split {split}, part"
+            f"step {step} trains on {len(mine)} of {num_rows(len(rows))} (data_split {split}, part"
             f" {parts})"
         )
         return mine
@@ -357,14 +357,15 @@ class _Sharing:
         usable = [row for row in held_out if is_usable(row, use)]
         if not usable:
             raise DataError(
-                f"none of the {_rows(len(held_out))} for evaluation has what step {self.step}"
+                f"none of the {num_rows(len(held_out))} for evaluation has what step {self.step}"
                 f" needs, {NEEDS[use]}; give --eval-path with such rows"
             )
         usable = self.in_drawn_order(usable, "evaluation order")
         usable = _unique_prompts(usable) if use == "prompts" else usable
         evaluated = usable[: self.config.max_eval_rows]
         notes.append(
-            f"step {self.step} is evaluated on {len(evaluated)} of {_rows(len(held_out))} held out"
+            f"step {self.step} is evaluated on {len(evaluated)} of {num_rows(len(held_out))} held"
+            " out"
         )
         return evaluated
 
@@ -469,7 +470,3 @@ def step_of_prompt(
 
 def _unique_prompts(rows: Sequence[Example]) -> list[Example]:
     return list({row.prompt: row for row in reversed(rows)}.values())[::-1]
-
-
-def _rows(count: int) -> str:
-    return f"{count} row{'s' if count != 1 else ''}"

@@ -14,7 +14,7 @@ from pipeline.data.store.token_file import (
     TokenFile,
     TokenWriter,
     part_path,
-    vocabulary_of,
+    read_vocabulary,
     without_suffix,
 )
 from pipeline.files.durable import check_output
@@ -92,7 +92,7 @@ def pack(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(FrozenModelConfig(path=options.tokenizer))
     file = write(
         sources,
-        vocabulary_of(tokenizer, options.tokenizer),
+        read_vocabulary(tokenizer, options.tokenizer),
         options.out,
         field=options.field,
         workers=options.workers,
@@ -129,7 +129,7 @@ def _show_document(file: TokenFile, number: int, name: str | None) -> None:
     from pipeline.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(FrozenModelConfig(path=name))
-    if file.origin and vocabulary_of(tokenizer, name).hash != file.origin.tokenizer_hash:
+    if file.origin and read_vocabulary(tokenizer, name).hash != file.origin.tokenizer_hash:
         raise DataError(f"{file.path} was packed with another tokenizer than {name}; name that one")
     ids = file.tokens(number).tolist()
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)

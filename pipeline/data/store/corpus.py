@@ -23,7 +23,7 @@ from pipeline.data.sharing.prompts import draw
 from pipeline.data.store.pack import SUFFIXES as TEXTS
 from pipeline.data.store.pack import pack
 from pipeline.data.store.rows import MixedStream, TokenRow, Windows
-from pipeline.data.store.token_file import TokenFile, Vocabulary, part_path, vocabulary_of
+from pipeline.data.store.token_file import TokenFile, Vocabulary, part_path, read_vocabulary
 from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Reading:
     """Directory of packed texts."""
 
 
-def reading_of(
+def make_reading(
     data: TextDataConfig, tokenizer: "PreTrainedTokenizerBase", *, model: str, output_dir: Path
 ) -> Reading:
     """Return how the corpus is read for a model with this tokenizer.
@@ -78,7 +78,7 @@ def reading_of(
     Raises:
         DataError: it has no fast form, or no end-of-sequence token.
     """
-    vocabulary = vocabulary_of(tokenizer, model)
+    vocabulary = read_vocabulary(tokenizer, model)
     first, *_ = tokenizer.encode("a")
     bos = first if first == tokenizer.bos_token_id else None
     return Reading(data, vocabulary, bos, output_dir / PACKED)

@@ -64,7 +64,7 @@ class Vocabulary:
     eos: int
 
 
-def vocabulary_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabulary:
+def read_vocabulary(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabulary:
     """Return the definition of a tokenizer.
 
     Raises:
