@@ -69,7 +69,7 @@ def test_a_function_is_enough_for_a_run_from_file_to_report(directory: Path) -> 
     for line in lines(directory):
         assert line["score"] == pytest.approx(line["reward_check"] + line["reward_length"])
         assert line["reward_failures"] == 0
-    assert "Reward by source" in (out / "report.html").read_text()
+    assert "Reward check" in (out / "report.html").read_text()
     assert not (out / "step2_reward").exists()
     assert "is called as TRL's (prompts, completions, **columns)" in done.stderr
 
