@@ -12,17 +12,18 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from evaluation.evaluate import Chat, Generating
-from evaluation.scored import ScoredResponse
+from evaluation.scored import HeldOutResponses, ScoredResponse
 from inference.chat import ChatConfig
 from inference.generation import Response, free_bytes, generate
 from pipeline.config import FrozenModelConfig
-from pipeline.data.examples import Message
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.examples import Example, Message
 from pipeline.demo.task import TALK, verify
 from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.meta import model_on_meta
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from pipeline.system.errors import ModelError
+from pipeline.system.errors import DataError, ModelError
 from pipeline.system.memory import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,36 @@ class Prompt:
 
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Columns of its row that rewards read."""
+
+
+def encode_prompts(
+    examples: Sequence[Example], chat: ChatFormat, *, limit: int, name: str, setting: str
+) -> list[Prompt]:
+    """The prompts of at most `limit` tokens; longer ones are left out, and counted.
+
+    Args:
+        examples: the rows.
+        chat: the actor's chat format.
+        limit: tokens of a prompt.
+        name: of the prompts, for messages: "held-out".
+        setting: that has the limit: "ppo.max_prompt_length".
+
+    Raises:
+        DataError: none is short enough.
+    """
+    prompts = [Prompt(x.prompt, chat.encode_prompt(x.prompt), x.extra) for x in examples]
+    short = [prompt for prompt in prompts if len(prompt.input_ids) <= limit]
+    if not short:
+        shortest = min(len(prompt.input_ids) for prompt in prompts)
+        raise DataError(
+            f"every {name} prompt is longer than {setting} {limit} (the shortest has {shortest}"
+            " tokens); raise it"
+        )
+    logger.info(
+        "%d of %d %s prompts are longer than %s %d and left out",
+        *(len(prompts) - len(short), len(prompts), name, setting, limit),
+    )
+    return short
 
 
 class HeldOutPrompts(ABC):
@@ -83,8 +114,33 @@ class HeldOutPrompts(ABC):
         """Other prompts, answered and judged in the same way."""
 
     @abstractmethod
-    def scored(self, responses: Sequence[Response]) -> list[ScoredResponse]:
-        """Text and score of the responses of all processes, in the order of the prompts."""
+    def scored(
+        self, responses: Sequence[Response], *, strict: bool = False
+    ) -> list[ScoredResponse]:
+        """Text and score of the responses of all processes, in the order of the prompts.
+
+        Raises:
+            RewardError: with `strict`, where rewards fail.
+        """
+
+    @abstractmethod
+    def kl(self, responses: Sequence[Response]) -> float:
+        """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
+
+    def answer_all(self, *, strict: bool = False) -> HeldOutResponses:
+        """The actor's greedy and sampled responses, as it is now.
+
+        Raises:
+            RewardError: as `scored`.
+        """
+        with self.generating() as actor:
+            sampled = self.respond(actor, temperature=self.temperature)
+            greedy = self.respond(actor, temperature=0.0)
+        return HeldOutResponses(
+            greedy=self.scored(greedy, strict=strict),
+            sampled=self.scored(sampled, strict=strict),
+            kl=self.kl(sampled),
+        )
 
     def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
         """Responses of a model in evaluation mode to this process's prompts; 0 decodes greedily."""

@@ -25,10 +25,9 @@ from inference.generation import Response
 from pipeline.engine.parts import BestWeights
 from pipeline.guards.guards import Guards
 from pipeline.models.chat import decode_response
-from pipeline.models.load import model_path
 from pipeline.parallel.device import local_device
 from pipeline.run.checkpoints import Checkpoints
-from pipeline.run.run import Run, training_at
+from pipeline.run.run import Run
 from pipeline.run.training import check_finite, check_start, evaluation_interval
 from pipeline.system.errors import require
 from rewards.mixture import GOLD
@@ -101,21 +100,6 @@ class HeldOut(HeldOutPrompts):
                 keys=keys,
             )
         ]
-
-    def answer_all(self, *, strict: bool = False) -> HeldOutResponses:
-        """The actor's two sets of responses, as it is now: greedy, and sampled.
-
-        Raises:
-            RewardError: with `strict`, where rewards fail.
-        """
-        with self.generating() as actor:
-            sampled = self.respond(actor, temperature=self.config.temperature)
-            greedy = self.respond(actor, temperature=0.0)
-        return HeldOutResponses(
-            greedy=self.scored(greedy, strict=strict),
-            sampled=self.scored(sampled, strict=strict),
-            kl=self.kl(sampled),
-        )
 
     def scored(
         self, responses: Sequence[Response], *, strict: bool = False
@@ -236,7 +220,7 @@ TITLES = {
 """By the name of the method; messages have what is before the paper."""
 
 
-class Course:
+class Evaluator:
     """Evaluates the actor at the start, now and then, and at the end.
 
     In between, sampled responses to the first held-out prompts, as many as a rollout has, will do:
@@ -274,13 +258,7 @@ class Course:
             ConfigError: no source applies to any; or the run goes on, and the model that it began
                 from is no longer there.
         """
-        path = model_path(self.config.actor)
-        training = training_at(path)
-        require(
-            checkpoints.once("training", lambda: training) == training,
-            f"the model in {path} is not the one that this run began from: it was trained again;"
-            " restore that one, or pass --overwrite to start again",
-        )
+        start = checkpoints.require_same_start(self.config.actor)
         plain = checkpoints.once("before", lambda: asdict(self.held_out.answer_all(strict=True)))
         self.before = HeldOutResponses.read(plain)
         responses = self.before.sampled[: len(self.watched.prompts)]
@@ -302,7 +280,7 @@ class Course:
             greedy_score |= {"stop_rate": stop_rate(greedy)}
             details = {
                 "eval_by_prompt": self.watched.by_prompt(responses),
-                "began_from": training or path,
+                "began_from": start,
             }
             run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
 
@@ -328,7 +306,7 @@ class Course:
 
     def end(self, run: Run, guards: Guards) -> None:
         """Let the exported actor and the base answer all prompts; write samples and the result."""
-        say_where_it_ended(self.best, self.start, self.config)
+        warn_if_not_improved(self.best, self.start, self.config)
         after = self.held_out.answer_all()
         evaluation = {
             **summarize(self.before, after, name=self._score_name),
@@ -380,7 +358,7 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
     return num_prompts / config.rollout_size * scored / (scored + learned)
 
 
-def say_where_it_ended(best: BestWeights, start: float, config: PPOConfig) -> None:
+def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> None:
     """Warn where the actor did not get better than step 1's model, or got worse again.
 
     Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.

@@ -11,18 +11,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from evaluation.held_out import Prompt
+from evaluation.held_out import Prompt, encode_prompts
 from inference.engine.requests import Response
 from inference.engine.sampling import Sampler
 from inference.generation import generate_each
 from pipeline.data.batches import RowStream
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.data.examples import Example
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import load_step_rows
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.errors import ConfigError
 from rewards.contract import Scored
 from step3_ppo.advantages import are_equal
 from step3_ppo.config import PPOConfig
@@ -123,45 +122,19 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
             " processes without a prompt; raise it"
         )
     data = load_step_rows(config, step=3)
-    train = _encode(data.train, chat)
-    short = _short(train, config.max_prompt_length)
-    encoded = _encode(data.eval, chat)
-    held_out = _short(encoded, config.max_prompt_length)
-    for name, kept, all_of_them in (("training", short, train), ("held-out", held_out, encoded)):
-        if not kept:
-            shortest = min(len(prompt.input_ids) for prompt in all_of_them)
-            raise DataError(
-                f"every {name} prompt is longer than ppo.max_prompt_length"
-                f" {config.max_prompt_length} (the shortest has {shortest} tokens); raise it"
-            )
-        logger.info(
-            "%d of %d %s prompts are longer than max_prompt_length %d and left out",
-            len(all_of_them) - len(kept),
-            len(all_of_them),
-            name,
-            config.max_prompt_length,
-        )
+    limit, setting = config.max_prompt_length, "ppo.max_prompt_length"
+    train = encode_prompts(data.train, chat, limit=limit, name="training", setting=setting)
+    held_out = encode_prompts(data.eval, chat, limit=limit, name="held-out", setting=setting)
     return Prompts(
-        train=short,
+        train=train,
         held_out=held_out,
         stream=RowStream(
-            num_rows=len(short), batch_size=config.prompts_per_rollout, seed=config.seed
+            num_rows=len(train), batch_size=config.prompts_per_rollout, seed=config.seed
         ),
         group_size=config.group_size,
         fingerprint=fingerprint(data.train),
         record=data.prompts,
     )
-
-
-def _encode(examples: Sequence[Example], chat: ChatFormat) -> list[Prompt]:
-    return [
-        Prompt(example.prompt, chat.encode_prompt(example.prompt), example.extra)
-        for example in examples
-    ]
-
-
-def _short(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    return [prompt for prompt in prompts if len(prompt.input_ids) <= limit]
 
 
 def generate_responses(

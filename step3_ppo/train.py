@@ -31,7 +31,7 @@ from pipeline.run.run import Run
 from pipeline.run.training import check_finite, keeping_best, run_step
 from pipeline.system.logs import Clock
 from pipeline.system.torch_process import seed_generators
-from step3_ppo.evaluate import Course
+from step3_ppo.evaluate import Evaluator
 from step3_ppo.experience import check_rollout_gap, compute_advantages, score_responses
 from step3_ppo.guards import RLSignals
 from step3_ppo.losses import KLController
@@ -55,7 +55,7 @@ class Setup:
     ema: Ema | None
     ptx: PtxStream | None
     guards: Guards
-    course: Course
+    evaluator: Evaluator
     checkpoints: Checkpoints
     utilization: UpdateUtilization
 
@@ -84,7 +84,7 @@ def set_up(
     models = load_models(config, tokenizer, chat, iterations=run.total_steps, sources=sources)
     if models.reward is not None and models.reward.text is not None:
         models.reward.text.know((*prompts.train, *prompts.held_out))
-    course = Course(models, prompts.held_out, config, total_steps=run.total_steps)
+    evaluator = Evaluator(models, prompts.held_out, config, total_steps=run.total_steps)
     kl = KLController(config.kl_weight, config.kl_target, config.kl_horizon)
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
     ptx = open_ptx(chat, within_context(config, config.actor), prompts.record)
@@ -98,7 +98,7 @@ def set_up(
             "controller": kl,
             "ema": ema,
             "ptx": ptx,
-            "best": course.best,
+            "best": evaluator.best,
             "guards": guards,
             "rewards": None if sources.is_empty else sources,
         },
@@ -107,9 +107,9 @@ def set_up(
         guards=guards,
     )
     set_moments(models, prompts, config, checkpoints)
-    course.begin(checkpoints, run)
+    evaluator.begin(checkpoints, run)
     utilization = update_utilization(models, config, run.mesh)
-    ppo = Setup(models, prompts, kl, ema, ptx, guards, course, checkpoints, utilization)
+    ppo = Setup(models, prompts, kl, ema, ptx, guards, evaluator, checkpoints, utilization)
     slow_down(ppo)
     return ppo
 
@@ -160,13 +160,13 @@ def train(config: PPOConfig) -> Path:
         RewardSources(config, cache_dir=run.path("reward_cache")) as sources,
     ):
         ppo = set_up(config, tokenizer, chat, prompts, run, sources)
-        with keeping_best(run, ppo.course.best, ppo.export_actor, actor=config.actor):
+        with keeping_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps(enough=lambda: ppo.guards.stopped):
                 metrics = iterate(ppo, config, run, step=step)
-                ppo.course.evaluate(step, run)
+                ppo.evaluator.evaluate(step, run)
                 ppo.guards.watch(ppo.checkpoints, step, metrics, lambda: slow_down(ppo))
-        export_models(ppo.models, ppo.ema, run, best=ppo.course.best)
-        ppo.course.end(run, ppo.guards)
+        export_models(ppo.models, ppo.ema, run, best=ppo.evaluator.best)
+        ppo.evaluator.end(run, ppo.guards)
     return config.output_dir
 
 

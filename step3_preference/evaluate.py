@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evaluation.evaluate import Chat, Generating, TaskEvaluations, generating_from
-from evaluation.held_out import HeldOutPrompts, Prompt, conclude, responses_of_base
+from evaluation.held_out import HeldOutPrompts, Prompt, conclude, encode_prompts, responses_of_base
 from evaluation.scored import (
     HeldOutResponses,
     ScoredResponse,
@@ -21,20 +21,17 @@ from evaluation.scored import (
 from inference.engine.requests import Response
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
-from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.data.examples import Encoded, Example
+from pipeline.data.examples import Encoded
 from pipeline.engine.parts import BestWeights
 from pipeline.guards.guards import Guards
 from pipeline.models.chat import decode_response
-from pipeline.models.load import model_path
 from pipeline.models.reward_model import score_responses
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.checkpoints import Checkpoints
-from pipeline.run.run import Run, training_at
+from pipeline.run.run import Run
 from pipeline.run.training import Rows, Training, check_finite, check_start
-from pipeline.system.errors import DataError, require
 from step3_preference.config import TITLES, PreferenceConfig
 from step3_preference.objective import Figures, Point, kto_weights, objective
 from step3_preference.reference import Reference, Start
@@ -130,8 +127,11 @@ class HeldOut(HeldOutPrompts):
         """Other prompts, answered and judged in the same way."""
         return HeldOut(prompts, self.chat, self.generating, self.start, self.config)
 
-    def scored(self, responses: Sequence[Response]) -> list[ScoredResponse]:
+    def scored(
+        self, responses: Sequence[Response], *, strict: bool = False
+    ) -> list[ScoredResponse]:
         """Text and score of the responses of all processes, in the order of the prompts."""
+        del strict  # a reward model never fails
         texts = [decode_response(self.chat.tokenizer, each.ids) for each in responses]
         scores = self._scores(texts, self.config.reward)
         return self.merged(
@@ -212,33 +212,7 @@ class HeldOut(HeldOutPrompts):
         return next(iter(self.by_prompt(responses).values()), [None] * len(responses))
 
 
-def held_out_prompts(
-    examples: Sequence[Example], chat: ChatFormat, config: PreferenceConfig
-) -> list[Prompt]:
-    """The prompts as token ids; those over `max_prompt_length` are left out, and counted.
-
-    Raises:
-        DataError: none is short enough.
-    """
-    encoded = [
-        Prompt(each.prompt, chat.encode_prompt(each.prompt), each.extra) for each in examples
-    ]
-    short = [each for each in encoded if len(each.input_ids) <= config.max_prompt_length]
-    if not short:
-        shortest = min(len(each.input_ids) for each in encoded)
-        raise DataError(
-            f"every held-out prompt is longer than preference.max_prompt_length"
-            f" {config.max_prompt_length} (the shortest has {shortest} tokens); raise it"
-        )
-    if len(short) < len(encoded):
-        logger.info(
-            "%d of %d held-out prompts are longer than max_prompt_length %d and not answered",
-            *(len(encoded) - len(short), len(encoded), config.max_prompt_length),
-        )
-    return short
-
-
-class Course:
+class Evaluator:
     """Evaluates the actor at the start, now and then, and at the end.
 
     The best actor is that of the smallest loss on held-out rows. A loss sees how responses compare,
@@ -253,7 +227,13 @@ class Course:
         self.config = config = training.config
         chat = Chat(training.rows.tokenizer, training.rows.chat)
         generating = generating_from(training.model, training.engine)
-        prompts = held_out_prompts(training.rows.data.held_out_prompts, training.rows.chat, config)
+        prompts = encode_prompts(
+            training.rows.data.held_out_prompts,
+            training.rows.chat,
+            limit=config.max_prompt_length,
+            name="held-out",
+            setting="preference.max_prompt_length",
+        )
         self.held_out = HeldOut(prompts, chat, generating, reference.start, config)
         self.watched = self.held_out.on(prompts[: config.eval_prompts])
         self.tasks = TaskEvaluations(config, chat, generating)
@@ -270,24 +250,18 @@ class Course:
             ModelError: its figures are not finite.
             ConfigError: the run goes on, and the model that it began from is no longer there.
         """
-        path = model_path(self.config.model)
-        training = training_at(path)
-        require(
-            checkpoints.once("training", lambda: training) == training,
-            f"the model in {path} is not the one that this run began from: it was trained again;"
-            " restore that one, or pass --overwrite to start again",
-        )
+        start = checkpoints.require_same_start(self.config.model)
         self.first = checkpoints.once("rows", self._rows)
         check_start(self.config.model.path, self.first)
         self.before = HeldOutResponses.read(
-            checkpoints.once("before", lambda: asdict(self._answer_all()))
+            checkpoints.once("before", lambda: asdict(self.held_out.answer_all()))
         )
         self.first_tasks = checkpoints.once("tasks", self.tasks.metrics)
         responses = self.before.sampled[: len(self.watched.prompts)]
         figures = {**self.first, **self._answered(responses, kl=self.before.kl)}
         if checkpoints.is_new:
             self.best.update(self.first["loss"], step=0)
-            details = {"began_from": training or path, **self._by_prompt(responses)}
+            details = {"began_from": start, **self._by_prompt(responses)}
             run.evaluated(0, {**figures, **self.first_tasks}, details=details)
         return figures
 
@@ -315,7 +289,7 @@ class Course:
 
     def end(self, run: Run, guards: Guards) -> None:
         """Let the exported actor and the base answer all prompts; write samples and the result."""
-        rows, after, config = self._rows(), self._answer_all(), self.config
+        rows, after, config = self._rows(), self.held_out.answer_all(), self.config
         best = self.best
         evaluation = {
             **self._summary(after),
@@ -332,7 +306,7 @@ class Course:
         plain = {name: each for name, each in evaluation.items() if each is not None}
         ended = run.step if guards.stopped else run.total_steps
         run.evaluated(ended, plain, details=details)
-        say_where_it_ended(self.first, rows, best, config)
+        warn_if_not_improved(self.first, rows, best, config)
         tasks = self.tasks.summary(
             self.first_tasks, changed=best.step != best.last_step or guards.stopped
         )
@@ -350,16 +324,6 @@ class Course:
 
     def _rows(self) -> dict[str, float]:
         return evaluate_rows(self.training.held_out, self.reference, self.config)
-
-    def _answer_all(self) -> HeldOutResponses:
-        with self.held_out.generating() as actor:
-            sampled = self.held_out.respond(actor, temperature=self.config.temperature)
-            greedy = self.held_out.respond(actor, temperature=0.0)
-        return HeldOutResponses(
-            greedy=self.held_out.scored(greedy),
-            sampled=self.held_out.scored(sampled),
-            kl=self.held_out.kl(sampled),
-        )
 
     def _answered(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
         """Figures of sampled responses to the watched prompts."""
@@ -406,7 +370,7 @@ class Course:
         }
 
 
-def say_where_it_ended(
+def warn_if_not_improved(
     before: Mapping[str, float],
     after: Mapping[str, float],
     best: BestWeights,

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Float
 from peft import PeftModel
@@ -22,7 +20,7 @@ from torch import Tensor
 from inference.replica import Replica
 from pipeline.data.batches import RowStream
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.data.examples import Encoded, Example
+from pipeline.data.examples import Example
 from pipeline.data.sharing.prompts import fingerprint
 from pipeline.data.sharing.steps import StageData
 from pipeline.engine.engine import Engine
@@ -40,30 +38,8 @@ from step3_preference.rows import ComparedBatch, Fate, Row, RowBatch, cut, fit, 
 logger = logging.getLogger(__name__)
 
 
-KEPT_TOKENS = 2**25
-"""Of the rows that stay encoded, at five bytes each; further ones are encoded as they come."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A sequence in little memory."""
-
-    input_ids: npt.NDArray[np.int32]
-    trained: npt.NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, side: Encoded | None) -> "Packed | None":
-        """The sequence, where there is one."""
-        if side is None:
-            return None
-        return cls(np.array(side.input_ids, np.int32), np.array(side.trained, np.bool_))
-
-    def whole(self) -> Encoded:
-        """The sequence, unpacked."""
-        return Encoded(self.input_ids.tolist(), self.trained.tolist())
-
-
-Sides = tuple[Packed | None, Packed | None]
+KEPT: tuple[Fate, ...] = ("whole", "cut")
+"""Fates of rows that are learned from."""
 
 
 class RowStore:
@@ -72,28 +48,26 @@ class RowStore:
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
         self.held_out: list[Row] = []
-        self._packed: list[Sides | None] = []
+        self._examples: Sequence[Example] = ()
 
     def sift(self, data: StageData, chat: ChatFormat) -> StageData:
-        """The rows that can be learned from, which the store has from then on; all call it.
+        """Keep the rows that can be learned from; all processes call it.
 
         Raises:
             DataError: none is left to train on, or to evaluate; or of kto's responses all are good,
                 or all bad.
         """
         self._chat = chat
-        fates, self._packed = self._look("training", data.train)
-        held_fates, _ = self._look("held-out", data.eval)
-        kept = [self._kept(data.train, fates), self._kept(data.eval, held_fates)]
+        train, evaluated = self._keep("training", data.train), self._keep("held-out", data.eval)
         if self.config.is_unpaired:
-            for name, examples in zip(("training", "held-out"), kept, strict=True):
-                _require_both(name, examples)
-        self._examples, evaluated = kept
+            _require_both("training", train)
+            _require_both("held-out", evaluated)
+        self._examples = train
         self.held_out = [fit(example, chat, self.config)[0] for example in evaluated]
-        return replace(data, train=kept[0], eval=evaluated)
+        return replace(data, train=train, eval=evaluated)
 
     def __len__(self) -> int:
-        return len(self._packed)
+        return len(self._examples)
 
     @property
     def num_good(self) -> int:
@@ -102,37 +76,18 @@ class RowStore:
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
         """The training rows of these numbers."""
-        return [self._row(number) for number in numbers]
+        return [fit(self._examples[row], self._chat, self.config)[0] for row in numbers]
 
-    def _row(self, number: int) -> Row:
-        packed = self._packed[number]
-        if packed is None:
-            return fit(self._examples[number], self._chat, self.config)[0]
-        return Row(*(each and each.whole() for each in packed))
-
-    def _look(
-        self, name: str, examples: Sequence[Example]
-    ) -> tuple[list[Fate], list[Sides | None]]:
-        """What becomes of each example, and those that stay, packed; each process sees a share."""
+    def _keep(self, name: str, examples: Sequence[Example]) -> list[Example]:
+        """The examples that can be learned from; each process encodes a share of them."""
         data = current_mesh().data
-        room = KEPT_TOKENS // data.size
-        mine: list[tuple[Fate, Sides | None]] = []
-        for number in range(data.rank, len(examples), data.size):
-            row, fate = fit(examples[number], self._chat, self.config)
-            room -= row.num_tokens
-            stays = fate in ("whole", "cut") and room > 0
-            mine.append((fate, (Packed.of(row.chosen), Packed.of(row.rejected)) if stays else None))
-        everyones = data.gather_objects(mine)
-        found: list[tuple[Fate, Sides | None]] = [
-            everyones[row % data.size][row // data.size] for row in range(len(examples))
+        own: list[Fate] = [fit(x, self._chat, self.config)[1] for x in data.share(examples)]
+        gathered = data.gather_objects(own)
+        fates: list[Fate] = [
+            gathered[row % data.size][row // data.size] for row in range(len(examples))
         ]
-        fates: list[Fate] = [fate for fate, _ in found]
         _report(name, Counter(fates), len(examples), self.config)
-        return fates, [sides for fate, sides in found if fate in ("whole", "cut")]
-
-    def _kept(self, examples: Sequence[Example], fates: Sequence[Fate]) -> list[Example]:
-        pairs = zip(examples, fates, strict=True)
-        return [example for example, fate in pairs if fate in ("whole", "cut")]
+        return [example for example, fate in zip(examples, fates, strict=True) if fate in KEPT]
 
 
 def check_learnable(
@@ -151,7 +106,7 @@ def check_learnable(
         for example in examples:
             _, fate = fit(example, chat, config)
             fates[fate] += 1
-            if fate in ("whole", "cut"):
+            if fate in KEPT:
                 kept.append(example)
                 kinds.add(bool(example.chosen))
             if len(kinds) == (2 if config.is_unpaired else 1):

@@ -11,20 +11,99 @@ if __name__ == "__main__":
     before_imports(PreferenceConfig)
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from pipeline.cli.options import run_main
-from pipeline.models.trained import within_context
+from pipeline.guards.guards import Guards
+from pipeline.models.export import export, set_stop_tokens
+from pipeline.models.forward import Policy
+from pipeline.models.passes import passes_of
+from pipeline.models.trained import trained_causal_lm, within_context
+from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.run import Run
-from pipeline.run.training import keeping_best, load_rows, run_step
+from pipeline.run.training import (
+    Rows,
+    Training,
+    keeping_best,
+    load_rows,
+    run_step,
+    steps_between_evaluations,
+)
+from pipeline.run.training import set_up as set_up_training
 from pipeline.system.torch_process import seed_generators
-from step3_preference.objective import Figures, Point, objective
-from step3_preference.reference import RowStore
-from step3_preference.rows import ComparedBatch, cut
-from step3_preference.setup import Setup, set_up
+from step3_preference.config import PreferenceConfig
+from step3_preference.evaluate import Evaluator
+from step3_preference.guards import PreferenceSignals
+from step3_preference.objective import Figures, Point, kto_weights, objective
+from step3_preference.reference import Reference, RowStore, Start, open_reference
+from step3_preference.rows import ComparedBatch, Row, cut
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The actor that learns, what it is compared with, and its evaluations."""
+
+    training: Training[PreferenceConfig, Row, Rows]
+    store: RowStore
+    reference: Reference
+    evaluator: Evaluator
+    guards: Guards
+
+    weights: tuple[float, float]
+    """Weights of good and of bad responses in the loss kto; other losses ignore them."""
+
+    def slow_down(self) -> None:
+        """After each rollback learn half as fast."""
+        self.training.engine.lr_scale = 0.5**self.guards.rollbacks
+
+    def export(self) -> None:
+        """Write the actor with its present weights to the output directory."""
+        training = self.training
+        directory = training.config.output_dir / "actor"
+        export(training.model, training.rows.tokenizer, directory, weights=training.engine)
+
+
+def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> Setup:
+    """Load the actor, find the reference, and take up the state of an earlier run with `resume`.
+
+    Raises:
+        ModelError: the actor's first figures are not finite.
+        ConfigError: settings that the model can't take.
+    """
+    model = trained_causal_lm(
+        config.model,
+        rows.tokenizer,
+        device=local_device(),
+        seed=config.seed,
+    )
+    set_stop_tokens(model, rows.chat.stop_ids)
+    passes = passes_of(
+        model,
+        config.model,
+        config.parallel,
+        run.mesh,
+        lambda whole: Policy(whole, kernels=config.model.kernels),
+        total_steps=rows.total_steps,
+        name="actor",
+    )
+    # Both before any state is loaded: they are of the weights that the run begins with.
+    start = Start(passes)
+    reference = open_reference(start, rows, store, config)
+    interval = steps_between_evaluations(config, rows, store.held_out)
+    guards = Guards(config.guards, PreferenceSignals(), interval)
+    training = set_up_training(
+        config, model, passes.engine, rows, store.held_out, run, guards, passes
+    )
+    evaluator = Evaluator(training, reference)
+    guards.first = evaluator.begin(training.checkpoints, run)
+    weights = kto_weights(store.num_good, len(store) - store.num_good, config)
+    setup = Setup(training, store, reference, evaluator, guards, weights)
+    setup.slow_down()
+    return setup
 
 
 def train(config: PreferenceConfig) -> Path:
@@ -36,20 +115,20 @@ def train(config: PreferenceConfig) -> Path:
     rows = load_rows(config, config.model, step=3, sift=store.sift)
     with Run(config, name=config.step_name, total_steps=rows.total_steps, mesh=mesh) as run:
         setup = set_up(config, rows, store, run)
-        course, training = setup.course, setup.training
+        evaluator, training = setup.evaluator, setup.training
 
         def enough() -> bool:
-            return setup.guards.stopped or course.best.worse_in_a_row == config.patience
+            return setup.guards.stopped or evaluator.best.worse_in_a_row == config.patience
 
-        with keeping_best(run, course.best, setup.export, model=config.model):
+        with keeping_best(run, evaluator.best, setup.export, model=config.model):
             for step in training.checkpoints.steps(enough=enough):
                 learn(setup, run, step=step)
-                figures = course.evaluate(step, run)
+                figures = evaluator.evaluate(step, run)
                 if figures:
                     setup.guards.watch(training.checkpoints, step, figures, setup.slow_down)
-        course.best.restore()
+        evaluator.best.restore()
         setup.export()
-        course.end(run, setup.guards)
+        evaluator.end(run, setup.guards)
     return config.output_dir
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import LENGTH, StepConfig, affects_result
+from pipeline.config import LENGTH, FrozenModelConfig, StepConfig, affects_result
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import MANIFEST, Fragment
 from pipeline.engine.checkpoint.history import (
@@ -35,9 +35,10 @@ from pipeline.engine.state import (
     weights_fragments,
 )
 from pipeline.models.consolidate import TOKENIZER, describe_model
-from pipeline.run.run import CHECKPOINTS, Run
+from pipeline.models.load import model_path
+from pipeline.run.run import CHECKPOINTS, Run, training_at
 from pipeline.settings.fields import plain, portable
-from pipeline.system.errors import CheckpointError, ConfigError, JobFailed
+from pipeline.system.errors import CheckpointError, ConfigError, JobFailed, require
 from pipeline.system.faults import fault_point
 from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
 from pipeline.system.torch_process import random_state, set_random_state
@@ -112,6 +113,21 @@ class Checkpoints:
         if name not in self._once:
             self._once[name] = compute()
         return self._once[name]
+
+    def require_same_start(self, model: FrozenModelConfig) -> str:
+        """The training, or else the path, of the model that the run began from.
+
+        Raises:
+            ConfigError: the run resumes, and the model has been trained again.
+        """
+        path = model_path(model)
+        training = training_at(path)
+        require(
+            self.once("training", lambda: training) == training,
+            f"the model in {path} is not the one that this run began from: it was trained again;"
+            " restore that one, or pass --overwrite to start again",
+        )
+        return training or path
 
     def steps(self, *, enough: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """The numbers of the steps to do, until there are `enough`.
