@@ -115,7 +115,8 @@ def _check_model(name: str, path: str, stage: Stage, config: StepConfig, *, made
         " --output-dir",
     )
     if not made and not (directory / "config.json").is_file():
-        reason = "the directory has no config.json" if directory.is_dir() else "no such directory"
+        exists = directory.is_dir()
+        reason = "the directory has no config.json" if exists else "there is no such directory"
         raise ModelError(f"{name} {path}: no such model; {reason}")
 
 
