@@ -68,7 +68,8 @@ def with_rows_for(
         weights: full tensors by their names in the model without adapters.
     """
     state = model.state_dict(keep_vars=True)
-    table = model.get_input_embeddings().weight
+    # A later stage of a pipeline has no table.
+    table = getattr(model.get_input_embeddings(), "weight", None)
     tables = {_in_plain(name) for name, tensor in state.items() if tensor is table}
     count = padding_id(tokenizer) + 1
     for name, tensor in weights:
