@@ -27,6 +27,8 @@ class Rows:
     tokenizer: "PreTrainedTokenizerBase"
     corpus: Corpus
     total_steps: int
+    prompts: None = None
+    """Texts have no prompts."""
 
     @property
     def stream(self) -> MixedStream:
@@ -37,11 +39,6 @@ class Rows:
     def fingerprint(self) -> str:
         """Hash of the tokens and their mixture."""
         return self.corpus.fingerprint
-
-    @property
-    def prompts(self) -> None:
-        """None: texts have no prompts."""
-        return None
 
 
 def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> Rows:
