@@ -18,10 +18,10 @@ GRID = [(name, case) for name in OPERATORS for case in CASES[name].GRID]
 
 def is_right(name: str, case: Any, emulator: Emulator) -> bool:
     cases, device = CASES[name], torch.device("cpu")
-    inputs = cases.inputs_of(case, device)
+    inputs = cases.make_inputs(case, device)
     with emulator.memory(*inputs.tensors(), schedule=case.schedule):
         out = cases.run(case, inputs, emulator.gpu())
-    return cases.is_right(case, cases.inputs_of(case, device), out)
+    return cases.is_right(case, cases.make_inputs(case, device), out)
 
 
 @pytest.mark.parametrize(("name", "case"), QUICK, ids=str)
