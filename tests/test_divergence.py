@@ -85,7 +85,7 @@ def train_py(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.jobs
+@pytest.mark.faults
 def test_the_pipeline_stops_there_and_resumes_with_a_smaller_rate(tmp_path: Path) -> None:
     out = tmp_path / "out"
     short = ("--sft.max_steps", "6", "--reward.max_steps", "2", "--sft.save_every", "1")

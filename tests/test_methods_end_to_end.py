@@ -47,7 +47,7 @@ def weights(directory: Path) -> bytes:
     return (directory / "actor" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.jobs
+@pytest.mark.faults
 def test_methods_of_one_run_are_compared_and_end_as_alone(tmp_path: Path) -> None:
     save_models(tmp_path)
     paths = {"actor": "actor", "critic": "reward", "reward": "reward"}

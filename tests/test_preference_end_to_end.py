@@ -49,7 +49,7 @@ def test_dpo_beside_ppo_is_compared_at_equal_kl_and_judged_by_program_and_reward
     assert "implicit rewards put" in page
 
 
-@pytest.mark.jobs
+@pytest.mark.faults
 def test_two_processes_learn_from_labels_with_adapters_and_resume_skips_what_is_done(
     tmp_path: Path,
 ) -> None:

@@ -69,7 +69,7 @@ def weights(out: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.jobs
+@pytest.mark.faults
 def test_two_addresses_of_this_machine_end_as_one_with_two_processes(tmp_path: Path) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\nexec sh -c "$2"\n')

@@ -38,7 +38,7 @@ def get_path(plan: Plan, name: str) -> str:
     return config.model.path
 
 
-@pytest.mark.jobs
+@pytest.mark.faults
 def test_step_1_begins_with_what_step_0_makes_and_both_are_reported(
     texts: Path, tmp_path: Path
 ) -> None:

@@ -69,7 +69,7 @@ def test_an_actor_that_only_got_worse_is_not_exported_and_it_says_so(
     assert max(objectives) == objectives[0]
 
 
-@pytest.mark.jobs
+@pytest.mark.faults
 def test_a_run_that_goes_on_insists_on_the_model_that_it_began_from(
     toy: Path, tmp_path: Path
 ) -> None:
