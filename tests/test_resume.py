@@ -20,7 +20,6 @@ from pipeline.config import (
 )
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.system.errors import ConfigError
 from step0_pretrain.config import PretrainConfig
 from step0_pretrain.train import train as train_pretrain
 from step1_sft.config import SFTConfig
@@ -201,54 +200,6 @@ def test_a_run_that_was_cut_off_ends_as_the_whole_one(
     assert exported(again) == exported(whole)
     for name, directory in () if keeps_best else EXPORTED_LAST[step].items():
         check_consolidated(name, whole, whole / directory, tmp_path / name)
-
-
-def test_a_run_that_is_made_longer_ends_as_one_that_was_so_from_the_start(
-    start: Path, tmp_path: Path
-) -> None:
-    config = CONFIGS["sft"](start)
-    optim = replace(config.model.optim, schedule="constant", warmup_steps=2)
-    config = replace(config, model=replace(config.model, optim=optim))
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    run(replace(config, output_dir=whole))
-    run(replace(config, output_dir=again, max_steps=CUT))
-
-    run(replace(config, output_dir=again, resume=True))
-
-    assert metrics(again) == metrics(whole)
-    first, second = saved(whole, 2 * CUT), saved(again, 2 * CUT)
-    # What else this process has drawn is in its generators.
-    different = [key for key in first if not torch.equal(first[key], second[key])]
-    assert all(key.startswith("random/") for key in different)
-    assert exported(again) == exported(whole)
-
-
-@pytest.mark.parametrize(
-    ("changes", "steps", "sentence"),
-    [
-        (
-            {"schedule": "cosine", "warmup_ratio": 0.0},
-            2 * CUT,
-            r"depend on that: model\.optim\.schedule cosine ends with the run; keep max_steps",
-        ),
-        (
-            {"schedule": "constant"},
-            2 * CUT,
-            r"depend on that: model\.optim\.warmup_steps is null, so that the warm-up is a share",
-        ),
-        ({"schedule": "constant", "warmup_steps": 1}, 1, r"has 1, of which 2 are done already;"),
-    ],
-)
-def test_a_run_of_another_length_is_refused_where_it_would_have_been_another(
-    changes: dict[str, Any], steps: int, sentence: str, start: Path, tmp_path: Path
-) -> None:
-    config = replace(CONFIGS["sft"](start), output_dir=tmp_path, max_steps=CUT)
-    optim = OptimConfig(lr=1e-3, **changes)
-    config = replace(config, model=replace(config.model, optim=optim))
-    run(config)
-
-    with pytest.raises(ConfigError, match=sentence):
-        run(replace(config, max_steps=steps, resume=True))
 
 
 EXPORTED_LAST: dict[str, dict[str, str]] = {

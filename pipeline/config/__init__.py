@@ -27,7 +27,6 @@ from pipeline.config.model import (
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.step import (
-    LENGTH,
     Generation,
     ModelUse,
     RowCounts,
@@ -41,7 +40,6 @@ from pipeline.config.step import (
 __all__ = [
     "DEFAULT_OPTIM",
     "EMBEDDED",
-    "LENGTH",
     "LORA_RATE",
     "AdapterVariant",
     "DataConfig",

@@ -491,8 +491,3 @@ def affects_result(name: str) -> bool:
     """Whether the setting of this dotted name decides what a run results in."""
     free = any(fnmatch(name, pattern) for pattern in FREE_SETTINGS)
     return not free or name.endswith(".zero.reduce_dtype")
-
-
-LENGTH = ("max_steps", "epochs")
-"""Settings of the number of steps: a run may take more when it continues, under a learning rate
-that does not depend on it."""

@@ -16,15 +16,13 @@ from typing import Any
 
 import yaml
 
-from pipeline.budget.fit import trained_models
 from pipeline.cli.options import split_options
-from pipeline.config import LENGTH, StepConfig, affects_result
-from pipeline.engine.lr import length_dependence
+from pipeline.config import StepConfig, affects_result
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage, directories
-from pipeline.settings.fields import flatten, plain, portable
+from pipeline.settings.fields import plain, portable
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import TRAIN
 
@@ -101,7 +99,7 @@ def finished_steps(
     if not request.overwrite:
         for stage in present:
             _check_step(request, stage, configs[stage.name])
-    return _skipped(request, stages, configs)
+    return _skipped(request, stages)
 
 
 def clear_step(out: Path, name: str) -> None:
@@ -115,33 +113,11 @@ def clear_step(out: Path, name: str) -> None:
         _write_summary(out, {step: result for step, result in steps.items() if step != name})
 
 
-def can_go_on(out: Path, name: str, config: StepConfig) -> bool:
-    """Whether the step was cut off, or will be longer, and has left a checkpoint."""
+def can_go_on(out: Path, name: str) -> bool:
+    """Whether the step was cut off and has left a checkpoint."""
     directory = out / name
-    ended = (directory / DIVERGED).exists() or (
-        (directory / RESULT).exists() and not _is_longer(directory, config)
-    )
+    ended = (directory / DIVERGED).exists() or (directory / RESULT).exists()
     return not ended and any((directory / CHECKPOINTS).glob("step_*"))
-
-
-def _is_longer(directory: Path, config: StepConfig) -> bool:
-    """Whether a recorded step is to take more steps, and its learning rates allow for it."""
-    recorded, wanted = _recorded(directory), flatten(plain(config))
-    steps, epochs = ((recorded.get(name), wanted[name]) for name in LENGTH)
-    more = epochs if steps == (None, None) else steps
-    if None in more or more[0] >= more[1]:
-        return False
-    return not _length_dependence(config)
-
-
-def _length_dependence(config: StepConfig) -> str:
-    """The setting that ties learning rates of one of its models to the number of steps, if any."""
-    found = (
-        f"{role}.{how}"
-        for role, model in trained_models(config).items()
-        if (how := length_dependence(model.optim))
-    )
-    return next(found, "")
 
 
 def discard_empty_step(out: Path, name: str) -> None:
@@ -240,7 +216,7 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
     finished = (directory / RESULT).is_file()
     chosen = stage.number in request.step
     if chosen and request.resume:
-        started = finished or can_go_on(request.output_dir, stage.name, config)
+        started = finished or can_go_on(request.output_dir, stage.name)
         if started and difference:
             raise ConfigError(
                 f"step {stage.number} in {directory} was {'finished' if finished else 'started'}"
@@ -253,7 +229,7 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
             " setting, choose another directory, or pass --overwrite"
         )
     elif chosen:
-        goes_on = can_go_on(request.output_dir, stage.name, config)
+        goes_on = can_go_on(request.output_dir, stage.name)
         cut_off = "continues from its checkpoint" if goes_on else "starts it again"
         raise ConfigError(
             f"step {stage.number} in {directory} is {'' if finished else 'not '}finished;"
@@ -261,17 +237,13 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
         )
 
 
-def _skipped(
-    request: Request, stages: Sequence[Stage], configs: Mapping[str, StepConfig]
-) -> set[str]:
+def _skipped(request: Request, stages: Sequence[Stage]) -> set[str]:
     """The finished steps that `--resume` skips: those that follow none that must run."""
     chosen = [stage for stage in stages if stage.number in request.step]
     finished = {
         stage.name
         for stage in chosen
-        if request.resume
-        and (request.output_dir / stage.name / RESULT).is_file()
-        and not _is_longer(request.output_dir / stage.name, configs[stage.name])
+        if request.resume and (request.output_dir / stage.name / RESULT).is_file()
     }
     # Methods side by side have one number: none of them follows another.
     last = min((stage.number for stage in chosen if stage.name not in finished), default=None)
@@ -289,11 +261,9 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
     """
     recorded = _recorded(directory)
     wanted = portable(plain(config))
-    longer = request.resume and _is_longer(directory, config)
-    # A method decides many other settings, and some others whether the length may change: what the
-    # user would have to change comes first.
+    # A method decides many other settings: what the user would have to change comes first.
     names = recorded.keys() | wanted.keys()
-    for name in sorted(names, key=lambda name: (name != "method", name in LENGTH, name)):
+    for name in sorted(names, key=lambda name: (name != "method", name)):
         role, _, field = name.rpartition(".")
         begins = field == "path" and stage.models.get(role) == BEFORE and role == stage.main_role
         own = not stage.config_class.reads_dialogues and name.startswith("data.")
@@ -303,12 +273,8 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
         there, here = recorded.get(name), wanted.get(name)
         if any(each.startswith(f"{name}.") for each in (*recorded, *wanted)):
             continue  # a mapping that is empty on the other side: its first name is the difference
-        if there != here and affects_result(name) and not (longer and name in LENGTH):
-            tied = _length_dependence(config) if name in LENGTH and request.resume else ""
-            reason = f", and {stage.section}.{tied}" if tied else ""
-            return (
-                f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}{reason}"
-            )
+        if there != here and affects_result(name):
+            return f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}"
     return ""
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import LENGTH, FrozenModelConfig, StepConfig, affects_result
+from pipeline.config import FrozenModelConfig, StepConfig, affects_result
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import MANIFEST, Fragment
 from pipeline.engine.checkpoint.history import (
@@ -23,7 +23,6 @@ from pipeline.engine.checkpoint.history import (
 )
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
-from pipeline.engine.lr import goes_on_alike, length_dependence
 from pipeline.engine.parts import KeepsWeights, KnowsHealth, Stateful
 from pipeline.engine.state import (
     describe,
@@ -317,7 +316,6 @@ class Checkpoints:
             )
         if checkpoint is not None:
             check_same_run(checkpoint, self.config, self.data)
-            check_length(checkpoint, self.engines, self.run.total_steps)
             applies = record is not None and record.invalidates(checkpoint.state)
             self._load(checkpoint, record if applies else None)
             return
@@ -371,7 +369,7 @@ def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> Non
     theirs = _deciding(state["settings"])
     for name in sorted(theirs.keys() | settings.keys()):
         there, here = theirs.get(name), settings.get(name)
-        if there != here and name not in LENGTH:
+        if there != here:
             raise ConfigError(
                 f"{checkpoint.path} was made with {name} {there}, and this run has {here};"
                 " keep that setting, or pass --overwrite to start again"
@@ -381,35 +379,6 @@ def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> Non
             f"the training rows are not those of {checkpoint.path}: the data has changed;"
             " restore it, or pass --overwrite to start again"
         )
-
-
-def check_length(checkpoint: Checkpoint, engines: Mapping[str, Engine], total_steps: int) -> None:
-    """Raise unless its steps are those with which a run as long as this one begins.
-
-    Args:
-        checkpoint: to go on from.
-        engines: of the models that learn, by name.
-        total_steps: of this run.
-
-    Raises:
-        ConfigError: it has taken more steps already, or its learning rates were others.
-    """
-    there = int(checkpoint.state["total_steps"])
-    if there == total_steps:
-        return
-    ends = f"{checkpoint.path} is of a run of {there} steps, and this one has {total_steps}"
-    hint = "keep max_steps and epochs, or pass --overwrite to start again"
-    if total_steps < checkpoint.step:
-        raise ConfigError(f"{ends}, of which {checkpoint.step} are done already; {hint}")
-    for name, engine in engines.items():
-        # In step 3 an iteration has several optimizer steps.
-        before = max(1, engine.total_steps * there // total_steps)
-        if not goes_on_alike(before, engine.total_steps, optim=engine.optim):
-            raise ConfigError(
-                f"{ends}, and its learning rates depend on that: {name}."
-                f"{length_dependence(engine.optim)}; {hint}. A run can be made longer whose"
-                " schedule has no end, such as constant, and whose warmup_steps are set"
-            )
 
 
 def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _goes_on(plan: Plan, stage: Stage) -> bool:
     steps = (each for each in plan.stages if each.name not in plan.finished)
     if not plan.request.resume or any(each.number < stage.number for each in steps):
         return False
-    return can_go_on(plan.request.output_dir, stage.name, plan.configs[stage.name])
+    return can_go_on(plan.request.output_dir, stage.name)
 
 
 def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
