@@ -157,8 +157,7 @@ class LabConfig:
     """Longest dialogue in tokens; what is longer loses its beginning."""
 
     output_dir: Path | None = None
-    """Where lab.json, predictions.jsonl and report.html go; null is `lab` in the model's directory.
-    """
+    """Where lab.json and predictions.jsonl go; null is `lab` in the model's directory."""
 
     actor: str | None = None
     """A model that answers the built-in task's prompts, such as OUT/step1_sft: draws the curve of

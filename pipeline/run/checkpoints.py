@@ -273,7 +273,6 @@ class Checkpoints:
     def _document(self) -> dict[str, Any]:
         return {
             "name": self.run.name,
-            "total_steps": self.run.total_steps,
             "data": self.data,
             "settings": deciding_settings(self.config),
             "engines": {name: describe(each) for name, each in self.engines.items()},

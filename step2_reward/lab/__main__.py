@@ -13,7 +13,7 @@ from step2_reward.config import LabConfig
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, write lab.json, predictions.jsonl and report.html, print the sentences.
+    """Measure, write lab.json and predictions.jsonl, print the sentences.
 
     Raises:
         UserError: a wrong setting, no classifier at the path, or no rows to measure it by.
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
         usage=f"{MODULE} step2_reward.lab --path DIR [--data-path FILE]",
         about="Measure how good a reward model is, and how far it can be trusted.",
     )
-    from pipeline.report.page import write_lab
+    from pipeline.report.results import LAB
     from pipeline.system.logs import configure_logging
     from step2_reward.lab.measure import measure_model
     from step2_reward.lab.sentences import sentences, write_measured
@@ -33,9 +33,8 @@ def main(argv: Sequence[str]) -> None:
     measured = measure_model(config)
     directory = config.output_dir or Path(config.path) / "lab"
     write_measured(measured, directory)
-    page = write_lab(directory, heading=f"Reward model {Path(config.path).name}")
     lines = [f"{sentence}." for sentence in sentences(measured[0])]
-    sys.stdout.write("\n".join([*lines, f"report: {page}"]) + "\n")
+    sys.stdout.write("\n".join([*lines, f"figures: {directory / LAB}"]) + "\n")
 
 
 if __name__ == "__main__":
