@@ -91,10 +91,7 @@ def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int
     is_held_out = lm.rows.corpus.held_out.contains
     parts = [[row.without(is_held_out) for row in part] for part in cut(rows, lm.config)]
     own = [row for part in parts for row in part]
-    seconds = lm.utilization.seconds((n, n - 1) for row in own for n in row.lengths)
-    tokens, targets, seconds = run.mesh.data.sums(
-        [sum(map(len, own)), sum(row.num_targets for row in own), seconds]
-    )
+    tokens, targets = run.mesh.data.sums([sum(map(len, own)), sum(row.num_targets for row in own)])
     learn(
         lm.passes,
         batches(lm, parts),
@@ -102,7 +99,6 @@ def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int
         step=step,
         tokens=int(tokens),
         targets=int(targets),
-        peak_seconds=seconds,
     )
 
 

@@ -97,7 +97,6 @@ def learn_from(sft: Tuning, rows: Sequence[Encoded], run: Run, *, step: int) -> 
         step=step,
         tokens=sum(map(len, rows)),
         targets=sum(row.num_targets for row in rows),
-        peak_seconds=sft.peak_seconds(rows),
     )
 
 

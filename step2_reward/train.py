@@ -167,7 +167,6 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
     loss_sum, num_right = run.mesh.data.sums([passes.total(losses), passes.total(rights)])
     run.log(
         step,
-        reward.training.peak_seconds(sequence for row in rows for sequence in row.sequences),
         tokens=sum(row.num_tokens for row in rows),
         loss=loss_sum / len(rows),
         **({"accuracy": num_right / len(rows)} if objective.counts_right else {}),

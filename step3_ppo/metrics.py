@@ -4,23 +4,19 @@ Dimension name: B responses of this process; those to a prompt are adjacent.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
 from evaluation.scored import repeated_trigrams
 from inference.generation import Response
-from pipeline.parallel.mesh import Mesh, current_mesh
-from pipeline.run.utilization import Utilization, utilization_of
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.advantages import are_equal, group_std
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.experience import Experience, Rollout, global_moments
 from step3_ppo.losses import effective_share, explained_variance, k3
-from step3_ppo.models import Models
 from step3_ppo.rewards import standard_error
-from step3_ppo.update import Updates
 
 
 def rollout_statistics(
@@ -193,54 +189,3 @@ def parts_of(episode: EpisodeResponse, config: PPOConfig) -> dict[str, float]:
     source = config.environment_source
     name = "" if source is None else source.name
     return {f"reward_{name}_{part}": value for part, value in episode.verdict.parts.items()}
-
-
-@dataclass(frozen=True)
-class UpdateUtilization:
-    """What the updates on a rollout cost in seconds of all processes at their peak."""
-
-    actor: Utilization
-
-    critic: Utilization | None
-    """None without a critic."""
-
-    mesh: Mesh
-
-    def metrics(
-        self,
-        experience: Experience,
-        updates: Updates,
-        config: PPOConfig,
-        *,
-        step: int,
-        seconds: float,
-    ) -> dict[str, float]:
-        """`mfu_training`, the share of the peak over the phase of training.
-
-        Counted are both passes over every response, once for each epoch; of a rollout whose own
-        forward pass the first update backpropagates through, that pass, a third, is left out. An
-        epoch that `target_kl` ends counts by its minibatches. PPO-ptx's rows don't count.
-
-        Args:
-            experience: the responses, of this process.
-            updates: made on them.
-            config: settings of the step.
-            step: the iteration.
-            seconds: of the phase.
-        """
-        sequences = [(len(each), each.num_targets) for each in experience.sequences]
-        learning = [self.actor] if config.trains_actor(step) else []
-        learning += [] if self.critic is None else [self.critic]
-        passes = updates.count / -(-config.rollout_size // config.batch_size)
-        passes -= 0 if experience.forward is None else 1 / 3
-        at_peak = self.mesh.data.sum(passes * sum(m.seconds(sequences) for m in learning))
-        return {"mfu_training": at_peak / seconds}
-
-
-def update_utilization(models: Models, config: PPOConfig, mesh: Mesh) -> UpdateUtilization:
-    """Utilization of the trained models; all processes call it."""
-    peak = config.peak_tflops
-    actor, critic = utilization_of(models.policy, peak_tflops=peak, mesh=mesh), None
-    if models.critic is not None:
-        critic = utilization_of(models.value_model, peak_tflops=peak, mesh=mesh)
-    return UpdateUtilization(actor, critic, mesh)

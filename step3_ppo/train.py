@@ -35,7 +35,7 @@ from step3_ppo.evaluate import Evaluator
 from step3_ppo.experience import check_rollout_gap, compute_advantages, score_responses
 from step3_ppo.guards import RLSignals
 from step3_ppo.losses import KLController
-from step3_ppo.metrics import UpdateUtilization, rollout_statistics, update_utilization
+from step3_ppo.metrics import rollout_statistics
 from step3_ppo.models import Models, load_models
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.rewards import measured_moments, rewards_of
@@ -57,7 +57,6 @@ class Setup:
     guards: Guards
     evaluator: Evaluator
     checkpoints: Checkpoints
-    utilization: UpdateUtilization
 
     def export_actor(self) -> None:
         """Write the actor with its current weights to the output directory."""
@@ -108,8 +107,7 @@ def set_up(
     )
     set_moments(models, prompts, config, checkpoints)
     evaluator.begin(checkpoints, run)
-    utilization = update_utilization(models, config, run.mesh)
-    ppo = Setup(models, prompts, kl, ema, ptx, guards, evaluator, checkpoints, utilization)
+    ppo = Setup(models, prompts, kl, ema, ptx, guards, evaluator, checkpoints)
     slow_down(ppo)
     return ppo
 
@@ -205,8 +203,6 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
 
     metrics |= updates.metrics() | {"kl_coef": ppo.kl.coef}
     timing = models.hybrid_engine.metrics() | clock.metrics()
-    seconds = clock.seconds["training"]
-    timing |= ppo.utilization.metrics(experience, updates, config, step=step, seconds=seconds)
     run.log(step, tokens=updates.tokens, **metrics, **timing)
     ppo.kl.update(metrics["kl"], responses=config.rollout_size)
     return metrics

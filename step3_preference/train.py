@@ -155,7 +155,6 @@ def learn(setup: Setup, run: Run, *, step: int) -> None:
     means = sum(found, Figures.none()).means(passes, len(encoded), paired=not config.is_unpaired)
     run.log(
         step,
-        setup.training.peak_seconds(each for row in encoded for each in row.sequences),
         tokens=sum(row.num_tokens for row in encoded),
         **means,
         **({"z0": point.z0} if config.is_unpaired else {}),

@@ -39,7 +39,7 @@ def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """All that was logged but for what the clock says."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    of_time = ("seconds", "tokens_per_second", "memory_gb", "mfu")
+    of_time = ("seconds", "tokens_per_second", "memory_gb")
     return [{name: line[name] for name in line if not name.startswith(of_time)} for line in lines]
 
 

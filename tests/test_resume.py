@@ -44,7 +44,7 @@ COMMON: dict[str, Any] = {
     "micro_batch_size": 2,
     "save_every": CUT,
 }
-OF_TIME = ("seconds", "tokens_per_second", "memory_gb", "mfu", "bubble")
+OF_TIME = ("seconds", "tokens_per_second", "memory_gb", "bubble")
 
 
 def trained(path: Path, moments: Any = "fp32", **changes: Any) -> TrainedModelConfig:

@@ -348,13 +348,9 @@ class StepConfig(ABC):
     resume: bool = False
     """Continue from the newest checkpoint that verifies; without one, begin."""
 
-    peak_tflops: float | None = None
-    """Peak TFLOP/s of a device, for `mfu`; null takes those of a GPU's data sheet, or measures a
-    product of matrices."""
-
     def __post_init__(self) -> None:
         counts = ("max_steps", "batch_size", "micro_batch_size", "threads", "log_every", "epochs")
-        for name in (*counts, "peak_tflops", "timeout_seconds"):
+        for name in (*counts, "timeout_seconds"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
@@ -477,8 +473,7 @@ class StepConfig(ABC):
 
 FREE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
-    *("peak_tflops", "data.labels"),
-    *("timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
+    *("data.labels", "timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
     "parallel.*",
     *("inference_tp_size", "replica", "offload_in_generation"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),

@@ -37,7 +37,6 @@ METRICS = {
     "dead_right": ("Groups all right", "share of prompts; they have no gradient"),
     "dead_wrong": ("Groups all wrong", "share of prompts; they have no gradient"),
     "repetition": ("Repetition", "tokens that end a repeated trigram"),
-    "mfu": ("Model FLOPs utilization", "share of the peak"),
     "lr": ("Learning rate", ""),
 }
 """Metrics with their title and note, the most important first; others follow by name."""

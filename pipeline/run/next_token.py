@@ -34,7 +34,6 @@ def learn(
     step: int,
     tokens: int,
     targets: int,
-    peak_seconds: float,
 ) -> None:
     """Take one optimizer step on this process's micro-batches, and log it.
 
@@ -45,7 +44,6 @@ def learn(
         step: its number.
         tokens: of the step's rows, over all processes.
         targets: those whose prediction is learned.
-        peak_seconds: of the step at the processors' peak.
     """
     engine, targets = passes.engine, max(1, targets)
     losses = passes.learn(
@@ -56,7 +54,6 @@ def learn(
     result = engine.step()
     run.log(
         step,
-        peak_seconds,
         tokens=tokens,
         loss=run.mesh.data.sum(passes.total(losses)) / targets,
         lr=result.lr,

@@ -63,8 +63,6 @@ class Run:
         self._metrics: IO[bytes] | None = None
         self._stragglers = Stragglers(mesh.world, stages=mesh.stages.size)
         self._tokens_per_second = 0.0
-        self._peak_seconds = 0.0
-        """Time at the processors' peak of the steps since the last line."""
         self._at_once = LeavesAtOnce()
 
     def __enter__(self) -> "Run":
@@ -154,7 +152,6 @@ class Run:
     def log(
         self,
         step: int,
-        peak_seconds: float = 0.0,
         /,
         *,
         tokens: int = 0,
@@ -164,8 +161,7 @@ class Run:
 
         Call it after every step: each moves the progress bar; every `config.log_every`-th and the
         last one become a line of metrics.jsonl, with `tokens_per_second` since the line before,
-        evaluations not counted, and `memory_gb` of the largest process; where steps say how long
-        they would take `at_peak`, `mfu` and `hfu` over the same time. All processes call it.
+        evaluations not counted, and `memory_gb` of the largest process. All processes call it.
         """
         now = time.perf_counter()
         self._seconds_trained += now - self._step_end
@@ -173,7 +169,6 @@ class Run:
         self.step = step
         self.tokens += tokens
         self._stragglers.end_step(step)
-        self._peak_seconds += peak_seconds
         is_due = step % self.config.log_every == 0 or step == self.total_steps
         if is_due:
             metrics["memory_gb"] = peak_memory(self.mesh.world)
@@ -184,11 +179,11 @@ class Run:
             self._logged_at = (self.tokens, self._seconds_trained)
             elapsed = max(self._seconds_trained - seconds_before, 1e-9)
             self._tokens_per_second = (self.tokens - tokens_before) / elapsed
-            speed = {"tokens_per_second": self._tokens_per_second}
-            if self._peak_seconds:
-                speed["mfu"] = self._peak_seconds / elapsed
-                self._peak_seconds = 0.0
-            self._write(step, {"tokens": tokens, **speed, **metrics}, {})
+            self._write(
+                step,
+                {"tokens": tokens, "tokens_per_second": self._tokens_per_second, **metrics},
+                {},
+            )
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
 
@@ -260,7 +255,6 @@ class Run:
             "seconds": self.seconds,
             "seconds_trained": self._seconds_trained,
             "logged_at": self._logged_at,
-            "peak_seconds": self._peak_seconds,
             "metrics_bytes": self._metrics_bytes,
         }
 
@@ -271,7 +265,6 @@ class Run:
         self._seconds_trained = state["seconds_trained"]
         tokens, seconds = state["logged_at"]
         self._logged_at = (tokens, seconds)
-        self._peak_seconds = state["peak_seconds"]
         if self._metrics is not None:
             self._metrics.truncate(min(state["metrics_bytes"], self._metrics_bytes))
 

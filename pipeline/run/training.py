@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -15,7 +15,7 @@ from pipeline.cli.options import parse_step
 from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.data.examples import Encoded, Example
+from pipeline.data.examples import Example
 from pipeline.data.lengths import RowsFit, report_lengths, require_learnable
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import StageData, load_step_rows, record_prompts
@@ -29,7 +29,6 @@ from pipeline.parallel.mesh import current_mesh, cut_mesh
 from pipeline.parallel.process_group import process_group
 from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.run import Run
-from pipeline.run.utilization import Utilization, utilization_of
 from pipeline.system.errors import DivergedError, ModelError
 from pipeline.system.logs import configure_logging
 from pipeline.system.torch_process import (
@@ -171,7 +170,6 @@ class Training(Generic[C, R, S]):
     best: BestWeights
     checkpoints: Checkpoints
     eval_every: int
-    utilization: Utilization
 
     passes: Passes
     """Over the micro-batches of a step."""
@@ -179,10 +177,6 @@ class Training(Generic[C, R, S]):
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due."""
         return step == self.rows.total_steps or step % self.eval_every == 0
-
-    def peak_seconds(self, sequences: Iterable[Encoded]) -> float:
-        """How long training on these would take at peak, with logits for target tokens alone."""
-        return self.utilization.seconds((len(each), each.num_targets) for each in sequences)
 
     def export(self) -> None:
         """Write the model with its current weights to the output directory."""
@@ -244,9 +238,8 @@ def set_up(
         guards=guards,
     )
     every = steps_between_evaluations(config, rows, held_out)
-    speed = utilization_of(model, peak_tflops=config.peak_tflops, mesh=run.mesh)
     passes = Passes(engine) if passes is None else passes
-    return Training(config, model, engine, rows, held_out, best, checkpoints, every, speed, passes)
+    return Training(config, model, engine, rows, held_out, best, checkpoints, every, passes)
 
 
 def check_rows(data: StageData, how: RowsFit[Example], config: StepConfig) -> None:

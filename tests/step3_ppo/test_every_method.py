@@ -22,7 +22,7 @@ CASES = [
     pytest.param(method, id=method, marks=() if method == "dapo" else pytest.mark.grid)
     for method in METHODS
 ]
-OF_TIME = ("seconds", "tokens_per_second", "memory_gb", "mfu")
+OF_TIME = ("seconds", "tokens_per_second", "memory_gb")
 
 
 def make_config(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:

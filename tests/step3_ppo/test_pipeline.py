@@ -89,7 +89,6 @@ def ended(out: Path) -> dict[str, Any]:
         "tokens_per_second",
         "memory",
         "time",
-        "mfu",
         "bubble",
         "rollout_gap",
     )

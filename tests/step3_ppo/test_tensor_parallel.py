@@ -67,7 +67,7 @@ def run(config: PPOConfig) -> None:
 
 def logged(out: Path) -> list[dict[str, float]]:
     """All figures but those of the clock, and of weights bit for bit."""
-    apart = ("seconds", "tokens_per_second", "memory", "weights_hash", "time", "mfu")
+    apart = ("seconds", "tokens_per_second", "memory", "weights_hash", "time")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [
         {

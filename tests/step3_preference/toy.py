@@ -72,6 +72,6 @@ def toy_config(directory: Path, method: str = "dpo", **changes: Any) -> Preferen
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     """All that was logged but for what the clock says."""
-    of_time = ("seconds", "tokens_per_second", "memory_gb", "mfu")
+    of_time = ("seconds", "tokens_per_second", "memory_gb")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{name: line[name] for name in line if not name.startswith(of_time)} for line in lines]
