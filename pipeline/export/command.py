@@ -62,10 +62,6 @@ class Export(Protocol):
         """Sentences on what was verified; raises `UnverifiedError`."""
         ...
 
-    def usage(self, out: str) -> str:
-        """A line that shows how the directory `out` is used."""
-        ...
-
 
 def main(argv: Sequence[str]) -> None:
     """Write an export under a temporary name, verify it, and rename it.
@@ -84,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
         about="Export a model as GGUF or ONNX, with its adapter merged, or its adapter alone, and"
         " verify what was written: docs/export.md.",
     )
-    from pipeline.export.source import check_out, write_export_card, written_aside
+    from pipeline.export.source import check_out, written_aside
     from pipeline.system.logs import configure_logging
 
     assert config.out is not None
@@ -96,9 +92,6 @@ def main(argv: Sequence[str]) -> None:
     with written_aside(out) as partial:
         export.write(partial)
         verified = export.verify(partial)
-        write_export_card(
-            export.source, partial, form=export.title, verified=verified, use=export.usage(out.name)
-        )
     for sentence in verified:
         say(f"verified: {sentence}")
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

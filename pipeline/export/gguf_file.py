@@ -480,10 +480,6 @@ class GgufExport:
             *compare_outputs(model, logits_of(model), logits_of(read), by="the file's model"),
         ]
 
-    def usage(self, out: str) -> str:
-        """A line that shows how it is used."""
-        return f"llama-cli -m {out}/{self.file}"
-
 
 def is_read_back(read: Tensor, tensor: Tensor, number_format: str) -> bool:
     """Whether `read` is `tensor` in a number format.

@@ -187,10 +187,6 @@ class OnnxExport:
         graph = self.graph
         return compare_outputs(graph.model, graph, run, by="onnxruntime", names=graph.outputs)
 
-    def usage(self, out: str) -> str:
-        """A line that shows how it is used."""
-        return f'onnxruntime.InferenceSession("{out}/{GRAPH}")'
-
 
 @contextmanager
 def _quiet() -> Iterator[None]:

@@ -120,20 +120,3 @@ def written_aside(out: Path) -> Iterator[Path]:
     except BaseException:
         discard(partial)
         raise
-
-
-def write_export_card(
-    source: Path, directory: Path, *, form: str, verified: Sequence[str], use: str
-) -> None:
-    """Write README.md with the form and what was verified."""
-    lines = [
-        f"# {source.resolve().name}",
-        "",
-        f"Form: {form}.",
-        "",
-        "Verified after writing:",
-        "",
-    ]
-    lines += [f"- {each}" for each in verified]
-    lines += ["", "Use:", "", "```", use, "```", ""]
-    (directory / "README.md").write_text("\n".join(lines), encoding="utf-8")

@@ -67,11 +67,6 @@ class MergedExport:
             tolerance=ROUNDED if is_rounded else TOLERANCE,
         )
 
-    def usage(self, out: str) -> str:
-        """A line that shows how it is used."""
-        kind = "SequenceClassification" if self.base.is_classifier else "CausalLM"
-        return f'AutoModelFor{kind}.from_pretrained("{out}")'
-
 
 class AdapterExport:
     """An adapter in peft's form without its base: in `adapter/`, or `directory` itself."""
@@ -118,10 +113,6 @@ class AdapterExport:
             by="the base with the adapter",
             tolerance=tolerance,
         )
-
-    def usage(self, out: str) -> str:
-        """A line that shows how it is used."""
-        return f'PeftModel.from_pretrained(base, "{out}")'
 
 
 def _has_adapter(directory: Path) -> bool:

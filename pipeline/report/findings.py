@@ -20,12 +20,6 @@ from pipeline.report.figures import (
 from pipeline.report.methods import compare_methods
 from pipeline.report.results import Results, events_of, finite, mapping
 
-FELL = 0.1
-"""Relative fall of a log-probability per token from which a warning is given."""
-
-LOST_ENDS = 0.05
-"""Fall of the share of sampled responses that end by themselves from which one is given."""
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -143,7 +137,7 @@ def _by_win_rate(results: Results) -> Finding | None:
 
 
 def _of_preferences(results: Results) -> Iterator[Finding]:
-    """Held-out pairs of steps that learn from preferences, and what got worse in them."""
+    """The findings on held-out pairs of steps that learn from preferences."""
     for step in results.steps.values():
         after, pairs = step.number("accuracy_after"), step.number("pairs")
         if not step.has("margin_after") or after is None:
@@ -155,20 +149,6 @@ def _of_preferences(results: Results) -> Iterator[Finding]:
             f"{name}'s implicit rewards put {percent(after)} of{among} held-out pairs in the right"
             " order, which says nothing of its own answers",
         )
-        before, now = (step.number(f"logp_chosen_{when}") for when in ("before", "after"))
-        if before is not None and now is not None and now < before - FELL * abs(before):
-            yield Finding(
-                "worse",
-                f"{name} made chosen responses less likely, too: {now:.2f} nats per token, at first"
-                f" {before:.2f}; preference.nll_coef holds them up",
-            )
-        first, last = step.number("sampled_stop_rate_before"), step.number("sampled_stop_rate")
-        if first is not None and last is not None and last < first - LOST_ENDS:
-            yield Finding(
-                "worse",
-                f"{percent(last)} of {name}'s sampled answers end by themselves, at first"
-                f" {percent(first)}: preference.nll_coef holds up the ends of turns",
-            )
 
 
 def _by_accuracy(results: Results) -> Finding | None:

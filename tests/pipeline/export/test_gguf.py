@@ -55,7 +55,9 @@ def test_a_llama_has_each_weight_and_rotary_rows_side_by_side(tmp_path: Path) ->
     assert len(found) == len(state)
 
 
-def test_the_embedded_model_has_its_template_stop_ids_and_tokens(tmp_path: Path) -> None:
+def test_the_embedded_model_has_its_template_stop_ids_and_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_embedded(tmp_path / "model")
 
     reader = export(tmp_path / "model", tmp_path / "out")
@@ -67,8 +69,8 @@ def test_the_embedded_model_has_its_template_stop_ids_and_tokens(tmp_path: Path)
     assert value(reader, "tokenizer.ggml.add_bos_token") is True
     tokens = value(reader, "tokenizer.ggml.tokens")
     assert tokens == tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "1000 texts have equal tokens by the vocabulary of the file\n" in card
+    printed = capsys.readouterr().out
+    assert "1000 texts have equal tokens by the vocabulary of the file\n" in printed
 
 
 @pytest.mark.parametrize(

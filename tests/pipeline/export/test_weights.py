@@ -46,7 +46,9 @@ def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().state_dict()
 
 
-def test_an_adapter_is_merged_as_peft_merges_it(tmp_path: Path, adapter: Path) -> None:
+def test_an_adapter_is_merged_as_peft_merges_it(
+    tmp_path: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(adapter, "merged", tmp_path / "out")
 
     theirs = merged_by_peft(tmp_path / "base", adapter)
@@ -56,20 +58,20 @@ def test_an_adapter_is_merged_as_peft_merges_it(tmp_path: Path, adapter: Path) -
     assert len(changed) == 4
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name])
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "- 4 greedy responses of 16 tokens by the written model are equal\n" in card
+    printed = capsys.readouterr().out
+    assert "verified: 4 greedy responses of 16 tokens by the written model are equal\n" in printed
 
 
 def test_the_adapter_of_a_model_is_taken_alone_and_held_against_the_merged_weights(
-    tmp_path: Path, adapter: Path
+    tmp_path: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(adapter, "merged", tmp_path / "model")
     adapter.rename(tmp_path / "model" / "adapter")
 
     run(tmp_path / "model", "adapter", tmp_path / "out")
 
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "logits by the base with the adapter within 1e-05 of the model's" in card
+    printed = capsys.readouterr().out
+    assert "logits by the base with the adapter within 1e-05 of the model's" in printed
     theirs = merged_by_peft(tmp_path / "base", tmp_path / "out")
     file = tmp_path / "model" / "model.safetensors"
     ours = load_file(file)
