@@ -1,8 +1,7 @@
 """The text of `--help`, made from the settings' own docstrings.
 
 A step has over a hundred settings. Its help shows its own first, then those that all steps have,
-and names the rest by section; `--help all` shows every one, `--help actor.optim` a section,
-`--help lr` what is called so anywhere.
+and names the rest by section; `--help all` shows every one.
 """
 
 import textwrap
@@ -14,63 +13,49 @@ from types import NoneType
 
 from pipeline.settings.fields import (
     Setting,
-    did_you_mean,
     list_settings,
     section_class,
     section_descriptions,
     without_none,
 )
-from pipeline.system.errors import ConfigError
-from pipeline.system.installation import MODULE, TRAIN
+from pipeline.system.installation import MODULE
 
 INDENT, WIDTH = 28, 96
 
 
-def step_help(config_class: type, words: Sequence[str] = (), *, prefix: str = "") -> str:
-    """The `--help` text of a step.
-
-    Args:
-        config_class: its settings.
-        words: what follows `--help`: nothing, `all`, or names of sections and settings.
-        prefix: what a name begins with on the command line: `ppo.` for train.py, nothing for the
-            step's own module.
-
-    Raises:
-        ConfigError: a word names no section and no setting.
-    """
+def step_help(config_class: type, *, full: bool = False) -> str:
+    """The `--help` text of a step; `full` has the settings of its sections, else their names."""
     settings = list(list_settings(config_class))
-    if words and words != ["all"]:
-        return "\n".join(_found(settings, words, prefix))
     module = f"{config_class.__module__.partition('.')[0]}.train"
-    where = f"{TRAIN} ... [--{prefix}SETTING VALUE ...]"
-    own_line = f"{MODULE} {module} [--config FILE ...] [--SETTING VALUE ...]"
     lines = [
-        f"usage: {where if prefix else own_line}",
+        f"usage: {MODULE} {module} [--config FILE ...] [--SETTING VALUE ...]",
         "",
         (config_class.__doc__ or "").strip().splitlines()[0],
-        *([] if prefix else ["", *_step_options()]),
+        "",
+        *help_entry("--help [all]", "This; all: every setting."),
+        *help_entry("--config FILE ...", "YAML files of settings; later ones win."),
+        *help_entry("--zero-config FILE", "A DeepSpeed file, over those: docs/deepspeed.md."),
+        *help_entry("--print_config", "Print the resolved settings and stop."),
     ]
     own, common = _own_and_common(config_class, settings)
     sections = dict(section_descriptions(config_class))
     for title, group in (("Settings of this step", own), ("Settings of every step", common)):
-        plain = [each for each in group if words or each.name.partition(".")[0] not in sections]
+        plain = [each for each in group if full or each.name.partition(".")[0] not in sections]
         if plain:
-            lines += ["", title, *settings_help(plain, prefix=prefix)]
-    if not words:
-        lines += ["", *_sections(settings, sections, prefix)]
+            lines += ["", title, *settings_help(plain)]
+    if not full:
+        lines += ["", *_sections(settings, sections)]
     return "\n".join(lines)
 
 
-def settings_help(
-    settings: Iterable[Setting], *, dashes: bool = False, prefix: str = ""
-) -> list[str]:
+def settings_help(settings: Iterable[Setting], *, dashes: bool = False) -> list[str]:
     """Lines that describe settings: name, kind of value, meaning, default."""
     lines: list[str] = []
     for setting in settings:
         default = _default(setting)
         meaning = f"{setting.description} {default}".strip()
         name = setting.name.replace("_", "-") if dashes else setting.name
-        option = f"--{prefix}{name} {_placeholder(setting.kind)}".rstrip()
+        option = f"--{name} {_placeholder(setting.kind)}".rstrip()
         if len(option) + 2 > WIDTH:
             option, choices = option.split(" ", 1)
             option, meaning = f"{option} NAME", f"One of {choices.replace(',', ', ')}. {meaning}"
@@ -85,17 +70,6 @@ def help_entry(option: str, meaning: str) -> list[str]:
     if len(head) + 2 <= INDENT:
         head, text = head.ljust(INDENT) + text[0], text[1:]
     return [head, *(" " * INDENT + line for line in text)]
-
-
-def _step_options() -> list[str]:
-    return [
-        *help_entry(
-            "--help [NAME ...]", "This; all: every setting; or those of a section or name."
-        ),
-        *help_entry("--config FILE ...", "YAML files of settings; later ones win."),
-        *help_entry("--zero-config FILE", "A DeepSpeed file, over those: docs/deepspeed.md."),
-        *help_entry("--print_config", "Print the resolved settings and stop."),
-    ]
 
 
 def _own_and_common(
@@ -122,18 +96,15 @@ def _package(of: type) -> str:
     return of.__module__.partition(".")[0]
 
 
-def _sections(
-    settings: Sequence[Setting], sections: Mapping[str, str], prefix: str
-) -> Iterator[str]:
+def _sections(settings: Sequence[Setting], sections: Mapping[str, str]) -> Iterator[str]:
     """A paragraph for each section: its description and the names of its settings."""
-    command = f"--help {prefix}NAME" if prefix else "--help NAME"
-    yield f"Sections: {command} lists one, --help {prefix}all"
+    yield "Sections, described by --help all"
     for name, description in sections.items():
         names = [each.name.removeprefix(f"{name}.") for each in settings]
         names = [each for each, full in zip(names, settings, strict=True) if each != full.name]
         inner = {each.partition(".")[0] for each in names if "." in each}
         heads = dict.fromkeys(each.partition(".")[0] for each in names)
-        yield from help_entry(f"--{prefix}{name}.SETTING", description)
+        yield from help_entry(f"--{name}.SETTING", description)
         yield from names_help(f"{head}.*" if head in inner else head for head in heads)
 
 
@@ -143,19 +114,6 @@ def names_help(names: Iterable[str]) -> list[str]:
     return textwrap.wrap(
         " ".join(names), WIDTH, initial_indent=room, subsequent_indent=room, break_on_hyphens=False
     )
-
-
-def _found(settings: Sequence[Setting], words: Sequence[str], prefix: str) -> Iterator[str]:
-    """The settings in the sections, or of the names, that follow `--help`."""
-    for word in words:
-        name = word.lstrip("-").replace("-", "_").removeprefix(prefix).removesuffix(".")
-        below = [each for each in settings if f"{each.name}.".startswith(f"{name}.")]
-        found = below or [each for each in settings if name in each.name.split(".")]
-        if not found:
-            close = " or ".join(prefix + each for each in did_you_mean(settings, name))
-            hint = f"did you mean {close}?" if close else "--help lists both"
-            raise ConfigError(f"--help {word}: there is no such setting or section; {hint}")
-        yield from settings_help(found, prefix=prefix)
 
 
 def _default(setting: Setting) -> str:

@@ -64,7 +64,7 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
     """The settings of a step, from what lies over one another, the last one winning.
 
     Defaults, those of a method, each `--config` in order, `--zero-config`, dotted overrides.
-    `--help [NAME ...]` and `--print_config` print and exit with code 0; `--local_rank`, which some
+    `--help [all]` and `--print_config` print and exit with code 0; `--local_rank`, which some
     launchers add, is ignored.
 
     Raises:
@@ -77,7 +77,7 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
     for name, words in split_options(argv):
         match name:
             case "help":
-                say(step_help(config_class, words))
+                say(step_help(config_class, full=words == ["all"]))
                 raise SystemExit(0)
             case "print_config":
                 print_config = True

@@ -1,13 +1,11 @@
-"""The `--help` of train.py: what most runs need first, the rest by name."""
+"""The `--help` of train.py: what most runs need first, then the names of the rest."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 
-from pipeline.cli.help import help_entry, names_help, settings_help, step_help
+from pipeline.cli.help import help_entry, names_help, settings_help
 from pipeline.plan.request import Request
 from pipeline.plan.stage import Stage
 from pipeline.settings.fields import list_settings
-from pipeline.system.errors import ConfigError, suggestion
 from pipeline.system.installation import MODULE, TRAIN
 
 COMMON = (
@@ -30,18 +28,12 @@ EXAMPLES = (
 )
 
 
-def train_help(stages: Sequence[Stage], words: Sequence[str] = ()) -> str:
-    """The text of `--help`, followed by `words`: none, `all`, options or settings of steps.
-
-    Raises:
-        ConfigError: a word is none of these.
-    """
-    if words and words != ["all"]:
-        return "\n\n".join("\n".join(_about(word, stages)) for word in words)
+def train_help(stages: Sequence[Stage], *, full: bool = False) -> str:
+    """The text of `--help`; `full` describes all options, else those that most runs need."""
     sections = [stage.section for stage in stages]
     options = {each.name: each for each in list_settings(Request)}
-    shown = list(options) if words else COMMON
-    first = next((stage for stage in stages if stage.number > 0), stages[0])
+    shown = list(options) if full else COMMON
+    modules = dict.fromkeys(stage.module for stage in stages)
     lines = [
         f"usage: {TRAIN} [OPTION ...] [--{{{','.join(sections)}}}.SETTING VALUE ...]",
         "",
@@ -54,43 +46,19 @@ def train_help(stages: Sequence[Stage], words: Sequence[str] = ()) -> str:
             "YAML files with these options and the steps' sections, as sft: or ppo:; later files"
             " win, and the command line wins over files.",
         ),
-        *help_entry("--help [NAME ...]", "This; all options; or one option, section or setting."),
+        *help_entry("--help [all]", "This; all: every option."),
     ]
-    if not words:
+    if not full:
         others = [f"--{name.replace('_', '-')}" for name in options if name not in shown]
-        lines += ["", "More options, by --help NAME", *names_help(others)]
+        lines += ["", "More options, described by --help all", *names_help(others)]
     return "\n".join(
         [
             *lines,
             "",
-            f"Settings of the steps, such as --ppo.kl_coef 0.05: --help {' '.join(sections)}, or",
-            f"--help ppo.actor, --help kl_coef; also {MODULE} {first.module} --help, and so on",
+            "Settings of the steps, such as --ppo.kl_coef 0.05, are described by",
+            *(f"  {MODULE} {module} --help" for module in modules),
             "",
             "Examples",
             *(f"  {example}" for example in EXAMPLES),
         ]
     )
-
-
-def _about(word: str, stages: Sequence[Stage]) -> Iterator[str]:
-    """Lines of `--help word`."""
-    name = word.lstrip("-").replace("-", "_")
-    section, _, rest = name.partition(".")
-    named = [stage for stage in stages if stage.section == section]
-    options = [each for each in list_settings(Request) if each.name == name]
-    if options:
-        yield from settings_help(options, dashes=True)
-        return
-    found = False
-    for stage in named or stages:
-        words = ([rest] if rest else []) if named else [name]
-        try:
-            yield step_help(stage.config_class, words, prefix=f"{stage.section}.")
-            found = True
-        except ConfigError:
-            if named:
-                raise
-    if not found:
-        known = [*(each.name for each in fields(Request)), *(each.section for each in stages)]
-        hint = suggestion(name, known)
-        raise ConfigError(f"--help {word}: there is no such option or setting; {hint}")

@@ -108,7 +108,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     """
     for name, words in split_options(argv):
         if name == "help":
-            say(train_help(stages, words))
+            say(train_help(stages, full=words == ["all"]))
             raise SystemExit(0)
     command_line = parse_request(argv, stages)
     request, known, out = command_line.request, stages, command_line.request.output_dir
