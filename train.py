@@ -34,7 +34,6 @@ STAGES = (
         "step1_sft.train",
         models={"model": "pretrain"},
         options={"model": "actor"},
-        learns="step1_sft.batches",
     ),
     Stage(
         2,
@@ -44,7 +43,6 @@ STAGES = (
         "step2_reward.train",
         models={"model": "sft", "actor": "sft"},
         options={"model": "reward"},
-        learns="step2_reward.objectives",
     ),
     Stage(
         3,
@@ -68,7 +66,6 @@ STAGES = (
         optional=frozenset({"reward"}),
         takes_shares=True,
         own_directories=True,
-        learns="step3_preference.reference",
     ),
 )
 

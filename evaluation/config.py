@@ -25,14 +25,6 @@ class TaskSettings:
     eval_task_tokens: int | None = None
     """Longest response to them, in tokens; null takes each task's own."""
 
-    def check_task_rows(self) -> None:
-        """Read the rows of the tasks.
-
-        Raises:
-            DataError: they can't be read, or lack what they need.
-        """
-        questions_of(self)
-
 
 def questions_of(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
     """Each task, with its questions.

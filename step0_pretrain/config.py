@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from pipeline.config import (
     EMBEDDED,
     OptimConfig,
-    RowCounts,
     StepConfig,
     TextDataConfig,
     TrainedModelConfig,
@@ -82,18 +81,6 @@ class PretrainConfig(StepConfig):
                 f"warm_start {self.warm_start} holds no checkpoints; give the directory of a run of"
                 " step 0, such as OUT/step0_pretrain, or its model alone as model.path"
             )
-
-    def count_rows(self, tokenizer: "PreTrainedTokenizerBase | None") -> RowCounts:
-        """Count the rows of a run, as far as that is possible without packing.
-
-        Raises:
-            DataError: a file can't be used, or has another tokenizer.
-        """
-        from pipeline.data.store.corpus import count_rows
-
-        if tokenizer is None:
-            return RowCounts(unread="not known before the tokenizer is there")
-        return count_rows(self.reading(tokenizer), batch_size=self.batch_size, seed=self.seed)
 
     def reading(self, tokenizer: "PreTrainedTokenizerBase") -> "Reading":
         """Return how the corpus is read for a model with this tokenizer.

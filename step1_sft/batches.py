@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pipeline.data.batches import TokenBatch, collate_part
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.lengths import Fit, RowsFit, require_learnable
+from pipeline.data.lengths import Fit, RowsFit
 from pipeline.parallel.device import local_device
 from pipeline.run.training import local_parts
 from step1_sft.config import SFTConfig
@@ -28,20 +28,6 @@ def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Example]:
         return [Fit(len(row) > limit, row.head(limit).num_targets) for row in full]
 
     return RowsFit(fit, end="end", empty="have nothing left to train on")
-
-
-def check_learnable(
-    train: Sequence[Example],
-    held_out: Sequence[Example],
-    chat: ChatFormat,
-    config: SFTConfig,
-) -> None:
-    """Return if a token of a row is left to train on where rows are cut.
-
-    Raises:
-        DataError: there is none to train on, or to evaluate.
-    """
-    require_learnable(train, held_out, rows_fit(chat, config), config.data)
 
 
 def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
-from pipeline.data.lengths import Fit, RowsFit, require_learnable
+from pipeline.data.lengths import Fit, RowsFit
 from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.scores import Cutpoints, separator_ids
 from pipeline.models.trained import evaluating
@@ -29,7 +29,7 @@ from step2_reward.lab.figures import (
     spearman,
     step_figures,
 )
-from step2_reward.labels import Labels, resolve_labels
+from step2_reward.labels import Labels
 from step2_reward.losses import (
     binary_cross_entropy,
     cross_entropy,
@@ -417,15 +417,3 @@ OBJECTIVES: dict[str, type[Objective]] = {
 def make_objective(labels: Labels, config: RewardConfig) -> Objective:
     """The objective of the kind of label."""
     return OBJECTIVES[labels.kind](labels, config)
-
-
-def check_learnable(
-    train: Sequence[Example], held_out: Sequence[Example], chat: ChatFormat, config: RewardConfig
-) -> None:
-    """Return if the responses of a row differ where they are cut, or a labelled step is left.
-
-    Raises:
-        DataError: there is no such row to train on, or to evaluate; or all steps are alike.
-    """
-    objective = make_objective(resolve_labels(config, train, held_out), config)
-    require_learnable(train, held_out, objective.rows_fit(chat, config), config.data)

@@ -90,32 +90,6 @@ class RowStore:
         return [example for example, fate in zip(examples, fates, strict=True) if fate in KEPT]
 
 
-def check_learnable(
-    train: Sequence[Example],
-    held_out: Sequence[Example],
-    chat: ChatFormat,
-    config: PreferenceConfig,
-) -> None:
-    """Return as soon as `RowStore.sift` would find rows to train on, and to evaluate.
-
-    Raises:
-        DataError: as `RowStore.sift`.
-    """
-    for name, examples in (("training", train), ("held-out", held_out)):
-        fates, kept, kinds = Counter[Fate](), list[Example](), set[bool]()
-        for example in examples:
-            _, fate = fit(example, chat, config)
-            fates[fate] += 1
-            if fate in KEPT:
-                kept.append(example)
-                kinds.add(bool(example.chosen))
-            if len(kinds) == (2 if config.is_unpaired else 1):
-                break
-        else:
-            _require_some(name, fates, len(examples), config)
-            _require_both(name, kept)
-
-
 def _report(name: str, fates: Counter[Fate], number: int, config: PreferenceConfig) -> None:
     _require_some(name, fates, number, config)
     limit, reasons = config.data.max_length, _left_out(fates)

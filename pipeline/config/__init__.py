@@ -29,7 +29,6 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.step import (
     Generation,
     ModelUse,
-    RowCounts,
     SaveInterval,
     StepConfig,
     Tracker,
@@ -55,7 +54,6 @@ __all__ = [
     "Precision",
     "Quantize",
     "RowColumns",
-    "RowCounts",
     "RowShare",
     "RowUse",
     "SaveInterval",

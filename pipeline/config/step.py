@@ -10,16 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline.config.data import DataConfig, RowColumns, RowShare
 from pipeline.config.model import FrozenModelConfig, TrainedModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.settings.fields import Option
 from pipeline.system.errors import require
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,25 +101,6 @@ class Generation:
     def slots(self) -> int:
         """Sequences that a process has in its cache."""
         return min(self.batch_size, self.most_at_once)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowCounts:
-    """The rows of a step that learns from a corpus, before it begins."""
-
-    train: int = 0
-    """Training rows of one pass over the corpus."""
-
-    held_out: int = 0
-
-    tokens: float = 0.0
-    """Mean number of tokens of a row."""
-
-    notes: tuple[str, ...] = ()
-    """Notes on the files, for the user."""
-
-    unread: str = ""
-    """Why the rows are not known; empty where they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,27 +388,12 @@ class StepConfig(ABC):
         """Its rows, where they are not those of its number and kind."""
         return None
 
-    def check_task_rows(self) -> None:  # noqa: B027  # steps that ask none have none to read
-        """Read the rows of the tasks that the step's model is asked, where it is asked any.
-
-        Raises:
-            DataError: they can't be read, or lack what they need.
-        """
-
     def check_corpus(self) -> None:  # noqa: B027  # steps that read dialogues have none
         """Whether the corpus of a step that learns from one is there.
 
         Raises:
             DataError, ConfigError: it is not.
         """
-
-    def count_rows(self, tokenizer: "PreTrainedTokenizerBase | None") -> RowCounts:  # noqa: ARG002
-        """The rows of a step that learns from a corpus, with the tokenizer of its model.
-
-        Raises:
-            DataError: the corpus can't be used with it.
-        """
-        return RowCounts(unread="the step reads no corpus")
 
     @abstractmethod
     def workload(self, world: int) -> Workload:

@@ -1,28 +1,32 @@
-"""Everything about a plan that can be wrong, found before its first step begins.
+"""Errors of a plan that are found before its first step begins, and the rows of its steps.
 
 What is cheap to check comes first: where that is wrong, nothing heavy is imported. Weights are
 never loaded.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.budget.models import read_models
-from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, ModelUse, StepConfig
-from pipeline.models.directory import check_model_directory
-from pipeline.plan.inputs import is_local
-from pipeline.plan.plan import Plan
-from pipeline.plan.preview import (
-    Preview,
-    check_task_rows,
-    count_corpus,
-    count_tokens,
-    read_rows,
+from pipeline.config import (
+    EMBEDDED,
+    DataConfig,
+    FrozenModelConfig,
+    ModelUse,
+    RowColumns,
+    StepConfig,
 )
+from pipeline.data.examples import Example
+from pipeline.data.rows.sources import PAIR_OF_FILES, is_pair_of_files
+from pipeline.data.sharing.steps import StageData, load_examples, of_one_kind
+from pipeline.models.directory import check_model_directory
+from pipeline.plan.inputs import is_local, without_weight
+from pipeline.plan.plan import Plan
 from pipeline.plan.resolve import name_methods
 from pipeline.plan.stage import Stage
 from pipeline.system.errors import UserError, UserErrors, require
@@ -32,6 +36,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pipeline.data.chat.chat_format import ChatFormat
+
+SAMPLE = 128
+"""Rows that are encoded to estimate their length."""
+
+MOST_BYTES = 512 * 2**20
+"""Size of the data files that are read for a plan; larger ones are left to the steps."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The rows of a step, as far as they are known before it begins."""
+
+    data: StageData | None = None
+    """None where the rows were not read."""
+
+    unread: str = ""
+    """The reason why they were not read."""
+
+    row_tokens: float | None = None
+    """Mean tokens of a training row: a pair has two sequences, a prompt no response."""
+
+    def steps(self, config: StepConfig) -> int | None:
+        """Optimizer steps (in step 3 iterations of rollout and update); None is not known."""
+        if config.max_steps is not None or self.data is None:
+            return config.max_steps
+        return math.ceil(config.epochs * len(self.data.train) / config.workload(1).data_rows)
 
 
 def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
@@ -71,22 +101,14 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
         if config.reads_dialogues:
             previews[stage.name] = read_rows(config, stage, downloads=downloads)
 
-    def task_rows(stage: Stage) -> None:
-        check_task_rows(plan.configs[stage.name], downloads=downloads)
-
     def chat(stage: Stage) -> None:
-        config, limited = plan.configs[stage.name], _within_context(plan, stage)
-        if not config.reads_dialogues:
-            tokenizer = chats.tokenizer(_models(config)[0].settings)
-            previews[stage.name] = count_corpus(limited, tokenizer)
-            return
-        chat, preview = chats.of_step(stage), previews.get(stage.name)
+        config, preview = plan.configs[stage.name], previews.get(stage.name)
+        chat = chats.of_step(stage) if config.reads_dialogues else None
         if chat is not None and preview is not None and preview.data is not None:
-            tokens = count_tokens(preview.data, config, chat, stage)
-            previews[stage.name] = replace(preview, tokens=tokens)
-            stage.check_learnable(preview.data.train, preview.data.eval, chat, limited)
+            tokens = mean_tokens(preview.data.train, config, chat)
+            previews[stage.name] = replace(preview, row_tokens=tokens)
 
-    _run(plan, [rows, task_rows, chat, partial(_lengths, plan)])
+    _run(plan, [rows, chat, partial(_lengths, plan)])
     return previews
 
 
@@ -163,14 +185,6 @@ def _contexts(plan: Plan, stage: Stage) -> dict[str, tuple[str, int]]:
     return {model.role: (model.path, model.shape.context) for model in models}
 
 
-def _within_context(plan: Plan, stage: Stage) -> StepConfig:
-    """The settings with rows no longer than the model reads that learns from them."""
-    config = plan.configs[stage.name]
-    length = config.data.max_length
-    _, limit = _contexts(plan, stage).get("model", ("", length))
-    return replace(config, data=replace(config.data, max_length=min(length, limit)))
-
-
 def _lengths(plan: Plan, stage: Stage) -> None:
     """Whether each model of step 3 reads prompt and response to their end."""
     settings: Any = plan.configs[stage.name]
@@ -183,6 +197,66 @@ def _lengths(plan: Plan, stage: Stage) -> None:
             f" {stage.section}.max_new_tokens {settings.max_new_tokens} is more than the {tokens}"
             f" tokens that the {role} {path} reads; lower one of them",
         )
+
+
+def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
+    """The rows of a step, as it will read them.
+
+    Raises:
+        DataError: a path, row, split or setting leaves the step without usable rows.
+    """
+    texts: DataConfig | None = getattr(config, "ptx_rows", None)
+    wanted = [(config.data, stage.number, config.row_columns, config.row_share)]
+    wanted += [(texts, 1, RowColumns(), None)] if texts is not None else []
+    unread = _unread([path for data, *_ in wanted for path in (*data.path, *data.eval_path)])
+    if unread and not (downloads and unread == ON_HUB):
+        return Preview(unread=unread)
+    first, *_ = [
+        load_examples(data, step=step, seed=config.seed, kept=kept, share=share)
+        for data, step, kept, share in wanted
+    ]
+    return Preview(of_one_kind(first, config))
+
+
+ON_HUB = "on the Hub, read when the run begins"
+
+
+def _unread(paths: Iterable[str]) -> str:
+    """Why the rows of these data paths are not read for a plan; empty where they are."""
+    size = 0
+    for path in paths:
+        bare = without_weight(path)
+        if bare == EMBEDDED:
+            continue
+        local = Path(bare).expanduser()
+        if is_pair_of_files(bare):
+            files = PAIR_OF_FILES
+        elif not is_local(bare):
+            return ON_HUB
+        else:
+            files = local.rglob("*") if local.is_dir() else [local]
+        size += sum(file.stat().st_size for file in files if file.is_file())
+    return f"{size / 2**30:.1f} GiB, read when the run begins" if size > MOST_BYTES else ""
+
+
+def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat") -> float:
+    """Mean tokens of a training row, by a sample, as far as the step reads it."""
+    rows = rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE]
+    work = config.workload(1)
+    if work.generates_first and work.generation is not None:
+        lengths = [len(chat.encode_prompt(row.prompt)) for row in rows]
+        return sum(min(length, work.generation.prompt_length) for length in lengths) / len(rows)
+    lengths = [n for row in rows for n in _row_lengths(row, chat, work.sequences_per_row)]
+    return sum(min(length, work.length) for length in lengths) / len(rows)
+
+
+def _row_lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
+    """Tokens of each sequence of a row."""
+    responses = row.responses or tuple(each for each in (row.chosen, row.rejected) if each)
+    return [
+        len(chat.encode(row.prompt, response) if response else chat.encode_prompt(row.prompt))
+        for response in (responses or ((),))[:sequences]
+    ]
 
 
 class Chats:

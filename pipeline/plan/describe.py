@@ -22,9 +22,9 @@ from pipeline.config import StepConfig
 from pipeline.launch.commands import launch_command, node_command, step_words
 from pipeline.launch.local import query_gpus, share_of_cores
 from pipeline.parallel.schedules import bubble
+from pipeline.plan.checks import Preview
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.plan import Plan
-from pipeline.plan.preview import Preview
 from pipeline.plan.stage import Stage
 from pipeline.settings.fields import as_options, nested
 from pipeline.system.installation import ROOT
@@ -61,11 +61,11 @@ def speed_of(plan: Plan) -> tuple[float, str] | None:
 
 def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float | str:
     """Seconds of a step at `flops` operations per second, or the reason why they are not known."""
-    config, counts, tokens = plan.configs[stage.name], preview.counts, preview.tokens
+    config, data, prompt_tokens = plan.configs[stage.name], preview.data, preview.row_tokens
     steps = preview.steps(config)
-    if counts is None:
+    if data is None:
         return "not known before the rows are read"
-    if tokens is None or steps is None:
+    if prompt_tokens is None or steps is None:
         return "not known before the tokenizer is there"
     work = config.workload(plan.machine.world)
     models, unknown = read_models(work, plan.origins, has_gpu=plan.machine.has_gpu)
@@ -73,7 +73,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
         return "not known before the models are there"
     generation = work.generation
     new_tokens = RESPONSE * generation.new_tokens if generation is not None else 0.0
-    row = tokens.row + (new_tokens if work.generates_first else 0.0)
+    row = prompt_tokens + (new_tokens if work.generates_first else 0.0)
 
     def forward(model: CountedModel, rows: int, times: int = 1) -> float:
         """Seconds of `times` forward passes over rows."""
@@ -87,16 +87,16 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
         if generation is None or model is None:
             return 0.0
         passes = -(-prompts // max(1, min(generation.slots, prompts))) * new_tokens
-        all_tokens = prompts * (tokens.row + new_tokens)
+        all_tokens = prompts * (prompt_tokens + new_tokens)
         return max(
             passes * model.shape.layers * BLOCK_SECONDS, all_tokens * 2 * model.parameters / flops
         )
 
-    rows, held_out = (-(-count // work.world) for count in (work.iteration_rows, counts.held_out))
+    rows, held_out = (-(-count // work.world) for count in (work.iteration_rows, len(data.eval)))
     evaluations = 2 + (steps // config.eval_every if config.eval_every else 0)
     waits = bubble(work.parallel.pp, work.micro_batches)
     learning = [model for model in models if model.trained is not None]
-    seconds = START + preview.seconds
+    seconds = START
     for model in learning:
         recomputes = model.trained is not None and model.trained.gradient_checkpointing
         passes = forward(model, rows, times=4 if recomputes else 3)
@@ -104,8 +104,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     seconds += steps * sum(forward(model, rows, times=model.use.scored) for model in models)
     if work.generates_first:
         return seconds + steps * generate(rows) + (1 + 2 * evaluations) * generate(held_out)
-    seconds += steps * work.iteration_rows * tokens.seconds
-    seconds += evaluations * (forward(learning[0], held_out) + held_out * tokens.seconds)
+    seconds += evaluations * forward(learning[0], held_out)
     return seconds + (generate(generation.count) if generation is not None else 0.0)
 
 
@@ -235,25 +234,24 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
 
 def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
     """Rows, optimizer steps and tokens."""
-    counts = preview.counts
-    if counts is None:
+    if preview.data is None:
         yield _line("rows", f"not known: {preview.unread}")
         return
-    yield _line("rows", f"{counts.train:,} to train on, {counts.held_out:,} held out")
-    yield from (_line("", note) for note in counts.notes if not note.startswith("step "))
-    work, steps, tokens = config.workload(1), preview.steps(config), preview.tokens
+    rows = len(preview.data.train)
+    yield _line("rows", f"{rows:,} to train on, {len(preview.data.eval):,} held out")
+    yield from (_line("", note) for note in preview.data.notes if not note.startswith("step "))
+    work, steps, tokens = config.workload(1), preview.steps(config), preview.row_tokens
     if steps is None:
         return
-    epochs = steps * work.data_rows / counts.train
+    epochs = steps * work.data_rows / rows
     kind = "iteration" if work.generates_first else "optimizer step"
     kind += "" if steps == 1 else "s"
     passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
     passes += " pass" if passes == "1" else " passes"
     yield _line("steps", f"{steps:,} {kind} of {work.data_rows:,} rows: {passes} over the rows")
     if tokens is not None:
-        total = tokens.row * work.data_rows * steps
-        cut = f"; {tokens.cut:.0%} of the rows are too long" if tokens.cut else ""
-        yield _line("tokens", f"{tokens.row:.0f} a row, {_count(total)} in all{cut}")
+        total = _count(tokens * work.data_rows * steps)
+        yield _line("tokens", f"{tokens:.0f} a row, {total} in all")
 
 
 def _commands(plan: Plan) -> Iterator[str]:

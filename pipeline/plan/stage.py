@@ -2,14 +2,10 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pipeline.config import StepConfig
 from pipeline.system.errors import ConfigError, require, suggestion
-
-if TYPE_CHECKING:
-    from pipeline.data.chat.chat_format import ChatFormat
 
 BEFORE = "before"
 """In place of a section: the model that the first step begins with."""
@@ -62,10 +58,6 @@ class Stage:
     """Whether it runs only where `--step` names it; the models of steps after it then come from it.
     """
 
-    learns: str | None = None
-    """The module whose `check_learnable` says whether rows teach the step anything, by name, for it
-    loads PyTorch; None where prompts are all that the step needs of rows."""
-
     method: str | None = None
     """The method it runs, where several run side by side; each of them has such a stage."""
 
@@ -87,19 +79,6 @@ class Stage:
             for role, origin in self.models.items()
         }
         return {**found, **self.begins.get(method or "", {})}
-
-    def check_learnable(
-        self, train: Sequence[Any], held_out: Sequence[Any], chat: "ChatFormat", config: StepConfig
-    ) -> None:
-        """Whether one of the step's examples to train on, and one to evaluate, teaches anything.
-
-        It ends at the first of each and loads no model, so that it is asked before steps run.
-
-        Raises:
-            DataError: none does, in the model's format and within `data.max_length`.
-        """
-        if self.learns is not None:
-            import_module(self.learns).check_learnable(train, held_out, chat, config)
 
     @property
     def methods(self) -> Mapping[str, Mapping[str, Any]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from pipeline.config import RowCounts, TextDataConfig
+from pipeline.config import TextDataConfig
 from pipeline.data.rows.sources import split_weight
 from pipeline.data.sharing.prompts import draw
 from pipeline.data.store.pack import SUFFIXES as TEXTS
@@ -222,35 +222,6 @@ class Corpus:
         for rows in self.files:
             rows.file.release()  # so that memory does not grow with what was read
         return [self.files[file][row] for file, row in next(self.stream)]
-
-    def counts(self) -> RowCounts:
-        """Numbers of rows, and the mean tokens of one."""
-        total = sum(self.stream.weights)
-        tokens = sum(
-            weight / total * len(rows.file.ids) / len(rows)
-            for rows, weight in zip(self.files, self.stream.weights, strict=True)
-        )
-        return RowCounts(
-            train=self.stream.num_rows,
-            held_out=len(self.eval_rows),
-            tokens=tokens,
-            notes=tuple(self.notes),
-        )
-
-
-def count_rows(reading: Reading, *, batch_size: int, seed: int) -> RowCounts:
-    """Count the rows of a run, as far as that is possible without packing.
-
-    Raises:
-        DataError: a file can't be used, or has another tokenizer.
-    """
-    paths = [path for paths in find_paths(reading.data, reading.vocabulary.name) for path in paths]
-    for path in paths:
-        if not path.is_text:
-            _open(path, reading)
-    if texts := [path.name for path in paths if path.is_text]:
-        return RowCounts(unread=f"{' '.join(texts)} packed when the run begins")
-    return open_corpus(reading, batch_size=batch_size, seed=seed).counts()
 
 
 def open_corpus(reading: Reading, *, batch_size: int, seed: int) -> Corpus:
