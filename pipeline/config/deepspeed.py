@@ -1,9 +1,9 @@
 """DeepSpeed configuration files as one layer of a step's settings.
 
-Every key acts (`ACTING`), has no effect (`IGNORED`) or is refused (`REFUSED`); a key in none of
-these tables is refused with a suggestion. Key names are those of DeepSpeed 0.19 and the older ones
-that files still use; `docs/deepspeed.md` describes them. A value "auto" leaves the setting as it
-is. Like DeepSpeed's, files may have comments and trailing commas, and no key twice.
+Every key acts (`ACTING`) or has no effect (`IGNORED`); any other one is refused unless its value
+leaves a feature off. Key names are those of DeepSpeed 0.19 and the older ones that files still use;
+`docs/deepspeed.md` describes them. A value "auto" leaves the setting as it is. Like DeepSpeed's,
+files may have comments and trailing commas, and no key twice.
 
 Values are checked where the settings are built, so that an error names our setting and the file.
 """
@@ -81,59 +81,30 @@ IGNORED = (
 )
 """Patterns of keys, or of complete sections, that have no effect here; the page has the reasons."""
 
-_NOT_HERE = "is not available here; remove it"
-
-REFUSED = {
-    **dict.fromkeys(
-        (
-            *("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"),
-            *("data_types.buffer_dtype", f"{ZERO}zero_quantized_nontrainable_weights"),
-            *(f"{ZERO}zero_quantized_weights", f"{ZERO}zero_quantized_gradients"),
-            *(f"{ZERO}zeropp_loco_param", f"{ZERO}zenflow", f"{ZERO}zero_hpz_partition_size"),
-            *(f"{ZERO}mics_hierarchical_params_gather", "compile.passes", "progressive_layer_drop"),
-            *("gradient_allreduce_op", "managed_gradient_accumulation", "sequence_parallel_size"),
-            *("sparse_attention", "compression_training", "quantize_training", "eigenvalue"),
-            *("weight_quantization", "curriculum_learning", "data_efficiency", "nebula"),
-            *("datastates_ckpt", "expert_parallel", "moe"),
-        ),
-        _NOT_HERE,
-    ),
-    **dict.fromkeys(("amp", "torch_autocast"), f"{_NOT_HERE} and enable bf16 or fp16"),
-    "bf16.bf16_optimizer_states": f"{_NOT_HERE} and set optim.moments bf16",
-    f"{ZERO}mics_shard_size": "is --replicas here; remove it and pass the number of groups",
-    "comet": f"{_NOT_HERE} and enable tensorboard or wandb",
-    "hybrid_engine.inference_tp_size": "must be 1 here; pass --ppo.inference_tp_size instead",
-    "tensor_parallel": "is an option here; remove it and pass --tensor-parallel N",
-    "pipeline": "is an option here; remove it and pass --pipeline-parallel N",
-    "elasticity": f"{_NOT_HERE} and set train_batch_size",
-    "autotuning": f"{_NOT_HERE} and pass --autotune tune",
-}
-"""Keys and sections of features that are not available, and the rest of the sentence."""
-
-OFF: dict[str, tuple[object, ...]] = {
-    f"{ZERO}mics_shard_size": (-1,),
-    f"{ZERO}zero_hpz_partition_size": (1,),
-    "compile.passes": ([],),
-    "gradient_allreduce_op": ("mean", "Mean", "MEAN"),
-    "managed_gradient_accumulation": (True,),
-    "hybrid_engine.inference_tp_size": (0, 1),
-    "sequence_parallel_size": (0, 1),
-    "tensor_parallel": (0, 1),
-}
-"""Values that leave such a feature off, besides null and false."""
-
 SECTIONS = frozenset(
     name.rsplit(".", depth)[0]
-    for name in (*ACTING, *REFUSED)
+    for name in (*ACTING, *IGNORED)
     for depth in range(1, name.count(".") + 1)
-) - {"optimizer.params", "scheduler.params"}
+)
+
+NEUTRAL = {
+    f"{ZERO}mics_shard_size": -1,
+    f"{ZERO}zero_hpz_partition_size": 1,
+    "sequence_parallel_size": 1,
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+}
+"""Values other than false and 0 that leave a feature off."""
 
 DEEPSPEED_SCHEDULES = {
-    "WarmupLR": "warmup",
-    "WarmupDecayLR": "warmup_decay",
-    "WarmupCosineLR": "warmup_cosine",
+    "WarmupLR": "constant_with_warmup",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
 }
-"""DeepSpeed's schedules by our names."""
+"""DeepSpeed's schedules by our names; here all warm up in a straight line from 0."""
+
+IGNORED_PARAMS = ("warmup_type", "warmup_min_lr", "total_num_steps", "last_batch_iteration")
+"""Parameters of DeepSpeed's schedules without effect: the run's own length counts."""
 
 IMPLEMENTATION = {
     **dict.fromkeys(("adam_w_mode", "torch_adam", "fused", "foreach", "capturable")),
@@ -215,14 +186,14 @@ def deepspeed_layer(
     ]
     require(bool(trained), f"--zero-config {path}: no model is trained here")
     file = read_file(path)
-    names = ["batch_size", "micro_batch_size", *(f"{role}.optim.lr" for role in trained)]
+    names = ["batch_size", "micro_batch_size"]
     merged = merge(config_class, layers, overrides, section=section)
     ours = {name: typed_value(config_class, merged, name) for name in names}
     settings: dict[str, Any] = {}
     for role in trained:
-        of_model = {**_precision(file), **_zero(file), **_optimizer(file)}
-        of_model |= _schedule(file, of_model.get("optim.lr", ours[f"{role}.optim.lr"]))
-        settings[role] = nested(of_model)
+        settings[role] = nested(
+            {**_precision(file), **_zero(file), **_optimizer(file), **_schedule(file)}
+        )
     trackers = [name for name in typing.get_args(Tracker) if file.get(f"{name}.enabled")]
     settings |= {"trackers": trackers} if trackers else {}
     return Layer({**settings, **_batch_sizes(file, ours, world)}, str(path), is_file=True)
@@ -232,7 +203,7 @@ def notice_of(path: Path) -> str | None:
     """The sentence on the keys of a file that have no effect; None where there are none.
 
     Raises:
-        ConfigError: the file can't be read, or has an unknown or a refused key.
+        ConfigError: the file can't be read, or has a key that is not available.
     """
     keys = read_file(path).ignored
     return f"these keys of {path} have no effect here: {', '.join(keys)}" if keys else None
@@ -349,12 +320,8 @@ def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
     return settings
 
 
-def _schedule(file: DeepSpeedFile, lr: float) -> dict[str, Any]:
-    """The schedule with its parameters, which replace those of another one.
-
-    DeepSpeed's parameters are learning rates; ours are `optim.lr`, the peak, and ratios to it. `lr`
-    is the peak where the schedule names none.
-    """
+def _schedule(file: DeepSpeedFile) -> dict[str, Any]:
+    """The schedule with its parameters, which replace those of another one."""
     name = file.get("scheduler.type")
     if name is None:
         return {}
@@ -363,37 +330,24 @@ def _schedule(file: DeepSpeedFile, lr: float) -> dict[str, Any]:
         raise file.error("scheduler.type", f"{name} is not available; {suggestion(name, known)}")
     name = known[str(name).lower()]
     given = file.params("scheduler.params")
-    given.pop("last_batch_iteration", None)
     auto = {
         key for key, value in (file.acting.get("scheduler.params") or {}).items() if value == AUTO
     }
     settings: dict[str, Any] = {"optim.schedule": DEEPSPEED_SCHEDULES.get(name, name)}
-    if name in DEEPSPEED_SCHEDULES or name in WITHOUT_FINAL_RATIO:
-        settings["optim.final_lr_ratio"] = 0.0
     if name in DEEPSPEED_SCHEDULES:
+        given = {key: value for key, value in given.items() if key not in IGNORED_PARAMS}
+        settings["optim.final_lr_ratio"] = 0.0
         if "warmup_num_steps" not in auto:
             settings["optim.warmup_steps"] = given.pop("warmup_num_steps", WARMUP_STEPS)
         if name == "WarmupCosineLR" and "cos_min_ratio" not in auto:
             settings["optim.final_lr_ratio"] = given.pop("cos_min_ratio", COS_MIN_RATIO)
         if name == "WarmupDecayLR" and "warmup_max_lr" not in auto:
             settings["optim.lr"] = MAX_LR
-        if name != "WarmupCosineLR" and "warmup_max_lr" in given:
+        if "warmup_max_lr" in given:
             settings["optim.lr"] = given.pop("warmup_max_lr")
-        if name != "WarmupCosineLR" and "warmup_min_lr" in given:
-            low, peak = given.pop("warmup_min_lr"), settings.get("optim.lr", lr)
-            given["warmup_min_ratio"] = _ratio(file, low, peak)
+    elif name in WITHOUT_FINAL_RATIO:
+        settings["optim.final_lr_ratio"] = 0.0
     return {**settings, "optim.schedule_params": given}
-
-
-def _ratio(file: DeepSpeedFile, low: object, peak: object) -> float:
-    """The lowest rate of a warm-up as a ratio to the peak."""
-    rates = [each for each in (low, peak) if isinstance(each, int | float) and each >= 0]
-    if len(rates) < 2 or rates[0] > rates[1]:
-        raise file.error(
-            "scheduler.params.warmup_min_lr",
-            f"must be a number up to the peak rate {peak}, got {low!r}",
-        )
-    return rates[0] / rates[1] if rates[1] else 0.0
 
 
 # Strings are matched first, so that what looks like a comment or a comma within one stays.
@@ -405,7 +359,7 @@ def read_file(path: Path) -> DeepSpeedFile:
     """The keys of a DeepSpeed file.
 
     Raises:
-        ConfigError: no such file, not JSON, a key twice, an unknown or a refused key.
+        ConfigError: no such file, not JSON, a key twice, or a key that is not available.
     """
     try:
         text = path.expanduser().read_text(encoding="utf-8-sig")
@@ -461,42 +415,31 @@ def _sort(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> 
             continue
         if name in ACTING:
             file.acting[name] = value
-        elif name in REFUSED:
-            if not _is_off(value, OFF.get(name, ())):
-                raise file.error(name, REFUSED[name])
+            if name == "scheduler.params" and isinstance(value, Mapping):
+                unused = [key for key in IGNORED_PARAMS if value.get(key) not in (None, AUTO)]
+                file.ignored.extend(f"{name}.{key}" for key in unused)
         elif any(fnmatch(name, pattern) for pattern in IGNORED):
             if not (isinstance(value, Mapping) and value.get("enabled") is False):
                 file.ignored.append(name)
-        else:
-            _sort(_section(name, value, file), file, f"{name}.")
+        elif name in SECTIONS and value is not False:
+            if not isinstance(value, Mapping):
+                raise file.error(name, f"must hold settings, {{...}}, got {value!r}")
+            _sort(value, file, f"{name}.")
+        elif not _is_off(value) and value != NEUTRAL.get(name):
+            raise file.error(name, f"is not available here; {_hint(name)}")
 
 
-def _section(name: str, value: object, file: DeepSpeedFile) -> Mapping[str, Any]:
-    if name not in SECTIONS:
-        raise file.error(name, f"is not a key of DeepSpeed's configuration; {_hint(name)}")
-    if value is False:
-        return {}
-    if not isinstance(value, Mapping):
-        raise file.error(name, f"must hold settings, {{...}}, got {value!r}")
-    return value
-
-
-def _is_off(value: object, off: tuple[object, ...]) -> bool:
+def _is_off(value: object) -> bool:
     """Whether `value` leaves a feature off: `{"enabled": false}`, or off throughout."""
     if isinstance(value, Mapping):
-        if "enabled" in value:
-            return value["enabled"] in (None, False, AUTO)
-        return all(_is_off(inner, off) for inner in value.values())
-    return (
-        value is None
-        or any(value == each and type(value) is type(each) for each in off)
-        or (value is False and True not in off)
-    )
+        inner = [value["enabled"]] if "enabled" in value else value.values()
+        return all(_is_off(each) for each in inner)
+    return value in (None, False, 0, AUTO, [])
 
 
 def _hint(name: str) -> str:
     """A hint at the key that was likely meant."""
-    known, last = [*ACTING, *REFUSED, *SECTIONS], name.rpartition(".")[2]
+    known, last = [*ACTING, *SECTIONS], name.rpartition(".")[2]
     same = [each for each in known if each.rpartition(".")[2] == last]
     close = same[:2] or difflib.get_close_matches(name, known, 1, 0.75)
     meant = " or ".join(close)

@@ -17,10 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pipeline.system.errors import ConfigError, require, suggestion
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Ratio = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(gt=0)]
-CountOrZero = Annotated[int, Field(ge=0)]
-WarmupType = Literal["log", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,64 +72,6 @@ def polynomial(step: int, span: Span, *, power: Positive = 1.0) -> float:
     return _warmed_up(step, span, lambda progress: (1.0 - progress) ** power)
 
 
-def warmup(
-    step: int, span: Span, *, warmup_type: WarmupType = "log", warmup_min_ratio: Ratio = 0.0
-) -> float:
-    """DeepSpeed's WarmupLR: from the lowest rate to the peak, where it stays.
-
-    low + (1 - low) g(t) with W = max(2, warm-up steps); g(t) = log(t + 1) / log(W), or t / W where
-    linear, and 1 from t = W on. DeepSpeed advances a schedule after the step, so that t = step - 1
-    and the first two steps use the lowest rate.
-    """
-    rise = _rise(step - 1, span, warmup_type)
-    return warmup_min_ratio + (1.0 - warmup_min_ratio) * (1.0 if rise is None else rise)
-
-
-def warmup_decay(
-    step: int,
-    span: Span,
-    *,
-    warmup_type: WarmupType = "log",
-    warmup_min_ratio: Ratio = 0.0,
-    total_num_steps: CountOrZero = 0,
-) -> float:
-    """DeepSpeed's WarmupDecayLR: `warmup`, then a straight line back to the lowest rate.
-
-    After the warm-up g(t) = max(0, (T - t) / max(1, T - W)), with T = `total_num_steps`, or the
-    run's steps where that is 0.
-    """
-    total = total_num_steps or span.total_steps
-    share = _rise(step - 1, span, warmup_type)
-    if share is None:
-        share = max(0.0, (total - (step - 1)) / max(1, total - _deepspeed_warmup(span)))
-    return warmup_min_ratio + (1.0 - warmup_min_ratio) * share
-
-
-def warmup_cosine(
-    step: int,
-    span: Span,
-    *,
-    warmup_type: WarmupType = "log",
-    warmup_min_ratio: Ratio = 0.0,
-    total_num_steps: CountOrZero = 0,
-) -> float:
-    """DeepSpeed's WarmupCosineLR: `warmup`, then half a cosine wave down to `final_ratio`.
-
-    After the warm-up f + (1 - f) (1 + cos(pi min(1, (step - W) / max(1, T - W)))) / 2, where f is
-    DeepSpeed's cos_min_ratio. Its first step has a rate of 0, whatever `warmup_min_ratio` says.
-    """
-    if step == 0:
-        return 0.0
-    rise = _rise(step - 1, span, warmup_type)
-    if rise is not None:
-        return warmup_min_ratio + (1.0 - warmup_min_ratio) * rise
-    warmup_steps = _deepspeed_warmup(span)
-    total = total_num_steps or span.total_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total - warmup_steps))
-    shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return span.final_ratio + (1.0 - span.final_ratio) * shape
-
-
 SCHEDULES: Mapping[str, Callable[..., float]] = {
     "linear": linear,
     "cosine": cosine,
@@ -140,13 +79,10 @@ SCHEDULES: Mapping[str, Callable[..., float]] = {
     "polynomial": polynomial,
     "constant": constant,
     "constant_with_warmup": constant,
-    "warmup": warmup,
-    "warmup_decay": warmup_decay,
-    "warmup_cosine": warmup_cosine,
 }
 """By the name in `optim.schedule`: share of the peak rate at a step, for a Span and parameters."""
 
-WITHOUT_FINAL_RATIO = ("constant", "constant_with_warmup", "warmup", "warmup_decay")
+WITHOUT_FINAL_RATIO = ("constant", "constant_with_warmup")
 """Schedules that ignore `final_lr_ratio`."""
 
 
@@ -186,21 +122,6 @@ def _warmed_up(step: int, span: Span, shape: Callable[[float], float]) -> float:
         return (step + 1) / span.warmup_steps
     progress = (step - span.warmup_steps) / max(1, span.total_steps - span.warmup_steps)
     return span.final_ratio + (1.0 - span.final_ratio) * shape(min(1.0, progress))
-
-
-def _deepspeed_warmup(span: Span) -> int:
-    return max(2, span.warmup_steps)  # log(1) would be a divisor
-
-
-def _rise(iteration: int, span: Span, warmup_type: str) -> float | None:
-    """DeepSpeed's g(t), 0 before t = 0; None from the end of the warm-up on."""
-    warmup_steps = _deepspeed_warmup(span)
-    if iteration >= warmup_steps:
-        return None
-    iteration = max(0, iteration)
-    if warmup_type == "log":
-        return math.log(iteration + 1) / math.log(warmup_steps)
-    return iteration / warmup_steps
 
 
 ELEMENT_WISE = (
@@ -279,8 +200,8 @@ class OptimConfig:
 
     schedule: str = "cosine"
     """Course of the learning rate (lr_scheduler_type): linear, cosine, cosine_with_restarts,
-    polynomial, constant or constant_with_warmup as in transformers; warmup, warmup_decay or
-    warmup_cosine as in DeepSpeed. `pipeline/config/optim.py` has the formulas."""
+    polynomial, constant or constant_with_warmup as in transformers. `pipeline/config/optim.py` has
+    the formulas."""
 
     schedule_params: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Parameters of the schedule where it has any: `{"power": 2}` with polynomial."""
@@ -294,7 +215,7 @@ class OptimConfig:
 
     final_lr_ratio: float = 0.0
     """The schedule ends at this share of `lr` (cos_min_ratio), where it is linear, cosine,
-    cosine_with_restarts, polynomial or warmup_cosine."""
+    cosine_with_restarts or polynomial."""
 
     max_grad_norm: float | None = 1.0
     """Clip the global gradient L2 norm to this value; null turns clipping off."""

@@ -4,7 +4,6 @@ The tables of DeepSpeed's schedules are its formulas worked out for a warm-up of
 of 10; DeepSpeed 0.19.8 gives the same numbers.
 """
 
-import math
 from collections.abc import Mapping
 
 import pytest
@@ -85,59 +84,3 @@ def test_schedules_of_transformers_agree_with_it_but_for_its_first_step_of_0(
 
     in_warmup = expected[1 : warmup_steps + 1]
     assert shares == pytest.approx([*in_warmup, *expected[warmup_steps:total_steps]], abs=1e-12)
-
-
-LOG_WARMUP = [0, 0, 0.5, math.log(3) / math.log(4)]
-LINEAR_WARMUP = [0, 0, 0.25, 0.5, 0.75]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "settings", "expected"),
-    [
-        ("warmup", {}, [*LOG_WARMUP, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("warmup", {"warmup_type": "linear"}, [*LINEAR_WARMUP, 1, 1, 1, 1, 1, 1, 1, 1]),
-        (
-            "warmup",
-            {"warmup_type": "linear", "warmup_min_ratio": 0.2},
-            [0.2, 0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1, 1, 1, 1],
-        ),
-        (
-            "warmup_decay",
-            {},
-            [*LOG_WARMUP, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0, 0],
-        ),
-        (
-            "warmup_decay",
-            {"warmup_type": "linear", "warmup_min_ratio": 0.4},
-            [0.4, 0.4, 0.55, 0.7, 0.85, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.4],
-        ),
-        (
-            "warmup_decay",
-            {"warmup_type": "linear", "total_num_steps": 6},
-            [*LINEAR_WARMUP, 1, 0.5, 0, 0, 0, 0, 0, 0],
-        ),
-        (
-            "warmup_cosine",
-            {},
-            [
-                *LOG_WARMUP,
-                1,
-                *((1 + math.cos(math.pi * sixth / 6)) / 2 for sixth in (1, 2, 3, 4, 5)),
-                *[0] * 3,
-            ],
-        ),
-        (
-            "warmup_cosine",
-            {"warmup_type": "linear", "warmup_min_ratio": 0.2, "total_num_steps": 6},
-            [0, 0.2, 0.4, 0.6, 0.8, 0.5, 0, 0, 0, 0, 0, 0, 0],
-        ),
-    ],
-)
-def test_warm_ups_of_deepspeed(
-    schedule: str, settings: dict[str, object], expected: list[float]
-) -> None:
-    config = optim(schedule, warmup_steps=4, schedule_params=settings)
-
-    shares = [lr_factor(step, total_steps=10, optim=config) for step in range(13)]
-
-    assert shares == pytest.approx(expected, abs=1e-12)
