@@ -49,7 +49,6 @@ from pipeline.system.errors import (
     DivergedError,
     JobFailed,
     UserError,
-    UserErrors,
     is_disk_full,
     is_out_of_memory,
     suggestion,
@@ -195,8 +194,7 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     try:
         main(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        for sentence in error.sentences if isinstance(error, UserErrors) else (str(error),):
-            complain(f"error: {sentence}", once=_is_first_to_say)
+        complain(f"error: {error}", once=_is_first_to_say)
         sys.exit(EXIT_USER_ERROR)
     except DivergedError as error:
         complain(f"error: {error}", once=_is_first_to_say)

@@ -27,9 +27,8 @@ from pipeline.data.sharing.steps import StageData, load_examples, of_one_kind
 from pipeline.models.directory import check_model_directory
 from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.plan import Plan
-from pipeline.plan.resolve import name_methods
 from pipeline.plan.stage import Stage
-from pipeline.system.errors import UserError, UserErrors, require
+from pipeline.system.errors import UserError, require
 from pipeline.system.hub import cached_file
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
         downloads: whether models and data on the Hub may be requested.
 
     Raises:
-        UserErrors: everything that is wrong, each in one sentence.
+        UserError: a setting, a model or the rows can't be used.
     """
     check_settings(plan)
     return check_rows(plan, downloads=downloads)
@@ -82,7 +81,7 @@ def check_settings(plan: Plan) -> None:
     """Refuse what is wrong whatever the rows are; takes no time and doesn't need PyTorch.
 
     Raises:
-        UserErrors: as `check_plan`.
+        UserError: as `check_plan`.
     """
     _run(plan, [partial(check, plan) for check in (_trackers, _processes, _model_files)])
 
@@ -91,7 +90,7 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
     """Check the rows of each step in its model's tokens, after `check_settings`.
 
     Raises:
-        UserErrors: as `check_plan`.
+        UserError: as `check_plan`.
     """
     chats = Chats(plan, downloads=downloads)
     previews: dict[str, Preview] = {}
@@ -113,18 +112,16 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
 
 
 def _run(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
-    """Run the checks of each unfinished step, and raise everything that is wrong, each once."""
+    """Run the checks of each unfinished step."""
     stages = [stage for stage in plan.stages if stage.name not in plan.finished]
-    wrong: dict[str, list[str]] = {}
     for stage in stages if plan.request.plan != "off" else ():
         for check in checks:
             try:
                 check(stage)
             except UserError as error:
-                methods = wrong.setdefault(str(error), [])
-                methods += [stage.method] if stage.method else []
-    if wrong:
-        raise UserErrors(name_methods(wrong, stages))
+                if stage.method is None:
+                    raise
+                raise type(error)(f"method {stage.method}: {error}") from None
 
 
 def _trackers(plan: Plan, stage: Stage) -> None:

@@ -13,7 +13,7 @@ from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
 from pipeline.settings.fields import Option, Setting, did_you_mean, list_settings
-from pipeline.system.errors import ConfigError, raise_all, require
+from pipeline.system.errors import ConfigError, require
 
 OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 """Models that a size alone stands for, as in DeepSpeed-Chat."""
@@ -233,7 +233,6 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
 
     Raises:
         ConfigError: an option or a file of settings can't be used; the sentence names it.
-        UserErrors: there are several options that don't exist.
     """
     own: list[Option] = []
     dotted: dict[str, list[Option]] = {stage.section: [] for stage in stages}
@@ -355,11 +354,9 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
         for stage in stages
         for setting in list_settings(stage.config_class, f"{stage.section}.")
     ]
-    raise_all(
-        ConfigError(f"there is no option {_option_name(name)}; {_hint(name, of_steps)}")
-        for name, _ in own
-        if name.partition(".")[0] not in known
-    )
+    for name, _ in own:
+        if name.partition(".")[0] not in known:
+            raise ConfigError(f"there is no option {_option_name(name)}; {_hint(name, of_steps)}")
     below = {word for setting in of_steps for word in setting.name.split(".")[1:]}
     for layer in files:
         for name in layer.settings.keys() & below - known - {METHODS}:

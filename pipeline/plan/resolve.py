@@ -21,7 +21,7 @@ from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, METHODS, Stage
 from pipeline.settings.build import Layer, build_config, method_layer
 from pipeline.settings.fields import Option, default_of, flatten, nested
-from pipeline.system.errors import ConfigError, UserErrors, require
+from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import ROOT
 
 DEFAULT_DATA = "Dahoas/rm-static"
@@ -49,21 +49,16 @@ def step_configs(
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
-        UserErrors: that is so in several methods, each in its way.
     """
     run = Resolver(command_line, stages, world, chosen or {})
     configs: dict[str, StepConfig] = {}
-    wrong: dict[str, list[str]] = {}
     for stage in stages:
         try:
             configs[stage.name] = run.config(stage)
         except ConfigError as error:
             if stage.method is None:
                 raise
-            wrong.setdefault(str(error), []).append(stage.method)
-    if wrong:
-        sentences = name_methods(wrong, stages)
-        raise ConfigError(sentences[0]) if len(sentences) == 1 else UserErrors(sentences)
+            raise ConfigError(f"method {stage.method}: {error}") from None
     in_run = {*command_line.request.step, *command_line.made}
     if not any(configs[stage.name].learns_labels for stage in stages if stage.number in in_run):
         return configs
@@ -73,20 +68,6 @@ def step_configs(
         else config
         for name, config in configs.items()
     }
-
-
-def name_methods(wrong: Mapping[str, Sequence[str]], stages: Sequence[Stage]) -> list[str]:
-    """Sentences about what is wrong, with the methods of which each holds unless it is all.
-
-    Args:
-        wrong: by sentence the methods of which it holds, none if it is about another step.
-        stages: those that were looked at.
-    """
-    number = sum(stage.method is not None for stage in stages)
-    return [
-        f"method {', '.join(methods)}: {sentence}" if 0 < len(methods) < number else sentence
-        for sentence, methods in wrong.items()
-    ]
 
 
 def resolve_run(
@@ -108,7 +89,7 @@ def resolve_run(
         world: processes of each step.
 
     Raises:
-        ConfigError, UserErrors: as `step_configs`.
+        ConfigError: as `step_configs`.
     """
     configs = step_configs(command_line, stages, world=world)
     if "step" in command_line.typed or any("step" in file.settings for file in command_line.files):

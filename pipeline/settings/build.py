@@ -33,7 +33,7 @@ from pipeline.settings.fields import (
     section_class,
     without_none,
 )
-from pipeline.system.errors import ConfigError, raise_all, require
+from pipeline.system.errors import ConfigError, require
 
 C = TypeVar("C")
 
@@ -137,12 +137,9 @@ def merge(
     merged: dict[str, Any] = {}
     for layer in layers:
         lay(config_class, merged, layer.settings, "", f" in {layer.origin}")
-    raise_all(
-        _unknown(config_class, name, section=section, place="")
-        for name, _ in overrides
-        if type_of(config_class, name) is None
-    )
     for name, words in overrides:
+        if type_of(config_class, name) is None:
+            raise _unknown(config_class, name, section=section, place="")
         value = _value_of_words(type_of(config_class, name), words, f"--{section}{name}")
         head, _, key = name.rpartition(".")
         given = {name: value}
@@ -420,16 +417,4 @@ def read_settings(path: Path) -> Layer:
         raise ConfigError(f"--config {path} has a value that can't be read: {error}") from None
     if not isinstance(settings or {}, dict):
         raise ConfigError(f"--config {path} must hold settings, `name: value`; it holds {settings}")
-    _check_names(settings or {}, path)
     return Layer(settings or {}, str(path), is_file=True)
-
-
-def _check_names(settings: Mapping[Any, Any], path: Path, section: str = "") -> None:
-    for name, value in settings.items():
-        if not isinstance(name, str):
-            raise ConfigError(
-                f"{section}{name} in --config {path} is not text, and names of settings are;"
-                " settings are `name: value`"
-            )
-        if isinstance(value, Mapping):
-            _check_names(value, path, f"{section}{name}.")

@@ -3,7 +3,7 @@
 import difflib
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -20,14 +20,6 @@ EXIT_DISK_FULL = 81
 
 class UserError(Exception):
     """Wrong input. Commands print `error: <sentence>` and exit with code 2, without a traceback."""
-
-
-class UserErrors(UserError):  # noqa: N818
-    """Several errors. Commands print each on a separate line."""
-
-    def __init__(self, sentences: Sequence[str]) -> None:
-        super().__init__("; ".join(sentences))
-        self.sentences = tuple(sentences)
 
 
 class ConfigError(UserError, ValueError):
@@ -102,17 +94,3 @@ def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
     """Raise `ConfigError(sentence)` unless `condition` holds."""
     if not condition:
         raise ConfigError(sentence)
-
-
-def raise_all(errors: Iterable[ConfigError]) -> None:
-    """Raise the only error, or all of them as one; nothing where there is none.
-
-    Raises:
-        ConfigError: one thing is wrong.
-        UserErrors: several are.
-    """
-    found = list(errors)
-    if len(found) > 1:
-        raise UserErrors(list(map(str, found)))
-    for error in found:
-        raise error

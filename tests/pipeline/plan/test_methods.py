@@ -66,15 +66,14 @@ REFUSED = {
         "--methods.rloo.clip is of a method that does not run; add rloo to --method"
     ),
     "--method ppo grpo --ppo.method rloo": (
-        "ppo.method names one method, and --method several; leave it out"
+        "method ppo: ppo.method names one method, and --method several; leave it out"
     ),
     "--method ppo grpo dapo --methods.grpo.foo 1": (
         "method grpo: there is no setting ppo.foo; --help lists the settings"
     ),
     "--method ppo grpo rloo --ppo.critic_warmup_steps 2": (
         "method grpo: ppo.critic_warmup_steps trains the critic alone, and ppo.advantage grpo has"
-        " none; leave it at 0; method rloo: ppo.critic_warmup_steps trains the critic alone, and"
-        " ppo.advantage rloo has none; leave it at 0"
+        " none; leave it at 0"
     ),
 }
 

@@ -9,7 +9,7 @@ from step1_sft.config import SFTConfig
 SENTENCES = (
     ("a:\n  b: [c, d\ne: 1", "--config {} is not valid YAML in line 3: "),
     ("- 1", "--config {} must hold settings, `name: value`; it holds [1]"),
-    ("3: 4", "3 in --config {} is not text"),
+    ("3: 4", "there is no setting 3 in {}"),
     (
         "epochs: 1\nmodel:\n  path: a\n  zero_stage: 1\n  path: b",
         "--config {} has path twice, in lines 3 and 5; keep one of them",
