@@ -39,8 +39,7 @@ class PretrainConfig(StepConfig):
     }
 
     ALONE_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        name: StepConfig.OPTIONS[name]
-        for name in ("data_path", "eval_path", "data_seed", "max_length")
+        name: StepConfig.OPTIONS[name] for name in ("data_path", "data_seed", "max_length")
     }
     """Together with other steps, options for data are about the rows of those."""
 
@@ -75,7 +74,7 @@ class PretrainConfig(StepConfig):
         """
         from pipeline.data.store.corpus import find_paths
 
-        find_paths(self.data, str(self.model.path))
+        find_paths(self.data)
         if self.warm_start is not None and not any(self.warm_start.glob("checkpoints/step_*")):
             raise ConfigError(
                 f"warm_start {self.warm_start} holds no checkpoints; give the directory of a run of"
@@ -90,5 +89,4 @@ class PretrainConfig(StepConfig):
         """
         from pipeline.data.store.corpus import make_reading
 
-        model = str(self.model.path)
-        return make_reading(self.data, tokenizer, model=model, output_dir=self.output_dir)
+        return make_reading(self.data, tokenizer, model=str(self.model.path))

@@ -1,4 +1,4 @@
-"""Rows of the step, packed on the main process if they are still texts, and their micro-batches."""
+"""Rows of the step, and their micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,10 @@ import numpy as np
 import torch
 
 from pipeline.data.batches import TokenBatch
-from pipeline.data.store.corpus import Corpus, open_corpus, prepare
+from pipeline.data.store.corpus import Corpus, open_corpus
 from pipeline.data.store.rows import MixedStream, TokenRow
 from pipeline.parallel.device import local_device
-from pipeline.parallel.mesh import current_mesh
 from pipeline.run.training import local_parts
-from pipeline.system.errors import DataError, UserError
 from step0_pretrain.config import PretrainConfig
 
 if TYPE_CHECKING:
@@ -42,23 +40,13 @@ class Rows:
 
 
 def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> Rows:
-    """Pack texts on the main process, and open the corpus on all.
+    """Open the corpus.
 
     Raises:
         DataError: there is no corpus, or it can't be used.
     """
     config.check_corpus()
     reading = config.reading(tokenizer)
-    world = current_mesh().world
-    message = None
-    if world.rank == 0:
-        try:
-            prepare(reading)
-        except UserError as error:
-            message = str(error)
-    message = world.gather_objects(message)[0]  # all processes raise it
-    if message is not None:
-        raise DataError(message)
     corpus = open_corpus(reading, batch_size=config.batch_size, seed=config.seed)
     return Rows(tokenizer, corpus, corpus.stream.num_steps(config.epochs, config.max_steps))
 

@@ -128,15 +128,11 @@ class TextDataConfig(DataConfig):
     """Texts of the step, and how they become sequences."""
 
     path: tuple[str, ...] = ()
-    """Token files (Megatron's .bin and .idx, or their common prefix; Modalities' .pbin), or text to
-    be packed first (.jsonl, also .gz, and .txt); names may have `*`, and each may end in `:weight`,
-    its share of the mixture."""
-
-    eval_path: tuple[str, ...] = ()
-    """Texts for evaluation, as `path`; empty holds out documents of `path`."""
+    """Token files (Megatron's .bin and .idx, or their common prefix); names may have `*`, and each
+    may end in `:weight`, its share of the mixture."""
 
     eval_fraction: float = 0.01
-    """Share of the documents held out for evaluation where `eval_path` is empty."""
+    """Share of the documents held out for evaluation."""
 
     seed: int = 0
     """Decides which documents are held out (data_seed). It has nothing to do with the seed of
@@ -145,13 +141,11 @@ class TextDataConfig(DataConfig):
     max_eval_rows: int = 256
     """At most this many sequences of `max_length` are evaluated."""
 
-    field: str = "text"
-    """The field of each row of .jsonl files that holds its text."""
-
     max_length: int = 512
     """Tokens of a row (sequence_length, max_seq_len)."""
 
     # What only dialogues have; not settings here.
+    eval_path: tuple[str, ...] = dataclasses.field(init=False, default=())
     split: tuple[float, float, float] = dataclasses.field(init=False, default=(1.0, 0.0, 0.0))
     fields: dict[str, str] = dataclasses.field(init=False, default_factory=dict[str, str])
     format: str = dataclasses.field(init=False, default="plain")
@@ -160,10 +154,6 @@ class TextDataConfig(DataConfig):
     )
     train_on: Literal["assistant", "all"] = dataclasses.field(init=False, default="all")
     labels: bool = dataclasses.field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.field), "data.field names no field; give the one that holds the text")
 
     def check_path(self) -> None:
         """Nothing: a step that does not run needs no corpus."""

@@ -17,8 +17,9 @@ from pipeline.config import (
     TextDataConfig,
     TrainedModelConfig,
 )
+from pipeline.data.store.pack import pack
 from pipeline.data.store.rows import TokenRow
-from pipeline.data.store.token_file import TokenFile
+from pipeline.data.store.token_file import read_vocabulary
 from pipeline.demo.model import build_tokenizer
 from pipeline.system.errors import CheckpointError, ConfigError
 from step0_pretrain.config import PretrainConfig
@@ -26,27 +27,28 @@ from step0_pretrain.rows import load_rows
 from step0_pretrain.train import train
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
+from tests.pipeline.data.store.corpus import write_rows
 from tests.test_resume import metrics, saved
 
 WORDS = ["sun", "moon", "rain", "wind", "bread", "water", "stone", "river", "cloud", "night"]
 
 
-def write_texts(path: Path, count: int, *, seed: int = 0) -> None:
+def pack_texts(out: Path, count: int, *, seed: int = 0) -> None:
     draw = random.Random(seed)
-    with path.open("w") as file:
-        for _ in range(count):
-            words = [draw.choice(WORDS) for _ in range(draw.randint(3, 90))]
-            file.write(json.dumps({"text": " ".join(words)}) + "\n")
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(3, 90))) for _ in range(count)]
+    source = out.with_suffix(".jsonl")
+    write_rows(source, texts)
+    pack([source], read_vocabulary(build_tokenizer(), "embedded"), out)
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama and two hundred texts."""
+    """A tiny random Llama and two hundred packed texts."""
     directory = tmp_path_factory.mktemp("start")
     tokenizer = build_tokenizer()
     tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
     tokenizer.save_pretrained(directory / "base")
-    write_texts(directory / "texts.jsonl", 200)
+    pack_texts(directory / "texts", 200)
     return directory
 
 
@@ -56,7 +58,7 @@ def small(start: Path, out: Path, **changes: Any) -> PretrainConfig:
         "output_dir": out,
         "model": TrainedModelConfig(path=str(start / "base"), optim=optim),
         "data": TextDataConfig(
-            path=(str(start / "texts.jsonl"),), max_length=48, max_eval_rows=8, eval_fraction=0.1
+            path=(str(start / "texts"),), max_length=48, max_eval_rows=8, eval_fraction=0.1
         ),
         "max_steps": 4,
         "batch_size": 8,
@@ -175,37 +177,24 @@ def test_a_run_that_was_cut_off_goes_on_to_the_bit(start: Path, tmp_path: Path) 
     assert (out / "model.safetensors").read_bytes() == (
         whole.output_dir / "model.safetensors"
     ).read_bytes()
-    write_texts(start / "other.jsonl", 50, seed=9)
-    other = replace(whole.data, path=(str(start / "other.jsonl"),))
+    pack_texts(start / "other", 50, seed=9)
+    other = replace(whole.data, path=(str(start / "other"),))
     (out / "result.json").unlink()
     with pytest.raises(ConfigError, match=r"was made with data.path"):
         train(replace(whole, output_dir=out, resume=True, data=other))
 
 
-def test_texts_and_token_files_are_the_same_corpus(start: Path, tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
-    packed = small(start, tmp_path / "text", max_steps=1)
-    train(packed)
-    (index,) = (packed.output_dir / "tokens").glob("texts-*.idx")
-    tokens = index.with_suffix("")
-    for suffix in (".bin", ".idx"):  # as Megatron writes them, without a description
-        shutil.copy(tokens.with_suffix(suffix), tmp_path / f"m{suffix}")
-    (tmp_path / "whole.txt").write_text("rain " * 300)
-    (tmp_path / "other.txt").write_text("sun and moon " * 100)
+def test_a_file_without_a_description_is_the_same_corpus(start: Path, tmp_path: Path) -> None:
+    for suffix in ("bin", "idx"):  # as Megatron writes them
+        shutil.copy(start / f"texts.{suffix}", tmp_path / f"m.{suffix}")
 
-    def losses(name: str, **data: Any) -> list[float]:
+    def losses(name: str, path: Path) -> list[float]:
         config = small(start, tmp_path / name, max_steps=1)
-        config = replace(config, data=replace(config.data, **data))
-        train(config)
+        train(replace(config, data=replace(config.data, path=(str(path),))))
         return logged(config, "loss") + logged(config, "eval_perplexity")
 
-    expected = logged(packed, "loss") + logged(packed, "eval_perplexity")
-    assert losses("tokens", path=(str(tokens),)) == expected
-    assert losses("megatron", path=(str(tmp_path / "m"),)) == expected
-    assert losses("index", path=(str(tmp_path / "m.bin"),)) == expected
-    assert len(losses("texts", path=(str(tmp_path / "*.txt"),))) == 3
-    written = TokenFile(next((tmp_path / "texts" / "tokens").glob("*.idx")))
-    assert tokenizer.decode(written.tokens(1)[:-1].tolist()).startswith("rain rain")
+    assert losses("prefix", tmp_path / "m") == losses("packed", start / "texts")
+    assert losses("index", tmp_path / "m.idx") == losses("prefix", tmp_path / "m")
 
 
 @pytest.mark.jobs

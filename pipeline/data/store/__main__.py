@@ -187,9 +187,7 @@ def shuffle(options: argparse.Namespace) -> None:
 
 
 def _widest_type(files: Sequence[TokenFile]) -> "np.dtype[np.generic]":
-    """The largest token type; i32 for Modalities' u32, which Megatron does not have."""
-    widest = max((file.dtype for file in files), key=lambda dtype: dtype.itemsize)
-    return np.dtype("<i4") if widest == np.dtype("<u4") else widest
+    return max((file.dtype for file in files), key=lambda dtype: dtype.itemsize)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ their order and the file: copies are on the same side, and a corpus that grows m
 
 import hashlib
 import json
-import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,25 +18,12 @@ from typing import TYPE_CHECKING
 from pipeline.config import TextDataConfig
 from pipeline.data.rows.sources import split_weight
 from pipeline.data.sharing.prompts import draw
-from pipeline.data.store.pack import SUFFIXES as TEXTS
-from pipeline.data.store.pack import pack
 from pipeline.data.store.rows import MixedStream, TokenRow, Windows
 from pipeline.data.store.token_file import TokenFile, Vocabulary, part_path, read_vocabulary
 from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
-
-PACKED = "tokens"
-"""Directory of packed texts, in that of the step."""
-
-WORKER_BYTES = 16 * 2**20
-"""Text per worker process."""
-
-MOST_BYTES = 2**30
-"""Text that a step packs itself, while its other processes wait."""
 
 HASHED = 4096
 """Tokens of a document that its hash covers, from the first."""
@@ -49,12 +34,10 @@ LOOKED_AT = 2**20
 
 @dataclass(frozen=True)
 class CorpusPath:
-    """The files that a data path names, all token files or all texts."""
+    """The token files that a data path names."""
 
-    name: str
     weight: float | None
     files: tuple[Path, ...]
-    is_text: bool
 
 
 @dataclass(frozen=True)
@@ -66,12 +49,9 @@ class Reading:
     bos: int | None
     """Token that the tokenizer puts before a text; None if it does not."""
 
-    directory: Path
-    """Directory of packed texts."""
-
 
 def make_reading(
-    data: TextDataConfig, tokenizer: "PreTrainedTokenizerBase", *, model: str, output_dir: Path
+    data: TextDataConfig, tokenizer: "PreTrainedTokenizerBase", *, model: str
 ) -> Reading:
     """Return how the corpus is read for a model with this tokenizer.
 
@@ -81,102 +61,51 @@ def make_reading(
     vocabulary = read_vocabulary(tokenizer, model)
     first, *_ = tokenizer.encode("a")
     bos = first if first == tokenizer.bos_token_id else None
-    return Reading(data, vocabulary, bos, output_dir / PACKED)
+    return Reading(data, vocabulary, bos)
 
 
-def find_paths(data: TextDataConfig, tokenizer: str) -> tuple[list[CorpusPath], list[CorpusPath]]:
-    """Find the files of `data.path` and of `data.eval_path`.
+def find_paths(data: TextDataConfig) -> list[CorpusPath]:
+    """Find the files of `data.path`.
 
     Raises:
-        DataError: a path names nothing, a directory, files of an unknown kind or of two kinds; or
-            there is more text than a step packs itself.
+        DataError: a path names nothing, a directory, or files of another kind.
     """
     if not data.path:
-        raise DataError(
-            "data.path names no corpus; give token files, which `python -m pipeline.data.store"
-            " pack` writes, or text (.jsonl, .txt)"
-        )
-    train = [_find(spec, "data.path") for spec in data.path]
-    held_out = [_find(spec, "data.eval_path") for spec in data.eval_path]
-    texts = [path for path in (*train, *held_out) if path.is_text]
-    size = sum(file.stat().st_size for path in texts for file in path.files)
-    if size > MOST_BYTES:
-        names = " ".join(f"'{path.name}'" for path in texts)
-        raise DataError(
-            f"{names}: pack {size / 2**30:.1f} GiB of text once for all runs, with `python -m"
-            f" pipeline.data.store pack {names} --tokenizer {tokenizer} --out X --workers N`, and"
-            " give X"
-        )
-    return train, held_out
+        raise DataError(f"data.path names no corpus; give token files, {_WRITTEN_BY}")
+    return [_find(spec) for spec in data.path]
 
 
-def _find(spec: str, setting: str) -> CorpusPath:
+_WRITTEN_BY = "which `python -m pipeline.data.store pack` makes of texts"
+
+
+def _find(spec: str) -> CorpusPath:
     name, weight = split_weight(spec)
     path = Path(name).expanduser()
     if path.is_dir():
-        raise DataError(f"{setting} {path} is a directory; name its files, as in '{path}/*.bin'")
+        raise DataError(f"data.path {path} is a directory; name its files, as in '{path}/*.bin'")
     if part_path(path, "idx").exists():
-        return CorpusPath(name, weight, (path,), is_text=False)
+        return CorpusPath(weight, (path,))
     names = [str(path)] if path.exists() else glob(str(path), recursive=True)  # noqa: PTH207
     if not names:
-        raise DataError(f"{setting} {name}: there is no such file")
-    files = sorted(map(Path, names))
-    if all(file.name.endswith(TEXTS) for file in files):
-        return CorpusPath(name, weight, tuple(files), is_text=True)
-    if not all(file.suffix in (".bin", ".idx", ".pbin") for file in files):
+        raise DataError(f"data.path {name}: there is no such file")
+    if not all(file.endswith((".bin", ".idx")) for file in names):
         raise DataError(
-            f"{setting} {name} is not a corpus; give a path each for token files (Megatron's .bin"
-            f" and .idx, Modalities' .pbin) and for text ({', '.join(TEXTS)})"
+            f"data.path {name} is not a token file (Megatron's .bin and .idx); give one,"
+            f" {_WRITTEN_BY}"
         )
-    pairs = {file.with_suffix(".bin") if file.suffix == ".idx" else file for file in files}
-    return CorpusPath(name, weight, tuple(sorted(pairs)), is_text=False)
-
-
-def prepare(reading: Reading) -> None:
-    """Pack the texts that have not been packed yet.
-
-    Raises:
-        DataError: a file can't be used.
-    """
-    train, held_out = find_paths(reading.data, reading.vocabulary.name)
-    for path in (path for path in (*train, *held_out) if path.is_text):
-        target = _packed(path, reading)
-        if part_path(target, "idx").exists():
-            continue
-        size = sum(file.stat().st_size for file in path.files)
-        file = pack(
-            path.files,
-            reading.vocabulary,
-            target,
-            field=reading.data.field,
-            workers=max(1, min(os.cpu_count() or 1, size // WORKER_BYTES)),
-            resume=True,
-        )
-        logger.info("packed %s as %s", path.name, file)
-
-
-def _packed(path: CorpusPath, reading: Reading) -> Path:
-    """The token file of texts, named by all that decides its content."""
-    stats = [(str(file.absolute()), file.stat()) for file in path.files]
-    sources = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    made_of = f"{sources} {reading.vocabulary.hash} {reading.data.field}"
-    digest = hashlib.sha256(made_of.encode()).hexdigest()[:12]
-    return reading.directory / f"{path.files[0].name.partition('.')[0]}-{digest}"
+    return CorpusPath(weight, tuple(sorted({Path(file).with_suffix(".bin") for file in names})))
 
 
 class HeldOut:
-    """Documents that are not trained on: those with given hashes, or with a small draw."""
+    """Documents that are not trained on: those with a small draw."""
 
-    def __init__(
-        self, *, seed: int, up_to: float = 0.0, hashes: frozenset[int] = frozenset()
-    ) -> None:
-        self.seed, self.up_to, self.hashes = seed, up_to, hashes
+    def __init__(self, *, seed: int, up_to: float = 0.0) -> None:
+        self.seed, self.up_to = seed, up_to
         self.contains = lru_cache(maxsize=2**16)(self._contains)
         """Whether a document of a file is held out."""
 
     def _contains(self, file: TokenFile, document: int) -> bool:
-        number = document_hash(file, document)
-        return number in self.hashes or self.draw(number) <= self.up_to
+        return self.draw(document_hash(file, document)) <= self.up_to
 
     def draw(self, number: int) -> float:
         """Uniform number in (0, 1) for a document's hash."""
@@ -225,13 +154,13 @@ class Corpus:
 
 
 def open_corpus(reading: Reading, *, batch_size: int, seed: int) -> Corpus:
-    """Open the corpus, whose texts are packed.
+    """Open the corpus.
 
     Raises:
         DataError: a file can't be used, has another tokenizer, or nothing is left to train on.
     """
     data = reading.data
-    paths, eval_paths = find_paths(data, reading.vocabulary.name)
+    paths = find_paths(data)
     opened = [_open(path, reading) for path in paths]
     files = [rows for of_path in opened for rows in of_path]
     # The weight of a path is divided by rows; without any weights, each row counts the same.
@@ -241,18 +170,13 @@ def open_corpus(reading: Reading, *, batch_size: int, seed: int) -> Corpus:
         total = sum(map(len, of_path))
         weight = (1.0 if path.weight is None else path.weight) if weighted else total
         weights += [weight * len(rows) / total for rows in of_path]
-    if eval_paths:
-        eval_rows, held_out = _given(
-            [rows for path in eval_paths for rows in _open(path, reading)], data
-        )
-    else:
-        eval_rows, held_out = _hold_out(files, weights, data)
+    eval_rows, held_out = _hold_out(files, weights, data)
     stream = MixedStream([len(rows) for rows in files], weights, batch_size=batch_size, seed=seed)
     return Corpus(files, stream, eval_rows, held_out)
 
 
 def _open(path: CorpusPath, reading: Reading) -> list[Windows]:
-    files = [TokenFile(name) for name in ([_packed(path, reading)] if path.is_text else path.files)]
+    files = [TokenFile(name) for name in path.files]
     vocabulary = reading.vocabulary
     for file in files:
         if file.origin is not None:
@@ -268,19 +192,6 @@ def _open(path: CorpusPath, reading: Reading) -> list[Windows]:
                 f" text again with --tokenizer {vocabulary.name}"
             )
     return [Windows(file, reading.data.max_length, reading.bos) for file in files]
-
-
-def _given(files: Sequence[Windows], data: TextDataConfig) -> tuple[list[TokenRow], HeldOut]:
-    """Random rows of evaluation files, in proportion to their sizes."""
-    total = sum(len(rows) for rows in files)
-    chosen: list[TokenRow] = []
-    for number, rows in enumerate(files):
-        count = min(len(rows), max(1, round(data.max_eval_rows * len(rows) / total)))
-        numbers = Random(f"{data.seed} evaluation {number}").sample(range(len(rows)), count)
-        chosen += [rows[row] for row in numbers]
-    chosen = chosen[: data.max_eval_rows]
-    hashes = {document_hash(row.file, span.document) for row in chosen for span in row.spans}
-    return chosen, HeldOut(seed=data.seed, hashes=frozenset(hashes))
 
 
 def _hold_out(
@@ -303,8 +214,7 @@ def _hold_out(
     if num_chosen == sum(rows.file.documents for rows in files):
         names = " ".join(str(rows.file.path) for rows in files)
         raise DataError(
-            f"{names}: all documents would be held out for evaluation; give data.eval_path, or more"
-            " documents"
+            f"{names}: all documents would be held out for evaluation; give more documents"
         )
     return eval_rows[:most], HeldOut(seed=data.seed, up_to=up_to)
 

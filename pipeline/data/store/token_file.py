@@ -1,4 +1,4 @@
-r"""Memory-mapped token files: Megatron's X.bin and X.idx, and Modalities' X.pbin (read-only).
+r"""Memory-mapped token files: Megatron's X.bin and X.idx.
 
 X.bin holds the tokens, X.idx the position of the documents:
 
@@ -8,23 +8,16 @@ X.bin holds the tokens, X.idx the position of the documents:
 
 Source: `IndexedDataset` of Megatron-Core; modes, which may follow, are ignored. Files written here
 also have X.json (the tokenizer) and X.sha256 (checksums, as `sha256sum` writes them).
-
-X.pbin is read without executing its pickle:
-
-    bytes of the tokens u64 | bytes per token u32 (1, 2 or 4) | tokens, unsigned
-    | pickle of [(offset in bytes within the tokens, length in bytes), ...]
 """
 
 import hashlib
-import io
 import json
 import mmap
-import pickle
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +37,6 @@ CHUNK = 2**14
 """Documents processed at a time."""
 
 _HEADER = struct.Struct("<9sQBQQ")
-_MODALITIES = struct.Struct("<QI")
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ class TokenFile:
     """Documents of one token file.
 
     Args:
-        path: X.pbin, X.bin, X.idx or the prefix X.
+        path: X.bin, X.idx or the prefix X.
 
     Raises:
         DataError: the file is missing, truncated, empty or of another format.
@@ -110,10 +102,7 @@ class TokenFile:
         self.path = without_suffix(Path(path))
         self.origin: Origin | None = None
         try:
-            if self.path.suffix == ".pbin":
-                self._open_modalities()
-            else:
-                self._open_megatron()
+            self._open_megatron()
         except DataError:
             raise
         except (OSError, ValueError, TypeError) as error:
@@ -153,26 +142,6 @@ class TokenFile:
         if (about := part_path(self.path, "json")).exists():
             self.origin = Origin(**json.loads(about.read_bytes()))
 
-    def _open_modalities(self) -> None:
-        self._map, path, begin = _map(self.path), self.path, _MODALITIES.size
-        size, width = _MODALITIES.unpack_from(self._map) if len(self._map) >= begin else (0, 0)
-        if width not in (1, 2, 4) or size % width:
-            raise DataError(f"{path} is not a packed file of Modalities; give another file")
-        if len(self._map) <= begin + size:
-            raise DataError(f"{path} was not copied completely; copy it again")
-        try:
-            documents = _PlainUnpickler(io.BytesIO(self._map[begin + size :])).load()
-            offsets, sizes = np.array(documents, np.int64).reshape(-1, 2).T
-        except Exception as error:  # a damaged pickle raises exceptions of many kinds
-            raise DataError(f"{path} has an unreadable index ({error}); copy it again") from error
-        bounds = np.concatenate([[0], np.cumsum(sizes)])
-        fits = (sizes >= 0).all() and not (sizes % width).any() and bounds[-1] == size
-        if not fits or not np.array_equal(offsets, bounds[:-1]):
-            raise DataError(f"{path} has an index that does not match its tokens; copy it again")
-        self.dtype = np.dtype(f"<u{width}")
-        self.ids = np.frombuffer(self._map, self.dtype, size // width, begin)
-        self.begins = bounds // width
-
     def span(self, document: int) -> tuple[int, int]:
         """Positions of a document's first token and of the one after its last.
 
@@ -211,19 +180,12 @@ class TokenFile:
         checksums = part_path(self.path, "sha256")
         if checksums.exists():
             return " ".join(line.split()[0] for line in checksums.read_text().splitlines())
-        stat = (self.path if self.path.suffix == ".pbin" else part_path(self.path, "bin")).stat()
+        stat = part_path(self.path, "bin").stat()
         return f"{stat.st_size} {stat.st_mtime_ns}"
 
     def release(self) -> None:
         """Drop the pages read so far from memory; the system reads them again on access."""
         self._map.madvise(mmap.MADV_DONTNEED)
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler of numbers, tuples and lists; a pickle that names a class or function fails."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is not loaded")
 
 
 class TokenWriter:

@@ -62,7 +62,7 @@ def document(number: int, *, length: int = 40) -> list[int]:
 def opened(paths: Sequence[Path], *, name: str = "bytes", **settings: object) -> Corpus:
     data = TextDataConfig(**{"path": tuple(map(str, paths)), "max_length": 32, **settings})  # pyright: ignore[reportArgumentType]
     vocabulary = VOCABULARY if name == "bytes" else replace(VOCABULARY, hash="0" * 64, name=name)
-    return open_corpus(Reading(data, vocabulary, None, Path("nowhere")), batch_size=8, seed=1)
+    return open_corpus(Reading(data, vocabulary, None), batch_size=8, seed=1)
 
 
 def evaluated(corpus: Corpus) -> set[int]:

@@ -1,7 +1,5 @@
-"""Megatron's and Modalities' files, and the commands that rewrite and verify them."""
+"""Megatron's files, and the commands that rewrite and verify them."""
 
-import os
-import pickle
 import random
 import struct
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 from pipeline.data.store.__main__ import main
 from pipeline.data.store.token_file import TYPES, TokenFile
 from pipeline.demo.model import build_tokenizer
-from pipeline.system.errors import DataError
 from tests.pipeline.data.store.corpus import EOS, ORIGIN, write_tokens
 
 DOCUMENTS = [[1, 2, EOS], [EOS], [250, 7, 7, 7, EOS]]
@@ -35,13 +32,6 @@ def write_megatron(path: Path, documents: list[list[list[int]]], code: int) -> N
         head + lengths.tobytes() + offsets.tobytes() + firsts.tobytes()
     )
     path.with_suffix(".bin").write_bytes(np.concatenate(sequences).astype(dtype).tobytes())
-
-
-def write_modalities(path: Path, documents: list[list[int]], width: int = 2) -> None:
-    tokens = np.concatenate(documents).astype(f"<u{width}").tobytes()
-    lengths = np.array([len(each) * width for each in documents])
-    pairs = list(zip((np.cumsum(lengths) - lengths).tolist(), lengths.tolist(), strict=True))
-    path.write_bytes(struct.pack("<QI", len(tokens), width) + tokens + pickle.dumps(pairs))
 
 
 def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -68,33 +58,6 @@ def test_megatrons_documents_of_several_sequences_are_joined(code: int, tmp_path
     assert read(tmp_path / "m") == [[1, 2, 3], [], [4, 5, 6]]
     assert [file.document_at(token) for token in range(6)] == [0, 0, 0, 2, 2, 2]
     assert file.origin is None
-
-
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_modalities_files_are_read_and_merged_into_megatrons(width: int, tmp_path: Path) -> None:
-    documents = [[1, 2, 3], [200]]
-    write_modalities(tmp_path / "m.pbin", documents, width)
-
-    main(["merge", f"{tmp_path}/m.pbin", "--out", f"{tmp_path}/m.tokens"])
-
-    assert read(tmp_path / "m.pbin") == read(tmp_path / "m.tokens") == documents
-
-
-class _Runs:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, ("executed",)
-
-
-def test_a_malicious_index_executes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "m.pbin"
-    for index in ([_Runs()], "text", [(0, 1)], [(2, 4)], [(0, 2), (0, 2)], [(0, 6)]):
-        path.write_bytes(struct.pack("<QI", 4, 2) + bytes(4) + pickle.dumps(index))
-        with pytest.raises(DataError, match=r"m\.pbin has an"):
-            TokenFile(path)
-    assert not (tmp_path / "executed").exists()
 
 
 def test_verify_finds_every_changed_byte(
