@@ -105,7 +105,7 @@ class RewardConfig(LabelSettings, StepConfig):
     @property
     def sequences_per_row(self) -> int:
         """Dialogues of a row, at most; two where only the rows show their labels."""
-        known = {"classes": 1, "ordinal": 1, "scalar": 1, "steps": 1, "rankings": self.max_ranked}
+        known = {"classes": 1, "ordinal": 1, "scalar": 1, "steps": 1}
         return known.get(self.labels, 2)
 
     def workload(self, world: int) -> Workload:

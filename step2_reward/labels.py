@@ -14,7 +14,7 @@ from pipeline.system.errors import ConfigError, DataError, require
 logger = logging.getLogger(__name__)
 
 
-LabelKind = Literal["pairs", "ties", "classes", "ordinal", "scalar", "rankings", "steps"]
+LabelKind = Literal["pairs", "ties", "classes", "ordinal", "scalar", "steps"]
 
 Loss = Literal[
     "bradley_terry",
@@ -24,7 +24,6 @@ Loss = Literal[
     "proportional_odds",
     "mse",
     "bce",
-    "plackett_luce",
 ]
 
 LOSSES: dict[str, tuple[Loss, ...]] = {
@@ -33,7 +32,6 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
     "classes": ("cross_entropy", "focal"),
     "ordinal": ("proportional_odds",),
     "scalar": ("mse", "bce"),
-    "rankings": ("plackett_luce",),
     "steps": ("bce",),
 }
 """Of each kind of label, the usual loss first."""
@@ -45,7 +43,7 @@ class LabelSettings:
 
     labels: Literal["auto", LabelKind] = "auto"
     """What rows say of responses (docs/reward_models.md): pairs, pairs that may be ties, classes,
-    ordered classes, numbers, ranked lists, or steps; auto goes by the rows' columns."""
+    ordered classes, numbers, or steps; auto goes by the rows' columns."""
 
     loss: Literal["auto", Loss] = "auto"
     """How labels are learned; auto takes the usual loss of each kind. Others are focal (pairs,
@@ -73,10 +71,6 @@ class LabelSettings:
     """RL's score of a response in steps: the log-odds of the worst step or of the last one, or the
     log-probability that all are right (product)."""
 
-    max_ranked: int = 8
-    """Responses of a ranked list that are learned, at most: the best and the worst, and of those
-    between the better ones."""
-
     def check_labels(self) -> None:
         """Raise ConfigError for a setting that can't be, or contradicts another."""
         require(
@@ -103,7 +97,6 @@ class LabelSettings:
             bool(self.step_separator),
             "step_separator must not be empty; the usual one is a line feed",
         )
-        require(self.max_ranked > 1, f"max_ranked must be above 1, got {self.max_ranked}")
 
 
 MOST_CLASSES = 20
@@ -121,7 +114,6 @@ NEEDS = {
     "classes": "a label",
     "ordinal": "a label",
     "scalar": "a label that is a number",
-    "rankings": "responses with ranks or scores",
     "steps": "steps with a label for each (prompt, steps or completions, labels)",
 }
 """Requirements of a row, by kind."""
@@ -198,8 +190,6 @@ def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
         return config.labels
     if any(row.steps for row in rows):
         return "steps"
-    if any(row.ranks for row in rows):
-        return "rankings"
     if any(row.rejected for row in rows):
         return "ties" if any(row.tie for row in rows) else "pairs"
     labels = {row.label for row in rows if row.label is not None}
@@ -211,7 +201,7 @@ def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
 
 
 def has_kind(kind: LabelKind, row: Example) -> bool:
-    """Whether a row has labels of that kind; a pair is also a ranked list of two."""
+    """Whether a row has labels of that kind."""
     if kind == "steps":
         return any(label is not None for label in row.step_labels)
     if kind in SINGLE:

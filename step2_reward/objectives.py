@@ -36,7 +36,6 @@ from step2_reward.losses import (
     ordinal_log_probabilities,
     ordinal_loss,
     pairwise_loss,
-    plackett_luce_loss,
     squared_error,
     tie_log_probabilities,
     tie_loss,
@@ -124,7 +123,7 @@ class Objective(ABC):
         limit = config.data.max_length
 
         def fit(examples: Sequence[Example]) -> list[Fit]:
-            rows = encode_rows(examples, self.labels, chat, config, max_length=UNCUT)
+            rows = encode_rows(examples, self.labels, chat, max_length=UNCUT)
             ends = [{tuple(x.tail(limit).input_ids) for x in row.sequences} for row in rows]
             return [
                 Fit(max(map(len, row.sequences)) > limit, int(len(differ) == len(row.sequences)))
@@ -138,7 +137,7 @@ class Objective(ABC):
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
     ) -> list[Row]:
         """Token ids and targets of rows."""
-        return encode_rows(examples, self.labels, chat, config, max_length=config.data.max_length)
+        return encode_rows(examples, self.labels, chat, max_length=config.data.max_length)
 
     def settings(self) -> dict[str, object]:
         """Entries of the exported config.json on how to read the outputs."""
@@ -308,28 +307,6 @@ class ScalarObjective(Objective):
         }
 
 
-class RankingObjective(Objective):
-    """Ranked lists: Plackett-Luce."""
-
-    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over lists, and the shares of their pairs in the right order, summed."""
-        scores = batch.by_row(outputs.logits.squeeze(-1))
-        is_pair = (batch.ranks[:, :, None] < batch.ranks[:, None, :]) & batch.ranks.isfinite()[
-            :, None
-        ]
-        ahead = (scores[:, :, None] > scores[:, None, :]) & is_pair
-        shares = ahead.sum(dim=(1, 2)) / is_pair.sum(dim=(1, 2)).clamp(min=1)
-        return plackett_luce_loss(scores, batch.ranks), shares.sum()
-
-    def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """How often the response with the highest score is one of the best."""
-        hits = 0
-        for row, scores in zip(held_out.rows, held_out.outputs, strict=True):
-            best = max(range(len(row.sequences)), key=lambda place: scores[place][0])
-            hits += row.ranks[best] == min(row.ranks)
-        return {"best_found": hits / max(1, len(held_out.rows))}
-
-
 class StepObjective(Objective):
     """Process rewards: binary cross entropy at the end of each labelled step."""
 
@@ -408,7 +385,6 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "classes": ClassObjective,
     "ordinal": OrdinalObjective,
     "scalar": ScalarObjective,
-    "rankings": RankingObjective,
     "steps": StepObjective,
 }
 """By kind of label."""

@@ -1,10 +1,9 @@
 """Rows of step 2 as token ids, and their micro-batches.
 
-Dimension names: B rows, K sequences of the row that has most, S sequences of a batch, T targets,
+Dimension names: B rows, K sequences of a row, S sequences of a batch, T targets,
 O outputs.
 """
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -57,10 +56,7 @@ class Batch:
     """With the sequences of one more row if B is 0: a process without rows runs the same passes."""
 
     places: Int[Tensor, "B K"]
-    """Index in the batch of each sequence of a row; 0 where it has fewer."""
-
-    ranks: Float[Tensor, "B K"]
-    """The rank of each sequence, 1 for the best; infinite where a row has fewer."""
+    """Index in the batch of each sequence of a row."""
 
     targets: Float[Tensor, " T"]
 
@@ -102,14 +98,13 @@ def encode_rows(
     examples: Sequence[Example],
     labels: Labels,
     chat: ChatFormat,
-    config: RewardConfig,
     *,
     max_length: int,
 ) -> list[Row]:
     """Token ids and targets of rows of any kind but steps."""
 
     def encode(example: Example) -> Row:
-        responses, ranks = get_responses(example, labels, most=config.max_ranked)
+        responses, ranks = get_responses(example, labels)
         encoded = [
             encode_dialogue(chat, example, response, max_length=max_length)
             for response in responses
@@ -119,19 +114,10 @@ def encode_rows(
     return [encode(example) for example in examples]
 
 
-def get_responses(
-    example: Example, labels: Labels, *, most: int
-) -> tuple[list[Turns], tuple[float, ...]]:
-    """The responses of a row that are learned, and their ranks.
-
-    Of more than `most` ranked responses the better ones and the worst.
-    """
+def get_responses(example: Example, labels: Labels) -> tuple[list[Turns], tuple[float, ...]]:
+    """The responses of a row that are learned, and their ranks."""
     if labels.kind in SINGLE:
         return [example.chosen], ()
-    if labels.kind == "rankings" and example.ranks:
-        count = len(example.responses)
-        kept = range(count) if count <= most else [*range(most - 1), count - 1]
-        return [example.responses[k] for k in kept], tuple(example.ranks[k] for k in kept)
     return [example.chosen, example.rejected], (1.0, 1.0 if example.tie else 2.0)
 
 
@@ -212,14 +198,12 @@ def collate_rows(all_rows: Sequence[Row], numbers: Sequence[int], *, weight: flo
     longest = max(len(row.sequences) for row in present)
     sequences: list[Encoded] = []
     places = torch.zeros(len(rows), longest, dtype=torch.int64)
-    ranks = torch.full((len(rows), longest), math.inf)
     ends, start = list[int](), 0
     for place in range(longest):
         for number, row in enumerate(present):
             if place < len(row.sequences):
                 if rows:
                     places[number, place] = len(sequences)
-                    ranks[number, place] = row.ranks[place] if row.ranks else 1.0
                     ends += [start + end for end in row.ends or ()]
                 sequences.append(row.sequences[place])
                 start += len(row.sequences[place])
@@ -229,7 +213,6 @@ def collate_rows(all_rows: Sequence[Row], numbers: Sequence[int], *, weight: flo
     return Batch(
         tokens=tokens,
         places=send(places),
-        ranks=send(ranks),
         targets=send(targets),
         positions=send(torch.tensor(ends, dtype=torch.int64)) if is_steps else tokens.last_tokens,
         weight=weight,

@@ -43,12 +43,6 @@ class Example:
     tie: bool = False
     """Whether `chosen` and `rejected` are as good as each other: their order means nothing."""
 
-    responses: tuple[tuple[Message, ...], ...] = ()
-    """All responses of a ranked list, of which `chosen` is the best and `rejected` the worst."""
-
-    ranks: tuple[float, ...] = ()
-    """The rank of each of `responses`, 1 for the best; equal ranks are ties."""
-
     steps: tuple[str, ...] = ()
     """Steps of a response that is judged step by step; it is neither chosen nor rejected."""
 

@@ -1,14 +1,14 @@
 """How rows are read, put into a chat format and masked: `python -m pipeline.data.inspect`.
 
-Trained tokens are shown in colour, or between [[ and ]] if there is no terminal or NO_COLOR is set.
+Trained tokens are shown between [[ and ]].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.cli.options import read_command, run_main
+from pipeline.cli.options import read_command, run_main, say
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
@@ -17,7 +17,6 @@ from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
 
@@ -39,9 +38,6 @@ class InspectConfig(DataConfig):
 
     rows: int = 3
     """Training rows to print."""
-
-    token_ids: bool = False
-    """Print the token ids as well."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,84 +67,61 @@ def main(argv: Sequence[str]) -> None:
     )
     data = load_examples(config, step=config.step, seed=SEED)
 
-    from rich.console import Console
-
     from pipeline.models.chat import load_chat
 
     tokenizer, chat = load_chat(FrozenModelConfig(path=config.tokenizer), config)
     encoded = [encode_row(example, chat, config) for example in data.train]
 
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    console.print(
-        f"step {config.step}: {len(data.train)} training rows, {len(data.eval)} for evaluation"
-    )
+    say(f"step {config.step}: {len(data.train)} training rows, {len(data.eval)} for evaluation")
     for note in data.notes:
-        console.print(f"  {note}")
+        say(f"  {note}")
     stops = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in chat.stop_ids)
-    console.print(f"format {chat.name}; a response ends with {stops}")
+    say(f"format {chat.name}; a response ends with {stops}")
     for number, example in enumerate(data.train[: config.rows], start=1):
-        console.print(f"\nrow {number}: {example.origin}", style="bold")
-        _print_row(console, config, example, encoded[number - 1], tokenizer)
+        say(f"\nrow {number}: {example.origin}")
+        _print_row(config, example, encoded[number - 1], tokenizer)
     dialogues = [dialogue for row in encoded for dialogue in row.values()]
     trained, tokens = sum(row.num_targets for row in dialogues), sum(map(len, dialogues))
     long = sum(len(row) > config.max_length for row in dialogues)
-    console.print(
+    say(
         f"\n{len(dialogues)} dialogues: {trained} of {tokens} tokens ({trained / tokens:.0%}) are"
         f" trained, {long} dialogues are longer than {config.max_length} tokens"
     )
 
 
 def _print_row(
-    console: "Console",
     config: InspectConfig,
     example: Example,
     encoded: dict[str, Encoded],
     tokenizer: "PreTrainedTokenizerBase",
 ) -> None:
     """Print a row as it was read, and each of its dialogues with the trained tokens marked."""
-    from rich.text import Text
-
     for name in ("prompt", "chosen", "rejected"):
         for message in getattr(example, name):
             text = " ".join(message.content.split())
             shown = text if len(text) <= 80 else text[:77] + "..."
-            console.print(f"  {name:8} {message.role:9} {shown}")
-    if example.margin is not None:
-        console.print(f"  margin   {example.margin:g}")
-    coloured = console.is_terminal and not console.no_color
+            say(f"  {name:8} {message.role:9} {shown}")
     for name, full in encoded.items():
         # Step 2 keeps the end, at which the score is read.
         limit = config.max_length
         dialogue = full.tail(limit) if config.step == 2 else full.head(limit)
         dropped = f", {len(full) - len(dialogue)} cut off" if len(dialogue) < len(full) else ""
-        console.print(
-            f"  {name} as {len(dialogue)} tokens, {dialogue.num_targets} trained{dropped}:",
-            style="bold",
-        )
-        line = Text()
-        for piece, trained in marked_text(dialogue, tokenizer):
-            if coloured:
-                line.append(piece, style="bold green" if trained else "dim")
-            else:
-                line.append(f"[[{piece}]]" if trained else piece)
-        console.print(line)
-        if config.token_ids:
-            console.print(f"  {dialogue.input_ids}", style="dim")
+        say(f"  {name} as {len(dialogue)} tokens, {dialogue.num_targets} trained{dropped}:")
+        say(marked_text(dialogue, tokenizer))
 
 
-def marked_text(
-    dialogue: Encoded, tokenizer: "PreTrainedTokenizerBase"
-) -> Iterator[tuple[str, bool]]:
-    """Yield the dialogue's text in runs of trained and of other tokens."""
+def marked_text(dialogue: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The dialogue's text with runs of trained tokens between [[ and ]]."""
     runs = groupby(zip(dialogue.input_ids, dialogue.trained, strict=True), key=lambda pair: pair[1])
     ids: list[int] = []
-    text = ""
+    text = marked = ""
     for trained, run in runs:
         # Decoding a run alone would lose the space that sentencepiece tokens begin with.
         ids += [token for token, _ in run]
         longer = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        yield longer[len(text) :], trained
+        marked += f"[[{longer[len(text) :]}]]" if trained else longer[len(text) :]
         text = longer
+    return marked
 
 
 if __name__ == "__main__":

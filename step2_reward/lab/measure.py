@@ -149,7 +149,7 @@ def response_lengths(
     """Tokens of each response before dialogues were cut."""
     lengths = [len(sequence) for sequence in row.sequences]
     if max(lengths) >= config.data.max_length:
-        (full,) = encode_rows([example], labels, chat, config, max_length=UNCUT)
+        (full,) = encode_rows([example], labels, chat, max_length=UNCUT)
         lengths = [len(sequence) for sequence in full.sequences]
     prompt = len(chat.encode_prompt(example.prompt)) if example.prompt else 0
     return [length - prompt for length in lengths]
@@ -324,7 +324,7 @@ def describe_row(
     scores: Sequence[Sequence[float]] | None,
 ) -> Figures:
     """A row with its scores and its prediction."""
-    texts, ranks = get_responses(example, labels, most=len(lengths))
+    texts, ranks = get_responses(example, labels)
     line = _describe_prompt(example) | {
         "responses": ["\n\n".join(turn.content for turn in text) for text in texts],
         "tokens": lengths,

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def logged(config: PretrainConfig, name: str) -> list[float]:
 
 
 @torch.no_grad()
-def plain_perplexity(path: Path, rows: list[TokenRow]) -> float:
+def plain_perplexity(path: Path, rows: Sequence[TokenRow]) -> float:
     """By transformers alone, a sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(path)
     nll, count = 0.0, 0

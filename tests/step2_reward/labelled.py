@@ -27,10 +27,6 @@ def _row(kind: str, number: int) -> dict[str, Any]:
         return {"prompt": prompt, "chosen": rude, "rejected": rude + "!", "tie": True}
     if kind in ("pairs", "ties"):
         return {"prompt": prompt, "chosen": polite, "rejected": rude}
-    if kind == "rankings":
-        responses = [curt, polite, rude] if number % 2 else [rude, polite]
-        scores = [2.0, 5.0, 1.0] if number % 2 else [0.0, 1.0]
-        return {"prompt": prompt, "responses": responses, "scores": scores}
     if kind == "steps":
         steps = [polite, rude, curt] if grade else [curt, polite]
         labels = [step != rude for step in steps]

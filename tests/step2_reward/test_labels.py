@@ -19,7 +19,7 @@ from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
 
-KINDS = ("ties", "classes", "ordinal", "scalar", "rankings", "steps")
+KINDS = ("ties", "classes", "ordinal", "scalar", "steps")
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +94,7 @@ def labels_alike(config: RewardConfig) -> list[float]:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize(
-    "kind", ["rankings", "steps", pytest.param("ordinal", marks=pytest.mark.grid)]
-)
+@pytest.mark.parametrize("kind", ["steps", pytest.param("ordinal", marks=pytest.mark.grid)])
 def test_two_processes_and_stage_3_train_as_one_does(tmp_path: Path, base: Path, kind: str) -> None:
     """Five rows a step in parts of two: never equally many for both."""
     data = write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))

@@ -1,12 +1,10 @@
 """The losses of labels: neutral settings, probabilities, gradients, by hand and by enumeration."""
 
 import math
-from itertools import permutations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from step2_reward.losses import (
     binary_cross_entropy,
@@ -14,7 +12,6 @@ from step2_reward.losses import (
     ordinal_log_probabilities,
     ordinal_loss,
     pairwise_loss,
-    plackett_luce_loss,
     squared_error,
     tie_log_probabilities,
     tie_loss,
@@ -31,11 +28,6 @@ def softplus(x: float) -> float:
     return math.log(1 + math.exp(x))
 
 
-def two(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Lists of two, the first the better."""
-    return torch.stack([first, second], dim=1), torch.tensor([[1.0, 2.0]]).expand(len(first), 2)
-
-
 def test_at_its_neutral_setting_each_loss_of_pairs_is_bradley_terry_to_the_bit() -> None:
     plain = pairwise_loss(CHOSEN, REJECTED)
     nothing = torch.zeros(50)
@@ -43,7 +35,6 @@ def test_at_its_neutral_setting_each_loss_of_pairs_is_bradley_terry_to_the_bit()
         "margin 0": pairwise_loss(CHOSEN, REJECTED, margin=nothing),
         "focal gamma 0": pairwise_loss(CHOSEN, REJECTED, focal_gamma=0.0),
         "kappa 0": tie_loss(CHOSEN, REJECTED, NO_TIES, torch.tensor(0.0)),
-        "lists of 2": plackett_luce_loss(*two(CHOSEN, REJECTED)),
         "2 ordered classes": ordinal_loss(
             CHOSEN, torch.ones(50, dtype=torch.int64), torch.zeros(1)
         ),
@@ -126,24 +117,3 @@ def test_losses_of_numbers_by_hand() -> None:
     assert squared_error(torch.tensor([1.0, 3.0]), torch.tensor([0.0, 3.0])).item() == 0.5
     half = binary_cross_entropy(torch.tensor([2.0]), torch.tensor([0.5]))
     assert half.item() == pytest.approx(0.5 * softplus(-2) + 0.5 * softplus(2), rel=1e-6)
-
-
-def test_the_gradient_of_plackett_luce_is_that_of_the_enumerated_likelihood() -> None:
-    """Every order of four responses by its own product of softmaxes, in double precision."""
-    scores = torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64, requires_grad=True)
-    total = torch.zeros((), dtype=torch.float64)
-    for order in permutations(range(4)):
-        ranks = torch.empty(1, 4, dtype=torch.float64)
-        for place, response in enumerate(order):
-            ranks[0, response] = place + 1
-        left = scores[list(order)]
-        likelihood = torch.stack(
-            [torch.softmax(left[place:], dim=0)[0] for place in range(4)]
-        ).prod()
-        total = total + likelihood
-        (expected,) = torch.autograd.grad(-likelihood.log(), scores, retain_graph=True)
-        loss = plackett_luce_loss(scores[None], ranks)
-        (found,) = torch.autograd.grad(loss, scores)
-        assert loss.item() == pytest.approx(-likelihood.log().item())
-        torch.testing.assert_close(found, expected)
-    assert total.item() == pytest.approx(1)

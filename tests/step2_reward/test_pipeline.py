@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "classes, adapters": ("classes", {"lora": LoraConfig(rank=2)}),
     "ratings, checkpointing": ("scalar", {"gradient_checkpointing": True}),
     "steps": ("steps", {}),
-    "lists, fp16": ("rankings", {"precision": "fp16"}),
+    "ties, fp16": ("ties", {"precision": "fp16"}),
     "pairs, of OPT 350m": ("pairs", {"precision": "bf16"}),
     "classes, adapters, of OPT 350m": ("classes", {"lora": LoraConfig(rank=2)}),
 }

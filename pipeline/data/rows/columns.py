@@ -1,4 +1,4 @@
-"""Columns of a row: turns in the forms that chat data come in, labels, ties, winners and ranks."""
+"""Columns of a row: turns in the forms that chat data come in, labels and ties."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.data.examples import Message, Role
 from pipeline.data.rows.sources import Row
@@ -283,43 +283,3 @@ def read_tie(row: Row) -> bool:
             return False
         case _:
             raise DataError(f"{row.origin}: tie must be true or false, got {value!r}")
-
-
-def read_winner(row: Row) -> Literal["a", "b", "tie"]:
-    """Return the column `winner` of a comparison: a, b (also model_a, model_b), or tie."""
-    value = row.columns["winner"]
-    match str(value).strip().lower():
-        case "a" | "model_a":
-            return "a"
-        case "b" | "model_b":
-            return "b"
-        case "tie" | "tie (bothbad)":
-            return "tie"
-        case _:
-            raise DataError(f"{row.origin}: winner must be a, b or tie, got {value!r}")
-
-
-def read_ranks(row: Row) -> list[float]:
-    """Return the rank of each of the row's `responses`, 1 for the best; equal ranks are ties.
-
-    They are the column `ranks`, or follow from `scores`, the higher the better.
-
-    Raises:
-        DataError: there are fewer than two responses, or not as many numbers as responses.
-    """
-    responses = row.columns["responses"]
-    if not isinstance(responses, list) or len(responses) < 2:
-        raise DataError(f"{row.origin}: responses must be a list of two or more")
-    name = "ranks" if "ranks" in row.columns else "scores"
-    numbers = row.columns[name]
-    is_numbers = isinstance(numbers, list) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        for value in numbers
-    )
-    if not is_numbers or len(numbers) != len(responses):
-        raise DataError(
-            f"{row.origin}: {name} must be a list of {len(responses)} numbers, one for each"
-            " response"
-        )
-    worth = [-value for value in numbers] if name == "scores" else numbers
-    return [1.0 + sum(other < value for other in worth) for value in worth]

@@ -25,9 +25,7 @@ from pipeline.data.rows.columns import (
     number,
     prompt,
     read_label,
-    read_ranks,
     read_tie,
-    read_winner,
     response,
     text,
     turns,
@@ -87,32 +85,6 @@ def _separate_prompt(row: Row) -> Turns:
         ' "\\n\\nHuman: ...\\n\\nAssistant: ..." text; it has the columns'
         f" {names(row.columns)}: say which one is the prompt with --fields"
     )
-
-
-def _ranking(row: Row) -> Example:
-    """A list of responses with their ranks or scores."""
-    ranks = read_ranks(row)
-    responses = [
-        response(Row({"responses": value}, row.origin), "responses")
-        for value in row.columns["responses"]
-    ]
-    order = sorted(range(len(ranks)), key=lambda place: ranks[place])
-    best, worst = order[0], order[-1]
-    if ranks[best] == ranks[worst]:
-        raise LeftOut("whose ranked responses are all as good as each other")
-    return replace(
-        _answered(_separate_prompt(row), responses[best], responses[worst]),
-        responses=tuple(responses[place] for place in order),
-        ranks=tuple(ranks[place] for place in order),
-    )
-
-
-def _comparison(row: Row) -> Example:
-    """Two responses and which of them won, or that neither did."""
-    winner = read_winner(row)
-    first, second = response(row, "response_a"), response(row, "response_b")
-    chosen, rejected = (second, first) if winner == "b" else (first, second)
-    return replace(_answered(prompt(row), chosen, rejected), tie=winner == "tie")
 
 
 def _stepwise(name: str) -> Callable[[Row], Example]:
@@ -293,13 +265,7 @@ SHAPES = (
         _preference,
         ("prompt", "conversations", "messages", "instruction", *_ALPACA, "tie"),
     ),
-    *(
-        Shape(("responses", ranks, dialogue), _ranking)
-        for ranks in ("ranks", "scores")
-        for dialogue in ("prompt", "messages")
-    ),
     *(Shape(("prompt", steps, "labels"), _stepwise(steps)) for steps in ("completions", "steps")),
-    Shape(("response_a", "response_b", "winner", "prompt"), _comparison),
     Shape(("messages",), _messages),
     Shape(("conversations",), _conversations),
     Shape(("instruction", "output"), _alpaca, _ALPACA),
@@ -357,7 +323,7 @@ def _example(shape: Shape, row: Row, reading: Reading, kept: RowColumns) -> Exam
     example = replace(shape.read(row), origin=row.origin)
     if example.rejected and example.margin is None:
         example = replace(example, margin=_margin(row))
-    for messages in (example.chosen, example.rejected, *example.responses):
+    for messages in (example.chosen, example.rejected):
         if any(turn.role == "assistant" and not turn.content.strip() for turn in messages):
             raise LeftOut(EMPTY_RESPONSE)
     # Empty assistant turns in the prompt are read and not learned.

@@ -40,8 +40,8 @@ def fingerprint(examples: Iterable[Example]) -> str:
     """Return a hash of the dialogues, their labels, and their order."""
     digest = hashlib.sha256()
     for example in examples:
-        dialogues = (example.prompt, example.chosen, example.rejected, example.responses)
-        labels = (example.label, example.tie, example.ranks, example.steps, example.step_labels)
+        dialogues = (example.prompt, example.chosen, example.rejected)
+        labels = (example.label, example.tie, example.steps, example.step_labels)
         digest.update(repr((dialogues, labels)).encode())
     return digest.hexdigest()[:16]
 

@@ -36,7 +36,7 @@ USES: Mapping[int, RowUse] = {1: "demonstrations", 2: "pairs", 3: "prompts"}
 NEEDS: Mapping[RowUse, str] = {
     "demonstrations": "a response (chosen, response, output, messages, ...)",
     "pairs": "a chosen and a rejected response",
-    "labels": "a chosen and a rejected response, a label, ranked responses, or labelled steps",
+    "labels": "a chosen and a rejected response, a label, or labelled steps",
     "prompts": "a prompt",
     "responses": "a response, chosen, rejected or with a label",
 }

@@ -1,4 +1,4 @@
-"""Labels, ties, winners and ranks of rows."""
+"""Labels and ties of rows."""
 
 import json
 from pathlib import Path
@@ -44,13 +44,7 @@ def test_a_label_is_a_class_a_number_or_true_or_false_as_csv_files_have_it() -> 
     assert (said(labelled.prompt), said(labelled.chosen), labelled.label) == ("Q", "R", 0)
 
 
-def test_a_winner_may_be_either_response_or_none() -> None:
-    row = {"prompt": "Q", "response_a": "x", "response_b": "y"}
-    first, second, neither = (read(**row, winner=who) for who in ("model_a", "b", "tie"))
-
-    assert (said(first.chosen), said(first.rejected), first.tie) == ("x", "y", False)
-    assert (said(second.chosen), said(second.rejected), second.tie) == ("y", "x", False)
-    assert neither.tie
+def test_ties_are_read_from_their_column() -> None:
     assert read(prompt="Q", chosen="x", rejected="y", tie="true").tie
     assert not read(prompt="Q", chosen="x", rejected="y", tie=0).tie
 
