@@ -249,10 +249,10 @@ def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat")
 
 def _row_lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
     """Tokens of each sequence of a row."""
-    responses = row.responses or tuple(each for each in (row.chosen, row.rejected) if each)
+    responses = [each for each in (row.chosen, row.rejected) if each]
     return [
         len(chat.encode(row.prompt, response) if response else chat.encode_prompt(row.prompt))
-        for response in (responses or ((),))[:sequences]
+        for response in (responses or [()])[:sequences]
     ]
 
 
