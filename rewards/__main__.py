@@ -35,10 +35,6 @@ class VerifyConfig(ScoringConfig):
     data_path: str = ""
     """A .json, .jsonl, .csv, .tsv or .parquet file, a directory, or a Hub name."""
 
-    response: str | None = None
-    """Column with the response to score; null takes the demonstration or better response of each
-    row, else its answer."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.reward), "--reward is missing: give file.py:function, or a kind as math")
@@ -63,13 +59,12 @@ def main(argv: Sequence[str]) -> None:
     episodes = [episode for _, episode in responses if episode is not None]
     if not episodes:
         raise DataError(
-            "no row has a response to score; --response COLUMN names the column that holds it"
+            'no row has a response to score; name its column: --fields \'{"response": "COLUMN"}\''
         )
     with Rewards(
         configs,
         timeout_seconds=config.timeout_seconds,
         workers=config.workers,
-        cache_dir=config.cache_dir,
     ) as rewards:
         for note in rewards.notes:
             say(note)
@@ -91,13 +86,7 @@ def _read_response(row: Row, config: VerifyConfig, column: str | None) -> Episod
     example = read_row(row, config.fields)
     if example is None:
         return None
-    if config.response is not None and config.response not in row.columns:
-        raise DataError(
-            f"{row.origin}: there is no column {config.response}, which --response names"
-        )
-    response = row.columns.get(config.response or column or "")
-    if config.response is None and example.chosen:
-        response = example.chosen[-1].content
+    response = example.chosen[-1].content if example.chosen else row.columns.get(column or "")
     if response is None:
         return None
     # Without a model there is no tokenizer: words stand for tokens.

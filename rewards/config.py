@@ -21,7 +21,6 @@ Kind = Literal[
     "exact",
     "regex",
     "length",
-    "repetition",
     "code",
     "remote",
     "judge",
@@ -50,7 +49,6 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "exact": ("pattern", "column"),
     "regex": ("pattern",),
     "length": ("max_tokens", "buffer_tokens"),
-    "repetition": ("ngram",),
     "code": ("column", "seconds", "memory_mb", "sandbox"),
     "remote": ("path", "column", "attempts", "key_variable", "insecure"),
     "judge": (
@@ -69,7 +67,7 @@ _NEEDED = {
 }
 
 _LEAST = {
-    **dict.fromkeys(("ngram", "memory_mb", "concurrency", "attempts"), 1),
+    **dict.fromkeys(("memory_mb", "concurrency", "attempts"), 1),
     **dict.fromkeys(("max_tokens", "buffer_tokens"), 0),
 }
 
@@ -83,7 +81,7 @@ class RewardConfig:
 
     kind: Kind
     """model: step 3's reward model; environment: what its environment gives; function: a Python
-    function of yours; math, exact, regex, length, repetition: programs that read the response;
+    function of yours; math, exact, regex, length: programs that read the response;
     verifier: the one of the embedded task, 1 for an answer that is correct and polite, else 0;
     code: tests that run the program in the response; remote: a service; judge: a language model
     behind an OpenAI-compatible endpoint."""
@@ -110,9 +108,6 @@ class RewardConfig:
 
     buffer_tokens: int = 0
     """length: tokens beyond that over which the reward falls from 0 to -1."""
-
-    ngram: int = 4
-    """repetition: words of a phrase that counts as repeated."""
 
     seconds: float = 5.0
     """code: time of the program with all tests of a row."""

@@ -1,18 +1,15 @@
-"""HTTP endpoints: POST of JSON with retries, cached replies, and remote reward services."""
+"""HTTP endpoints: POST of JSON with retries, and remote reward services."""
 
-import hashlib
 import http.client
 import ipaddress
 import json
 import os
 import random
-import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline.system.errors import ConfigError, require
 from rewards.config import RewardConfig
@@ -29,8 +26,6 @@ LARGEST_REPLY = 16 << 20
 """Bytes of a server's reply that are read at most."""
 
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
-
-T = TypeVar("T")
 
 
 class EndpointError(Exception):
@@ -55,42 +50,6 @@ class Endpoint:
 
     attempts: int
     key_variable: str | None
-
-    cache_dir: Path | None = None
-    """Directory of replies that several processes share; None keeps none."""
-
-    def ask(
-        self,
-        body: object,
-        read: Callable[[Any], T],
-        *,
-        keep: Callable[[T], bool] = lambda _: True,
-    ) -> T:
-        """Return what `read` makes of the reply to a request, or of the cached reply to its equal.
-
-        A reply that `read` raises for, or whose value `keep` rejects, is not cached.
-
-        Raises:
-            EndpointError: as `post`.
-        """
-        if self.cache_dir is None:
-            return read(self.post(body))
-        text = json.dumps({"url": self.url, "body": body}, sort_keys=True)
-        name = hashlib.sha256(text.encode()).hexdigest()
-        path = self.cache_dir / name[:2] / f"{name}.json"
-        try:
-            return read(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            reply = self.post(body)
-        value = read(reply)
-        if keep(value):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # A process that is killed meanwhile leaves no part of it.
-            descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(reply, file)
-            Path(temporary).replace(path)
-        return value
 
     def post(self, body: object) -> Any:  # noqa: ANN401
         """Send JSON and return the JSON of the reply.
@@ -156,9 +115,7 @@ class Endpoint:
             raise EndpointError(f"{self.url} answered what is not JSON: {text}") from None
 
 
-def endpoint_of(
-    config: RewardConfig, url: str, timeout_seconds: float, cache_dir: Path | None = None
-) -> Endpoint:
+def endpoint_of(config: RewardConfig, url: str, timeout_seconds: float) -> Endpoint:
     """The endpoint of a source.
 
     Raises:
@@ -185,7 +142,7 @@ def endpoint_of(
     variable = config.key_variable
     if variable is not None and not os.environ.get(variable):
         raise ConfigError(f"{where}.key_variable: the environment variable {variable} is not set")
-    return Endpoint(url, timeout_seconds, config.attempts, variable, cache_dir)
+    return Endpoint(url, timeout_seconds, config.attempts, variable)
 
 
 def _is_local(host: str) -> bool:
@@ -213,15 +170,11 @@ def remote_scorer(config: RewardConfig, endpoint: Endpoint) -> Scorer:
             "labels": [episode.extra.get(column) for episode in episodes],
         }
 
-        def read(reply: Any) -> list[Outcome]:  # noqa: ANN401
-            rewards = reply.get("rewards", reply) if isinstance(reply, dict) else reply
-            return outcomes_of(rewards, len(episodes))
-
         try:
-            return endpoint.ask(
-                body, read, keep=lambda outcomes: all(o.failure is None for o in outcomes)
-            )
+            reply = endpoint.post(body)
         except EndpointError as error:
             return everywhere(str(error), len(episodes))
+        rewards = reply.get("rewards", reply) if isinstance(reply, dict) else reply
+        return outcomes_of(rewards, len(episodes))
 
     return score

@@ -107,7 +107,7 @@ def judge_scorer(config: RewardConfig, template: str, endpoint: Endpoint) -> Sco
             "max_tokens": MAX_TOKENS,
         }
         try:
-            return Outcome(endpoint.ask(body, lambda reply: score_in(text_of(reply), config.scale)))
+            return Outcome(score_in(text_of(endpoint.post(body)), config.scale))
         except (EndpointError, NoScoreError) as error:
             return Outcome.failed(str(error))
 

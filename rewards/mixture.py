@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 
 from pipeline.system.errors import ConfigError
@@ -27,7 +26,6 @@ class Rewards:
         timeout_seconds: the time of one call of a function or verifier, or of one request.
         workers: processes that compute.
         max_failures: share of the responses on which a source may fail before the run stops.
-        cache_dir: where replies of endpoints are kept, so that no request is repeated.
 
     Raises:
         ConfigError: a source can't be used; raised before any worker starts, except for errors
@@ -42,10 +40,9 @@ class Rewards:
         timeout_seconds: float = 10.0,
         workers: int = 2,
         max_failures: float = 0.1,
-        cache_dir: Path | None = None,
     ) -> None:
         configs = [*sources, *([] if gold is None else [gold])]
-        self._sources = read_sources(configs, cache_dir=cache_dir, timeout_seconds=timeout_seconds)
+        self._sources = read_sources(configs, timeout_seconds=timeout_seconds)
         self._names = [*(source.name for source in sources), *([] if gold is None else [GOLD])]
         self._max_failures = max_failures
         self._slots: list[int] = []

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns
 from pipeline.data.examples import Example
@@ -38,9 +37,6 @@ class ScoringConfig:
 
     workers: int = 2
     """Processes in which programs compute rewards."""
-
-    cache_dir: Path | None = None
-    """Where replies of endpoints are kept, so that no request is repeated."""
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_new_tokens", "batch_size"):
@@ -180,7 +176,6 @@ def score(
             timeout_seconds=config.timeout_seconds,
             workers=config.workers,
             max_failures=config.max_failures,
-            cache_dir=config.cache_dir,
         ) as rewards:
             for note in rewards.notes:
                 logger.info("%s", note)

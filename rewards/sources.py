@@ -23,7 +23,6 @@ from rewards.verifiers import (
     exact_scorer,
     length_scorer,
     regex_scorer,
-    repetition_scorer,
     verifier_scorer,
 )
 
@@ -38,9 +37,6 @@ class Source:
 
     text: str | None = None
     """A judge's template."""
-
-    cache_dir: Path | None = None
-    """Where replies of endpoints are kept."""
 
     timeout_seconds: float = 10.0
     """Seconds that a call of a program, or a request, may take."""
@@ -83,7 +79,7 @@ class Source:
         url = self.config.path or ""
         if self.config.kind == "judge":
             url = f"{url.rstrip('/')}/chat/completions"
-        return endpoint_of(self.config, url, self.timeout_seconds, self.cache_dir)
+        return endpoint_of(self.config, url, self.timeout_seconds)
 
     @property
     def columns(self) -> frozenset[str]:
@@ -109,9 +105,7 @@ class Source:
         return f"rewards.{self.name}: {self.config.path} is called as {form}"
 
 
-def read_source(
-    config: RewardConfig, *, cache_dir: Path | None = None, timeout_seconds: float = 10.0
-) -> Source:
+def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Source:
     """A source whose files exist and can be used; no code of a user has run.
 
     Raises:
@@ -127,7 +121,7 @@ def read_source(
         where = f"rewards.{config.name}.template"
         text = TEMPLATE if config.template is None else read_text(Path(config.template), where)
         columns_in(text, config.name)
-    source = Source(config, function, text, cache_dir, timeout_seconds)
+    source = Source(config, function, text, timeout_seconds)
     if function is None:
         scorer_of(source)
     if config.kind == "code":
@@ -135,17 +129,12 @@ def read_source(
     return source
 
 
-def read_sources(
-    configs: Sequence[RewardConfig], *, cache_dir: Path | None = None, timeout_seconds: float = 10.0
-) -> list[Source]:
+def read_sources(configs: Sequence[RewardConfig], *, timeout_seconds: float = 10.0) -> list[Source]:
     """The sources of a run, whose names differ."""
     names = [config.name for config in configs]
     for name in names:
         require(names.count(name) == 1, f"rewards: two sources are named {name}; rename one")
-    return [
-        read_source(config, cache_dir=cache_dir, timeout_seconds=timeout_seconds)
-        for config in configs
-    ]
+    return [read_source(config, timeout_seconds=timeout_seconds) for config in configs]
 
 
 def row_columns(sources: Sequence[Source]) -> RowColumns:
@@ -178,5 +167,4 @@ _VERIFIERS: dict[str, Callable[[RewardConfig], Scorer]] = {
     "regex": regex_scorer,
     "code": code_scorer,
     "length": length_scorer,
-    "repetition": repetition_scorer,
 }

@@ -1,7 +1,6 @@
-"""Verifiers: matches, patterns, prices of length and repetition, the demo task."""
+"""Verifiers: matches, patterns, the price of length, the demo task."""
 
 import re
-from itertools import islice
 
 from pipeline.demo.task import verdict
 from pipeline.system.errors import ConfigError
@@ -62,22 +61,6 @@ def length_scorer(config: RewardConfig) -> Scorer:
         if over <= 0:
             return 0.0
         return -1.0 if over >= buffer else -over / buffer
-
-    return one_by_one(score)
-
-
-def repetition_scorer(config: RewardConfig) -> Scorer:
-    """Minus the share of phrases of `ngram` words that occurred before: 0 to -1.
-
-    As the repetition penalty of Yeo et al. 2025 (arXiv:2502.03373), per response. A response with
-    fewer words has no phrase and costs nothing.
-    """
-
-    def score(episode: Episode) -> float:
-        words = episode.response.lower().split()
-        shifted = (islice(words, start, None) for start in range(config.ngram))
-        phrases = list(zip(*shifted, strict=False))
-        return len(set(phrases)) / len(phrases) - 1.0 if phrases else 0.0
 
     return one_by_one(score)
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -42,14 +41,12 @@ class RewardSources:
     A context that leaves no process behind.
     """
 
-    def __init__(self, config: PPOConfig, *, cache_dir: Path | None = None) -> None:
-        """`cache_dir` keeps what services answered, so that a new start asks for none twice."""
+    def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.seconds = 0.0
         """That were waited for the last results."""
         self.environments: Environments | None = None
         """The workers that play the environment, where there is one."""
-        self._cache_dir = cache_dir
         self._rewards: Rewards | None = None
         self._started = ExitStack()
         self._fingerprint: dict[str, str] = {}
@@ -170,7 +167,6 @@ class RewardSources:
                 timeout_seconds=config.reward_timeout,
                 workers=config.reward_workers,
                 max_failures=config.max_reward_failures,
-                cache_dir=self._cache_dir,
             )
             started.callback(self._rewards.close)
             self._fingerprint |= self._rewards.fingerprint

@@ -155,7 +155,7 @@ def train(config: PPOConfig) -> Path:
     total_steps = prompts.stream.num_steps(config.epochs, config.max_steps)
     with (
         Run(config, name=config.step_name, total_steps=total_steps, mesh=mesh) as run,
-        RewardSources(config, cache_dir=run.path("reward_cache")) as sources,
+        RewardSources(config) as sources,
     ):
         ppo = set_up(config, tokenizer, chat, prompts, run, sources)
         with keeping_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):

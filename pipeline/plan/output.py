@@ -49,7 +49,7 @@ MADE = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.jinja", "README.md*", "actor/*", "critic/*", "ema/*", "adapter/*"),
-    *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*", "reward_cache/*", LOCK),
+    *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*", LOCK),
     "tokens/*",
 )
 """Names of the files that steps make."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,10 +94,8 @@ def judge(server: Server, **settings: Any) -> RewardConfig:
     return RewardConfig(name="taste", kind="judge", path=f"{server.url}/v1", model="m", **settings)
 
 
-def scored(
-    config: RewardConfig, given: list[Episode], *, cache: Path | None = None, seconds: float = 5.0
-) -> list[Outcome]:
-    source = read_source(config, cache_dir=cache, timeout_seconds=seconds)
+def scored(config: RewardConfig, given: list[Episode], *, seconds: float = 5.0) -> list[Outcome]:
+    source = read_source(config, timeout_seconds=seconds)
     return scorer_of(source)(given)
 
 
@@ -148,22 +145,6 @@ def test_a_busy_server_is_asked_again_after_the_time_that_it_names() -> None:
     assert outcomes == [Outcome(1.0)]
     assert len(server.asked) == 3
     assert 0.4 <= seconds < 1.5
-
-
-def test_a_resumed_run_repeats_no_request_and_gets_the_same_rewards(tmp_path: Path) -> None:
-    def answer(server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
-        say(handler, judged(f'{{"score": {len(server.asked)}}}'))
-
-    with serving(answer) as server:
-        config = judge(server, concurrency=1)
-        first = scored(config, episodes("a", "b"), cache=tmp_path)
-        again = scored(config, episodes("b", "c", "a"), cache=tmp_path)
-        other = scored(judge(server, scale=(0.0, 20.0)), episodes("a"), cache=tmp_path)
-
-    assert [each.value for each in first] == [0.1, 0.2]
-    assert [each.value for each in again] == [0.2, 0.3, 0.1]
-    assert len(server.asked) == 4  # another scale is another question
-    assert other == [Outcome(0.2)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The sources that read the response alone or with a column: exact, regex, length, repetition."""
+"""The sources that read the response alone or with a column: exact, regex, length."""
 
 from pipeline.data.examples import Message
 from rewards.config import RewardConfig
@@ -41,12 +41,3 @@ def test_a_long_response_costs_up_to_1_in_proportion() -> None:
 
     assert costs == [0, 0, -0.25, -1, -1]
     assert [reward(at_once, "", num_tokens=count) for count in (100, 101)] == [0, -1]
-
-
-def test_repeated_phrases_cost_their_share() -> None:
-    config = RewardConfig(name="fresh", kind="repetition", ngram=2)
-
-    assert reward(config, "one two three four") == 0
-    # a b, b a, a b, b a: two of four are new.
-    assert reward(config, "a b A b a") == -0.5
-    assert reward(config, "word") == 0
