@@ -193,7 +193,7 @@ def score(
 
 def _score_by_model(source: RewardConfig, episodes: Iterable[Episode]) -> Scored:
     """The scores of a reward model, in its own unit."""
-    from pipeline.models.reward_model import score_responses
+    from inference.reward_model import score_responses
 
     assert source.path is not None
     dialogues = [(episode.prompt, episode.response) for episode in episodes]

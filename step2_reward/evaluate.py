@@ -63,9 +63,9 @@ def main(argv: Sequence[str]) -> None:
         about="Scores of answers; without any, of three examples. step2_reward.lab scores files.",
         aliases={"model_name_or_path": "path"},  # DeepSpeed-Chat's
     )
+    from inference.reward_model import score_responses
     from inference.text import printable
     from pipeline.data.examples import Message
-    from pipeline.models.reward_model import score_responses
     from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)

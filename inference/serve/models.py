@@ -15,6 +15,7 @@ from inference.engine.batch import OpenBatch
 from inference.engine.cache import slot_bytes
 from inference.engine.sampling import Reported, reported
 from inference.replica import weights_hash
+from inference.reward_model import load_scorer
 from inference.serve.config import ServeConfig
 from inference.serve.http import ApiError
 from inference.text import TokenBytes
@@ -30,7 +31,6 @@ from pipeline.models.forward import Policy, Scorer, base_model, context_length
 from pipeline.models.load import load_causal_lm, load_tokenizer
 from pipeline.models.lora import Task
 from pipeline.models.meta import model_on_meta
-from pipeline.models.reward_model import load_scorer
 from pipeline.parallel.device import local_device
 from pipeline.report.results import StepResult, read_results
 from pipeline.system.errors import ConfigError, DataError, ModelError, UserError, require

@@ -18,10 +18,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from inference.reward_model import score_responses
 from pipeline.config import LoraConfig
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.models.reward_model import score_responses
 from step2_reward.train import train
 from tests.step2_reward.labelled import make_rows, task, write_csv
 

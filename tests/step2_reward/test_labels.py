@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from inference.reward_model import load_scorer
 from pipeline.data.batches import collate
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
-from pipeline.models.reward_model import load_scorer
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
+from inference.reward_model import load_scorer, score_responses
 from pipeline.config import RowColumns
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded, Example, Message
@@ -17,7 +18,6 @@ from pipeline.data.rows.sources import Row
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.forward import LabelOutputs
 from pipeline.models.load import load_classifier
-from pipeline.models.reward_model import load_scorer, score_responses
 from pipeline.models.scores import separator_ids, step_ends
 from step2_reward.config import RewardConfig
 from step2_reward.lab.__main__ import main as measure

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from inference.reward_model import score_responses
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
 from pipeline.demo.model import build_tokenizer
-from pipeline.models.reward_model import score_responses
 from step3_preference.train import train
 from tests.families import tiny_classifier
 from tests.step3_preference.toy import toy_config

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from pipeline.cli.options import run_main, say
 from pipeline.data.store.token_file import (
+    CHUNK,
     TokenFile,
+    TokenWriter,
     part_path,
     read_vocabulary,
     without_suffix,
@@ -40,14 +44,15 @@ def main(argv: Sequence[str]) -> None:
         return command
 
     packs = add(pack, "paths and patterns of .jsonl, .jsonl.gz and .txt files")
-    for function in (show, verify):
-        add(function, "token files")
-    packs.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="file to write: OUT.bin, OUT.idx, OUT.json and OUT.sha256; it must not exist",
-    )
+    shows, _ = add(show, "token files"), add(verify, "token files")
+    merges, shuffles = add(merge, "token files of one tokenizer"), add(shuffle, "one token file")
+    for command in (packs, merges, shuffles):
+        command.add_argument(
+            "--out",
+            type=Path,
+            required=True,
+            help="file to write: OUT.bin, OUT.idx, OUT.json and OUT.sha256; it must not exist",
+        )
     packs.add_argument("--tokenizer", required=True, help="model id or local directory")
     packs.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     packs.add_argument("--field", default="text", help="field of each row that holds its text")
@@ -60,17 +65,21 @@ def main(argv: Sequence[str]) -> None:
     packs.add_argument(
         "--resume", action="store_true", help="continue an interrupted pack; keep finished pieces"
     )
+    shows.add_argument("--document", type=int, help="print this document, counted from 0")
+    shows.add_argument("--tokenizer", help="decodes the document; default: named by the file")
+    shuffles.add_argument("--seed", type=int, default=0, help="seed of the order")
     options = parser.parse_args(list(argv))
+    if "out" in options:
+        options.out = without_suffix(options.out)
+        exists = part_path(options.out, "idx").exists()
+        require(not exists, f"--out {options.out} already exists; name another file, or remove it")
+        check_output(options.out, option="--out")
     options.run(options)
 
 
 def pack(options: argparse.Namespace) -> None:
     """Tokenize .jsonl (also .gz) and .txt files into a token file."""
     require(options.workers >= 1, f"--workers must be at least 1, got {options.workers}")
-    out = without_suffix(options.out)
-    exists = part_path(out, "idx").exists()
-    require(not exists, f"--out {out} already exists; name another file, or remove it")
-    check_output(out, option="--out")
 
     from pipeline.config import FrozenModelConfig
     from pipeline.data.store.pack import find_sources
@@ -84,7 +93,7 @@ def pack(options: argparse.Namespace) -> None:
     file = write(
         sources,
         read_vocabulary(tokenizer, options.tokenizer),
-        out,
+        options.out,
         field=options.field,
         workers=options.workers,
         skip_bad_rows=options.on_bad_row == "skip",
@@ -95,15 +104,36 @@ def pack(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print the size and origin of token files."""
+    """Print the size and origin of token files, or with --document N one document."""
     for name in options.files:
         file = TokenFile(name)
+        if options.document is not None:
+            _show_document(file, options.document, options.tokenizer)
+            continue
         say(f"{file} of {file.dtype.itemsize} bytes")
         if (origin := file.origin) is not None:
             say(
                 f"  tokenizer {origin.tokenizer}, SHA-256 {origin.tokenizer_hash[:16]},"
                 f" {origin.bad_rows:,} bad rows skipped"
             )
+
+
+def _show_document(file: TokenFile, number: int, name: str | None) -> None:
+    if not 0 <= number < file.documents:
+        raise ConfigError(f"--document must be 0 to {file.documents - 1:,}, got {number}")
+    name = name or (file.origin.tokenizer if file.origin else None)
+    if name is None:
+        raise ConfigError(f"{file.path} does not name its tokenizer; give it with --tokenizer")
+
+    from pipeline.config import FrozenModelConfig
+    from pipeline.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(FrozenModelConfig(path=name))
+    if file.origin and read_vocabulary(tokenizer, name).hash != file.origin.tokenizer_hash:
+        raise DataError(f"{file.path} was packed with another tokenizer than {name}; name that one")
+    ids = file.tokens(number).tolist()
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    say(f"document {number}, {len(ids):,} tokens\n{text}\n{' '.join(map(str, ids))}")
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -128,6 +158,36 @@ def _check(file: TokenFile) -> None:
         with checksums.with_name(name).open("rb") as content:
             if hashlib.file_digest(content, "sha256").hexdigest() != digest:
                 raise DataError(f"{content.name} differs from its checksum; copy it again")
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Write the documents of several token files of one tokenizer as one file."""
+    files = [TokenFile(name) for name in options.files]
+    if len({file.origin and file.origin.tokenizer_hash for file in files}) > 1:
+        raise DataError(f"{' '.join(options.files)} have different tokenizers; pack them with one")
+    with TokenWriter(options.out, _widest_type(files)) as writer:
+        for file in files:
+            for ids, lengths in file.chunks():
+                writer.append(ids, lengths)
+        say(str(writer.finish(files[0].origin)))
+
+
+def shuffle(options: argparse.Namespace) -> None:
+    """Write the documents of a token file in random order."""
+    if len(options.files) > 1:
+        raise ConfigError(f"shuffle takes one file, got {len(options.files)}; merge them first")
+    file = TokenFile(options.files[0])
+    order = np.random.default_rng(options.seed).permutation(file.documents)
+    with TokenWriter(options.out, _widest_type([file])) as writer:
+        for first in range(0, file.documents, CHUNK):
+            documents = [file.tokens(int(number)) for number in order[first : first + CHUNK]]
+            writer.append(np.concatenate(documents), np.array([len(ids) for ids in documents]))
+            file.release()
+        say(str(writer.finish(file.origin)))
+
+
+def _widest_type(files: Sequence[TokenFile]) -> "np.dtype[np.generic]":
+    return max((file.dtype for file in files), key=lambda dtype: dtype.itemsize)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from inference.reward_model import score_responses
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.models.reward_model import score_responses
 from tests.families import saved, tiny_classifier
 from tests.inference.serve.serving import Running, post, serving
 from tests.pipeline.data.tokenizers import byte_level

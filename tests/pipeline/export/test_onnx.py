@@ -9,12 +9,12 @@ import onnxruntime
 import pytest
 import torch
 
+from inference.reward_model import load_scorer, score_responses
 from pipeline.data.examples import Message
 from pipeline.export.command import main
 from pipeline.export.onnx_file import OnnxExport
 from pipeline.export.source import read_source
 from pipeline.export.verify import UnverifiedError
-from pipeline.models.reward_model import load_scorer, score_responses
 from tests.pipeline.export.models import save_embedded, save_model
 
 
