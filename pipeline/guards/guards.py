@@ -57,9 +57,8 @@ class Signals:
         """What is wrong, and what may help; `history` are the last checks of a trend."""
         del history
         value = self.value_of(guard.signal, metrics, first)
-        return self.SENTENCES[guard.signal].format(
-            **metrics, first=first, limit=guard.limit, value=value
-        )
+        numbers = {**metrics, "first": first, "limit": guard.limit, "value": value}
+        return self.SENTENCES[guard.signal].format_map(numbers)
 
 
 @dataclass(frozen=True)
