@@ -46,7 +46,7 @@ FLOORS = (
 """The rooms of `pipeline`, from the ground up: a room imports rooms of lower floors."""
 
 INFERENCE_FLOORS = (
-    {"settings", "text", "tensor_parallel", "ratings"},
+    {"settings", "text", "tensor_parallel", "ratings", "reward_model"},
     {"engine"},
     {"replica", "generation"},
     {"conversation", "responses"},

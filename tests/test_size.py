@@ -9,16 +9,16 @@ from tests.sources import PACKAGES, ROOT
 LOOP_LINES, FUNCTION_LINES, FILE_LINES, DOC_COLUMNS = 40, 60, 700, 100
 
 PACKAGE_LINES = {
-    "pipeline": 46_500,
-    "inference": 10_700,
-    "rewards": 5_600,
-    "evaluation": 2_700,
+    "pipeline": 36_150,
+    "inference": 9_000,
+    "rewards": 3_800,
+    "evaluation": 2_200,
     "step0_pretrain": 500,
     "step1_sft": 500,
-    "step2_reward": 4_000,
-    "step3_ppo": 6_050,
-    "step3_preference": 2_050,
-    "benchmarks": 3_300,
+    "step2_reward": 3_000,
+    "step3_ppo": 5_600,
+    "step3_preference": 1_900,
+    "benchmarks": 3_000,
     "tests": 36_000,
     "docs": 5_000,
 }
