@@ -6,7 +6,7 @@
 For each seed the sums, their demonstrations (right in half), the base model's random weights and
 all draws of training are that seed's. `train.py --config arithmetic-grpo.yaml` then runs step 1
 once and step 3 by each method, with `--options` after the preset's settings. What DIR already holds
-is kept, so that a command that was cut off goes on where it stopped.
+is kept, so that an interrupted command resumes where it stopped.
 
 The table has exact match on 512 sums that no step trained on, sampled (temperature 1) and greedy,
 of step 1's model and of the exported actor. The share of grpo's gain is that of the sampled rate.
@@ -106,13 +106,13 @@ def lines(directory: Path, seed: int, methods: Sequence[str]) -> list[str]:
 
 
 def step_of(directory: Path, method: str) -> Path:
-    """Where a method's step 3 is: of one method alone in `step3_ppo`."""
+    """Return the directory of a method's step 3: `step3_ppo` for a single method."""
     own = directory / f"step3_{method}"
     return own if own.is_dir() else directory / "step3_ppo"
 
 
 def result(step: Path) -> Mapping[str, Any]:
-    """What a finished step left: its figures, and what they took."""
+    """Figures of a finished step, and its time."""
     return json.loads((step / "result.json").read_text())
 
 

@@ -1,11 +1,11 @@
 """The training engine against DDP, FSDP2 and DeepSpeed ZeRO: speed and memory, side by side.
 
-    pip install deepspeed           # in an environment of its own, with the same torch
+    pip install deepspeed           # in a separate environment, with the same torch
     python -m benchmarks.engine --deepspeed-python PATH [--precisions bf16 fp32] [--rounds 3]
     python -m benchmarks.engine --quick
 
 Two gloo processes of one thread each train a Llama of 25.3M parameters on the same token ids, one
-micro-batch of 4 sequences of 256 tokens each to a step. Every system runs in processes of its own,
+micro-batch of 4 sequences of 256 tokens each to a step. Every system runs in separate processes,
 and each round visits every system once, so that a slow minute of the machine hits all. Tokens per
 second are those of the median step, of the median round; a ratio is taken within each round, and
 its median is shown.
@@ -175,7 +175,7 @@ def run(
 
 
 def ratios(rounds: Rounds, system: str, peer: str, *, of: str = "tokens") -> list[float]:
-    """How many times the peer's figure, round by round."""
+    """Ratio to the peer's figure, round by round."""
     pairs = zip(rounds.get(system, []), rounds.get(peer, []), strict=False)
     return [ours[of] / theirs[of] for ours, theirs in pairs]
 

@@ -60,7 +60,7 @@ def loss_of(model: Callable[..., Any], ids: Tensor) -> Tensor:
 
 
 def make_step(system: str, model: nn.Module, precision: Precision, adam: str) -> Step:
-    """What trains `model` by one step in the named system."""
+    """Return a function that trains `model` by one step in the named system."""
     name, _, variant = system.partition("-")
     if name == "ours":
         return _ours(model, precision, stage=int(variant))

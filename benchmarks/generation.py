@@ -47,7 +47,7 @@ BATCHES = (1, 8, 32)
 
 @dataclass(frozen=True)
 class Course:
-    """What is asked of both sides."""
+    """Requests to both sides."""
 
     longest: int = 128
     shortest: int = 8
@@ -81,7 +81,7 @@ class RowLengths(StoppingCriteria):
         scores: tuple[torch.Tensor] | None,  # noqa: ARG002
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> torch.BoolTensor:
-        """Which rows are as long as they may be."""
+        """Return the rows that reach the length limit."""
         done = self.lengths.to(input_ids.device) <= input_ids.shape[1] - PROMPT
         return cast("torch.BoolTensor", done)
 

@@ -1,4 +1,4 @@
-"""What the tensors of a process weigh, counted from outside of the system that made them."""
+"""Memory of the tensors of a process, counted independently of the system that made them."""
 
 import gc
 from collections import Counter
@@ -21,7 +21,7 @@ def live_bytes() -> float:
     sizes: dict[int, int] = {}
     for each in gc.get_objects():
         if not issubclass(type(each), Tensor) or hasattr(each, "_local_tensor"):
-            continue  # a DTensor's local part is a tensor of its own
+            continue  # a DTensor's local part is a separate tensor
         tensors = [each, each.grad] if each.is_leaf else [each]
         for tensor in tensors:
             if tensor is None or hasattr(tensor, "_local_tensor"):

@@ -8,9 +8,9 @@ DIR holds the package `dschat` of DeepSpeedExamples (applications/DeepSpeed-Chat
 that has deepspeed. All sides answer the same 8 prompts of 128 tokens with 64 new ones an iteration
 and learn from them in one step with Llamas of 15M parameters: actor, reference, critic and reward
 model. TRL has no PPO any more: its GRPOTrainer has no critic to train, and samples 2 answers to
-each of 4 prompts; ours does the same by `method: grpo`, beside PPO. The sides alternate within one
-run, each round in fresh processes; a figure is the median over rounds of the median iteration, a
-ratio the median of those within rounds.
+each of 4 prompts; ours does the same by `method: grpo`, in addition to PPO. The sides alternate
+within one run, each round in fresh processes; a figure is the median over rounds of the median
+iteration, a ratio the median of those within rounds.
 """
 
 import argparse
@@ -297,7 +297,7 @@ def run_inside(args: argparse.Namespace) -> None:
 
 
 def run_side(args: argparse.Namespace, side: str, directory: Path) -> dict[str, float]:
-    """Seconds of a side's median iteration, whole and by phase, in a process of its own."""
+    """Seconds of a side's median iteration, in total and by phase, in a separate process."""
     deepspeed = side == "deepspeed-chat"
     python = args.deepspeed_python if deepspeed else sys.executable
     command = [python, "-m", "benchmarks.ppo", "--side", side]

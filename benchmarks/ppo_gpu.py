@@ -79,7 +79,7 @@ def save_models(directory: Path, *, tiny: bool) -> int:
 
 
 def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What iterations take, and what a token takes alone."""
+    """Time of iterations, and of a single token."""
     from pipeline.config import FrozenModelConfig, TrainedModelConfig
     from pipeline.models.chat import load_chat
     from step3_ppo.config import PPOConfig
@@ -199,7 +199,7 @@ def wait() -> None:
 
 
 def gates(found: dict[str, Any]) -> list[tuple[str, bool]]:
-    """What was wanted, and whether it is so."""
+    """Return the requirement, and whether it holds."""
     return [
         (
             f"{found['sequences_per_second']:.1f} sequences/s, at least {SEQUENCES_PER_SECOND:.0f}",

@@ -244,7 +244,7 @@ def compare(args: argparse.Namespace) -> None:
 def one_side(
     args: argparse.Namespace, model: str, task: str, precision: str, side: str
 ) -> dict[str, float]:
-    """Run one side in a process of its own."""
+    """Run one side in a separate process."""
     command = [sys.executable, "-m", "benchmarks.training", "--side", side, "--task", task]
     command += ["--model", model, "--precision", precision, "--data-path", args.data_path]
     command += ["--steps", str(args.steps), "--batch-size", str(args.batch_size)]

@@ -56,7 +56,7 @@ class Task:
     """Tokens of the longest response, where the settings name no other number."""
 
     needs_path: bool = False
-    """Whether it has no rows of its own."""
+    """The task needs a path to its rows."""
 
     takes_shots: bool = False
     """Whether its rows have solutions that can be shown as demonstrations."""

@@ -331,7 +331,7 @@ def conclude(
 def verification(
     held_out: HeldOutPrompts, sampled: Mapping[str, list[ScoredResponse]]
 ) -> dict[str, object]:
-    """What the embedded task's judge says of the models; empty on any other data.
+    """Rates of the models by the embedded task's judge; empty on any other data.
 
     Args:
         held_out: the prompts.
@@ -380,7 +380,7 @@ def write_samples(
 
 
 def _prompt(prompt: Prompt, responses: Sequence[ScoredResponse]) -> Sequence[Mapping[str, str]]:
-    """What was answered, as JSON: the prompt, or what its environment began with."""
+    """Return the prompt as JSON, or the start of its environment."""
     given = next((response.opening for response in responses if response.opening), None)
     own = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
     return own if given is None else given

@@ -170,13 +170,13 @@ LANGUAGE = {
 
 
 _END = re.compile(r"(?:[.!?\u2026]+[\"'\u201d\u2019)\]*_]*(?=\s|$)|[\u3002\uff01\uff1f]+)")
-"""Where a sentence may end: its mark with quotes and brackets behind it."""
+"""End of a sentence: its mark with quotes and brackets behind it."""
 
 _ABBREVIATION = re.compile(
     r"(?:\b(?:[A-Za-z]|mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|approx|no|inc|ltd|jr|sr)\.|^\s*\d+\.)$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""What ends in a dot and no sentence: short forms, initials, the number of a list's item."""
+"""Words that end in a dot within a sentence: abbreviations, initials, numbers of list items."""
 
 
 def num_sentences(text: str) -> int:
@@ -360,7 +360,7 @@ def read(reading: Reading) -> list[Question]:
 
 
 def grade(question: Question, response: str) -> Grades:
-    """Which instructions a response follows, and whether all; strict and loose.
+    """Return the instructions that a response follows, and whether all; strict and loose.
 
     Loose takes an instruction as followed if it is by the response without its first or last line,
     or without asterisks: an opening, a closing sentence or bold letters spoil many a check.

@@ -19,7 +19,7 @@ class ScoredResponse:
     """Tokens, the end-of-turn token included."""
     stopped: bool
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    """What each source gave, by the name of its metric."""
+    """Reward of each source, by the name of its metric."""
     opening: Sequence[Mapping[str, str]] = ()
     """Of an episode: what its environment began with, as messages of role and content."""
 
@@ -98,7 +98,7 @@ def mean_length(responses: Sequence[ScoredResponse]) -> float:
 
 
 def stop_rate(responses: Sequence[ScoredResponse]) -> float:
-    """Share of responses that ended by themselves."""
+    """Share of responses that ended with the end token."""
     return sum(response.stopped for response in responses) / len(responses)
 
 

@@ -30,7 +30,7 @@ from rewards.sources import read_sources, row_columns
 
 @dataclass(frozen=True, kw_only=True)
 class WinrateConfig(SamplingConfig):
-    """Which models are compared, on which prompts, and by what."""
+    """Compared models, their prompts and their judge."""
 
     paths: tuple[str, ...] = ()
     """Two or more model directories or Hub ids."""

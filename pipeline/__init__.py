@@ -1,3 +1,3 @@
-"""What the three steps share: settings, data, models, engine, launch, report."""
+"""Shared by the steps: settings, data, models, engine, launch, report."""
 
 __version__ = "0.1.0"

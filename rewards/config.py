@@ -171,7 +171,7 @@ class RewardConfig:
 
     @property
     def reads_column(self) -> str | None:
-        """The column of the rows that it compares with; None where it reads none by itself."""
+        """The column of the rows that it compares with; None where it reads none by default."""
         return self.column or COLUMNS.get(self.kind)
 
 

@@ -30,7 +30,7 @@ class Episode:
     """Columns of the row: answer, label, tests, ..."""
 
     stopped: bool = True
-    """Whether the response ended by itself, and not by its limit of tokens."""
+    """The response ended with the end token, not at its limit of tokens."""
 
     num_tokens: int = 0
     """Tokens of the response; in an environment those of all answers."""

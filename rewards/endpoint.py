@@ -42,7 +42,7 @@ class _TransientError(EndpointError):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to send requests, and how often."""
+    """Address of requests, and their limits."""
 
     url: str
     timeout_seconds: float

@@ -32,7 +32,7 @@ _IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_LATEX}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DE
 """A number among words: what ends a sentence with a dot is not followed by digits."""
 
 _UNIT = re.compile(r"\s*(?:%|°|\s[mgshlLKCFJNWVA]|[A-Za-z][A-Za-z.]+(?:[ /][A-Za-z.]+)*)?[²³]?")
-"""What may follow a number; a single letter next to it would be a variable: 2x."""
+"""Units that may follow a number; a single letter next to it would be a variable: 2x."""
 
 _LATEX_WORDS = (
     (re.compile(r"\\(?:left|right|displaystyle|[,;:! ])"), ""),

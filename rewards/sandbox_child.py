@@ -103,7 +103,7 @@ def _isolated(job: dict, status: int) -> int:
 
 
 def _map_users(member: int) -> None:
-    """Who the users of the new namespace are outside: nobody, and root where this is root."""
+    """Map the users of the new namespace to nobody, and to root where this is root."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         # The kernel limits no number of processes of root: the program itself runs as nobody.
@@ -182,7 +182,7 @@ def _prepare(job: dict) -> None:
         options = f"size={job['disk_mb']}m,mode=755".encode()
         place = job["place"].encode()
         checked("mount", libc.mount(b"tmpfs", place, b"tmpfs", MS_NOSUID | MS_NODEV, options))
-        # At a place that nobody can reach, which a home directory may not be.
+        # In a directory that the user nobody can read, unlike a home directory.
         python = job["python"].encode()
         os.mkdir(python)  # noqa: PTH102 - pathlib takes as long as all of this
         checked("mount", libc.mount(job["prefix"].encode(), python, None, MS_BIND | MS_REC, None))

@@ -131,8 +131,8 @@ class Candidate:
     """None where no source applies, or where one failed; never a 0."""
 
     stopped: bool = True
-    """Whether it ended by itself. One that was cut off is never chosen: training would teach its
-    end."""
+    """The response ended with the end token. One that was cut off is never chosen:
+    training would teach its end."""
 
 
 def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, Candidate | None]:

@@ -372,7 +372,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _end_with_parent(parent: int, how: signal.Signals) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends.
+    """Make the kernel send this process a signal when the thread that started it ends.
 
     On Linux alone. On other systems the end of the pipe between them ends it.
     """

@@ -1,4 +1,4 @@
-"""The installed package: the folders and files of a checkout, below one name of their own.
+"""The installed package: the folders and files of a checkout, below one name.
 
 A checkout has `pipeline/`, `inference/`, `step1_sft/`, `train.py`, ... at its top, and they import
 each other by these names. In an environment shared with other software such names would collide, so
@@ -13,7 +13,7 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 
 ROOT = _HERE if (_HERE / "pipeline").is_dir() else _HERE.parent
-"""What holds `pipeline/`, `configs/` and the others: this package in a wheel, else the checkout."""
+"""Directory of `pipeline/` and the others: this package in a wheel, else the checkout."""
 
 
 def add_to_path() -> None:

@@ -20,7 +20,7 @@ def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list
 
 
 def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Example]:
-    """How many tokens of a row are left to train on."""
+    """Number of trained tokens of a row."""
     limit = config.data.max_length
 
     def fit(rows: Sequence[Example]) -> list[Fit]:

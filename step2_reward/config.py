@@ -40,7 +40,7 @@ class RewardConfig(LabelSettings, StepConfig):
     model: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=OptimConfig(lr=1e-5))
     )
-    """Where the reward model starts; a null path starts from step 1's weights."""
+    """The model that training starts from; a null path starts from step 1's weights."""
 
     actor: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """Step 1's model: its responses to the prompts set the zero and the unit of the score."""

@@ -39,10 +39,10 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSettings:
-    """What a reward model learns from."""
+    """Labels that a reward model learns from."""
 
     labels: Literal["auto", LabelKind] = "auto"
-    """What rows say of responses (docs/reward_models.md): pairs, pairs that may be ties, classes,
+    """Kind of labels of the rows (docs/reward_models.md): pairs, pairs that may be ties, classes,
     ordered classes, numbers, or steps; auto goes by the rows' columns."""
 
     loss: Literal["auto", Loss] = "auto"
@@ -58,14 +58,14 @@ class LabelSettings:
     that the rows have, in ascending order."""
 
     class_values: tuple[float, ...] = ()
-    """What each class is worth: RL's score is the expected value. Empty takes labels that are
+    """Value of each class: RL's score is the expected value. Empty takes labels that are
     numbers, or false and true as 0 and 1; named classes have no value then, and give no score."""
 
     class_weights: tuple[float, ...] = ()
     """Weight of each class in the loss; empty weighs rows alike."""
 
     step_separator: str = "\n"
-    """What stands between the steps of a response, in training and where RL reads them."""
+    """Separator of the steps of a response, in training and in RL."""
 
     step_score: Literal["min", "product", "last"] = "min"
     """RL's score of a response in steps: the log-odds of the worst step or of the last one, or the

@@ -257,7 +257,7 @@ class OrdinalObjective(Objective):
     """Ordered classes: one score, and learned cutpoints between them."""
 
     def cutpoints(self) -> Cutpoints:
-        """Where a score of 0 has the classes' shares."""
+        """Thresholds at which a score of 0 has the classes' shares."""
         total = sum(self.labels.counts) + len(self.labels.counts)
         below, starts = 0.0, list[float]()
         for count in self.labels.counts[:-1]:
@@ -291,7 +291,7 @@ class ScalarObjective(Objective):
     counts_right = False
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, None]:
-        """The loss summed over rows, of which none is right or wrong by itself."""
+        """The loss summed over rows, none of which is right or wrong alone."""
         scores = outputs.logits[batch.places[:, 0]].squeeze(-1)
         error = squared_error if self.labels.loss == "mse" else binary_cross_entropy
         return error(scores, batch.targets), None

@@ -193,7 +193,7 @@ MIN_ENDED = 8
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of the score over responses that ended by themselves."""
+    """Moments of the score over responses that ended with the end token."""
 
     mean: float
     std: float

@@ -81,7 +81,7 @@ class Rewarded:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the policy and the critic learn from; zero on padding."""
+    """Targets of the policy and the critic; zero on padding."""
 
     advantages: Float[Tensor, "B T"]
 

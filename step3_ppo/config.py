@@ -80,7 +80,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     method: Literal[
         "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "raft"
     ] = "ppo"
-    """Other defaults for the settings below; what is set beside it wins (docs/ppo.md)."""
+    """Other defaults for the settings below; explicit settings win (docs/ppo.md)."""
 
     actor: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=adam(LEARNING_RATES["actor"]))
@@ -144,7 +144,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Mean absolute difference of log-probabilities, in nats."""
 
     correction_level: Literal["token", "sequence"] = "token"
-    """Whose ratio: a token's, or the geometric mean of a response's."""
+    """Level of the ratio: of a token, or the geometric mean of a response's."""
 
     correction_cap: float = 2.0
     """The largest weight; mask also leaves out ratios below 1 / correction_cap."""
@@ -184,7 +184,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Weight of the KL penalty to the reference."""
 
     kl_in: Literal["reward", "loss", "none"] = "reward"
-    """Where that penalty is applied (use_kl_loss)."""
+    """Place of the penalty: reward or loss (use_kl_loss)."""
 
     kl_estimator: Literal["auto", "k1", "k2", "k3", "k3_is"] = "auto"
     """auto is k1 in the reward, and in the loss k3_is, whose gradient is that of KL(pi || pi_ref),
@@ -271,19 +271,19 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def has_critic(self) -> bool:
-        """Whether a value model is trained beside the policy."""
+        """A value model is trained in addition to the policy."""
         return ESTIMATOR_NEEDS[self.advantage].critic
 
     @property
     def method_name(self) -> str:
-        """What its settings make: `method`, or the method of the advantage where none is named."""
+        """Name of the method: `method`, or that of the advantage where none is named."""
         by_advantage = {"gae": "ppo", "best": "raft"}
         named = self.method != "ppo"
         return self.method if named else by_advantage.get(self.advantage, self.advantage)
 
     @property
     def step_name(self) -> str:
-        """What its figures call the step: of several methods each has a directory of its name."""
+        """Name of the step in figures: of several methods each has a directory of its name."""
         own = f"step3_{self.method}"
         return own if self.output_dir.name == own else "step3_ppo"
 
@@ -325,7 +325,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The sources that options name; in an environment each process plays by itself."""
+        """The sources that options name; in an environment each process plays separately."""
         words = {name: given[name] for name in ("reward_function", "reward") if name in given}
         sources = {"rewards": read_reward_options(words.items())} if words else {}
         return {**sources, **({"inference_tp_size": 1} if "environment" in given else {})}
@@ -336,7 +336,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return without_reward_options(options)
 
     def trains_actor(self, step: int) -> bool:
-        """Whether iteration `step` updates the actor beside the critic."""
+        """Return whether iteration `step` updates the actor in addition to the critic."""
         return step > self.critic_warmup_steps
 
     @property
@@ -346,12 +346,12 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def ptx_rows(self) -> DataConfig | None:
-        """Where the texts of the PPO-ptx loss come from; None where it has no weight."""
+        """Source of the texts of the PPO-ptx loss; None where it has no weight."""
         if self.ptx_coef == 0:
             return None
         if not self.ptx_data:
             return replace(self.data, eval_path=())
-        # Rows of its own, read by their own fields; all of them, which the embedded task can't cut.
+        # Separate rows, read by their own fields; all of them, which the embedded task can't cut.
         data = replace(self.data, path=self.ptx_data, fields={}, eval_path=())
         return data if EMBEDDED in data.path else replace(data, split=(1.0, 0.0, 0.0))
 
@@ -391,7 +391,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             self.parallel.check_model("ppo.critic", self.critic)
         for role, lr in LEARNING_RATES.items():
             model: TrainedModelConfig = getattr(self, role)
-            if model.optim is DEFAULT_OPTIM:  # nobody has set it: it is of the class alone
+            if model.optim is DEFAULT_OPTIM:  # it was not set: it is of the class alone
                 object.__setattr__(self, role, replace(model, optim=adam(lr)))
         counts = ("rollout_size", "group_size", "generation_batch_size", "max_prompt_length")
         counts += ("max_new_tokens", "inference_tp_size", "ppo_epochs", "kl_horizon")

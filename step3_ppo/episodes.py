@@ -27,7 +27,7 @@ OnResponse = Callable[[int, Response], None]
 """Called with the number of a prompt and its response."""
 
 End = Literal["environment", "turns", "tokens", "failed"]
-"""Who ended an episode: the environment, the most turns or tokens, or a failure."""
+"""End of an episode: the environment, the most turns or tokens, or a failure."""
 
 
 THINKING_STEPS = 8
@@ -50,7 +50,7 @@ class EpisodeResponse(Response):
 
     end: End = "environment"
     verdict: Verdict = field(default_factory=lambda: Verdict(Outcome()))
-    """What the environment's `reward` gave for the episode."""
+    """Result of the environment's `reward` for the episode."""
 
     @property
     def num_turns(self) -> int:
@@ -72,7 +72,7 @@ def whole_sequence(prompt: Sequence[int], response: Response) -> Encoded:
 
 
 def episode_seed(seed: int, group: int) -> int:
-    """What an environment draws from, the same for all episodes of a group."""
+    """Seed of an environment, the same for all episodes of a group."""
     digest = hashlib.blake2b(f"{seed} episode {group}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
 
@@ -105,7 +105,7 @@ class _Playing:
     """An episode under way."""
 
     index: int
-    """Which of the given prompts it began from."""
+    """Index of the prompt that it began from."""
 
     number: int
     """Number of its environment, which no other episode of the run has."""
@@ -183,7 +183,7 @@ class _Table:
         self._limits = limits
         self._generating: dict[Ticket, _Playing] = {}
         self._thinking: deque[tuple[int, _Playing]] = deque()
-        """Whose environments have the move, and the step at which the batch goes on with them."""
+        """Episodes whose environments are to move, and the step at which the batch resumes them."""
         self._finishing: dict[int, _Playing] = {}
         """By the number of their environments, those that wait for their reward."""
         self._replies: dict[int, Played] = {}
@@ -216,12 +216,12 @@ class _Table:
         return [(playing.index, playing.episode) for playing in done]
 
     def _take_moves(self) -> list[_Playing]:
-        """Go on with the episodes whose environments' time has come; those that ended."""
+        """Resume the episodes whose environments are due; return those that ended."""
         done: list[_Playing] = []
         while self._thinking:
             due, playing = self._thinking[0]
             if not self._batch.busy:
-                self._steps = max(self._steps, due)  # nobody else to wait for
+                self._steps = max(self._steps, due)  # no other episode to wait for
             if due > self._steps:
                 break
             self._thinking.popleft()
@@ -247,13 +247,13 @@ class _Table:
         self._replies |= {each.episode: each for each in self._environments.receive(wait=wait)}
 
     def _reply_to(self, number: int) -> Played:
-        """What came of the move of an environment, once it is there."""
+        """Return the result of an environment's move, once it is there."""
         while number not in self._replies:
             self._receive(wait=True)
         return self._replies.pop(number)
 
     def _take(self, playing: _Playing, played: Played) -> list[_Playing]:
-        """Go on with what came of a move; the episode, if that was its last one."""
+        """Continue with the result of a move; return the episode, if that was its last one."""
         episode = playing.episode
         if played.verdict is not None:
             episode.verdict = played.verdict
@@ -368,7 +368,7 @@ def _append(sequence: Encoded, ids: Sequence[int], *, trained: bool) -> None:
 
 
 def row_of(prompt: Prompt) -> Mapping[str, Any]:
-    """What an environment is reset with."""
+    """Arguments of an environment's reset."""
     dialogue = [{"role": each.role, "content": each.content} for each in prompt.messages]
     return {**prompt.extra, "dialogue": dialogue}
 

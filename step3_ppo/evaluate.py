@@ -46,7 +46,7 @@ SHOWN = 2
 
 
 def opening_of(response: Response) -> list[Mapping[str, str]]:
-    """What an episode began with; empty for any other response."""
+    """Start of an episode; empty for any other response."""
     if not isinstance(response, EpisodeResponse):
         return []
     return [{"role": each.role, "content": each.content} for each in response.opening]
@@ -140,7 +140,7 @@ class HeldOut(HeldOutPrompts):
         return total / count
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
-        """What tells best how good each response is, under its name; None where it is not known.
+        """The best measure of each response, under its name; None where it is not known.
 
         The verdicts of the embedded task's program, else the gold source, else what is trained on.
         """
@@ -193,7 +193,7 @@ class HeldOut(HeldOutPrompts):
         return rewards_of(models, score, stopped, self.config, strict=strict)
 
     def objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
-        """What is maximized, on these prompts: mean reward less kl_coef times the KL in nats.
+        """The objective on these prompts: mean reward less kl_coef times the KL in nats.
 
         The higher, the better; kl_coef is the setting, where it adapts as well.
         """
@@ -247,7 +247,7 @@ class Evaluator:
         self.start = 0.0
         """The objective of step 1's model."""
         self.least_gold = -math.inf
-        """What gold must be for an actor to be the best, whatever its objective."""
+        """The least gold of the best actor, whatever its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
         """Let step 1's model answer all held-out prompts; it is the first candidate.
@@ -341,7 +341,7 @@ class Evaluator:
 
     @property
     def _score_name(self) -> str:
-        """What figures call the scores of responses."""
+        """Name of the scores of responses in figures."""
         return "reward" if self.config.rewards else "score"
 
 

@@ -114,7 +114,7 @@ class Minibatch:
 
     old_values: Float[Tensor, " K"] | None
     returns: Float[Tensor, " K"] | None
-    """What the critic learns; both are None without a critic."""
+    """Targets of the critic; both are None without a critic."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Rollout:
     rewards: Float[Tensor, "B T"]
     advantages: Float[Tensor, "B T"]
     returns: Float[Tensor, "B T"] | None
-    """What the critic learns; None without a critic."""
+    """Targets of the critic; None without a critic."""
 
     counted: Bool[Tensor, " B"]
     """False for responses that are left out of baselines and losses."""
@@ -240,7 +240,7 @@ def score_responses(
 def _of_trained(
     models: Models, batches: Sequence[TokenBatch], config: PPOConfig
 ) -> dict[str, list[Tensor]]:
-    """What actor and critic say, without graphs."""
+    """Outputs of actor and critic, without graphs."""
 
     def policy(batch: TokenBatch) -> Tensor:
         outputs = _policy(models, batch, config)

@@ -1,4 +1,4 @@
-"""What of a run of step 3 is watched, and what becomes of a run that is out of order.
+"""Signals of step 3 that are watched, and the actions on a run that is out of order.
 
 What each signal means and what to do about it: docs/guards.md.
 """
@@ -47,7 +47,7 @@ class GuardConfig(Guard):
     LOWER = ("explained_variance",)
     TRENDS = ("divergence",)
     WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = words(USUAL)
-    """What a word in place of a list of guards stands for."""
+    """Guards that a word stands for."""
 
     signal: Signal
 
@@ -64,7 +64,7 @@ class GuardConfig(Guard):
 
     action: Action = "warn"
     """warn logs a sentence; stop ends the run with the last healthy actor; rollback goes back to
-    the last healthy checkpoint and goes on with half the learning rate and twice kl_coef, at most
+    the last healthy checkpoint and continues with half the learning rate and twice kl_coef, at most
     twice; none does not look."""
 
 
@@ -73,7 +73,7 @@ WARNING = tuple(GuardConfig(**each) for each in GuardConfig.WORDS["warn"])
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """What is watched while a run goes on."""
+    """Signals that are watched during a run."""
 
     guards: tuple[GuardConfig, ...] = WARNING
     """A list of signal, limit, window and action, laid over the usual guards, which warn; strict

@@ -76,7 +76,7 @@ class RLSignals(Signals):
     def sentence_of(
         self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
     ) -> str:
-        """What is wrong, and what may help."""
+        """Return the problem and the remedy."""
         if guard.signal == "divergence":
             return _divergence(history)
         more = {
@@ -113,7 +113,7 @@ def _divergence(history: Sequence[Metrics]) -> str:
 
 
 def _ends(metrics: Metrics, *, scores_ends: bool) -> str:
-    """What lets responses end by themselves; of episodes by what ended them instead."""
+    """Return the remedy for responses that don't end; of episodes, by what ended them."""
     ended = {name: metrics[metric] for metric, name in LIMITS.items() if metric in metrics}
     reached = sorted((name for name in ended if ended[name] > 0), key=lambda name: -ended[name])
     if ended and not reached:

@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Needs:
-    """What an advantage estimator works with."""
+    """Requirements of an advantage estimator."""
 
     critic: bool = False
-    """A value model, which is trained beside the policy."""
+    """A value model, which is trained in addition to the policy."""
 
     group: bool = False
     """Several responses to each prompt, which are compared with each other."""

@@ -58,7 +58,7 @@ class RewardText:
         self.chat = chat
         """The reward model's."""
         self.max_tokens = max_tokens
-        """What the reward model reads; longer dialogues lose their beginning."""
+        """Maximum tokens of the reward model; longer dialogues lose their beginning."""
         self._dialogues: dict[tuple[int, ...], Messages] = {}
 
     def know(self, prompts: Iterable[Prompt]) -> None:
@@ -66,7 +66,7 @@ class RewardText:
         self._dialogues |= {tuple(each.input_ids): each.messages for each in prompts}
 
     def encode(self, prompt: Sequence[int], response: Response) -> Encoded:
-        """What the reward model reads of a response; without an end where the response has none."""
+        """Return the reward model's input for a response, with an end if the response has one."""
         if isinstance(response, EpisodeResponse):
             *before, answer = (*response.opening, *response.turns)
         else:
@@ -114,7 +114,7 @@ class RewardModel:
         )
         self.settings = base_model(model).config
         self.text = text
-        """Set if it has a tokenizer or a chat template of its own."""
+        """Set if it has another tokenizer or chat template."""
         self.mean, self.std = stored_normalization(model)
         self.has_moments = has_moments(model)
 
@@ -200,7 +200,7 @@ class CriticStage(nn.Module):
 
 @dataclass(frozen=True)
 class Models:
-    """What step 3 trains and scores with."""
+    """The models of step 3."""
 
     actor: Engine
     critic: Engine | None
@@ -256,7 +256,7 @@ def load_models(
     iterations: int,
     sources: RewardSources | None = None,
 ) -> Models:
-    """Load the outputs of steps 1 and 2, for so many rollouts; `sources` reward them too.
+    """Load the outputs of steps 1 and 2, for `iterations` rollouts; `sources` reward them too.
 
     Raises:
         ModelError: a model is missing, or actor, critic and reward model number their tokens

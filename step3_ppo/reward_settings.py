@@ -26,7 +26,7 @@ RESERVED = ("score", "failures")
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """What gives the rewards, beside or in place of a reward model."""
+    """Sources of rewards, in addition to or in place of a reward model."""
 
     rewards: tuple[RewardConfig, ...] = ()
     """Sources whose weighted sum is maximized (reward_funcs), as a list in a file of settings, or
@@ -104,7 +104,7 @@ class RewardSettings:
 def with_environment(config: RewardSettings) -> tuple[RewardConfig, ...]:
     """The sources, with what the environment gives among them: alone it is the reward.
 
-    Beside sources that are named without it, it has weight 0: it is measured.
+    Next to sources that are named without it, it has weight 0: it is measured.
     """
     if config.environment is None or config.environment_source is not None:
         return config.rewards

@@ -68,7 +68,7 @@ class RewardSources:
     def submitting(
         self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
     ) -> "Submitting":
-        """What is called with each response as it ends."""
+        """Callback for each response as it ends."""
         return Submitting(self, prompts, tokenizer)
 
     def submit(self, episodes: Sequence[Episode]) -> None:
@@ -81,7 +81,7 @@ class RewardSources:
         self._outcomes[place] = outcome
 
     def results(self) -> dict[str, Scored]:
-        """What each source gave for the episodes since the last call, by name, in their order."""
+        """Rewards of each source for the episodes since the last call, by name, in their order."""
         of_programs = self._of_first(self._results_of_programs())
         return {**self._results_of_environment(), **of_programs}
 
@@ -104,15 +104,15 @@ class RewardSources:
         return results
 
     def _of_first(self, own: T) -> T:
-        """What the first of the processes with the same responses has."""
+        """Broadcast from the first of the processes with the same responses."""
         return self._same_rows.gather_objects(own)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """What binds a run to its sources: the hashes of their files."""
+        """Fingerprint of the sources: the hashes of their files."""
         return {"files": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Look whether the run goes on with the sources that it began with.
+        """Require that the run resumes with the sources that it began with.
 
         Raises:
             ConfigError: the file of a source is another one.

@@ -128,10 +128,10 @@ class ResponseRewards:
     """The rewards of this process's responses."""
 
     reward: Float[Tensor, " B"]
-    """What is maximized; 0 where it is not known."""
+    """The maximized reward; 0 where it is not known."""
 
     score: Float[Tensor, " B"]
-    """What metrics report: of a reward model alone its score in its own unit (`counted_scores`),
+    """The reported score: of a reward model alone its score in its own unit (`counted_scores`),
     else the reward; NaN where it is not known."""
 
     sources: Mapping[str, Scored] = field(default_factory=dict)
@@ -198,7 +198,7 @@ def rewards_of(
     Args:
         models: the reward model, where there is one, and the sources.
         score: the reward model's raw score of each response.
-        stopped: whether each ended by itself.
+        stopped: whether each ended with the end token.
         config: settings of the step.
         given: the sources' values, if they have been collected already.
         strict: whether failures may stop the run.

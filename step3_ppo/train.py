@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Setup:
-    """What an iteration works with, and the state carried from one to the next."""
+    """Models, data and state of the iterations."""
 
     models: Models
     prompts: Prompts
@@ -171,7 +171,7 @@ def train(config: PPOConfig) -> Path:
 def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, float]:
     """One rollout and the updates on it, logged; returns the metrics.
 
-    A function of its own, so that an iteration's graphs are freed before the next one begins.
+    A separate function, so that an iteration's graphs are freed before the next one begins.
     """
     models, clock = ppo.models, Clock()
     sampled = sample_rollout(models, ppo.prompts, config)

@@ -378,7 +378,7 @@ def _learn_policy(
 def _policy_objective(
     outputs: TokenLogprobs, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the policy minimizes on a micro-batch, summed, and figures of it."""
+    """The policy's loss on a micro-batch, summed, and figures of it."""
     region = TrustRegion(
         config.clip, config.clip if config.clip_high is None else config.clip_high, config.dual_clip
     )

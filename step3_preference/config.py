@@ -94,7 +94,7 @@ class GuardConfig(Guard):
         **words(USUAL),
         "strict": words(STRICT)["strict"],
     }
-    """What a word in place of a list of guards stands for."""
+    """Guards that a word stands for."""
 
     signal: Signal
 
@@ -108,7 +108,7 @@ class GuardConfig(Guard):
 
     action: Action = "warn"
     """warn logs a sentence; stop ends the run with the last healthy actor; rollback goes back to
-    the last healthy checkpoint and goes on with half the learning rate, at most twice; none does
+    the last healthy checkpoint and continues with half the learning rate, at most twice; none does
     not look."""
 
 
@@ -123,7 +123,7 @@ KNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """What is watched while a run goes on."""
+    """Signals that are watched during a run."""
 
     guards: tuple[GuardConfig, ...] = WARNING
     """A list of signal, limit, window and action, laid over the usual guards, which warn; strict
@@ -156,7 +156,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     method: Literal[
         "dpo", "cdpo", "rdpo", "ldpo", "ipo", "hinge", "simpo", "cpo", "orpo", "kto"
     ] = "dpo"
-    """Other defaults for the settings below; what is set beside it wins (docs/preference.md)."""
+    """Other defaults for the settings below; explicit settings win (docs/preference.md)."""
 
     model: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(
@@ -217,7 +217,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     too_long: Literal["cut_prompt", "drop"] = "cut_prompt"
     """Rows longer than data.max_length: both responses keep the same prompt, which loses its
-    beginning; drop leaves such rows out. Responses that don't fit by themselves are left out."""
+    beginning; drop leaves such rows out. Responses that are too long alone are left out."""
 
     patience: int | None = None
     """Stop after this many evaluations without a better loss; null never stops early."""
@@ -240,7 +240,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     @property
     def step_name(self) -> str:
-        """What its figures call the step."""
+        """Name of the step in figures."""
         return f"step3_{self.method}"
 
     @property

@@ -79,7 +79,7 @@ def order(parts: Sequence[Mapping[int, float]], rows: Sequence[Row]) -> float:
 
     Args:
         parts: by place of a row its value; each row in one of them.
-        rows: responses by themselves.
+        rows: single responses.
     """
     values = {place: value for part in parts for place, value in part.items()}
     by_prompt: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
@@ -197,7 +197,7 @@ class HeldOut(HeldOutPrompts):
         return passes.from_last(found)
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
-        """What tells best how good each response is, under its name; empty without a judge.
+        """The best measure of each response, under its name; empty without a judge.
 
         The verdicts of the embedded task's program, else the reward model's scores.
         """

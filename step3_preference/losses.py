@@ -57,7 +57,7 @@ def orpo_loss(
     Args:
         chosen: mean log-probability of a token of the chosen responses.
         rejected: the same of the rejected ones.
-        beta: weight of the odds ratio beside the negative log-likelihood, lambda in the paper.
+        beta: weight of the odds ratio next to the negative log-likelihood, lambda in the paper.
     """
     return -beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected)).sum()
 
@@ -87,7 +87,7 @@ def kto_loss(
     weight_good: float = 1.0,
     weight_bad: float = 1.0,
 ) -> Float[Tensor, ""]:
-    """Prospect-theoretic value lost, over responses by themselves (Ethayarajh et al. 2024, eq. 8).
+    """Prospect-theoretic loss, over single responses (Ethayarajh et al. 2024, eq. 8).
 
     Args:
         good: log-ratio to the reference of the good responses.

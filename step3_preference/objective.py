@@ -1,4 +1,4 @@
-"""What a batch of rows is worth: the loss of the settings, and the figures beside it.
+"""The loss of a batch of rows by the settings, and its figures.
 
 Dimension name: S sequences of a batch, the chosen ones first.
 """
@@ -26,7 +26,7 @@ from step3_preference.rows import RowBatch
 
 @dataclass(frozen=True)
 class Point:
-    """What the loss of kto depends on beside the responses of a batch; of no other loss."""
+    """Inputs of the loss of kto other than the responses of a batch."""
 
     z0: float = 0.0
     """The reference point, in nats per response."""

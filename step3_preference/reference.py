@@ -101,7 +101,7 @@ def _report(name: str, fates: Counter[Fate], number: int, config: PreferenceConf
 
 
 def _left_out(fates: Counter[Fate]) -> str:
-    """How many rows are left out, and why, in words."""
+    """Return the numbers of skipped rows, with reasons."""
     out = {
         "don't fit": fates["too long"],
         "have equal responses": fates["equal"],
@@ -185,7 +185,7 @@ class Table:
 
 
 class Reference:
-    """What the losses compare with: a table, the actor without its adapter, or nothing."""
+    """Reference of the losses: a table, the actor without its adapter, or nothing."""
 
     def __init__(self, start: Start, config: PreferenceConfig, table: Table | None) -> None:
         self.start = start
@@ -249,7 +249,7 @@ class Reference:
 
 
 def _of_sides(batch: RowBatch, stored: Float[Tensor, "B 2"]) -> Float[Tensor, " S"]:
-    """What is stored of the sequences of a batch."""
+    """Stored log-probabilities of the sequences of a batch."""
     both = [stored[list(batch.chosen), 0], stored[list(batch.rejected), 1]]
     return send(torch.cat(both))
 
@@ -286,7 +286,7 @@ def open_reference(
 
 
 def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
-    """What tells these log-probabilities from those of other rows, formats or weights."""
+    """Fingerprint of the rows, format and weights of these log-probabilities."""
     engine = start.engine
     replica = Replica(
         cast("Policy", engine.model).model,

@@ -21,12 +21,12 @@ from pipeline.run.training import local_parts
 from step3_preference.config import PreferenceConfig
 
 Fate = Literal["whole", "cut", "too long", "equal", "untrained"]
-"""What becomes of a row; the last three are left out."""
+"""Outcome of a row; rows of the last three kinds are left out."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The sequences of a row; of a response by itself one is missing."""
+    """The sequences of a row; for a single response one is missing."""
 
     chosen: Encoded | None
     rejected: Encoded | None
@@ -70,7 +70,7 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class ComparedBatch:
-    """Rows, and what the reference says of them."""
+    """Rows, and their reference log-probabilities."""
 
     rows: RowBatch
 
@@ -127,7 +127,7 @@ def _response(
 
 
 def response_start(side: Encoded) -> int:
-    """Where the response of a sequence begins."""
+    """Return the offset of the response of a sequence."""
     return side.trained.index(True)
 
 

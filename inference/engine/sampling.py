@@ -268,7 +268,7 @@ def inverse_transform(
 def _place(
     weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Return the index at a share of the cumulative weight, and the share of its own weight."""
+    """Return the index at a share of the cumulative weight, and the share of its weight."""
     cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, thresholds, right=True)

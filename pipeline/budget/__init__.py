@@ -1,1 +1,1 @@
-"""What a step takes on a machine, counted before anything is loaded."""
+"""Memory and time of a step on a machine, estimated before anything is loaded."""

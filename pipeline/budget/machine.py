@@ -85,9 +85,9 @@ def parse_machine(text: str) -> Machine:
 
 
 def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
-    """What is free now on the fullest of these GPUs of this machine; None where one doesn't say.
+    """Free memory of the fullest of these GPUs of this machine; None where one reports none.
 
-    nvidia-smi is asked: no process touches them.
+    nvidia-smi reports it: no process touches them.
     """
     if shutil.which("nvidia-smi") is None:
         return None

@@ -21,7 +21,7 @@ from pipeline.budget.models import CountedModel, check_cut, read_models
 from pipeline.config import Generation, StepConfig, Workload
 
 Place = Literal["device", "host", "disk"]
-"""Where the model computes, main memory next to a GPU, or a file."""
+"""The device that computes, main memory next to a GPU, or a file."""
 
 PLACES: Mapping[Place, str] = {"device": "", "host": "  in main memory", "disk": "  on the disk"}
 
@@ -57,7 +57,7 @@ class Item:
     place: Place = "device"
 
     least: float | None = None
-    """What is enough where the step adapts to the room that there is; None is all of it."""
+    """Sufficient bytes where the step adapts to free memory; None requires all."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class DataConfig:
 
     max_length: int = 512
     """Prompt + response, in tokens (max_seq_len). What is longer loses its end in step 1, and its
-    beginning in step 2, whose score is read at the end; step 3 has lengths of its own."""
+    beginning in step 2, whose score is read at the end; step 3 has separate limits."""
 
     labels: bool = False
     """Step 2 learns the column `label`, so that rows with one count as its own where prompts are

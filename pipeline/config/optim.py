@@ -137,7 +137,7 @@ NOT_ELEMENT_WISE = (
 """Other optimizers' names, in lower case."""
 
 NOT_PARAMS = ("lr", "betas", "eps", "weight_decay", "params", "capturable", "differentiable")
-"""Arguments of optimizers that are settings of their own, or the engine's."""
+"""Arguments of optimizers that are separate settings, or the engine's."""
 
 
 def check_optimizer(name: str, params: Mapping[str, Any]) -> None:

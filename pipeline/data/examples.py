@@ -35,7 +35,7 @@ class Example:
     """The demonstration, or the better response; empty for a prompt without a response."""
 
     rejected: tuple[Message, ...] = ()
-    """The worse response, or a bad one by itself; empty where there is none."""
+    """The worse response, or a single bad one; empty where there is none."""
 
     margin: float | None = None
     """Amount by which `chosen` is better, in units of score; None if the data has none."""
@@ -54,7 +54,7 @@ class Example:
     a class, a grade, a number. Read for steps that learn from it alone."""
 
     origin: str = ""
-    """Where the row came from, for error messages: `rows.jsonl line 17`."""
+    """Origin of the row, for error messages: `rows.jsonl line 17`."""
 
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Columns that the step reads next to the dialogue, such as the right answer, by their

@@ -165,7 +165,7 @@ def make_collectives(
 ) -> Collectives:
     """The fastest collectives between the processes of a group; all of them call it in step.
 
-    The second engine of a name gets a number behind it, so that each has a name of its own.
+    The second engine of a name gets a number, so that names differ.
 
     Raises:
         DesyncError: the processes build different engines.

@@ -89,7 +89,7 @@ class Collectives:
     def all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
         """Fill `full` with the shards of all processes, in rank order.
 
-        `shard` comes from `empty` as a vector of its own, or is this process's piece of `full`.
+        `shard` comes from `empty` as a separate vector, or is this process's piece of `full`.
         """
         self.enter("all_gather", unit, full.nbytes)
         piece = self.piece(full)
@@ -135,7 +135,7 @@ class Collectives:
             self._copies.synchronize()
 
     narrow: torch.dtype | None = None
-    """In which `reduce_scatter` sends vectors, where that is below fp32."""
+    """Type in which `reduce_scatter` sends vectors, where that is below fp32."""
 
     copy, copies = 0, 1
     """Index and number of the model's sharded copies."""
@@ -218,7 +218,7 @@ class Timed:
             with HERE.waiting(self.group.others):
                 self.work.wait()
             return
-        # The host goes on at once; it is the computing stream that stands still.
+        # The host continues at once; the computing stream waits.
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         self.work.wait()

@@ -239,7 +239,7 @@ class Engine:
         """Move weights, masters, moments or gradients to main memory until `reload_states`.
 
         Between the phases of a step that uses several models; gradients accumulated so far stay
-        accumulated. What lies in main memory anyway stays where it is.
+        accumulated. Tensors in main memory stay there.
         """
         self.zero.flush()
         self.rollout_offload.begin(kinds)
@@ -266,7 +266,7 @@ class Engine:
                 own.copy_(master)
 
     def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters of each unit, whole until the next are asked for; in step on all."""
+        """The parameters of each unit, gathered until the next is requested, on all processes."""
         for unit in self.zero.one_by_one():
             yield [param for flat in unit.flats for param in flat.params.values()]
 

@@ -18,7 +18,7 @@ from pipeline.engine.tensor_parts import Role
 from pipeline.kernels.pinned_memory import pinned_empty
 
 ALIGNMENT = 16
-"""Cuts of a flat vector at multiples of so many fp32 elements change no bit of an update.
+"""Cuts of a flat vector at multiples of this number of elements change no bit of an update.
 
 The fused CPU kernels of Adam, AdamW and SGD walk a vector in SIMD lanes of 8 and finish what is
 left of it one by one, with other roundings: which elements are left depends on where the vector was
@@ -144,7 +144,7 @@ class FlatParams:
             self.disk = disk.piece(name, self.shard_numel, settings.dtype)
         if placement.shard_params:
             self.full = torch.empty(self.numel, dtype=settings.dtype, device=device)
-            # On a disk it has no memory of its own: see `_load` and `start_gather`.
+            # On a disk it has no memory: see `_load` and `start_gather`.
             size = self.shard_numel if self.disk is None else 0
             self.shard = comm.empty(size, settings.dtype, placement.param_device)
         else:

@@ -121,9 +121,9 @@ def store_on_disk(
 def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:
     """The settings that assign a parameter to a vector of its unit.
 
-    Weight decay spares one-dimensional parameters: biases and norms. Those lie in the vector of the
-    others, at its end, so that each unit is gathered and reduced at once, unless the optimizer has
-    one weight decay for a whole tensor.
+    Weight decay spares one-dimensional parameters: biases and norms. Those are stored in
+    the vector of the others, at its end, so that each unit is gathered and reduced at once, unless
+    the optimizer has one weight decay for a whole tensor.
     """
     if not param.requires_grad:
         return ParamSettings(

@@ -139,7 +139,7 @@ def whole_shape(param: Tensor) -> torch.Size:
 
 
 Stretch = tuple[Tensor, int, slice]
-"""A parameter, which of its elements is the first, and where they lie in a vector."""
+"""A parameter, the index of its first element, and its place in a vector."""
 
 
 def completed(

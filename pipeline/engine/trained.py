@@ -33,7 +33,7 @@ FUSED_DEVICES = ("cpu", "cuda")
 
 
 MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""In which type AdamW's moments are kept, by the setting `optim.moments`."""
+"""Type of AdamW's moments, by the setting `optim.moments`."""
 
 
 def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from pipeline.system.installation import MODULE
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """What is exported, in which form, and to where."""
+    """Source, form and target of an export."""
 
     path: str = ""
     """Directory of a model or an adapter, or the output directory of a run, whose furthest actor it

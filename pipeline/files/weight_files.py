@@ -63,7 +63,7 @@ which mean nothing without their scales, are not among them."""
 class WeightFiles:
     """The tensors of `model.safetensors`, or of the shards that its index names.
 
-    Only headers are read at first, and then no byte more than the elements that are asked for.
+    Only headers are read at first, and then only the requested elements.
     Several threads and processes may read at once.
 
     Raises:

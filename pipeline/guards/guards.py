@@ -54,7 +54,7 @@ class Signals:
     def sentence_of(
         self, guard: Guard, metrics: Mapping[str, Any], first: Metrics, history: Sequence[Metrics]
     ) -> str:
-        """What is wrong, and what may help; `history` are the last checks of a trend."""
+        """Return the problem and the remedy; `history` are the last checks of a trend."""
         del history
         value = self.value_of(guard.signal, metrics, first)
         numbers = {**metrics, "first": first, "limit": guard.limit, "value": value}

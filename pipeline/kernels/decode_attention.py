@@ -404,7 +404,7 @@ def _params(
     shape: Shape,
     num_splits: int,
 ) -> Params:
-    """What the kernels read: addresses, strides in elements, sizes."""
+    """Arguments of the kernels: addresses, strides in elements, sizes."""
     return Params(
         query=query.data_ptr(),
         key=key.data_ptr(),

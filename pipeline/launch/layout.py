@@ -1,4 +1,4 @@
-"""Where the processes of a step run: this machine, a host file, or a SLURM allocation.
+"""Placement of the processes of a step: this machine, a host file, or a SLURM allocation.
 
 A host file is DeepSpeed's, one machine a line with the processes that it can run, its GPUs:
 
@@ -34,7 +34,7 @@ EXCLUSIVE = (
 """Pairs of options that select the same."""
 
 PORT = 29500
-"""Where processes meet, as with torchrun and DeepSpeed."""
+"""Default rendezvous port, as with torchrun and DeepSpeed."""
 
 LINE = re.compile(r"(?P<name>[\w.@\[\]:%][\w.@\[\]:%-]*)\s+slots=(?P<slots>[1-9]\d*)")
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
@@ -141,10 +141,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the processes of a step run."""
+    """Placement of the processes of a step."""
 
     by: Literal["process", "node", "ssh", "slurm"]
-    """What starts them: Python alone, torchrun on this machine, or torchrun on each machine,
+    """Their launcher: Python alone, torchrun on this machine, or torchrun on each machine,
     through ssh or srun."""
 
     hosts: tuple[Host, ...] = ()
@@ -165,7 +165,7 @@ class Layout:
 
 
 def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) -> Layout:
-    """Where the processes of a step run, by the options and, for SLURM, the environment.
+    """Return the placement of a step's processes, by the options and, for SLURM, the environment.
 
     Raises:
         ConfigError: the options name no machines, or machines that don't exist.

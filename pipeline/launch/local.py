@@ -1,4 +1,4 @@
-"""What this machine can run, and which variables it passes on to others.
+"""Processes that this machine can run, and the variables that it passes on to others.
 
 Values of variables go through pipes and SLURM's own environment, never on a command line, which
 every user of a machine can read.
@@ -34,7 +34,7 @@ BUSY_PERCENT = 25.0
 
 
 def count_processes(requested: int | None) -> int:
-    """Processes of a step on one node: what was asked for, else one per GPU.
+    """Processes of a step on one node: the requested number, else one per GPU.
 
     Raises:
         ConfigError: more processes than GPUs.

@@ -32,10 +32,10 @@ LOST_SECONDS = 60.0
 """Without a line, after which a remote side assumes that the launcher is lost."""
 
 HEARING_SECONDS = 15.0
-"""For the other machines to end by themselves after a failure, before they are asked to."""
+"""Seconds for the other machines to end after a failure, before they get a signal."""
 
 GRACE_SECONDS = 30.0
-"""For a command that was asked to end, before it or the connection is ended."""
+"""Seconds for a command to end after a signal, before it or the connection is ended."""
 
 SAVING_SECONDS = 600.0
 """For processes that save their state after Ctrl-C or a scheduler's signal."""
@@ -87,7 +87,7 @@ class _Group:
         self._passed_on = 0
         self._failed: _Command | None = None
         self._deadline = float("inf")
-        """When commands that still run are asked to end, and when their connection is closed."""
+        """Times at which running commands get a signal, and at which their connection is closed."""
 
     def note_signal(self, number: int, _frame: object) -> None:
         """Store a signal, which the loop passes on."""

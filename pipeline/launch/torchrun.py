@@ -23,7 +23,7 @@ from pipeline.launch.local import share_of_cores
 from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 GRACE_SECONDS = 600
-"""Until processes that were asked to stop are killed; a scheduler's own patience ends sooner."""
+"""Seconds until processes that got a stop signal are killed; schedulers wait less."""
 
 ANY_PORT = 9
 """Nothing is sent to it: connecting a datagram socket only looks up the route."""
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def select_exit_code(codes: Sequence[int]) -> int:
-    """Return the code of the process that failed by itself, given all codes in order of time.
+    """Return the code of the process that failed first, given all codes in order of time.
 
     One poll may find the failed process, those that stopped because of it, and those that torchrun
     has already ended with SIGTERM. A killed process takes precedence, with 128 plus its signal.

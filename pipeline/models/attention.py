@@ -95,7 +95,7 @@ def varlen_attention(
 
 
 def bounds_of(lengths: Sequence[int]) -> Tensor:
-    """Where sequences begin in a row, and where the last one ends, as `attend` takes them."""
+    """Offsets of sequences in a row and the end of the last one, as `attend` takes them."""
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
 
 
@@ -181,7 +181,7 @@ def in_order(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tenso
 
 
 class _OneOrder(torch.autograd.Function):
-    """Keeps the graph of what it computes, and goes back through it where no order is free."""
+    """Keeps its graph, and runs its backward pass where no order is free."""
 
     @staticmethod
     def forward(ctx: Any, attend: Attend, *heads: Tensor) -> Tensor:  # noqa: ANN401
@@ -229,7 +229,7 @@ MAX_PADDING = 1.3
 
 @runtime_checkable
 class Layout(Protocol):
-    """Where the tokens of a forward pass lie, and which keys each of them sees."""
+    """Places of the tokens of a forward pass, and the keys that each attends to."""
 
     def attend(
         self,
@@ -279,7 +279,7 @@ class Padded:
         return [group.unflatten(0, at) for group, at in zip(groups, self.shapes, strict=True)]
 
     def collect(self, groups: Sequence[Float[Tensor, "_B H _T E"]]) -> Float[Tensor, "1 _N H E"]:
-        """What attention made of each group, in the order of the row."""
+        """Return the outputs of the groups in the order of the row."""
         rows = [group.transpose(1, 2).flatten(0, 1) for group in groups]
         if self.as_they_lie:
             return rows[0].unsqueeze(0)
@@ -287,7 +287,7 @@ class Padded:
 
 
 class Ragged:
-    """How sequences lie in one row, and which of them share an attention call."""
+    """Order of sequences in one row, and those that share an attention call."""
 
     def __init__(
         self, lengths: Sequence[int], device: torch.device, *, kernels: Kernels = "auto"
@@ -345,7 +345,7 @@ class Ragged:
 
     @cached_property
     def _bounds(self) -> Tensor:
-        """Where the sequences begin and the last one ends, on the device."""
+        """Offsets of the sequences and the end of the last one, on the device."""
         return send(bounds_of(self.lengths), self.device)
 
     @cached_property

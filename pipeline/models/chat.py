@@ -85,7 +85,7 @@ def require_same_chat(
 ) -> None:
     """Refuse two models that number their tokens differently or were trained in two chat formats.
 
-    A model without a saved template has no format of its own yet.
+    A model without a saved template has no format yet.
 
     Raises:
         ModelError: the vocabularies or the chat templates differ.

@@ -22,11 +22,11 @@ from pipeline.models.quantized import Form, quantize_layers, quantized_layers
 from pipeline.system.errors import CheckpointError
 
 TOKENIZER = "tokenizer"
-"""Directory beside the checkpoints."""
+"""Directory next to the checkpoints."""
 
 
 def describe_model(module: nn.Module) -> dict[str, Any] | None:
-    """What it takes to build the Hugging Face model inside `module` again, as JSON has it."""
+    """Description of the Hugging Face model inside `module`, as JSON, for building it again."""
     for prefix, model in module.named_modules():
         if isinstance(model, PeftModel | PreTrainedModel):
             plain = base_model(model)

@@ -106,7 +106,7 @@ def untrusted_code(path: str | Path) -> str:
 
 
 def check_configuration(directory: Path) -> dict[str, Any]:
-    """What `config.json` says.
+    """Return the contents of `config.json`.
 
     Raises:
         ModelError: there is no directory, or no configuration of a model in it.

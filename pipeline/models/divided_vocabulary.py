@@ -28,7 +28,7 @@ _WORDS = "divided_words"
 
 
 def words_of(head: nn.Module | None) -> Words | None:
-    """Which words an output matrix has the rows of; None where it has those of all."""
+    """Words whose rows an output matrix has; None where it has all."""
     return getattr(head, _WORDS, None)
 
 
@@ -57,7 +57,7 @@ def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
 
 
 def divide_table(module: nn.Module, rows: int, group: Group) -> None:
-    """Have an embedding or output matrix, of that many rows in all, compute with this process's."""
+    """Make an embedding or output matrix compute with this process's rows of `rows` in all."""
     words = Words(group.rank * (rows // group.size), group)
     if isinstance(module, nn.Linear):
         setattr(module, _WORDS, words)

@@ -171,10 +171,10 @@ ADAPTER_PREFIX = "base_model.model."
 
 @runtime_checkable
 class HasTurns(Protocol):
-    """What brings a model's parameters in place, some at a time."""
+    """Gathers a model's parameters, a unit at a time."""
 
     def iter_gathered_units(self) -> Iterator[Collection[nn.Parameter]]:
-        """Parameters that are in place until the next are asked for; each comes once."""
+        """Yield gathered parameters, valid until the next iteration; each comes once."""
         ...
 
 
@@ -223,7 +223,7 @@ def export(
 
 
 def set_stop_tokens(model: nn.Module, stop_ids: Sequence[int]) -> None:
-    """Have plain `generate` stop where the chat format ends a turn."""
+    """Make plain `generate` stop where the chat format ends a turn."""
     generation = base_model(model).generation_config
     if generation is not None:
         generation.eos_token_id = list(stop_ids)
@@ -364,7 +364,7 @@ def _in_peft(name: str) -> str:
 
 
 def move_in(staging: Path, directory: Path) -> None:
-    """Move what was written beside a model into its directory, once it is on the disk."""
+    """Move staged files into a model's directory, once they are on the disk."""
     settle(staging)
     for path in sorted(staging.iterdir()):
         target = directory / path.name

@@ -30,7 +30,7 @@ from pipeline.system.errors import DataError, KernelError
 logger = logging.getLogger(__name__)
 
 SCORE_HEAD = "score"
-"""Where classifiers that read token by token have their head."""
+"""Names of the heads of classifiers that read token by token."""
 
 Backbone = Callable[..., tuple[Tensor, ...]]
 """A model without its head: the first output is the hidden states, (B, T, d)."""
@@ -38,7 +38,7 @@ Backbone = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """What a policy says about the target tokens of a batch."""
+    """Output of a policy for the target tokens of a batch."""
 
     logprobs: Float[Tensor, " K"]
     """log pi(token | the tokens before it), in nats, fp32."""
@@ -148,7 +148,7 @@ class Policy(nn.Module):
         return head if self._is_product and isinstance(head, nn.Linear) else None
 
     def _hidden(self, batch: TokenBatch) -> Float[Tensor, "K d"]:
-        """What the output matrix is applied to, for each target."""
+        """Input of the output matrix, for each target."""
         backbone = cast("Backbone", base_model(self.model).base_model)
         ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
         before = batch.targets - 1
@@ -168,7 +168,7 @@ class Policy(nn.Module):
 
 @dataclass(frozen=True)
 class LabelOutputs:
-    """What a classifier computes of a batch."""
+    """Output of a classifier for a batch."""
 
     logits: Float[Tensor, "N C"]
     """An output for each label at every token, fp32."""
@@ -269,7 +269,7 @@ def is_product(model: nn.Module, batch: TokenBatch) -> bool:
     plain = base_model(model)
     head = cast("nn.Linear", plain.get_output_embeddings())
     backbone = cast("Backbone", plain.base_model)
-    if backbone is plain:  # it doesn't say which of its modules that is
+    if backbone is plain:  # it doesn't name that module
         return False
     count = min(PROBE, batch.lengths[0])
     ids = batch.input_ids[:count]
@@ -293,7 +293,7 @@ def is_product(model: nn.Module, batch: TokenBatch) -> bool:
 
 
 def _say_whole(family: str, kernels: Kernels) -> None:
-    """Say that logits are computed whole, or that they must not be.
+    """Declare that full logits are computed, or that they must not be.
 
     Raises:
         KernelError: `kernels` is required.
@@ -376,7 +376,7 @@ def run_padded(
 
 
 def cache_name(model: nn.Module) -> Literal["cache", "past_key_values"]:
-    """What a model's forward pass, and its result, call the cache.
+    """Name of the cache in a model's forward pass and its result.
 
     Before transformers 5.24 it was past_key_values in all families.
     """

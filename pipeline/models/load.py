@@ -54,7 +54,7 @@ def errors_only() -> Iterator[None]:
 
 
 LONGEST_REASON = 200
-"""Characters of somebody else's message that fit into a sentence of ours."""
+"""Maximum characters of a library's message in an error of ours."""
 
 
 def first_words(error: Exception) -> str:
@@ -77,7 +77,7 @@ def weight_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 
 def model_path(config: FrozenModelConfig) -> str:
-    """Where the model is.
+    """Return the path of the model.
 
     Raises:
         ModelError: no path was given.
@@ -207,7 +207,7 @@ def draw_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) ->
 
 
 OF_SCORES = ("class_values", "cutpoints", "score_mean", "score_std")
-"""What step 2 writes into config.json of the scores of a head."""
+"""Fields of config.json in which step 2 stores the moments of a head's scores."""
 
 HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")
 """Parameters of a classifier that a language model has not."""

@@ -16,10 +16,10 @@ from pipeline.config import LoraConfig
 from pipeline.system.errors import ConfigError
 
 HEADS = ("score", "classifier", "pre_classifier", "pooler")
-"""What classifiers have above their backbone; those of encoders have one of the later ones too."""
+"""Heads of classifiers; those of encoders have one of the later ones too."""
 
 Task = Literal["causal", "classifier"]
-"""What a model answers with: the next token, or a score."""
+"""Output of a model: the next token, or a score."""
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: int) -> PeftModel:

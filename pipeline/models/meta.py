@@ -35,7 +35,7 @@ def meta_model(build: Callable[[], ModelT]) -> ModelT:
     """
     with init_empty_weights(include_buffers=False):
         model = build()
-    model.tie_weights()  # each got an empty tensor of its own
+    model.tie_weights()  # each got a separate empty tensor
     kept = model._get_dtype_plan(model.dtype)  # noqa: SLF001  # as from_pretrained calls it
     if kept:
         pattern = re.compile("|".join(kept).replace("*", ".*"))

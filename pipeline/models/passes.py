@@ -1,6 +1,6 @@
 """The passes of a step over its micro-batches, on one process or through the stages of a pipeline.
 
-A step says what its loss is, and goes on as if the model were whole: losses come back on every
+A step passes its loss, and continues as if the model were unsplit: losses come back on every
 stage.
 """
 
@@ -53,7 +53,7 @@ class ForwardPasses:
     """The passes of a model that this process has whole."""
 
     def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
-        """What is found of each batch; on the last stage alone, and none elsewhere.
+        """Results of the batches on the last stage; none elsewhere.
 
         Without gradients where the caller has turned them off.
         """
@@ -67,7 +67,7 @@ class ForwardPasses:
         return [each.float() for each in self.forward(batches, found)]
 
     def from_last(self, value: T) -> T:
-        """What the last stage has, on every stage; something small."""
+        """Broadcast a small object of the last stage to every stage."""
         return value
 
     def total(self, losses: Sequence[Tensor]) -> float:

@@ -26,7 +26,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do."""
+    """The plan of a run."""
 
     request: Request
 
@@ -40,13 +40,13 @@ class Plan:
     """Names of the steps that `--resume` skips."""
 
     where: Layout
-    """Where the processes of each step run."""
+    """Placement of the processes of each step."""
 
     machine: Machine
-    """What one of their machines has."""
+    """Description of one of their machines."""
 
     chosen: Mapping[str, Settings]
-    """What `--plan auto` chose, by the prefix of the stage."""
+    """Choices of `--plan auto`, by the prefix of the stage."""
 
     given: Mapping[str, frozenset[str]]
     """Dotted names of the settings that the command line says, by the name of the step."""
@@ -85,7 +85,7 @@ class Plan:
         return {**environment, PLANNED: "1"} if has_looked else environment
 
     def command(self, stage: Stage) -> list[str]:
-        """What runs the step."""
+        """Command that runs the step."""
         return step_command(stage.module, self.config_file(stage), self.where, self.request)
 
 

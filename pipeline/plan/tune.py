@@ -226,7 +226,7 @@ def _words(settings: Mapping[str, object]) -> str:
 
 
 def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: int) -> StepConfig:
-    """The settings for so many optimizer steps, with evaluations as short as possible."""
+    """The settings for `steps` optimizer steps, with evaluations as short as possible."""
     values: dict[str, object] = {
         "output_dir": output_dir,
         "max_steps": steps,

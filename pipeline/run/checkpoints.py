@@ -288,7 +288,7 @@ class Checkpoints:
         }
 
     def _model(self, engine: Engine) -> dict[str, Any] | None:
-        """What it takes to rebuild an engine's model, merged from its parts."""
+        """Description for rebuilding an engine's model, merged from its parts."""
         own = describe_model(engine.model)
         return None if own is None else merged(engine.parts.gather_objects(own))
 

@@ -72,7 +72,7 @@ def default_of(config_class: type, name: str) -> object:
 def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
     """The sections of a dataclass of settings, with what each is about.
 
-    A section without a docstring of its own has that of its class.
+    A section without a docstring has that of its class.
     """
     descriptions = _descriptions(config_class)
     hints = typing.get_type_hints(config_class)

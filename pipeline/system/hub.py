@@ -28,7 +28,7 @@ def cached_file(name: str, file: str) -> str | None:
 
 
 def why_unreachable() -> str | None:
-    """Why the Hub can't be asked; None where it answers, or where only its client can tell.
+    """Reason why the Hub can't be used; None where it responds, or where only its client can tell.
 
     That is so behind a proxy, and where the user has set the client to stay offline.
     """
@@ -44,7 +44,7 @@ def why_unreachable() -> str | None:
 
 
 def require_reachable(sentence: str, error: type[UserError], *, instead: str) -> None:
-    """Return if the Hub may be asked.
+    """Return if the Hub may be used.
 
     Args:
         sentence: what was not found on this machine.
@@ -52,7 +52,7 @@ def require_reachable(sentence: str, error: type[UserError], *, instead: str) ->
         instead: what the user may give in place of a name on the Hub.
 
     Raises:
-        UserError: of that kind; why the Hub can't be asked, and what to do.
+        UserError: of that kind; why the Hub can't be used, and what to do.
     """
     reason = why_unreachable()
     if reason is not None:

@@ -38,7 +38,7 @@ def own_groups(
 
 
 def _room_in(group: Path) -> int | None:
-    """What a control group's limit leaves; None where it has none."""
+    """Bytes left below a control group's limit; None where it has none."""
     for most, used in LIMITS:
         limit, usage = _read(group / most), _read(group / used)
         if limit.isdigit() and usage.isdigit():

@@ -55,7 +55,7 @@ class Position:
         self._stalls: deque[tuple[Any, Any]] = deque(maxlen=10_000)
 
     def enter_collective(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
-        """Say which collective is next."""
+        """Record the next collective."""
         self.number += 1
         self.fingerprint = zlib.crc32(f"{kind} {unit} {num_bytes}".encode(), self.fingerprint)
         self.recent.append(Collective(self.number, kind, unit, num_bytes, self.fingerprint))

@@ -62,7 +62,7 @@ def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) 
 def zeros_in_huge_pages(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
     """Zeros with the dtype and device of `like`, on a CPU in pages of 2 MiB where possible.
 
-    The system is asked before the memory is written, which is when it decides.
+    The advice precedes the first write, which is when the system decides.
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)

@@ -4,7 +4,7 @@ A thread of each process reports its position about once a second in the store o
 which torchrun's agent holds, so that it outlives the processes; another thread reads the reports of
 the others. A process that fails shows its error and reports it, and the others stop with one line
 that names it. A process that hangs is named, and all show their stacks. No process outlives the
-job: the thread ends a process that doesn't end by itself.
+job: the thread ends a process that doesn't exit.
 """
 
 import faulthandler
@@ -60,7 +60,7 @@ HEARING_SECONDS = 3.0
 """For which a process whose collective failed waits for another process's report."""
 
 GRACE_SECONDS = 5.0
-"""For a process to end by itself once the job has failed; half of it where processes hang."""
+"""Seconds for a process to exit once the job has failed; half of it where processes hang."""
 
 LEAVING_SECONDS = 15.0
 """For the threads to end. A request to the store takes up to 5 s, and a process aborts if its

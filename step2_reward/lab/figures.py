@@ -138,7 +138,7 @@ def fit_temperature(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) ->
 
 
 def minimum(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one minimum between two positive ends has it, by golden sections."""
+    """Minimum of a unimodal function between two positive ends, by golden-section search."""
     ratio = (math.sqrt(5) - 1) / 2
     start, end = math.log(low), math.log(high)
     for _ in range(60):

@@ -161,7 +161,7 @@ def order_figures(
     scores: Sequence[Sequence[float]],
     lengths: Sequence[Sequence[int]],
 ) -> Figures:
-    """Figures of responses that are to be put in order."""
+    """Figures of responses that are ranked."""
     differences: list[float] = []
     hits: list[float] = []
     worth = [[-rank for rank in row.ranks] for row in held_out.rows]

@@ -1,7 +1,7 @@
 r"""Chat formats: from a dialogue to the token ids a model is trained on and prompted with.
 
 A format is a Jinja template and the rule for cutting its text. The text is cut where the model's
-part begins and ends, and each piece is tokenized by itself:
+part begins and ends, and each piece is tokenized separately:
 
     Human: Hi there.\n\nAssistant: | Hello!</s> | \n\nHuman: How are you?\n\nAssistant: | Fine.</s>
 
@@ -91,7 +91,7 @@ PROBE_RESPONSE = Message("assistant", "Four.")
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a dialogue's text that is tokenized by itself."""
+    """A piece of a dialogue's text that is tokenized separately."""
 
     text: str
 
@@ -314,7 +314,7 @@ class ChatFormat:
         return [begin(segments[0].text), *(go_on(segment.text) for segment in segments[1:])]
 
     def _start(self, before: Messages, text: str) -> int:
-        """Where in `text` the assistant's turn after `before` begins."""
+        """Return the offset in `text` of the assistant's turn after `before`."""
         prompt = self.render(before, generation_prompt=True)
         if not text.startswith(prompt):
             raise DataError(
@@ -325,7 +325,7 @@ class ChatFormat:
         return len(prompt)
 
     def _turn_length(self, messages: Messages, region: str) -> int:
-        """How much of `region` is the last of `messages`, up to and including its end of turn.
+        """Return the length of the last of `messages` in `region`, with its end of turn.
 
         Args:
             messages: a dialogue up to and including an assistant turn.
@@ -394,6 +394,6 @@ def _fold_system(messages: Messages) -> list[Message]:
 
 
 def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether the tokenizer puts a beginning-of-sequence token before a text by itself."""
+    """Return whether the tokenizer adds a beginning-of-sequence token to a text."""
     ids = tokenizer("a", verbose=False)["input_ids"]
     return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]

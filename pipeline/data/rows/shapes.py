@@ -194,7 +194,7 @@ def standing(rows: Sequence[Row]) -> list[Row]:
 
 
 def _rating(row: Row) -> Example:
-    """A rating of the server's page: a preference, or a response that is good or bad by itself."""
+    """A rating of the server's page: a preference, or a single response that is good or bad."""
     if row.columns["schema"] != SCHEMA:
         raise DataError(
             f"{row.origin}: a rating of schema {row.columns['schema']!r}, and {SCHEMA} is read;"
