@@ -46,7 +46,7 @@ from benchmarks.engine_systems import (
     build_model,
     make_step,
 )
-from benchmarks.memory import live_bytes, peak_bytes_of, peak_rss, reset_peak_rss
+from benchmarks.memory import live_bytes, measure_peak_bytes, peak_rss, reset_peak_rss
 
 WARM_UP = 3
 """Steps before the clock starts."""
@@ -87,7 +87,7 @@ def measure(step: Step, ids: list[Tensor]) -> dict[str, float]:
     rss = peak_rss()
     step(ids[-2])
     after = live_bytes()
-    peak = peak_bytes_of(lambda: step(ids[-1]))
+    peak = measure_peak_bytes(lambda: step(ids[-1]))
     return {
         "seconds": statistics.median(seconds),
         "cpu_seconds": statistics.median(processor),

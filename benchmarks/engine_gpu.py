@@ -53,7 +53,7 @@ def build_model(args: argparse.Namespace) -> Any:  # noqa: ANN401
         return OPTForCausalLM(config).to(torch.bfloat16).train()
 
 
-def loss_of(model: Callable[..., Any], ids: Any) -> Any:  # noqa: ANN401
+def compute_loss(model: Callable[..., Any], ids: Any) -> Any:  # noqa: ANN401
     """Mean loss of the next tokens."""
     from torch.nn import functional as F
 
@@ -95,7 +95,7 @@ def plain_loop(model: Any) -> Callable[[Any], None]:  # noqa: ANN401
     max_norm = optim.max_grad_norm
 
     def step(ids: Any) -> None:  # noqa: ANN401
-        loss_of(model, ids).backward()
+        compute_loss(model, ids).backward()
         for master, param in zip(masters, params, strict=True):
             master.grad = param.grad.float()
             param.grad = None
@@ -123,7 +123,7 @@ def engine_step(model: Any, system: str) -> Callable[[Any], None]:  # noqa: ANN4
     engine = Engine(model, config, total_steps=1000)
 
     def step(ids: Any) -> None:  # noqa: ANN401
-        engine.backward(loss_of(engine, ids))
+        engine.backward(compute_loss(engine, ids))
         engine.step()
 
     return step

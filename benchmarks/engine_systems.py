@@ -53,7 +53,7 @@ def build_model(*, tiny: bool) -> nn.Module:
     return LlamaForCausalLM(config).train()
 
 
-def loss_of(model: Callable[..., Any], ids: Tensor) -> Tensor:
+def compute_loss(model: Callable[..., Any], ids: Tensor) -> Tensor:
     """Mean loss of the next tokens."""
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
     return F.cross_entropy(logits.float(), ids[:, 1:].flatten())
@@ -85,7 +85,7 @@ def _ours(model: nn.Module, precision: Precision, *, stage: int) -> Step:
     share = 1 / dist.get_world_size()  # of the mean loss: the engine sums over processes
 
     def step(ids: Tensor) -> None:
-        engine.backward(loss_of(engine, ids) * share)
+        engine.backward(compute_loss(engine, ids) * share)
         engine.step()
 
     return step
@@ -101,7 +101,7 @@ def _ddp(model: nn.Module, precision: Precision, *, masters: bool) -> Step:
     optimizer = torch.optim.AdamW(copies, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 
     def step(ids: Tensor) -> None:
-        loss_of(wrapped, ids).backward()
+        compute_loss(wrapped, ids).backward()
         for copy, param in zip(copies, params, strict=True):
             assert param.grad is not None
             copy.grad = param.grad.float()
@@ -152,7 +152,7 @@ def _plain_step(model: nn.Module) -> Step:
     optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 
     def step(ids: Tensor) -> None:
-        loss_of(model, ids).backward()
+        compute_loss(model, ids).backward()
         nn.utils.clip_grad_norm_(params, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -188,7 +188,7 @@ def _deepspeed(model: nn.Module, precision: Precision, *, stage: int, adam: str)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(ids: Tensor) -> None:
-        engine.backward(loss_of(engine, ids))
+        engine.backward(compute_loss(engine, ids))
         engine.step()
 
     return step

@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> None:
         save_llama(directory)
         for row in measured(Path(directory), device, args):
             rows.append(row)
-            print(f"| {' | '.join(line_of(row))} |", flush=True)
+            print(f"| {' | '.join(format_line(row))} |", flush=True)
     print(f"load after: {load()}")
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ def measured(
             }
 
 
-def line_of(row: Mapping[str, Any]) -> list[str]:
+def format_line(row: Mapping[str, Any]) -> list[str]:
     """The cells of a case."""
     lengths, slow, fast = row["lengths"], row["transformers"], row["ours"]
     ratios = [a / b for a, b in zip(slow, fast, strict=True)]

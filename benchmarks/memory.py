@@ -32,7 +32,7 @@ def live_bytes() -> float:
     return sum(sizes.values()) + _shared_bytes()
 
 
-def peak_bytes_of(step: Callable[[], None]) -> float:
+def measure_peak_bytes(step: Callable[[], None]) -> float:
     """Most bytes that tensors take at any moment of one step: what lives, and what it allocates.
 
     The profiler reports each allocation and release. Memory that a collective's library takes for

@@ -126,7 +126,7 @@ def iterate(
     """Seconds of an iteration on `count` random prompts of `length` tokens, and of its phases."""
     from pipeline.system.logs import Clock
     from step3_ppo.experience import compute_advantages, score_responses
-    from step3_ppo.rewards import reward_of
+    from step3_ppo.rewards import compute_reward
     from step3_ppo.rollout import generate_responses
     from step3_ppo.update import update_policy
 
@@ -139,7 +139,7 @@ def iterate(
     wait()
     clock.end("generation")
     experience = score_responses(models, prompts, responses, config)
-    score = reward_of(experience.score, experience.stopped, models, config)
+    score = compute_reward(experience.score, experience.stopped, models, config)
     rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
     wait()
     clock.end("experience")

@@ -26,7 +26,7 @@ class TaskSettings:
     """Longest response to them, in tokens; null takes each task's own."""
 
 
-def questions_of(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
+def load_questions(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
     """Each task, with its questions.
 
     Raises:

@@ -9,11 +9,11 @@ from functools import cache
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from evaluation.config import TaskSettings, questions_of
+from evaluation.config import TaskSettings, load_questions
 from evaluation.contract import Question, Task
-from evaluation.figures import Figure, figures_of
+from evaluation.figures import Figure, compute_figures
 from inference.engine.requests import sample_key
-from inference.engine.sampling import sampler_of
+from inference.engine.sampling import make_sampler
 from inference.generation import generate_each
 from inference.replica import Replica
 from inference.settings import Sampling
@@ -75,7 +75,7 @@ def responses_to(
     finished = generate_each(
         model,
         [prompts[row] for row, _ in places],
-        sampler_of(sampling, chat.format.stop_ids),
+        make_sampler(sampling, chat.format.stop_ids),
         max_new_tokens=sampling.max_new_tokens,
         keys=[sample_key(row, sample) for row, sample in places],
         batch_size=batch_size,
@@ -128,7 +128,7 @@ def evaluate(
         [task.grade(question, response) for response in of_question]
         for question, of_question in zip(questions, responses, strict=True)
     ]
-    return figures_of(task.name, grades, ks)
+    return compute_figures(task.name, grades, ks)
 
 
 Generating = Callable[[], AbstractContextManager[PreTrainedModel]]
@@ -148,7 +148,7 @@ class TaskEvaluations:
         self._settings = settings
         self._chat = chat
         self._generating = generating
-        self._questions = questions_of(settings)
+        self._questions = load_questions(settings)
         self._last: dict[str, float] | None = None
 
     def metrics(self) -> dict[str, float]:

@@ -64,7 +64,9 @@ def pass_at_k(count: int, right: int, k: int) -> float:
     return float(1 - Fraction(math.comb(count - right, k), math.comb(count, k)))
 
 
-def figures_of(task: str, grades: Sequence[Sequence[Grades]], ks: Sequence[int]) -> list[Figure]:
+def compute_figures(
+    task: str, grades: Sequence[Sequence[Grades]], ks: Sequence[int]
+) -> list[Figure]:
     """The figure for each k, metric by metric.
 
     Args:

@@ -221,7 +221,7 @@ def responses_of_base(
 
 
 def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
-    """What `work`, in which no process needs another, gives; None on all where it fails on one."""
+    """Return the result of `work`, which needs no other process; None on all if it fails on one."""
     result, reason = None, ""
     try:
         result = work()

@@ -36,7 +36,7 @@ class WinrateConfig(SamplingConfig):
     """Two or more model directories or Hub ids."""
 
     judge: str = ""
-    """What is asked: '{kind: model, path: OUT/step2_reward}', a reward model; file.py:function, or
+    """The judge: '{kind: model, path: OUT/step2_reward}', a reward model; file.py:function, or
     a kind as math, programs whose numbers are compared; '{kind: judge, path: https://HOST/v1,
     model: NAME}', a language model that scores each response."""
 

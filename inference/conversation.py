@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.engine.sampling import sampler_of
+from inference.engine.sampling import make_sampler
 from inference.generation import generate_each
 from inference.settings import Sampling
 from inference.text import TextStream, printable
@@ -107,7 +107,7 @@ class Conversation:
                 generate_each(
                     self.model,
                     [token_ids],
-                    sampler_of(sampling, self.chat_format.stop_ids),
+                    make_sampler(sampling, self.chat_format.stop_ids),
                     max_new_tokens=self.sampling.max_new_tokens,
                     on_token=on_token,
                 )

@@ -18,7 +18,7 @@ from inference.engine.cache import slot_bytes
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
 from inference.engine.sampling import Sampler
-from inference.tensor_parallel import sharing_of, tp_group_of
+from inference.tensor_parallel import get_sharing_group, get_tp_group
 from pipeline.models.forward import base_model, context_length
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
@@ -103,7 +103,7 @@ def generate_each(
         ConfigError: there is no room for the keys and values of one sequence.
     """
     plain = base_model(model)
-    tp_group, sharing = tp_group_of(plain), sharing_of(plain)
+    tp_group, sharing = get_tp_group(plain), get_sharing_group(plain)
     numbers = range(len(prompts)) if keys is None else keys
     own = [(tuple(prompt), key) for prompt, key in zip(prompts, numbers, strict=True)]
     share = -(-len(own) // sharing.size)

@@ -161,7 +161,7 @@ def agreement(ratings: Sequence[Rating]) -> Agreement:
     lengths = [(pair["choice"], [len(a["text"]) for a in pair["answers"]]) for pair in decided]
     items: defaultdict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for pair in pairs:
-        items[item_of(pair)].append((str(pair.get("rater", "")), label_of(pair)))
+        items[make_item(pair)].append((str(pair.get("rater", "")), make_label(pair)))
     alike: list[bool] = []
     others: list[tuple[str, str]] = []
     for labels in items.values():
@@ -181,7 +181,7 @@ def agreement(ratings: Sequence[Rating]) -> Agreement:
     )
 
 
-def label_of(pair: Rating) -> str:
+def make_label(pair: Rating) -> str:
     """The choice: a tie, both bad, or the first or second response in alphabetical order."""
     if pair.get("tie"):
         return TIE
@@ -191,7 +191,7 @@ def label_of(pair: Rating) -> str:
     return "first" if texts[pair["choice"]] == min(texts) else "second"
 
 
-def item_of(pair: Rating) -> tuple[str, ...]:
+def make_item(pair: Rating) -> tuple[str, ...]:
     """The dialogue and the two responses, in alphabetical order."""
     prompt = [f"{turn['role']}:{turn['content']}" for turn in pair["messages"]]
     return (*prompt, *sorted(answer["text"] for answer in pair["answers"]))
@@ -265,14 +265,14 @@ def export(
     items: defaultdict[tuple[str, ...], list[Rating]] = defaultdict(list)
     for rating in ratings:
         if rating["kind"] == "pair":
-            items[item_of(rating)].append(rating)
+            items[make_item(rating)].append(rating)
     rows: list[dict[str, Any]] = []
     for votes in items.values():
-        counts = Counter(label_of(rating) for rating in votes)
+        counts = Counter(make_label(rating) for rating in votes)
         first, second = counts["first"], counts["second"]
         if first != second:
             label = "first" if first > second else "second"
-            rows.append(_pair_row([vote for vote in votes if label_of(vote) == label], form))
+            rows.append(_pair_row([vote for vote in votes if make_label(vote) == label], form))
     undecided = len(items) - len(rows)
     for rating in ratings if form == "pairs" else ():
         if rating["kind"] == "edit":

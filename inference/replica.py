@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.tensor_parallel import Sharding, mark_sharing, sum_
-from pipeline.engine.tensor_parts import Part, part_of, whole_shape
+from pipeline.engine.tensor_parts import Part, get_part, whole_shape
 from pipeline.models.export import HasTurns
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
@@ -122,7 +122,7 @@ class Origins:
                 continue
             whole = whole_shape(source) if layer is None else layer.whole_shape
             dtype = source.dtype if layer is None else layer.dtype
-            part = part_of(source) if layer is None else layer.part
+            part = get_part(source) if layer is None else layer.part
             key = id(source), id(adapter)
             yield name, Origin(key, whole, dtype, source, layer, adapter, part)
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.engine.requests import sample_key
-from inference.engine.sampling import sampler_of
+from inference.engine.sampling import make_sampler
 from inference.generation import Response, generate_each
 from inference.settings import Sampling
 from inference.text import continuation, plain_text
@@ -184,7 +184,7 @@ class Responder:
         finished = generate_each(
             self.model,
             [prompt for prompt in prompts for _ in range(count)],
-            sampler_of(self.sampling, self.stop_ids),
+            make_sampler(self.sampling, self.stop_ids),
             max_new_tokens=self.sampling.max_new_tokens,
             keys=[
                 sample_key(first_row + row, sample)

@@ -18,7 +18,7 @@ _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
 _SHARING = "same_prompts_group"
 
 
-def tp_group_of(model: nn.Module) -> Group:
+def get_tp_group(model: nn.Module) -> Group:
     """The processes that compute each layer of `model` together."""
     return getattr(model, _TP_GROUP, ALONE)
 
@@ -36,7 +36,7 @@ def mark_sharing(model: nn.Module, group: Group) -> None:
     setattr(model, _SHARING, group)
 
 
-def sharing_of(model: nn.Module) -> Group:
+def get_sharing_group(model: nn.Module) -> Group:
     """The processes with the same prompts for `model`, each with a separate copy."""
     return getattr(model, _SHARING, ALONE)
 

@@ -138,7 +138,7 @@ class ResponseText:
     """Turns the tokens of one response into pieces of text.
 
     Args:
-        bytes_of: the tokens of the model.
+        view_bytes: the tokens of the model.
         stops: texts before which the response ends; none is empty.
         begins: whether the text begins anew, so that its first word has no space in front where
             the tokenizer drops it.
@@ -146,16 +146,16 @@ class ResponseText:
 
     def __init__(
         self,
-        bytes_of: TokenBytes,
+        view_bytes: TokenBytes,
         stops: Sequence[str] = (),
         *,
         begins: bool = True,
     ) -> None:
-        self._bytes_of = bytes_of
+        self._bytes_of = view_bytes
         self._begins = begins
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # What it makes of tokens is known by asking it alone.
-        self._stream = None if bytes_of.is_exact else TextStream(bytes_of.tokenizer)
+        self._stream = None if view_bytes.is_exact else TextStream(view_bytes.tokenizer)
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False

@@ -76,7 +76,7 @@ class Scored:
         return next((sentence for sentence in self.failed if sentence is not None), None)
 
 
-def outcomes_of(returned: object, count: int) -> list[Outcome]:
+def parse_outcomes(returned: object, count: int) -> list[Outcome]:
     """One outcome for each of `count` episodes from what a function returned for them.
 
     A wrong number of results fails all of them, since none can be matched to a response; a result
@@ -87,10 +87,10 @@ def outcomes_of(returned: object, count: int) -> list[Outcome]:
     results = list(returned)  # type: ignore[call-overload]
     if len(results) != count:
         return everywhere(f"it returned {len(results)} results for {count} responses", count)
-    return [outcome_of(result) for result in results]
+    return [parse_outcome(result) for result in results]
 
 
-def outcome_of(result: object) -> Outcome:
+def parse_outcome(result: object) -> Outcome:
     """A finite number (also of NumPy, or a tensor of one element), or None."""
     if result is None:
         return Outcome()
@@ -122,4 +122,4 @@ Scorer = Callable[[Sequence[Episode]], list[Outcome]]
 
 def one_by_one(score: Callable[[Episode], float | None]) -> Scorer:
     """A scorer from a function of one episode."""
-    return lambda episodes: [outcome_of(score(episode)) for episode in episodes]
+    return lambda episodes: [parse_outcome(score(episode)) for episode in episodes]

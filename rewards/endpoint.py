@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.system.errors import ConfigError, require
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Outcome, Scorer, everywhere, outcomes_of
+from rewards.contract import Episode, Outcome, Scorer, everywhere, parse_outcomes
 from rewards.functions import prompt_text
 
 FIRST_PAUSE = 0.5
@@ -115,7 +115,7 @@ class Endpoint:
             raise EndpointError(f"{self.url} answered what is not JSON: {text}") from None
 
 
-def endpoint_of(config: RewardConfig, url: str, timeout_seconds: float) -> Endpoint:
+def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> Endpoint:
     """The endpoint of a source.
 
     Raises:
@@ -175,6 +175,6 @@ def remote_scorer(config: RewardConfig, endpoint: Endpoint) -> Scorer:
         except EndpointError as error:
             return everywhere(str(error), len(episodes))
         rewards = reply.get("rewards", reply) if isinstance(reply, dict) else reply
-        return outcomes_of(rewards, len(episodes))
+        return parse_outcomes(rewards, len(episodes))
 
     return score

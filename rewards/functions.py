@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pipeline.data.examples import Message
 from pipeline.system.errors import ConfigError, suggestion
 from rewards.config import Form, RewardConfig
-from rewards.contract import Episode, Outcome, Scorer, outcomes_of
+from rewards.contract import Episode, Outcome, Scorer, parse_outcomes
 
 FORMS: dict[str, str] = {
     "episodes": "(episodes)",
@@ -201,7 +201,7 @@ def function_scorer(file: FunctionFile, column: str | None) -> Scorer:
             returned = asyncio.run(_result(returned))
         if isinstance(returned, Mapping):
             returned = next((returned[name] for name in results_in if name in returned), returned)
-        return outcomes_of([returned] if family == "verl" else returned, len(episodes))
+        return parse_outcomes([returned] if family == "verl" else returned, len(episodes))
 
     return score
 

@@ -206,7 +206,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
         if tests is None or tests in ("", [], {}):
             return None
         program = program_in(episode.response)
-        cases = cases_of(tests)
+        cases = parse_cases(tests)
         if cases is not None:
             return _share_right(program, cases, config)
         code = "\n".join(tests) if isinstance(tests, list) else str(tests)
@@ -245,7 +245,7 @@ def program_in(response: str) -> str:
     return blocks[-1] if blocks else response
 
 
-def cases_of(tests: object) -> list[tuple[str, str]] | None:
+def parse_cases(tests: object) -> list[tuple[str, str]] | None:
     """Inputs and outputs; None where the tests are code.
 
     Raises:

@@ -10,7 +10,7 @@ from pipeline.config import RowColumns
 from pipeline.system.errors import require
 from rewards.config import RewardConfig
 from rewards.contract import Scorer
-from rewards.endpoint import Endpoint, endpoint_of, remote_scorer
+from rewards.endpoint import Endpoint, make_endpoint, remote_scorer
 from rewards.functions import FORMS, FunctionFile, function_scorer, read_function, read_text
 from rewards.judge import (
     TEMPLATE,
@@ -74,12 +74,12 @@ class Source:
         """The endpoint of a remote service or judge.
 
         Raises:
-            ConfigError: as `endpoint_of`.
+            ConfigError: as `make_endpoint`.
         """
         url = self.config.path or ""
         if self.config.kind == "judge":
             url = f"{url.rstrip('/')}/chat/completions"
-        return endpoint_of(self.config, url, self.timeout_seconds)
+        return make_endpoint(self.config, url, self.timeout_seconds)
 
     @property
     def columns(self) -> frozenset[str]:

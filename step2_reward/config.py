@@ -59,7 +59,7 @@ class RewardConfig(LabelSettings, StepConfig):
     step 3, since answers that have not ended by then don't count."""
 
     best_by: Literal["accuracy", "loss"] = "accuracy"
-    """What the best weights are best by, on held-out rows: accuracy (pairs in the right order, or
+    """Criterion of the best weights, on held-out rows: accuracy (pairs in the right order, or
     rows in the right class), or loss."""
 
     patience: int | None = None
@@ -157,7 +157,7 @@ class LabConfig:
     """Longest dialogue in tokens; what is longer loses its beginning."""
 
     output_dir: Path | None = None
-    """Where lab.json and predictions.jsonl go; null is `lab` in the model's directory."""
+    """Directory of lab.json and predictions.jsonl; null is `lab` in the model's directory."""
 
     actor: str | None = None
     """A model that answers the built-in task's prompts, such as OUT/step1_sft: draws the curve of

@@ -36,7 +36,7 @@ from pipeline.models.forward import (
     reads_whole,
 )
 from pipeline.models.load import load_causal_lm, load_tokenizer
-from pipeline.models.passes import passes_of, scorer_of
+from pipeline.models.passes import make_passes, scorer_of
 from pipeline.models.trained import evaluating, trained_classifier, within_context
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -128,7 +128,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     )
     base_model(model).config.update({"label_kind": labels.kind})  # not that of an earlier training
     cutpoints = objective.cutpoints()
-    passes = passes_of(
+    passes = make_passes(
         model,
         config.model,
         config.parallel,

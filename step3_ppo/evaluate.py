@@ -36,7 +36,7 @@ from step3_ppo.episodes import EpisodeResponse, play_shared, transcript
 from step3_ppo.experience import score_responses
 from step3_ppo.metrics import parts_of
 from step3_ppo.models import Models
-from step3_ppo.rewards import ResponseRewards, raw_scores, reward_of, rewards_of
+from step3_ppo.rewards import ResponseRewards, compute_reward, compute_rewards, raw_scores
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ SHOWN = 2
 """Prompts whose responses are printed during training."""
 
 
-def opening_of(response: Response) -> list[Mapping[str, str]]:
+def get_opening(response: Response) -> list[Mapping[str, str]]:
     """Start of an episode; empty for any other response."""
     if not isinstance(response, EpisodeResponse):
         return []
@@ -107,7 +107,7 @@ class HeldOut(HeldOutPrompts):
         """Text and score of the responses of all processes, in the order of the prompts.
 
         Raises:
-            RewardError: as `rewards_of`, with `strict`; else rewards that failed are not known.
+            RewardError: as `compute_rewards`, with `strict`; else failed rewards are not known.
         """
         rewards = self._rewards(responses, strict=strict)
         known = zip(rewards.score.tolist(), rewards.known.tolist(), strict=True)
@@ -123,7 +123,7 @@ class HeldOut(HeldOutPrompts):
                     **{name: values[place] for name, values in by_source.items()},
                     **self._parts(response),
                 },
-                opening=opening_of(response),
+                opening=get_opening(response),
             )
             for place, response in enumerate(responses)
         ]
@@ -164,7 +164,7 @@ class HeldOut(HeldOutPrompts):
                 actor, shown, temperature=0.0, seed=self.config.seed, keys=range(len(shown))
             )
         for prompt, response in zip(shown, responses, strict=True):
-            opening = opening_of(response)
+            opening = get_opening(response)
             question = opening[-1]["content"] if opening else prompt.messages[-1].content
             logger.info("iteration %d: %r -> %r", iteration, question, self._text(response))
 
@@ -190,7 +190,7 @@ class HeldOut(HeldOutPrompts):
         has_model = models.reward is not None
         score = raw_scores(models, self._inputs(), responses, self.config) if has_model else None
         stopped = torch.tensor([each.stopped for each in responses], device=local_device())
-        return rewards_of(models, score, stopped, self.config, strict=strict)
+        return compute_rewards(models, score, stopped, self.config, strict=strict)
 
     def objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
         """The objective on these prompts: mean reward less kl_coef times the KL in nats.
@@ -202,7 +202,7 @@ class HeldOut(HeldOutPrompts):
             return mean(known) - self.config.kl_coef * kl
         score = torch.tensor([response.score for response in responses])
         stopped = torch.tensor([response.stopped for response in responses])
-        reward = reward_of(score, stopped, self.models, self.config)
+        reward = compute_reward(score, stopped, self.models, self.config)
         return reward.double().mean().item() - self.config.kl_weight * kl
 
 
@@ -255,7 +255,7 @@ class Evaluator:
         Raises:
             ModelError: its figures are not finite.
             RewardError: a source of rewards fails on too many responses.
-            ConfigError: no source applies to any; or the run goes on, and the model that it began
+            ConfigError: no source applies to any; or the run resumes, and the model that it began
                 from is no longer there.
         """
         start = checkpoints.require_same_start(self.config.actor)

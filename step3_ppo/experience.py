@@ -294,7 +294,7 @@ def compute_advantages(
 
     Args:
         experience: the responses as the models saw them.
-        reward_score: the reward of each, from `step3_ppo.rewards.rewards_of`.
+        reward_score: the reward of each, from `step3_ppo.rewards.compute_rewards`.
         config: settings of the step.
         kl_coef: weight of the KL penalty.
         counted: False for responses that have no reward; all have one if not given.

@@ -57,7 +57,7 @@ class RLSignals(Signals):
     SLOWER = "half the learning rate and twice kl_coef"
     SENTENCES = SENTENCES
 
-    def value_of(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
+    def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
         """The signal in the unit of its limit; None where it was not measured."""
         match signal:
             case "kl_per_token":
@@ -73,7 +73,7 @@ class RLSignals(Signals):
         """Whether the run diverges from gold."""
         return diverges(history, errors=guard.limit)
 
-    def sentence_of(
+    def format_sentence(
         self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
     ) -> str:
         """Return the problem and the remedy."""
@@ -83,7 +83,7 @@ class RLSignals(Signals):
             "effect": "all become alike" if guard.limit < 1 else "become noise",
             "remedy": _ends(metrics, scores_ends=self.scores_ends),
         }
-        return super().sentence_of(guard, {**metrics, **more}, first, history)
+        return super().format_sentence(guard, {**metrics, **more}, first, history)
 
 
 def diverges(history: Sequence[Metrics], *, errors: float) -> bool:

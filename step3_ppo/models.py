@@ -28,7 +28,7 @@ from pipeline.models.chat import decode_response, require_same_chat, speaks_alik
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length, reads_whole
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
-from pipeline.models.passes import ForwardPasses, Passes, frozen_passes, passes_of
+from pipeline.models.passes import ForwardPasses, Passes, frozen_passes, make_passes
 from pipeline.models.scores import require_score, response_scores
 from pipeline.models.stages import Passage
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
@@ -315,9 +315,9 @@ def load_actor(
 
 
 def passes_of_actor(actor: nn.Module, config: PPOConfig, *, iterations: int) -> Passes:
-    """The passes of the actor, or of this process's part of it, over so many iterations."""
+    """The passes of the actor, or of this process's part of it, over `iterations` iterations."""
     learning = max(1, iterations - config.critic_warmup_steps)
-    return passes_of(
+    return make_passes(
         actor,
         config.actor,
         config.parallel,
@@ -356,12 +356,12 @@ def load_critic(
 
 
 def passes_of_critic(critic: nn.Module, config: PPOConfig, *, iterations: int) -> Passes:
-    """The passes of the critic, or of this process's part of it, over so many iterations."""
+    """The passes of the critic, or of this process's part of it, over `iterations` iterations."""
 
     def whole(model: nn.Module) -> Critic:
         return Critic(model, normalize=config.normalize_score, kernels=config.critic.kernels)
 
-    return passes_of(
+    return make_passes(
         critic,
         config.critic,
         config.parallel,

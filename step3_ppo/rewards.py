@@ -72,7 +72,7 @@ def counted_scores(
     return torch.where(stopped, score, score.clamp(max=most))
 
 
-def reward_of(
+def compute_reward(
     score: Float[Tensor, " B"] | None,
     stopped: Bool[Tensor, " B"],
     models: Models,
@@ -147,7 +147,7 @@ class ResponseRewards:
 
     def by_source(self) -> dict[str, list[float | None]]:
         """The values of each source, by the name of its metric."""
-        return {metric_of(name): scored.values for name, scored in self.sources.items()}
+        return {name_metric(name): scored.values for name, scored in self.sources.items()}
 
     def metrics(self, *, group_size: int = 1) -> dict[str, float]:
         """Means by source, the share without a reward, and the wait; over all processes.
@@ -179,12 +179,12 @@ class ResponseRewards:
         }
 
 
-def metric_of(source: str) -> str:
+def name_metric(source: str) -> str:
     """The name of a source's metric."""
     return source if source == GOLD else f"reward_{source}"
 
 
-def rewards_of(
+def compute_rewards(
     models: Models,
     score: Float[Tensor, " B"] | None,
     stopped: Bool[Tensor, " B"],
@@ -207,7 +207,7 @@ def rewards_of(
         RewardError: a source failed on a larger share of all processes' responses than
             `max_reward_failures`.
     """
-    of_model = None if score is None else reward_of(score, stopped, models, config)
+    of_model = None if score is None else compute_reward(score, stopped, models, config)
     given = models.sources.results() if given is None else given
     if strict:
         check_source_failures(given, config, num_rows=len(stopped))

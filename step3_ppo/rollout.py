@@ -29,7 +29,7 @@ from step3_ppo.episodes import OnResponse, play_shared
 from step3_ppo.experience import with_overlong
 from step3_ppo.metrics import episode_statistics
 from step3_ppo.models import Models
-from step3_ppo.rewards import raw_scores, rewards_of
+from step3_ppo.rewards import compute_rewards, raw_scores
 
 logger = logging.getLogger(__name__)
 
@@ -311,6 +311,6 @@ def _dead_groups(
     device = local_device()
     stopped = torch.tensor([response.stopped for response in responses], device=device)
     lengths = torch.tensor([len(response.ids) for response in responses], device=device)
-    rewards = rewards_of(models, scores, stopped, config, given=given)
+    rewards = compute_rewards(models, scores, stopped, config, given=given)
     reward, counted = with_overlong(rewards.reward, lengths, stopped, config)
     return dead_groups(reward, counted & rewards.known, group_size=config.group_size)

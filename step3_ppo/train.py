@@ -38,7 +38,7 @@ from step3_ppo.losses import KLController
 from step3_ppo.metrics import rollout_statistics
 from step3_ppo.models import Models, load_models
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rewards import measured_moments, rewards_of
+from step3_ppo.rewards import compute_rewards, measured_moments
 from step3_ppo.rollout import Prompts, load_prompts, sample_rollout, sampled_responses
 from step3_ppo.update import Ema, PtxStream, open_ptx, update_policy
 
@@ -180,7 +180,9 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     experience = score_responses(
         models, sampled.inputs, sampled.responses, config, score=sampled.score, step=step
     )
-    rewards = rewards_of(models, experience.score, experience.stopped, config, given=sampled.given)
+    rewards = compute_rewards(
+        models, experience.score, experience.stopped, config, given=sampled.given
+    )
     rollout = compute_advantages(
         experience, rewards.reward, config, kl_coef=ppo.kl.coef, counted=rewards.known
     )

@@ -303,7 +303,7 @@ def _learn_values(
     assert models.value_passes is not None
     found: list[dict[str, Tensor]] = []
 
-    def loss_of(minibatch: Minibatch) -> Tensor:
+    def compute_loss(minibatch: Minibatch) -> Tensor:
         assert models.critic is not None
         assert minibatch.old_values is not None
         assert minibatch.returns is not None
@@ -323,7 +323,7 @@ def _learn_values(
         found.append({"value_loss": loss.detach(), "value_clip_fraction": beyond})
         return loss
 
-    models.value_passes.learn(minibatches, loss_of, divisor=weighting.num_tokens)
+    models.value_passes.learn(minibatches, compute_loss, divisor=weighting.num_tokens)
     return found
 
 
@@ -354,7 +354,7 @@ def _learn_policy(
     """Add the policy's gradients if it `learns`; return sums over each micro-batch's tokens."""
     found: list[dict[str, Tensor]] = []
 
-    def loss_of(minibatch: Minibatch) -> Tensor:
+    def compute_loss(minibatch: Minibatch) -> Tensor:
         if forward is None:
             outputs: TokenLogprobs = models.actor(
                 minibatch.tokens,
@@ -368,10 +368,10 @@ def _learn_policy(
         return objective
 
     if learns:
-        models.policy_passes.learn(minibatches, loss_of, divisor=weighting.num_tokens)
+        models.policy_passes.learn(minibatches, compute_loss, divisor=weighting.num_tokens)
     else:
         with torch.no_grad():
-            models.policy_passes.forward(minibatches, loss_of)
+            models.policy_passes.forward(minibatches, compute_loss)
     return found
 
 
@@ -427,10 +427,10 @@ def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
     batches, num_targets = next(ptx)
     losses: list[Tensor] = []
 
-    def loss_of(batch: TokenBatch) -> Tensor:
+    def compute_loss(batch: TokenBatch) -> Tensor:
         loss = -models.actor(batch, uniform=True).logprobs.sum()
         losses.append(loss.detach())
         return config.ptx_coef * loss
 
-    models.policy_passes.learn(batches, loss_of, divisor=num_targets)
+    models.policy_passes.learn(batches, compute_loss, divisor=num_targets)
     return current_mesh().data.sum(models.policy_passes.total(losses)) / num_targets

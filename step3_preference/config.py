@@ -213,7 +213,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     precompute: Literal["auto", "on", "off"] = "auto"
     """Compute the reference's log-probabilities once, before training; off runs the model without
-    its adapter beside each step, which auto does where there are adapters."""
+    its adapter in each step, which auto does where there are adapters."""
 
     too_long: Literal["cut_prompt", "drop"] = "cut_prompt"
     """Rows longer than data.max_length: both responses keep the same prompt, which loses its

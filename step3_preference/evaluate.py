@@ -248,7 +248,7 @@ class Evaluator:
 
         Raises:
             ModelError: its figures are not finite.
-            ConfigError: the run goes on, and the model that it began from is no longer there.
+            ConfigError: the run resumes, and the model that it began from is no longer there.
         """
         start = checkpoints.require_same_start(self.config.model)
         self.first = checkpoints.once("rows", self._rows)

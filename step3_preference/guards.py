@@ -34,7 +34,7 @@ class PreferenceSignals(Signals):
     SLOWER = "half the learning rate"
     SENTENCES = SENTENCES
 
-    def value_of(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
+    def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
         """The signal in the unit of its limit; None where nothing was answered."""
         if signal == "chosen_nll":
             return first["logp_chosen"] - metrics["logp_chosen"]

@@ -20,7 +20,7 @@ from pipeline.cli.options import run_main
 from pipeline.guards.guards import Guards
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy
-from pipeline.models.passes import passes_of
+from pipeline.models.passes import make_passes
 from pipeline.models.trained import trained_causal_lm, within_context
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -81,7 +81,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         seed=config.seed,
     )
     set_stop_tokens(model, rows.chat.stop_ids)
-    passes = passes_of(
+    passes = make_passes(
         model,
         config.model,
         config.parallel,
@@ -142,7 +142,7 @@ def learn(setup: Setup, run: Run, *, step: int) -> None:
     point = Point(reference.z0(encoded, first=first), *setup.weights)
     found = list[Figures]()
 
-    def loss_of(batch: ComparedBatch) -> Tensor:
+    def compute_loss(batch: ComparedBatch) -> Tensor:
         assert batch.reference is not None
         logp = batch.rows.sums(engine(batch.tokens).logprobs)
         loss, figures = objective(batch.rows, logp, batch.reference, config, point)
@@ -150,7 +150,7 @@ def learn(setup: Setup, run: Run, *, step: int) -> None:
         return loss
 
     batches = reference.compared(cut(encoded, config), reference.of_rows(numbers))
-    passes.learn(batches, loss_of, divisor=len(encoded))
+    passes.learn(batches, compute_loss, divisor=len(encoded))
     result = engine.step()
     means = sum(found, Figures.none()).means(passes, len(encoded), paired=not config.is_unpaired)
     run.log(

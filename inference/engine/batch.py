@@ -37,7 +37,7 @@ from inference.engine.requests import (
 )
 from inference.engine.sampling import Sampler, reported
 from inference.engine.slots import PREFILL, Slots
-from inference.tensor_parallel import tp_group_of
+from inference.tensor_parallel import get_tp_group
 from pipeline.models.forward import base_model, context_length, is_ragged
 from pipeline.system.errors import DataError
 
@@ -90,7 +90,7 @@ class OpenBatch:
         self._waiting: Waiting = {}
         self._closed = False
         self._samplers: WeakValueDictionary[tuple[object, ...], Sampler] = WeakValueDictionary()
-        self._is_tensor_parallel = tp_group_of(plain).size > 1
+        self._is_tensor_parallel = get_tp_group(plain).size > 1
         self._rows = self._new_rows()
 
     def _new_rows(self) -> Slots | PaddedRows:

@@ -26,7 +26,7 @@ from inference.engine.replay import (
     TracedRows,
     TraceRecorder,
 )
-from inference.tensor_parallel import is_of_sharding, tp_group_of
+from inference.tensor_parallel import get_tp_group, is_of_sharding
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.decode_attention import kernel_for
 from pipeline.kernels.linear import is_built
@@ -331,7 +331,7 @@ def can_replay(model: nn.Module, device: torch.device) -> bool:
         for module in model.modules()
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())  # noqa: SLF001
     ]
-    if tp_group_of(base_model(model)).size > 1 and device.type == "cpu":
+    if get_tp_group(base_model(model)).size > 1 and device.type == "cpu":
         return False
     return all(is_of_sharding(hook) for hook in hooks)
 

@@ -308,7 +308,7 @@ class OperatorTrace:
     ) -> None:
         self.result: Shaped[Tensor, "..."] = result
         self._kept = needed(varying(calls, inputs), result)  # keeps the memory of each call
-        self._replays = [substitute(call) or replay_of(call) for call in self._kept]
+        self._replays = [substitute(call) or make_replay(call) for call in self._kept]
 
     def __len__(self) -> int:
         """Calls of a repetition."""
@@ -348,7 +348,7 @@ def needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
     return kept[::-1]
 
 
-def replay_of(call: Call) -> Replay:
+def make_replay(call: Call) -> Replay:
     """Return the leanest way to repeat a call."""
     if call.repeat is not None:
         return call.repeat

@@ -213,7 +213,7 @@ class Sampler:
         return probabilities
 
 
-def sampler_of(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
+def make_sampler(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
     """The sampler that the settings describe."""
     settings = asdict(sampling)
     del settings["max_new_tokens"]

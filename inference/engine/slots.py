@@ -13,7 +13,7 @@ from inference.engine.cache import NextToken, Piece, Pieces, SlotCache
 from inference.engine.decoder import Decoder
 from inference.engine.replay import Column, PassCounts
 from inference.engine.requests import Ticket, Waiting, as_array
-from inference.tensor_parallel import tp_group_of
+from inference.tensor_parallel import get_tp_group
 from pipeline.kernels.choice import kernel_mode
 from pipeline.models.attention import Layout, Ragged
 from pipeline.models.forward import base_model, cache_name
@@ -312,7 +312,7 @@ class Slots(Scheduler):
         super().__init__(self.cache, reuses=reuses)
         self._passes = passes
         self._modules = SlotModel(model, self.cache, self.device)
-        tp_group = tp_group_of(base_model(model))
+        tp_group = get_tp_group(base_model(model))
         self._decode = Decoder(
             self._modules,
             model=model,

@@ -24,7 +24,7 @@ from inference.serve.http import (
 )
 from inference.serve.models import ServedModel
 from inference.serve.schema import ChatRequest, CompletionRequest, SamplingFields, read_request
-from inference.serve.state import State, client_of, off_loop, size_of, state_of
+from inference.serve.state import State, client_of, get_state, off_loop, size_of
 from inference.serve.worker import Job, Piece
 from inference.text import plain_text
 
@@ -39,7 +39,7 @@ async def chat_completions(request: HttpRequest) -> Response:
     """Respond to a dialogue, at once or as a stream."""
     fields, ignored = read_request(ChatRequest, await read_body(request))
     size = size_of([each.message for each in fields.messages], fields.chat_template_kwargs)
-    reply = await off_loop(size, ChatReply, state_of(request), fields, client_of(request))
+    reply = await off_loop(size, ChatReply, get_state(request), fields, client_of(request))
     return await _respond(reply, request, ignored)
 
 
@@ -47,7 +47,7 @@ async def completions(request: HttpRequest) -> Response:
     """Continue one or more prompts, at once or as a stream."""
     fields, ignored = read_request(CompletionRequest, await read_body(request))
     size = sum(map(len, fields.prompts))
-    reply = await off_loop(size, TextReply, state_of(request), fields, client_of(request))
+    reply = await off_loop(size, TextReply, get_state(request), fields, client_of(request))
     await until_gone(request.receive, reply.score_prompts())
     return await _respond(reply, request, ignored)
 
@@ -73,7 +73,7 @@ async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:
         reply.choice(number, pieces.get(number, Piece(number, finish="length")))
         for number in range(reply.num_rows)
     ]
-    return reply.object(choices, reply.kind) | {"usage": usage_of(reply, pieces)}
+    return reply.object(choices, reply.kind) | {"usage": count_usage(reply, pieces)}
 
 
 async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
@@ -101,7 +101,7 @@ async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
                     parts += event(chunk(reply.part(rows[piece.row], piece)))
                 yield parts
     if reply.fields.wants_usage:
-        yield event(chunk() | {"usage": usage_of(reply, seen)})
+        yield event(chunk() | {"usage": count_usage(reply, seen)})
     yield DONE
 
 
@@ -331,7 +331,7 @@ class ChatReply(Reply):
     def _logprobs(self, row: "TextPosition", piece: Piece) -> dict[str, Any] | None:
         if not self.fields.logprobs:
             return None
-        names = self.served.bytes_of
+        names = self.served.view_bytes
 
         def entry(token: int, part: bytes, logprob: float) -> dict[str, Any]:
             name = part.decode(errors="replace") if part else names.name(token)
@@ -397,7 +397,7 @@ class TextReply(Reply):
             text = self.echoes[index] + text
         if self.fields.logprobs is not None:
             if self.scores:
-                parts = self.served.bytes_of.of_all(self.prompts[index], begins=True)
+                parts = self.served.view_bytes.of_all(self.prompts[index], begins=True)
                 tokens += zip(self.prompts[index], parts, self.scores[index], strict=True)
             tokens += TextPosition(self.served, begins=False).tokens(piece)
             logprobs = self._logprobs(TextPosition(self.served, self.echoes is None), tokens)
@@ -421,7 +421,7 @@ class TextReply(Reply):
         self, row: "TextPosition", tokens: Sequence[tuple[int, bytes, Reported | None]]
     ) -> dict[str, Any]:
         """OpenAI's object; the first token of all has no log-probability."""
-        names = self.served.bytes_of
+        names = self.served.view_bytes
         reports = [report for *_, report in tokens]
         return {
             "tokens": [part.decode(errors="replace") or names.name(id_) for id_, part, _ in tokens],
@@ -439,7 +439,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
-def usage_of(reply: Reply, pieces: Mapping[int, Piece]) -> dict[str, Any]:
+def count_usage(reply: Reply, pieces: Mapping[int, Piece]) -> dict[str, Any]:
     """OpenAI's object; tokens of a prompt are cached if none of its responses read them."""
     num_completion = sum(len(piece.ids) for piece in pieces.values())
     reused: dict[int, int] = {}
@@ -469,8 +469,8 @@ class TextPosition:
     def tokens(self, piece: Piece) -> list[tuple[int, bytes, Reported]]:
         """Return (id, bytes, log-probabilities) of the tokens of a piece that have text."""
         ids = piece.ids[: len(piece.reported)]
-        parts = self.served.bytes_of.of_all(ids, begins=self.begins)
-        self.begins = self.begins and set(ids) <= self.served.bytes_of.special
+        parts = self.served.view_bytes.of_all(ids, begins=self.begins)
+        self.begins = self.begins and set(ids) <= self.served.view_bytes.special
         return list(zip(ids, parts, piece.reported, strict=True))
 
     def advance(self, part: bytes) -> int:

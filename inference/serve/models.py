@@ -57,7 +57,7 @@ class ServedModel:
     """Most tokens of prompt and response."""
 
     weights_hash: str
-    bytes_of: TokenBytes
+    view_bytes: TokenBytes
 
     @property
     def vocabulary(self) -> int:
@@ -207,7 +207,7 @@ class ModelPath:
     seed: int = 0
     """Seed of the weights of an embedded base model."""
 
-    format_of: str | None = None
+    choose_format: str | None = None
     """Of the model that a run began from: the model whose chat template it may take."""
 
 
@@ -326,7 +326,7 @@ def load_models(
             num_slots=slots,
             context=context,
             weights_hash=f"{weights_hash(model):013x}",
-            bytes_of=TokenBytes(tokenizer),
+            view_bytes=TokenBytes(tokenizer),
         )
     return models, served_reward
 
@@ -341,7 +341,7 @@ def _ready(paths: Sequence[ModelPath]) -> list[ModelPath]:
         try:
             check_ready(path.path)
         except ModelError as error:
-            if path.format_of is None:
+            if path.choose_format is None:
                 raise
             remark(f"{path.name} is left out, the model that the run began from: {error}")
         else:
@@ -418,7 +418,7 @@ def _tokenizer(path: ModelPath) -> PreTrainedTokenizerBase:
     the same tokens, so that both models are given the same text.
     """
     tokenizer = load_tokenizer(FrozenModelConfig(path=path.path))
-    if path.format_of is None or tokenizer.chat_template:
+    if path.choose_format is None or tokenizer.chat_template:
         return tokenizer
-    trained = load_tokenizer(FrozenModelConfig(path=path.format_of))
+    trained = load_tokenizer(FrozenModelConfig(path=path.choose_format))
     return trained if trained.get_vocab() == tokenizer.get_vocab() else tokenizer

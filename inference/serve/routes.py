@@ -35,7 +35,7 @@ from inference.serve.schema import (
     read_request,
 )
 from inference.serve.security import Doorkeeper
-from inference.serve.state import State, client_of, off_loop, size_of, state_of
+from inference.serve.state import State, client_of, get_state, off_loop, size_of
 from inference.text import plain_text
 from pipeline import __version__
 from pipeline.system.errors import DataError
@@ -121,7 +121,7 @@ async def _file(content: bytes, kind: str | None, _: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """`GET /v1/models`."""
-    state = state_of(request)
+    state = get_state(request)
     return json_response(
         {"object": "list", "data": [_model(state, each) for each in state.models.values()]}
     )
@@ -129,7 +129,7 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     """`GET /v1/models/{id}`."""
-    state = state_of(request)
+    state = get_state(request)
     return json_response(_model(state, state.model(request.path_params["name"])))
 
 
@@ -153,14 +153,14 @@ async def health(_: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """`GET /ready`: whether requests are admitted; else 503."""
-    broker = state_of(request).broker
+    broker = get_state(request).broker
     status = "ready" if broker.is_ready else "draining" if broker.draining else "not ready"
     return json_response({"status": status}, status=200 if broker.is_ready else 503)
 
 
 async def metrics(request: Request) -> Response:
     """`GET /metrics`, for Prometheus."""
-    return Response(state_of(request).metrics.text, media_type="text/plain; version=0.0.4")
+    return Response(get_state(request).metrics.text, media_type="text/plain; version=0.0.4")
 
 
 async def version(_: Request) -> Response:
@@ -170,7 +170,7 @@ async def version(_: Request) -> Response:
 
 async def tokenize(request: Request) -> Response:
     """`POST /tokenize`: the token ids of a text, or of a dialogue as a prompt."""
-    state = state_of(request)
+    state = get_state(request)
     fields, _ = read_request(TokenizeRequest, await read_body(request))
     served = state.model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
@@ -193,7 +193,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """`POST /detokenize`: the text of token ids, without special tokens."""
-    state = state_of(request)
+    state = get_state(request)
     fields, _ = read_request(DetokenizeRequest, await read_body(request))
     served = state.model(fields.model)
     known = len(served.tokenizer)
@@ -204,7 +204,7 @@ async def detokenize(request: Request) -> Response:
 
 async def score(request: Request) -> Response:
     """`POST /v1/score`: the reward model's score of a dialogue's last response."""
-    state = state_of(request)
+    state = get_state(request)
     fields, _ = read_request(ScoreRequest, await read_body(request))
     reward = state.reward
     if reward is None:
@@ -226,7 +226,7 @@ async def score(request: Request) -> Response:
 
 async def server(request: Request) -> Response:
     """`GET /api/server`: the views that have something to show."""
-    state = state_of(request)
+    state = get_state(request)
     return json_response(
         {
             "models": [{"id": name} for name in state.models],
@@ -239,7 +239,7 @@ async def server(request: Request) -> Response:
 
 async def add_rating(request: Request) -> Response:
     """`POST /api/ratings`: append a rating; it is on the disk when its id is returned."""
-    state = state_of(request)
+    state = get_state(request)
     rating, _ = read_request(RatingRequest, await read_body(request))
     line = rating.model_dump(mode="json")
     line["rater"] = line["rater"] or _key_name(request)
@@ -252,7 +252,7 @@ async def add_rating(request: Request) -> Response:
 
 async def undo_rating(request: Request) -> Response:
     """`POST /api/ratings/undo`: revoke a rating, by another line."""
-    state = state_of(request)
+    state = get_state(request)
     undo, _ = read_request(UndoRequest, await read_body(request))
     try:
         await asyncio.to_thread(_ratings(state).undo, undo.id, undo.rater or _key_name(request))
@@ -265,7 +265,7 @@ async def undo_rating(request: Request) -> Response:
 
 async def summary(request: Request) -> Response:
     """`GET /api/ratings/summary`: the number of ratings, and the agreement of raters."""
-    file = _ratings(state_of(request))
+    file = _ratings(get_state(request))
     try:
         figures = await asyncio.to_thread(
             lambda: agreement(standing_ratings(read_ratings(file.path)))
@@ -288,7 +288,7 @@ def _key_name(request: Request) -> str:
 
 async def watch(request: Request) -> Response:
     """`GET /api/watch`: curves, alarms and samples of a run so far."""
-    watched = state_of(request).watched
+    watched = get_state(request).watched
     if watched is None:
         raise ApiError(404, "no run is watched; start the server with --watch OUT")
     query = request.query_params

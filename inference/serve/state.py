@@ -205,7 +205,7 @@ def size_of(messages: Sequence[Message], arguments: Mapping[str, Argument] | Non
     return LONG if arguments else sum(len(message.content) for message in messages)
 
 
-def state_of(request: Request) -> State:
+def get_state(request: Request) -> State:
     """The state of the request's server."""
     return request.app.state.server
 

@@ -124,13 +124,13 @@ def check_cut(module: "nn.Module", parallel: ParallelConfig, *, follows: bool = 
     Raises:
         ConfigError, ModelError: they can't.
     """
-    from pipeline.models.stages import blocks_of, cut_stage
+    from pipeline.models.stages import cut_stage, find_blocks
     from pipeline.models.tensor_cut import cut_for_plan
 
     if parallel.tp > 1:
         cut_for_plan(copy.deepcopy(module), parallel.tp, sequence=parallel.sequence)
     if parallel.pp > 1:
-        blocks = blocks_of(module, parallel.pp, parallel.partition, follows=follows)
+        blocks = find_blocks(module, parallel.pp, parallel.partition, follows=follows)
         cut_stage(copy.deepcopy(module), number=0, blocks=blocks)
 
 

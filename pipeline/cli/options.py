@@ -132,11 +132,11 @@ def _interrupted(_number: int, _frame: FrameType | None) -> None:
 def _deepspeed_layer(
     config_class: type, path: Path, layers: Sequence[Layer], overrides: Sequence[Option]
 ) -> Layer:
-    from pipeline.config.deepspeed import deepspeed_layer, notice_of
+    from pipeline.config.deepspeed import deepspeed_layer, read_notice
 
     world = launched.world_size()
     layer = deepspeed_layer(config_class, path, world=world, layers=layers, overrides=overrides)
-    if notice := notice_of(path):
+    if notice := read_notice(path):
         remark(notice)
     return layer
 

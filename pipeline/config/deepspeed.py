@@ -199,7 +199,7 @@ def deepspeed_layer(
     return Layer({**settings, **_batch_sizes(file, ours, world)}, str(path), is_file=True)
 
 
-def notice_of(path: Path) -> str | None:
+def read_notice(path: Path) -> str | None:
     """The sentence on the keys of a file that have no effect; None where there are none.
 
     Raises:

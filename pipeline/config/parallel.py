@@ -15,7 +15,7 @@ class ParallelConfig:
     """How the processes of a step share the models that it trains."""
 
     replicas: int = 1
-    """Copies of the sharded models (HSDP, hybrid sharding): each is kept by so many-th of the
+    """Copies of the sharded models (HSDP, hybrid sharding): each is kept by this fraction of the
     processes, neighbours in rank, which share states by `zero_stage` among themselves alone, and
     gradients are summed over the copies; 1 shares among all."""
 
@@ -29,7 +29,7 @@ class ParallelConfig:
    """
 
     sequence: bool = True
-    """With `tp`: each process keeps hidden states of tokens of its own between these parts
+    """With `tp`: each process keeps hidden states of different tokens between these parts
     (sequence_parallel), and norms them; false keeps all on each."""
 
     partition: tuple[int, ...] | None = None
@@ -92,7 +92,7 @@ class ParallelConfig:
             )
 
     def pipelines(self, processes: int) -> int:
-        """Of so many processes those, or groups with parts of a model, with rows of their own."""
+        """Of `processes` those, or groups with parts of a model, that have different rows."""
         return max(1, processes // (self.pp * self.tp))
 
     @property

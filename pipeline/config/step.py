@@ -42,7 +42,7 @@ class ModelUse:
     """Passes without gradients over each row of an iteration, before the model learns from it."""
 
     text_length: int | None = None
-    """Tokens of the texts that it also learns from, in passes of their own; None without texts."""
+    """Tokens of the texts that it also learns from, in separate passes; None without texts."""
 
     keeps_average: bool = False
     """Whether a moving average of its weights is kept, next to the optimizer's states."""

@@ -103,7 +103,7 @@ class Collectives:
         """Copy the shard to the GPU on a side stream, then gather.
 
         Allocation and release of `full` belong to the computing stream: the copy begins after what
-        that stream did before, and it goes on after the copy.
+        that stream did before, and it continues after the copy.
         """
         assert self._copies is not None
         self._copies.wait_stream(torch.cuda.current_stream(full.device))

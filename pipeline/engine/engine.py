@@ -16,7 +16,7 @@ from pipeline.engine.comm import BufferPool
 from pipeline.engine.lr import lr_factor
 from pipeline.engine.norms import NormsOfParts, added_up, squares_of_pieces
 from pipeline.engine.precision import LossScaler
-from pipeline.engine.setup import build_units, keep_freed_memory, placement_of, store_on_disk
+from pipeline.engine.setup import build_units, get_placement, keep_freed_memory, store_on_disk
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.kernels.adamw import AdamW, Launches, Shard
@@ -156,7 +156,7 @@ class Engine:
         self.group = group or current_mesh().data
         self.comm = make_collectives(device, config.zero, self.group, name=name)
         self.pool = BufferPool(self.comm, device)
-        placement = placement_of(config, device)
+        placement = get_placement(config, device)
         units = build_units(model, config, self.comm, self.pool, placement, tensor)
         self.zero = ZeroModel(model, units, self.comm, prefetch_units=config.zero.prefetch_units)
         self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
@@ -251,7 +251,7 @@ class Engine:
     def masters(self) -> Iterator[Tensor]:
         """This process's part of the fp32 weights, one vector for each group.
 
-        Each is to be read, or copied, before the next is asked for: the memory may be made for it.
+        Read or copy each before the next is requested: the memory may be reused.
         """
         self.zero.check_ready()
         return (group.masters.fp32() for group in self.visit())
@@ -365,7 +365,7 @@ class FrozenEngine:
         if like.zero_stage == 3:
             device = local_device()
             comm = make_collectives(device, like.zero, current_mesh().data, name=name)
-            placement = placement_of(like, device)
+            placement = get_placement(like, device)
             units = build_units(model, like, comm, BufferPool(comm, device), placement)
             self._zero = ZeroModel(model, units, comm, prefetch_units=like.zero.prefetch_units)
 

@@ -14,7 +14,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from pipeline.engine.comm import BufferPool, Collectives
-from pipeline.files.weight_files import bytes_of, read_at, write_at
+from pipeline.files.weight_files import read_at, view_bytes, write_at
 from pipeline.kernels.adamw import new_moments
 from pipeline.system.errors import ConfigError, OffloadError
 from pipeline.system.faults import fault_point
@@ -77,7 +77,7 @@ class TensorStore:
 
     def write(self, key: str, tensor: Shaped[Tensor, " n"]) -> None:
         """Start writing `tensor`, which stays unchanged until `wait`."""
-        part, file, position = bytes_of(tensor), self._file, self._positions[key]
+        part, file, position = view_bytes(tensor), self._file, self._positions[key]
 
         def work() -> None:
             fault_point("offload.write")
@@ -90,7 +90,7 @@ class TensorStore:
 
         With `after`, the pending operation on that key ends first: it may use the same memory.
         """
-        part, file, position = bytes_of(out), self._file, self._positions[key]
+        part, file, position = view_bytes(out), self._file, self._positions[key]
 
         def work() -> None:
             fault_point("offload.read")

@@ -11,7 +11,7 @@ from pipeline.config import TrainedModelConfig
 from pipeline.engine.comm import BufferPool, Collectives
 from pipeline.engine.flat import FlatParams, ParamSettings, Placement
 from pipeline.engine.offload import StreamedState, TensorStore, WeightDisk
-from pipeline.engine.tensor_parts import role_of
+from pipeline.engine.tensor_parts import get_role
 from pipeline.engine.trained import MOMENTS, TrainedParams, uses_adamw_kernel
 from pipeline.engine.units import UnitParams, engine_units
 from pipeline.engine.zero import Unit
@@ -19,7 +19,7 @@ from pipeline.kernels.adamw import new_moments
 from pipeline.parallel.group import ALONE, Group
 
 
-def placement_of(config: TrainedModelConfig, device: torch.device) -> Placement:
+def get_placement(config: TrainedModelConfig, device: torch.device) -> Placement:
     """Device and sharding of everything that a process stores."""
     host = torch.device("cpu")
     offload = config.zero.offload
@@ -60,7 +60,7 @@ def build_units(
     ]
 
 
-def vectors_of(
+def group_vectors(
     unit: UnitParams, config: TrainedModelConfig
 ) -> dict[tuple[str, ParamSettings], dict[str, nn.Parameter]]:
     """The parameters of each flat vector of a unit: those of a kind.
@@ -87,7 +87,7 @@ def _build(
 ) -> Unit:
     flats: list[FlatParams] = []
     trained: list[TrainedParams] = []
-    for (_, settings), params in vectors_of(unit, config).items():
+    for (_, settings), params in group_vectors(unit, config).items():
         flat = FlatParams(unit.name, params, settings, comm, placement, disk)
         flats.append(flat)
         if settings.trained:
@@ -127,7 +127,7 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
     """
     if not param.requires_grad:
         return ParamSettings(
-            param.dtype, trained=False, lr=0.0, weight_decay=0.0, role=role_of(param)
+            param.dtype, trained=False, lr=0.0, weight_decay=0.0, role=get_role(param)
         )
     lr = None
     if ".lora_" in name:
@@ -140,7 +140,7 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         trained=True,
         lr=config.optim.lr if lr is None else lr,
         weight_decay=config.optim.weight_decay if together or param.ndim > 1 else 0.0,
-        role=role_of(param),
+        role=get_role(param),
     )
 
 

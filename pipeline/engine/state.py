@@ -18,7 +18,7 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import Columns, Fragment
 from pipeline.engine.engine import Engine
 from pipeline.engine.flat import FlatParams
-from pipeline.engine.tensor_parts import Part, part_of, whole_shape
+from pipeline.engine.tensor_parts import Part, get_part, whole_shape
 from pipeline.engine.trained import TrainedParams
 from pipeline.parallel.group import Group
 from pipeline.system.errors import CheckpointError
@@ -40,7 +40,7 @@ def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:
         yield local, full, shard.counts
 
 
-def fragments_of(
+def list_fragments(
     key: str, part: Part | None, start: int, values: Shaped[Tensor, " n"]
 ) -> Iterator[Fragment]:
     """Elements of a flattened `part` from `start` on, under their places in the full parameter.
@@ -124,8 +124,8 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
         for name, start, stop in flat.stretches(*flat.written):
             own = piece[start - first : stop - first]
             own = own if flat.disk is None else own.clone()  # its place is for the next one
-            begin, part = start - flat.offsets[name], part_of(flat.params[name])
-            yield from fragments_of(f"{prefix}/frozen/{name}", part, begin, own)
+            begin, part = start - flat.offsets[name], get_part(flat.params[name])
+            yield from list_fragments(f"{prefix}/frozen/{name}", part, begin, own)
         if flat.disk is not None:
             flat.disk.give_back()
 
@@ -218,8 +218,8 @@ def _written(group: TrainedParams, vector: Tensor, prefix: str) -> Iterator[Frag
     if not _is_written(group.flat, group.tensor):
         return
     for name, place, elements in group.spans(own=True):
-        part = part_of(group.flat.params[name])
-        yield from fragments_of(f"{prefix}/{name}", part, elements.start, vector[place])
+        part = get_part(group.flat.params[name])
+        yield from list_fragments(f"{prefix}/{name}", part, elements.start, vector[place])
 
 
 def _is_written(flat: FlatParams, tensor: Group) -> bool:
@@ -234,7 +234,7 @@ def _reader(
 
     def read(name: str, start: int, out: Tensor) -> None:
         read_part(
-            part_of(flat.params[name]), start, out, partial(checkpoint.read, f"{prefix}/{name}")
+            get_part(flat.params[name]), start, out, partial(checkpoint.read, f"{prefix}/{name}")
         )
 
     return read

@@ -59,7 +59,7 @@ class Part:
         return self.whole[self.own.dim + 1 :].numel()
 
     def in_blocks(self, block: int) -> "Part | None":
-        """The same part in the parameter's blocks of so many consecutive elements, numbered by row.
+        """The same part in the parameter's blocks of `size` consecutive elements, numbered by row.
 
         None where a process has a part of a block.
         """
@@ -118,14 +118,14 @@ def mark_partial(param: Tensor) -> None:
     setattr(param, _IS_PARTIAL, True)
 
 
-def part_of(param: Tensor) -> Part | None:
+def get_part(param: Tensor) -> Part | None:
     """The part of a full parameter that this is; None for a full one."""
     return getattr(param, _PART, None)
 
 
-def role_of(param: Tensor) -> Role:
+def get_role(param: Tensor) -> Role:
     """The role of a parameter; a frozen one is a part or whole."""
-    part = part_of(param)
+    part = get_part(param)
     if part is not None:
         return part.role
     is_partial = getattr(param, _IS_PARTIAL, False)
@@ -134,7 +134,7 @@ def role_of(param: Tensor) -> Role:
 
 def whole_shape(param: Tensor) -> torch.Size:
     """The shape of the parameter that it is a part of, or its own."""
-    part = part_of(param)
+    part = get_part(param)
     return param.shape if part is None else part.stored or part.whole
 
 
@@ -180,7 +180,7 @@ def counted(
 def _shared(stretches: list[Stretch]) -> Iterator[tuple[slice, list[int], bool]]:
     """Places in a vector that others have too."""
     for param, first, place in stretches:
-        part = part_of(param)
+        part = get_part(param)
         assert part is not None
         last = first + place.stop - place.start
         for elements, holders, counts in part.shared_elements():

@@ -160,7 +160,7 @@ class Vocabulary:
         return all(encode(t, add_special_tokens=False).ids == ids for t, ids in texts.items())
 
 
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> Vocabulary:
+def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> Vocabulary:
     """The vocabulary of a tokenizer; rows of the embedding that it has no token for are unused.
 
     Raises:
@@ -278,7 +278,7 @@ class GgufExport:
         self.names = self._names()
         self.tokenizer = load_tokenizer(FrozenModelConfig(path=path))
         rows = self.weights.shape("model.embed_tokens.weight")[0]
-        self.vocabulary = vocabulary_of(self.tokenizer, rows, path)
+        self.vocabulary = read_vocabulary(self.tokenizer, rows, path)
         self.stop_ids = self._stop_ids(source)
         self.file = f"model-{number_format}.gguf"
         self.title = f"GGUF of a {source.kind}, {number_format}"
@@ -314,7 +314,7 @@ class GgufExport:
             )
         return sorted(set(stops), key=lambda number: (number != own, number))
 
-    def format_of(self, stored: str) -> str:
+    def choose_format(self, stored: str) -> str:
         """A tensor's number format.
 
         Vectors are f32, as llama.cpp adds them in f32. A matrix whose rows are no multiple of 32
@@ -334,7 +334,7 @@ class GgufExport:
         """
         import gguf
 
-        tensor, number_format = self.weights.tensor(stored).float(), self.format_of(stored)
+        tensor, number_format = self.weights.tensor(stored).float(), self.choose_format(stored)
         if number_format == "f16" and tensor.numel() and float(tensor.abs().max()) > FP16_MAX:
             raise ModelError(f"{stored} has a weight that f16 can't hold; take bf16")
         if self.architecture == "llama" and re.search(r"\.[qk]_proj\.", stored):
@@ -364,7 +364,7 @@ class GgufExport:
         self._add_settings(writer)
         self._add_tokenizer(writer)
         for stored, name in self.names.items():
-            kind = gguf.GGMLQuantizationType[self.format_of(stored).upper()]
+            kind = gguf.GGMLQuantizationType[self.choose_format(stored).upper()]
             shape = gguf.quant_shape_to_byte_shape(self.weights.shape(stored), kind)
             writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), kind)
         factors = self.rope_factors()
@@ -468,13 +468,13 @@ class GgufExport:
         state = read.state_dict()
         for stored in self.names:
             tensor = self.weights.tensor(stored).float()
-            if not is_read_back(state[stored], tensor, self.format_of(stored)):
+            if not is_read_back(state[stored], tensor, self.choose_format(stored)):
                 raise UnverifiedError(f"not exported: {stored} was not read back as it was written")
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         model.load_state_dict(state, assign=True)  # settings are left to compare
         model.eval()
-        formats = ", ".join(dict.fromkeys(map(self.format_of, self.names)))
+        formats = ", ".join(dict.fromkeys(map(self.choose_format, self.names)))
         return [
             f"{len(self.names)} tensors read back by transformers, in {formats}",
             *compare_outputs(model, logits_of(model), logits_of(read), by="the file's model"),

@@ -12,7 +12,7 @@ from pipeline.files.safetensors_header import stored_tensors
 from pipeline.system.errors import ModelError
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, as it is: writing to it changes the tensor."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
@@ -113,7 +113,7 @@ class WeightFiles:
         try:
             with stored.file.open("rb", buffering=0) as file:
                 position = stored.position + start * stored_dtype.itemsize
-                read_at(file.fileno(), bytes_of(piece), position)
+                read_at(file.fileno(), view_bytes(piece), position)
         except (OSError, EOFError) as error:
             raise ModelError(f"{name} can't be read from {stored.file}: {error}") from error
         return piece.to(dtype)

@@ -43,7 +43,7 @@ class Signals:
     """By signal: a format string of the metrics, `first` (those of the start), `limit` and `value`
     with what is wrong and what may help."""
 
-    def value_of(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
+    def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
         """The signal in the unit of its limit; None where it was not measured."""
         raise NotImplementedError
 
@@ -51,12 +51,12 @@ class Signals:
         """Whether a signal of `Guard.TRENDS` is beyond its limit; most steps have none."""
         raise NotImplementedError
 
-    def sentence_of(
+    def format_sentence(
         self, guard: Guard, metrics: Mapping[str, Any], first: Metrics, history: Sequence[Metrics]
     ) -> str:
         """Return the problem and the remedy; `history` are the last checks of a trend."""
         del history
-        value = self.value_of(guard.signal, metrics, first)
+        value = self.compute_value(guard.signal, metrics, first)
         numbers = {**metrics, "first": first, "limit": guard.limit, "value": value}
         return self.SENTENCES[guard.signal].format_map(numbers)
 
@@ -127,7 +127,7 @@ class Guards:
         before, self.tripped[name] = self.tripped.get(name, -quiet), step
         if not guard.acts and step - before <= quiet:
             return None
-        sentence = self.signals.sentence_of(
+        sentence = self.signals.format_sentence(
             guard, metrics, self.first, self.history[-guard.window :]
         )
         is_last = guard.action == "rollback" and len(self.acted) >= MAX_ROLLBACKS
@@ -140,7 +140,7 @@ class Guards:
         if guard.signal in guard.TRENDS:
             window = self.history[-guard.window :]
             return len(window) >= FEWEST and self.signals.shows_trend(guard, window)
-        value = self.signals.value_of(guard.signal, metrics, self.first)
+        value = self.signals.compute_value(guard.signal, metrics, self.first)
         if value is None or not (value < guard.limit if guard.is_lower else value > guard.limit):
             self.in_a_row[name] = 0
             return False

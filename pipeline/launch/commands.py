@@ -123,7 +123,7 @@ def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]
     return environment
 
 
-def devices_of(host: Host, deployment: Deployment) -> list[str]:
+def list_devices(host: Host, deployment: Deployment) -> list[str]:
     """The GPUs that the processes of a host use, where it is this machine, as `list_gpus` has them.
 
     Empty where it has none.

@@ -94,7 +94,7 @@ def varlen_attention(
     return attended.unsqueeze(0)
 
 
-def bounds_of(lengths: Sequence[int]) -> Tensor:
+def compute_bounds(lengths: Sequence[int]) -> Tensor:
     """Offsets of sequences in a row and the end of the last one, as `attend` takes them."""
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
 
@@ -112,7 +112,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
             ]
             out = varlen_attention(
                 *(each.requires_grad_() for each in heads),
-                bounds=bounds_of(lengths).to(device),
+                bounds=compute_bounds(lengths).to(device),
                 longest=max(lengths),
                 scaling=None,
                 sliding_window=None,
@@ -346,7 +346,7 @@ class Ragged:
     @cached_property
     def _bounds(self) -> Tensor:
         """Offsets of the sequences and the end of the last one, on the device."""
-        return send(bounds_of(self.lengths), self.device)
+        return send(compute_bounds(self.lengths), self.device)
 
     @cached_property
     def padded(self) -> Padded:
@@ -489,7 +489,7 @@ def window_mask(
 ) -> Bool[Tensor, "T S"] | None:
     """True where token i sees token j: j <= i < j + sliding_window; None where that is all j.
 
-    `more` is how many keys there are besides those of the tokens, which nobody sees.
+    `more` is the number of further keys, which no token attends to.
     """
     if sliding_window is None or length <= sliding_window:
         return None

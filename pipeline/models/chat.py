@@ -120,7 +120,7 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
     """Refuse a model whose files, tokenizer or chat template can be seen not to do.
 
     Args:
-        path: of a directory, or a name on the Hub, of which the tokenizer alone is asked for.
+        path: of a directory, or a name on the Hub, of which only the tokenizer is read.
         examples: rows whose prompts it will be given.
         scores: whether it must be a reward model.
 
@@ -160,6 +160,6 @@ def require_score_head(path: str, kinds: Sequence[str] | None) -> None:
 def _context(path: str) -> int | None:
     try:
         settings = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError):  # whoever loads it says what is wrong
+    except (OSError, ValueError, KeyError):  # loading it raises the error
         return None
     return getattr(settings.get_text_config(), "max_position_embeddings", None)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from pipeline.engine.tensor_parts import part_of
+from pipeline.engine.tensor_parts import get_part
 from pipeline.files.durable import replace_durably, settle, sync
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.directory import are_of_classifier
@@ -233,10 +233,10 @@ def set_stop_tokens(model: nn.Module, stop_ids: Sequence[int]) -> None:
 def named_weights(
     model: nn.Module, weights: HasTurns | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Everything in the state dict of `model`, each tensor whole until the next is asked for.
+    """Everything in the state dict of `model`, each tensor full until the next is requested.
 
-    `weights` may be the engine that trains the model, or one it is part of: all processes go on in
-    step. All weights of a unit are in place while it is its turn.
+    `weights` may be the engine that trains the model, or one it is part of: all processes iterate
+    together. All weights of a unit are in place while it is its turn.
     """
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if weights is not None:
@@ -258,7 +258,7 @@ class _Joining:
         # Only the processes of the first copy of the model join its parts.
         self._group = group.apart
         state: dict[str, Tensor] = plain.state_dict(keep_vars=True)
-        self._parts = {name: part_of(tensor) for name, tensor in state.items()}
+        self._parts = {name: get_part(tensor) for name, tensor in state.items()}
         for name, layer in quantized_layers(plain).items():
             self._parts[f"{name}.weight"] = layer.part
 

@@ -205,7 +205,7 @@ class Scorer(nn.Module):
         """Score at every token, fp32; with `labels` what the score is made of.
 
         Raises:
-            ModelError: a score is asked for, and the model's labels have no values.
+            ModelError: a score is required, and the model's labels have no values.
         """
         classifier = base_model(self.model)
         require_context(classifier, batch)
@@ -263,8 +263,8 @@ PROBE = 8
 def is_product(model: nn.Module, batch: TokenBatch) -> bool:
     """Whether the model's logits are its output matrix times its last hidden states, to the bit.
 
-    Some families scale, cap or shift them, or the hidden states. The model itself is asked, with a
-    few tokens of the batch, so that families nobody has heard of are right as well.
+    Some families scale, cap or shift them, or the hidden states. The model itself is run, with a
+    few tokens of the batch, so that unknown families are right as well.
     """
     plain = base_model(model)
     head = cast("nn.Linear", plain.get_output_embeddings())

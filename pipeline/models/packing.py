@@ -2,8 +2,8 @@
 
 A family whose layers are plain causal attention is packed. Whether it is one, its settings say only
 in part: some layers lose the keyword that says where sequences lie, some add to the mask what they
-have learned, some keep their window in the mask alone. So the code itself is asked, with a small
-copy of the model: packed, it must say of each sequence what it says of that sequence alone.
+have learned, some keep their window in the mask alone. So the code itself is run, with a small
+copy of the model: packed, its output for each sequence must equal that for the sequence alone.
 
 The answer hangs on class and settings, not on weights: it is the same on every process, at every
 ZeRO stage, for weights that are still in their files, with adapters and in every number format, and
@@ -224,7 +224,7 @@ class Run:
     """Why they are padded."""
 
     causal: bool = True
-    """Whether what is said of a token is the same whatever follows it, as it must be."""
+    """Return whether the output for a token is independent of later tokens, as it must be."""
 
 
 def how_to_run(model: PreTrainedModel) -> Run:
@@ -239,7 +239,7 @@ def how_to_run(model: PreTrainedModel) -> Run:
 
 
 def unlike_causal_attention(model: PreTrainedModel) -> str | None:
-    """What the settings say its layers do besides causal attention; None where they say nothing."""
+    """Return the kinds of layers other than causal attention; None where settings name none."""
     settings = model.config.get_text_config()
     layers = set(getattr(settings, "layer_types", None) or ())
     others = ", ".join(sorted(layers - {"full_attention", "sliding_attention"}))
@@ -333,7 +333,7 @@ def leak(model: PreTrainedModel) -> float:
     """How far the last token moves the log-probabilities before it, in nats; 0 if it is causal.
 
     Whichever token it is, and whether there is one: ProphetNet's code mixes up the positions that
-    it is given, so that its log-probabilities hang on the length of the whole text. That is asked
+    it is given, so that its log-probabilities hang on the length of the whole text. This is tested
     of a few tokens, within whatever window a mask is learned for.
     """
     ids, few = _tokens()[: max(LENGTHS)], _tokens()[: min(LENGTHS)]

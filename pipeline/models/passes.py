@@ -20,7 +20,7 @@ from pipeline.engine.engine import Engine, FrozenEngine
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import align_weights
 from pipeline.models.scores import Cutpoints
-from pipeline.models.stages import Passage, Stage, blocks_of, cut_stage
+from pipeline.models.stages import Passage, Stage, cut_stage, find_blocks
 from pipeline.models.tensor_cut import cut_layers, cut_where_possible
 from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device, read_scalars
@@ -62,7 +62,7 @@ class ForwardPasses:
     def forward_everywhere(
         self, batches: Sequence[B], found: Found[B], shape_of: Callable[[B], Sequence[int]]
     ) -> list[Tensor]:
-        """What is found of each batch, on every stage, in fp32; `shape_of` says its shape."""
+        """Return the results of the batches on every stage, in fp32, of shape `shape_of`."""
         del shape_of
         return [each.float() for each in self.forward(batches, found)]
 
@@ -108,7 +108,7 @@ class StagedForwardPasses(ForwardPasses):
         """How often the weights had changed when the last stage's copy was brought up to date."""
 
     def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
-        """What is found of each batch; only the last stage has it."""
+        """Return the results of the batches; only the last stage has them."""
         self._follow()
         outputs: list[Tensor] = []
         for number, batch in enumerate(batches):
@@ -121,7 +121,7 @@ class StagedForwardPasses(ForwardPasses):
     def forward_everywhere(
         self, batches: Sequence[B], found: Found[B], shape_of: Callable[[B], Sequence[int]]
     ) -> list[Tensor]:
-        """What is found of each batch, on every stage, in fp32."""
+        """Return the results of the batches on every stage, in fp32."""
         outputs = self.forward(batches, found)
         shapes = [torch.Size(shape_of(batch)) for batch in batches]
         together = torch.empty(sum(each.numel() for each in shapes), device=local_device())
@@ -132,7 +132,7 @@ class StagedForwardPasses(ForwardPasses):
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def from_last(self, value: T) -> T:
-        """What the last stage has, on every stage."""
+        """Broadcast an object of the last stage to every stage."""
         return self._stages.gather_objects(value if self._stage.is_last else None)[-1]  # pyright: ignore[reportReturnType]
 
     def total(self, losses: Sequence[Tensor]) -> float:
@@ -140,7 +140,7 @@ class StagedForwardPasses(ForwardPasses):
         return self._stages.sum(super().total(losses))
 
     def everywhere(self, batch: TokenBatch, found: Callable[[], Tensor], out: Tensor) -> Tensor:
-        """What `found` computes on the last stage from a batch, on every stage; in `out`."""
+        """Broadcast to every stage, in `out`, the last stage's `found` of a batch."""
         self._follow()
         for output in self._forward(0, batch, found):
             out.copy_(output)
@@ -174,7 +174,7 @@ class StagedForwardPasses(ForwardPasses):
         return []
 
     def _follow(self) -> None:
-        """Have the last stage's copy of a shared weight be what the first stage has now."""
+        """Copy a shared weight from the first stage to the last."""
         stage, updates = self._stage, self._run.updates
         if self._followed == updates:
             return
@@ -196,14 +196,16 @@ class Passes(ForwardPasses):
         self.engine = engine
 
     def metrics(self) -> dict[str, float]:
-        """What a step's line in metrics.jsonl says of its passes; all processes call it."""
+        """Return the metrics of a step's passes; all processes call it."""
         return {}
 
-    def learn(self, batches: Iterable[B], loss_of: Found[B], *, divisor: float) -> list[Tensor]:
+    def learn(
+        self, batches: Iterable[B], compute_loss: Found[B], *, divisor: float
+    ) -> list[Tensor]:
         """Add the gradients of all losses, each divided; the losses, for `total`."""
         losses: list[Tensor] = []
         for batch in batches:
-            loss = loss_of(batch)
+            loss = compute_loss(batch)
             self.engine.backward(loss / divisor)
             losses.append(loss.detach())
         return losses
@@ -227,7 +229,9 @@ class StagedPasses(StagedForwardPasses, Passes):
         self._took = 0.0
         """Seconds of the passes of the last optimizer step."""
 
-    def learn(self, batches: Iterable[B], loss_of: Found[B], *, divisor: float) -> list[Tensor]:
+    def learn(
+        self, batches: Iterable[B], compute_loss: Found[B], *, divisor: float
+    ) -> list[Tensor]:
         """Add all gradients in the order of the schedule; only the last stage has losses."""
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
@@ -238,7 +242,7 @@ class StagedPasses(StagedForwardPasses, Passes):
             if at.kind == "forward":
                 batch = batches[at.micro_batch]
                 losses += self._forward(
-                    at.micro_batch, batch.tokens, lambda batch=batch: loss_of(batch)
+                    at.micro_batch, batch.tokens, lambda batch=batch: compute_loss(batch)
                 )
             else:
                 self._backward(at.micro_batch, divisor)
@@ -310,7 +314,7 @@ def own_part(
     """
     if stages.size == 1:
         return whole(model), Stage()
-    blocks = blocks_of(model, stages.size, parallel.partition, follows=follows)
+    blocks = find_blocks(model, stages.size, parallel.partition, follows=follows)
     stage = cut_stage(model, number=stages.rank, blocks=blocks)
     if stage.is_last:
         return whole(model), stage
@@ -335,7 +339,7 @@ def learning_model(
         ModelError: it can't be used, or its family can't be cut.
     """
     model = trained_causal_lm(settings, tokenizer, device=local_device(), seed=seed)
-    passes = passes_of(
+    passes = make_passes(
         model,
         settings,
         parallel,
@@ -347,7 +351,7 @@ def learning_model(
     return model, passes
 
 
-def passes_of(
+def make_passes(
     model: nn.Module,
     settings: TrainedModelConfig,
     parallel: ParallelConfig,
@@ -454,7 +458,7 @@ class StagedScorer(Scorer):
 
 
 def scorer_of(passes: Passes, model: nn.Module, cutpoints: Cutpoints | None) -> Scorer:
-    """What evaluations ask for scores: the scorer that learns, or one over its stages."""
+    """Return the scorer of evaluations: the trained one, or one over its stages."""
     if isinstance(passes, StagedPasses):
         return StagedScorer(passes, model, cutpoints)
     assert isinstance(passes.engine.model, Scorer)

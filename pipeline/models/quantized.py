@@ -54,7 +54,7 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-"""What the 4-bit codes 0 to 15 stand for (QLoRA, appendix E)."""
+"""Values of the 4-bit codes 0 to 15 (QLoRA, appendix E)."""
 
 INT8_STEPS = 127
 """Steps of an 8-bit code on either side of zero."""
@@ -245,7 +245,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "rows columns"]:
-        """What the layer multiplies with now, rounded to its number format."""
+        """Return the dequantized weight, rounded to the layer's number format."""
         return self.dequantized(self.dtype)
 
     @property
@@ -328,7 +328,7 @@ class _Product(torch.autograd.Function):
 
 
 LinearLayer = nn.Linear | Conv1D | QuantizedLinear
-"""What a layer that processes compute together may be."""
+"""Kinds of layers that processes compute together."""
 
 
 def weight_shape(layer: LinearLayer) -> torch.Size:
@@ -412,7 +412,7 @@ def dequantized_weights(
 def rounded_weights(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `dequantized_weights` gave, adapters merged, in the number formats of the layers."""
+    """Round the results of `dequantized_weights`, adapters merged, to the layers' formats."""
     formats = {
         f"{name.removesuffix('.base_layer')}.weight": layer.dtype
         for name, layer in quantized_layers(model).items()
@@ -422,7 +422,7 @@ def rounded_weights(
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """What is to be replaced: the module that holds it, and its name there."""
+    """Layers to replace: the parent module, and the name in it."""
     uses = Counter(
         param for module in model.modules() for param in module.parameters(recurse=False)
     )

@@ -41,7 +41,7 @@ def require_score(classifier: PreTrainedModel) -> None:
 
 
 def class_values(classifier: PreTrainedModel, count: int) -> list[float]:
-    """What each of several labels is worth.
+    """Return the value of each of several labels.
 
     Raises:
         ModelError: config.json doesn't have it.
@@ -75,7 +75,7 @@ def _ends_in(text: str, separator: str) -> bool:
 
 
 def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]:
-    """Where the steps of each sequence's last response end, in the batch.
+    """Return the ends of the steps of each sequence's last response, in the batch.
 
     The response is the last run of tokens whose prediction counts. A sequence without such tokens
     ends in one step.

@@ -1,4 +1,4 @@
-"""Which layers of a model are divided among processes that compute each layer together, and how.
+"""Tensor parallelism: the layers of a model that are sharded among processes, and how.
 
 After Shoeybi et al. 2019 (Megatron-LM), 3: in pairs of matrices the first is cut by its outputs,
 the second by its inputs, and what the processes find is summed once after each pair. Attention is
@@ -25,7 +25,7 @@ from pipeline.system.errors import ConfigError, require
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """What becomes of each layer, and which attributes of the layers change."""
+    """Sharding of each layer, and changed attributes of the layers."""
 
     styles: Mapping[str, str]
 
@@ -126,7 +126,7 @@ class TensorShards:
             return
         settings = model.config.get_text_config()
         self.family = str(model.config.model_type)
-        self.plan = plan_of(model, setting=setting)
+        self.plan = get_plan(model, setting=setting)
         self.num_heads = int(settings.num_attention_heads)
         self.kv_heads = int(getattr(settings, "num_key_value_heads", None) or self.num_heads)
         self.styles = dict(self._styles())
@@ -148,7 +148,7 @@ class TensorShards:
                 continue
             if each is head and not self.divides_head:
                 continue
-            module = layer_of(each)
+            module = get_layer(each)
             if not isinstance(module, LinearLayer) or style not in STYLES:
                 raise self.refused(f"{name} would be divided as {style}")
             if style == "colwise_gather_output":
@@ -201,7 +201,7 @@ class TensorShards:
             return None
         rank = self.tp_group.rank if rank is None else rank
         style = STYLES[name]
-        transposed = is_transposed(layer_of(self.model.get_submodule(owner)))
+        transposed = is_transposed(get_layer(self.model.get_submodule(owner)))
         if leaf == "weight":
             dim = int(style.by_outputs == transposed)
             return ShardSpec(dim, tuple(self._shards(owner, name, shape[dim], rank)))
@@ -235,7 +235,7 @@ class TensorShards:
     def narrow(self) -> None:
         """Set the widths and head counts of the modules to those of this process's parts."""
         for name in self.styles:
-            self._narrow(name, layer_of(self.model.get_submodule(name)))
+            self._narrow(name, get_layer(self.model.get_submodule(name)))
         for name, module in self.model.named_modules():
             for attribute in match(self.plan.counts, name) or ():
                 setattr(module, attribute, getattr(module, attribute) // self.size)
@@ -260,7 +260,7 @@ class TensorShards:
         return rows, columns
 
 
-def layer_of(module: nn.Module) -> nn.Module:
+def get_layer(module: nn.Module) -> nn.Module:
     """The layer inside its adapter, or the module itself."""
     return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
 
@@ -270,7 +270,7 @@ def can_shard(model: PreTrainedModel, size: int) -> bool:
     try:
         layers = TensorShards(model, Group(0, tuple(range(size))))
         for name in layers.styles:
-            layer = layer_of(model.get_submodule(name))
+            layer = get_layer(model.get_submodule(name))
             assert isinstance(layer, LinearLayer)
             layers.spec(name, "weight", weight_shape(layer))
     except ConfigError:
@@ -278,7 +278,7 @@ def can_shard(model: PreTrainedModel, size: int) -> bool:
     return True
 
 
-def plan_of(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
+def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
     """The plan for a model's family, by full names of its modules.
 
     Raises:

@@ -32,7 +32,7 @@ from pipeline.models.forward import (
 )
 from pipeline.models.packing import Family, how_to_run, small_hidden_states
 from pipeline.models.quantized import num_weights
-from pipeline.models.sharding import layer_of
+from pipeline.models.sharding import get_layer
 from pipeline.parallel.device import local_device
 from pipeline.parallel.schedules import balanced
 from pipeline.system.errors import ConfigError, ModelError
@@ -49,7 +49,7 @@ class Passed(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor]:
-        """What a block returns: hidden states."""
+        """Output of a block: hidden states."""
         hidden = self.hidden(cast("Tensor", args[0] if args else kwargs["hidden_states"]))
         return (hidden,) if self.as_tuple else hidden
 
@@ -103,7 +103,7 @@ class Passage(nn.Module):
         self.kernels: Kernels = kernels
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, "1 N d"]:
-        """What the last of its blocks makes of a batch."""
+        """Output of the last of its blocks for a batch."""
         plain = base_model(self.model)
         require_context(plain, batch)
         ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
@@ -112,7 +112,7 @@ class Passage(nn.Module):
 
 @dataclass(frozen=True)
 class Stage:
-    """What a process has of a model, and where it meets the other stages."""
+    """A process's stage of a model, and its boundaries with the other stages."""
 
     number: int = 0
 
@@ -163,10 +163,10 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
         )
     family = Family.of(plain)
     require_exact(family, tuple(blocks))
-    return _cut(plain, order_of(family), number=number, blocks=blocks)
+    return _cut(plain, find_order(family), number=number, blocks=blocks)
 
 
-def blocks_of(
+def find_blocks(
     model: nn.Module, stages: int, given: Sequence[int] | None = None, *, follows: bool = False
 ) -> list[int]:
     """Number of blocks of each stage: as given, or so that all take about as long.
@@ -221,7 +221,7 @@ def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 @dataclass(frozen=True)
 class Order:
-    """What lies outside of a family's blocks, by name, and what the blocks return."""
+    """Modules outside of a family's blocks, by name, and the output of the blocks."""
 
     before: frozenset[str]
     after: frozenset[str]
@@ -229,11 +229,11 @@ class Order:
 
 
 @functools.cache
-def order_of(family: Family) -> Order:
-    """What comes before the blocks and what after, by a pass of a small copy.
+def find_order(family: Family) -> Order:
+    """Return the modules before and after the blocks, by a pass of a small copy.
 
     Raises:
-        ModelError: it can't be told.
+        ModelError: the order is unknown.
     """
     model = family.copy(packed=True)
     name, blocks = block_list(model)
@@ -279,7 +279,7 @@ def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[
     for name, module, early in outside:
         if not (is_first if early else is_last):
             is_table = module is embedding
-            layer, other = layer_of(module), nn.Identity()
+            layer, other = get_layer(module), nn.Identity()
             if early and isinstance(layer, nn.Embedding | nn.Linear):
                 other = Absent(layer, of_tokens=is_table)
             plain.set_submodule(name, other)
@@ -307,7 +307,7 @@ def _outside(
     for name, module in plain.named_modules():
         if name.startswith(f"{blocks}.") or (adapted and name.startswith(f"{adapted}.")):
             continue
-        if layer_of(module) is not module and name in order.before | order.after:
+        if get_layer(module) is not module and name in order.before | order.after:
             adapted = name
         elif not any(True for _ in module.parameters(False)):
             continue
@@ -342,7 +342,7 @@ def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
     hidden: Tensor | None = None
     for number in range(len(blocks)):
         part = family.copy(packed=True)
-        stage = _cut(part, order_of(family), number=number, blocks=blocks)
+        stage = _cut(part, find_order(family), number=number, blocks=blocks)
         if stage.inlet is not None:
             stage.inlet.received = hidden
         hidden = small_hidden_states(part)

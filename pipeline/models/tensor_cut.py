@@ -32,17 +32,17 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.engine.tensor_parts import (
     Part,
     completed,
+    get_part,
+    get_role,
     mark_partial,
-    part_of,
     replace_by_part,
-    role_of,
 )
 from pipeline.models.attention import KEY_BLOCK, Ragged
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.models.forward import base_model
 from pipeline.models.packing import Family, how_to_run, small_hidden_states
 from pipeline.models.quantized import LinearLayer, QuantizedLinear, weight_shape
-from pipeline.models.sharding import STYLES, TensorShards, can_shard, layer_of, match
+from pipeline.models.sharding import STYLES, TensorShards, can_shard, get_layer, match
 from pipeline.models.stages import block_list
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
@@ -87,10 +87,10 @@ class OwnTokens:
             block.register_forward_hook(self._end)
 
     def feed(self, name: str) -> None:
-        """Have a layer that is divided by outputs read the tokens of all processes.
+        """Gather the tokens of all processes as the input of a layer that is sharded by outputs.
 
         They are gathered for the module that it is in, whose code may look at the row's length; a
-        block itself goes on with its own.
+        block itself continues with its own.
         """
         owner = name.rpartition(".")[0]
         place = name if owner.rpartition(".")[0] == self._list else owner
@@ -141,7 +141,7 @@ class OwnTokens:
 
 
 def why_not(plain: PreTrainedModel, size: int) -> str | None:
-    """Why each of so many processes can't have tokens of its own between layers; None if it can."""
+    """Return why tokens can't be split among `size` processes between layers; None if they can."""
     kind = plain.config.model_type
     settings = plain.config.get_text_config()
     others = sorted(set(getattr(settings, "layer_types", None) or ()) - set(MIXING))
@@ -162,7 +162,7 @@ def why_not(plain: PreTrainedModel, size: int) -> str | None:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What a module of a block reads, by whichever name."""
+    """Return the input of a module of a block, by any name."""
     return args[0] if args else kwargs["hidden_states"]
 
 
@@ -219,9 +219,9 @@ def _different_gradient(whole: nn.Module, sharded: nn.Module, group: Group) -> s
     for (name, param), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
         if param.grad is None or other.grad is None:
             continue
-        own, part = param.grad.flatten(), part_of(param)
+        own, part = param.grad.flatten(), get_part(param)
         stretch = (param, 0, slice(0, own.numel()))
-        found = completed(own, role_of(param), group, [stretch]).view(param.shape)
+        found = completed(own, get_role(param), group, [stretch]).view(param.shape)
         if not _close(found, other.grad if part is None else part.own.of(other.grad), noise):
             names.append(name)
     return f"the gradient of {names[0]} is another" if names else None
@@ -234,7 +234,7 @@ def _close(found: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool
 SETTING = "parallel.tp"
 
 PARTIAL = "replicated_with_grad_allreduce"
-"""What plans of `transformers` say of whole weights that are used with a process's heads alone."""
+"""Entry in plans of `transformers` of full weights that are used with a process's heads alone."""
 
 
 def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
@@ -250,7 +250,7 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     if group.size == 1:
         return
     plain = base_model(model)
-    _shards_of(plain, group)  # whose errors come before those of a copy
+    _list_shards(plain, group)  # whose errors come before those of a copy
     tables = divisible_tables(plain, group.size)
     differs = functools.partial(mismatch, plain, group, shards_tables=len(tables) > 0)
     if sequence:
@@ -287,14 +287,14 @@ def divide(
     plain: PreTrainedModel, group: Group, tables: list[nn.Module], *, sequence: bool
 ) -> None:
     """`cut_layers` without a check of the family; `tables` are divided too."""
-    shards = _shards_of(plain, group)
+    shards = _list_shards(plain, group)
     _mark_partial(plain, _partial_parameters(plain, shards, sequence=sequence))
     _divide(plain, shards, sequence=sequence)
     _divide_tables(tables, group)
 
 
 def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
-    """Leave in a model on the meta device what one of so many processes has of each layer.
+    """Keep in a model on the meta device the shard that one process has of each layer.
 
     Raises:
         ConfigError: the layers of the model can't be divided so.
@@ -320,7 +320,7 @@ def _partial_parameters(
     return {name for name in names if match(styles, name.rpartition(".")[0]) == PARTIAL}
 
 
-def _shards_of(plain: PreTrainedModel, group: Group) -> TensorShards:
+def _list_shards(plain: PreTrainedModel, group: Group) -> TensorShards:
     return TensorShards(plain, group, setting=SETTING, divides_head=False)
 
 
@@ -349,7 +349,7 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> 
 
 
 def _mark_partial(plain: PreTrainedModel, partial: set[str]) -> None:
-    """Say of whole weights, and of their adapters, that each process finds a part of a gradient."""
+    """Mark full weights, and their adapters, whose gradients are summed over the processes."""
     for name, param in plain.named_parameters():
         if name.replace(".base_layer.", ".") in partial:
             mark_partial(param)
@@ -381,7 +381,7 @@ def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module 
 
     It is one that is cut by its inputs and has a bias, which it doesn't add itself any more.
     """
-    layer = cast("LinearLayer", layer_of(module))
+    layer = cast("LinearLayer", get_layer(module))
     by_outputs = STYLES[shards.styles[name]].by_outputs
     specs = _cut(layer, "weight", shards, name)
     has_bias = layer.bias is not None
@@ -421,13 +421,13 @@ def _cut(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tupl
 
 
 def _replace(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group: Group) -> None:
-    """Have a layer's parameter be this process's part of it."""
+    """Replace a layer's parameter by this process's shard of it."""
     shape = layer.get_parameter(leaf).shape
     replace_by_part(layer, leaf, Part(shape, specs, group.rank))
 
 
 def _product(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
-    """What a layer computes without its bias."""
+    """Return the output of a layer without its bias."""
     if isinstance(layer, QuantizedLinear):
         return layer.product(values)
     return values @ layer.weight if isinstance(layer, Conv1D) else F.linear(values, layer.weight)
@@ -447,7 +447,7 @@ class _Branch:
         self._copied: Tensor | None = None
 
     def feeds(self, layer: nn.Module) -> None:
-        """Have a layer read the copy."""
+        """Make a layer read the copy."""
         layer.register_forward_pre_hook(self._copy)
         self._layers += 1
 

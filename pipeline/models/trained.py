@@ -111,7 +111,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 StepT = TypeVar("StepT", bound=StepConfig)
 
 
-def context_of(config: FrozenModelConfig) -> int:
+def get_context(config: FrozenModelConfig) -> int:
     """Tokens that the model's position encoding covers, as `context_length` of the loaded one.
 
     Raises:
@@ -133,5 +133,5 @@ def within_context(config: StepT, model: FrozenModelConfig) -> StepT:
     Raises:
         ModelError: its configuration can't be read.
     """
-    length = min(config.data.max_length, context_of(model))
+    length = min(config.data.max_length, get_context(model))
     return replace(config, data=replace(config.data, max_length=length))

@@ -16,7 +16,7 @@ def local_device() -> torch.device:
 def send(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """A tensor of the host on `device`, by default this process's.
 
-    Nobody waits for what the device has yet to do before; the tensor may change at once, since the
+    The host does not wait for earlier work of the device; the tensor may change at once, since the
     driver has read pageable memory before the call returns.
     """
     return tensor.to(local_device() if device is None else device, non_blocking=True)

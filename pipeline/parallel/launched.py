@@ -1,4 +1,4 @@
-"""What torchrun tells a process of its place in the job, before torch is imported.
+"""The place of a process in its job, from torchrun's variables, before torch is imported.
 
 Each is that of a process alone where no launcher has started it.
 """

@@ -18,10 +18,10 @@ from pipeline.parallel.group import ALONE, WHATS, DataGroup, Group, StageGroup, 
 from pipeline.system.errors import require
 
 SECOND_WORD_SECONDS = 30
-"""By which torch's timeout is longer than the watchdog's, which can name a process."""
+"""Seconds by which torch's timeout exceeds the watchdog's, which can name a process."""
 
 PROCESSES_A_SECOND = 64
-"""Whose connections are made within a second, conservatively."""
+"""Processes whose connections are made within a second, conservatively."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float)
     if pp > 1:
         rows = ranks.flatten(1).T.tolist()
         apart = dist.get_backend() == "nccl"
-        stages = pipeline_of(rows, timeout_seconds=timeout_seconds, apart=apart)
+        stages = get_pipeline(rows, timeout_seconds=timeout_seconds, apart=apart)
         parts = stages if tp == 1 else replace(axis(0, 3), in_step=False)
         mesh = replace(mesh, stages=stages, parts=parts)
     if replicas > 1:
@@ -154,7 +154,7 @@ def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float)
         _cut.pop()
 
 
-def pipeline_of(
+def get_pipeline(
     rows: Sequence[Sequence[int]], *, timeout_seconds: float, apart: bool
 ) -> StageGroup:
     """The stages of this process's pipeline; all processes call it.

@@ -50,7 +50,7 @@ class ShardSpec:
         return torch.Size(sizes)
 
     def first_held(self, part: Tensor) -> list[tuple[Tensor, int]]:
-        """What no process of lower rank has, of the part, and where its rows begin in the whole."""
+        """Return the rows that no process of lower rank has, and their offset in the tensor."""
         shards = zip(part.split(self._sizes(), dim=self.dim), self.shards, strict=True)
         in_rows = self.dim == part.ndim - 1
         return [(each, in_rows * shard.start) for each, shard in shards if shard.counts]

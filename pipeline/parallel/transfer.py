@@ -26,7 +26,7 @@ class Sent(NamedTuple):
 
 
 class Transfers:
-    """What this stage sends to and receives from the others of its pipeline."""
+    """Sends and receives of this stage with the others of its pipeline."""
 
     def __init__(self, stages: Group) -> None:
         self._stages = stages
@@ -74,7 +74,7 @@ class Transfers:
 
 
 def send_named(named: Iterable[tuple[str, Tensor]], stages: Group, *, to: int) -> None:
-    """Send a stage tensors with their names; each may change when the next is asked for."""
+    """Send a stage tensors with their names; each may change when the next is requested."""
     group, rank = stages.process_group, stages.ranks[to]
     for name, tensor in named:
         head = (name, tuple(tensor.shape), tensor.dtype)
@@ -86,7 +86,7 @@ def send_named(named: Iterable[tuple[str, Tensor]], stages: Group, *, to: int) -
 def receive_named(
     stages: Group, device: torch.device, *, from_stage: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """What another stage sends by `send_named`."""
+    """Receive the tensors that another stage sends by `send_named`."""
     group, rank = stages.process_group, stages.ranks[from_stage]
     while True:
         heads: list[tuple[str, tuple[int, ...], torch.dtype] | None] = [None]

@@ -45,7 +45,7 @@ SPREAD = (0.5, 2.5)
 """Factors of the shortest and the longest time that an estimate stands for."""
 
 
-def speed_of(plan: Plan) -> tuple[float, str] | None:
+def estimate_speed(plan: Plan) -> tuple[float, str] | None:
     """Operations per second of a process of the plan, and their source; None of unknown GPUs."""
     share = f"{EFFICIENCY:.0%} of"
     if plan.machine.has_gpu:
@@ -127,7 +127,7 @@ WIDTH = 100
 
 
 def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> str:
-    """What `--dry-run` prints, with what is known of the data of each step that is to run."""
+    """Return the text of `--dry-run`, with figures of the data of each step that will run."""
     previews = previews or {}
     steps = "step" if len(plan.stages) == 1 else "steps"
     lines = [
@@ -135,7 +135,7 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
         f" {plan.request.output_dir}. Nothing is run."
     ]
     times: list[float] = []
-    speed = speed_of(plan) if previews else None
+    speed = estimate_speed(plan) if previews else None
     for stage in plan.stages:
         lines += ["", *_step(plan, stage)]
         if stage.name in previews:
@@ -255,7 +255,7 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
 
 
 def _commands(plan: Plan) -> Iterator[str]:
-    """What runs each step, with the settings that differ from the step's defaults."""
+    """Return the command of each step, with the settings that differ from the step's defaults."""
     yield "The same by hand, step by step"
     if Path.cwd() != ROOT:
         yield f"  export PYTHONPATH={shlex.quote(str(ROOT))}"

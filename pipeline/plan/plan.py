@@ -9,7 +9,7 @@ from pipeline.budget.machine import Machine, describe_machine, parse_machine, th
 from pipeline.budget.memory import StepMemory, step_memory
 from pipeline.cli.options import say, split_options
 from pipeline.config import StepConfig
-from pipeline.launch.commands import devices_of, step_command, step_environment
+from pipeline.launch.commands import list_devices, step_command, step_environment
 from pipeline.launch.layout import Host, Layout, is_this_machine, layout
 from pipeline.launch.local import PLANNED, list_gpus
 from pipeline.plan.help import train_help
@@ -59,7 +59,7 @@ class Plan:
     @property
     def origins(self) -> Mapping[str, str]:
         """For each step's output the model it starts from."""
-        return origins_of(self.configs)
+        return get_origins(self.configs)
 
     def memory(self, stage: Stage) -> StepMemory:
         """The memory of a step of the plan on its machine."""
@@ -89,7 +89,7 @@ class Plan:
         return step_command(stage.module, self.config_file(stage), self.where, self.request)
 
 
-def origins_of(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
+def get_origins(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
     """For the output of each step with these settings the model it starts from."""
     models = {str(each.output_dir): each.used_models().get("model") for each in configs.values()}
     return {out: str(model.path) for out, model in models.items() if model is not None}
@@ -162,7 +162,7 @@ def _choose(
         " --plan-for, as --plan-for 8xA100-80GB, and run with the file of settings that this"
         " prints",
     )
-    origins = origins_of(configs)
+    origins = get_origins(configs)
     chosen: dict[str, Settings] = {}
     for stage in stages:
         config = configs[stage.name]
@@ -181,7 +181,7 @@ def _machine(where: Layout, request: Request) -> Machine:
     world = where.processes or 1
     own = _own_host(where)
     if own is not None:
-        return this_machine(processes=each, world=world, gpus=devices_of(own, request))
+        return this_machine(processes=each, world=world, gpus=list_devices(own, request))
     return Machine(each, world, None, None, "each machine of the job", unread_gpus=True)
 
 

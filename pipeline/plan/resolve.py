@@ -20,7 +20,7 @@ from pipeline.config.deepspeed import deepspeed_layer
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, METHODS, Stage
 from pipeline.settings.build import Layer, build_config, method_layer
-from pipeline.settings.fields import Option, default_of, flatten, nested
+from pipeline.settings.fields import Option, flatten, get_default, nested
 from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import ROOT
 
@@ -272,7 +272,7 @@ class Resolver:
         for name, other in stage.config_class.AT_LEAST.items():
             if other in options:
                 values = [layer.settings[name] for layer in layers if name in layer.settings]
-                value = values[-1] if values else default_of(stage.config_class, name)
+                value = values[-1] if values else get_default(stage.config_class, name)
                 settings[name] = max(value, options[other]) if isinstance(value, int) else value
         return Layer(settings, "the command line")
 

@@ -126,7 +126,7 @@ def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage
     """The stages of a run, where several methods are named one for each of them.
 
     `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with one method or none it stays, unless its
-    methods have directories of their own. Of stages with methods and the same number those stay
+    methods have separate directories. Of stages with methods and the same number those stay
     that have a named one, without a name the first.
 
     Raises:

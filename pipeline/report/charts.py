@@ -86,7 +86,7 @@ class Curve:
     """Few exact points, such as evaluations: drawn with dots, not smoothed."""
 
 
-def charts_of(columns: Iterable[str]) -> list[Chart]:
+def make_charts(columns: Iterable[str]) -> list[Chart]:
     """The charts of these columns of metrics.jsonl."""
     given = set(columns) - NO_CURVES
     metrics = sorted({column.removeprefix("eval_") for column in given})
@@ -102,7 +102,7 @@ def charts_of(columns: Iterable[str]) -> list[Chart]:
 def step_charts(step: StepResult) -> list[DrawnChart]:
     """Every chart of the step that has a curve of two points or more."""
     drawn: list[DrawnChart] = []
-    for chart in charts_of(dict.fromkeys(name for line in step.metrics for name in line)):
+    for chart in make_charts(dict.fromkeys(name for line in step.metrics for name in line)):
         curves = [
             Curve(name, points, measured=column.startswith("eval_"))
             for column, name in chart.names.items()

@@ -200,7 +200,7 @@ def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
     raise ValueError(f"no evaluation at a KL of {kl} or more")
 
 
-def interval_of(figure: str, values: Values) -> Interval | None:
+def get_interval(figure: str, values: Values) -> Interval | None:
     """95 % interval of the mean of a figure over prompts; None for fewer than two of them."""
     given = known(values)
     if len(given) < 2:
@@ -237,7 +237,7 @@ def _at_equal_kl(methods: Sequence[Method], kl: float, figure: str) -> list[AtEq
         interval = difference_interval(figure, best, local)
         verdict: Verdict = "not told apart" if interval is None else verdict_of(interval)
         against = None if method is ranked[0] else verdict
-        found.append(AtEqualKL(method, mean(known(local)), interval_of(figure, local), against))
+        found.append(AtEqualKL(method, mean(known(local)), get_interval(figure, local), against))
     return found
 
 
@@ -296,7 +296,7 @@ def _row(method: Method, comparison: Comparison) -> tuple[str, ...]:
     cells = [
         method.title,
         shown(figure, mean(known(values))) if known(values) else missing,
-        _interval(figure, interval_of(figure, values)),
+        _interval(figure, get_interval(figure, values)),
         DASH if kl is None else nats(kl),
         DASH if length is None else f"{length:.1f}",
         DASH if stops is None else percent(stops),

@@ -16,9 +16,9 @@ from pipeline.report.findings import findings
 from pipeline.report.methods import compare_methods, heads, kl_chart, rows
 from pipeline.report.results import (
     Results,
-    events_of,
     model_directory,
     model_to_talk_to,
+    read_events,
     read_results,
 )
 from pipeline.system.installation import CHAT
@@ -59,7 +59,7 @@ def render(results: Results, out: Path) -> str:
         trained=listed([title(step.name, results) for step in optimized]) if optimized else "",
         figures={name: before_after(step) for name, step in results.steps.items()},
         charts={name: step_charts(step) for name, step in results.steps.items()},
-        guards={name: events_of(step) for name, step in results.steps.items()},
+        guards={name: read_events(step) for name, step in results.steps.items()},
         models=models,
         chat=f"{CHAT} --path {model_directory(out, talking)}" if talking else "",
         out=out,

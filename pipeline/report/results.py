@@ -193,12 +193,12 @@ class GuardEvent:
         return f"back to {at}" if self.action == "rollback" else "warned"
 
 
-def events_of(step: StepResult) -> list[GuardEvent]:
+def read_events(step: StepResult) -> list[GuardEvent]:
     """The events of the guards, in order."""
-    return [event for line in step.events if (event := event_of(line)) is not None]
+    return [event for line in step.events if (event := parse_event(line)) is not None]
 
 
-def event_of(line: Line) -> GuardEvent | None:
+def parse_event(line: Line) -> GuardEvent | None:
     """The guard event in a line of metrics.jsonl, if it has one."""
     guard = mapping(line.get("guard"))
     if not guard:
@@ -218,7 +218,7 @@ def without_undone(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
     kept: list[Line] = []
     events: list[Line] = []
     for line in lines:
-        event = event_of(line)
+        event = parse_event(line)
         if event is None:
             kept.append(line)
             continue

@@ -12,7 +12,7 @@ from pipeline.cli.options import (
     write_config,
 )
 from pipeline.config import EMBEDDED
-from pipeline.config.deepspeed import notice_of
+from pipeline.config.deepspeed import read_notice
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import check_machines
 from pipeline.plan.output import (
@@ -101,7 +101,7 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     plan = make_plan(argv, stages)
     if len(argv) > len(given):
         remark(f"the options are those of the run, in {plan.request.output_dir / COMMAND}")
-    if plan.request.zero_config is not None and (notice := notice_of(plan.request.zero_config)):
+    if plan.request.zero_config is not None and (notice := read_notice(plan.request.zero_config)):
         remark(notice)
     if plan.request.dry_run or plan.request.plan_for is not None:
         from pipeline.plan.checks import check_plan

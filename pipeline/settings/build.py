@@ -22,11 +22,11 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
 from pipeline.settings.fields import (
     Option,
-    default_of,
     did_you_mean,
-    fields_of,
+    get_default,
     items_class,
-    kinds_of,
+    list_fields,
+    list_kinds,
     list_of_word,
     list_settings,
     nested,
@@ -83,7 +83,7 @@ def typed_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any
     Raises:
         ConfigError: it has the wrong type.
     """
-    kind, value = type_of(config_class, name), _value_in(config_class, merged, name)
+    kind, value = get_type(config_class, name), _value_in(config_class, merged, name)
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError:
@@ -120,12 +120,12 @@ def merge(
         inner: type, into: dict[str, Any], settings: Mapping[str, Any], prefix: str, place: str
     ) -> None:
         for key, value in settings.items():
-            name, kind = f"{prefix}{key}", kinds_of(inner).get(key)
+            name, kind = f"{prefix}{key}", list_kinds(inner).get(key)
             if kind is None:
                 raise _unknown(config_class, name, section=section, place=place)
             below = section_class(kind)
             if below is not None and isinstance(value, Mapping):
-                into[key] = _opened(into[key] if key in into else default_of(inner, key))
+                into[key] = _opened(into[key] if key in into else get_default(inner, key))
                 lay(below, into[key], value, f"{name}.", place)
                 continue
             require(
@@ -138,26 +138,26 @@ def merge(
     for layer in layers:
         lay(config_class, merged, layer.settings, "", f" in {layer.origin}")
     for name, words in overrides:
-        if type_of(config_class, name) is None:
+        if get_type(config_class, name) is None:
             raise _unknown(config_class, name, section=section, place="")
-        value = _value_of_words(type_of(config_class, name), words, f"--{section}{name}")
+        value = _value_of_words(get_type(config_class, name), words, f"--{section}{name}")
         head, _, key = name.rpartition(".")
         given = {name: value}
-        if head and typing.get_origin(type_of(config_class, head)) is dict:
+        if head and typing.get_origin(get_type(config_class, head)) is dict:
             given = {head: {**_value_in(config_class, merged, head), key: value}}
         lay(config_class, merged, nested(given), "", "")
     return merged
 
 
-def type_of(config_class: type, name: str) -> object:
+def get_type(config_class: type, name: str) -> object:
     """The type of the setting `name`; None where there is no such setting."""
     head, _, rest = name.partition(".")
-    kind = kinds_of(config_class).get(head)
+    kind = list_kinds(config_class).get(head)
     if kind is None or not rest:
         return kind
     inner = section_class(kind)
     if inner is not None:
-        return type_of(inner, rest)
+        return get_type(inner, rest)
     # An entry of a mapping, such as data.fields.prompt.
     return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
 
@@ -170,15 +170,15 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401
 def _opened(value: object) -> dict[str, Any]:
     """A section as a dictionary."""
     if is_dataclass(value):
-        return {each.name: getattr(value, each.name) for each in fields_of(type(value))}
+        return {each.name: getattr(value, each.name) for each in list_fields(type(value))}
     return value if isinstance(value, dict) else {}
 
 
 def _value_in(config_class: type, merged: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
     """The value of a setting among merged ones, or else its default."""
     head, _, rest = name.partition(".")
-    value = merged[head] if head in merged else default_of(config_class, head)
-    inner = section_class(kinds_of(config_class)[head])
+    value = merged[head] if head in merged else get_default(config_class, head)
+    inner = section_class(list_kinds(config_class)[head])
     return value if not rest or inner is None else _value_in(inner, _opened(value), rest)
 
 
@@ -199,10 +199,10 @@ def _checked_items(item_class: type, value: object, name: str, place: str) -> ob
         if not isinstance(item, Mapping) and not is_dataclass(item):
             words = "".join(f"{word}, " for word in getattr(item_class, "WORDS", ()))
             or_list = f"one of {words}or a list" if words else "a list"
-            example = f'[{{"{fields_of(item_class)[0].name}": ...}}]'
+            example = f'[{{"{list_fields(item_class)[0].name}": ...}}]'
             raise ConfigError(f"{name}{place} must be {or_list} as {example}, got {value}")
         for key in item if isinstance(item, Mapping) else ():
-            if type_of(item_class, str(key)) is None:
+            if get_type(item_class, str(key)) is None:
                 raise _unknown(item_class, str(key), section=f"{name}.", place=place)
     return value
 
@@ -274,13 +274,13 @@ def _sentence(error: ValidationError, config_class: type, section: str) -> str:
             kind = items[0] if items[-1] is ... else items[part]
         elif isinstance(part, int) and (item := items_class(kind)) is not None:
             kind = item
-        elif inner is not None and part in kinds_of(inner):
-            name, kind = f"{name}.{part}".lstrip("."), kinds_of(inner)[str(part)]
+        elif inner is not None and part in list_kinds(inner):
+            name, kind = f"{name}.{part}".lstrip("."), list_kinds(inner)[str(part)]
     cause, inner = first.get("ctx", {}).get("error"), section_class(kind)
     if cause is not None and not isinstance(cause, ConfigError):
         raise cause
     if cause is not None and inner is not None:
-        return _with_path(str(cause), f"{name}." if name else "", kinds_of(inner))
+        return _with_path(str(cause), f"{name}." if name else "", list_kinds(inner))
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         item, _, needed = name.rpartition(".")
         return f"{item}: {first['input']} lacks its {needed}"

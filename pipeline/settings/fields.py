@@ -40,7 +40,7 @@ def list_settings(
     """
     hints = typing.get_type_hints(config_class)
     descriptions = _descriptions(config_class)
-    for field in fields_of(config_class):
+    for field in list_fields(config_class):
         name, kind = prefix + field.name, hints[field.name]
         default = _default(field) if instance is None else getattr(instance, field.name)
         inner = section_class(kind)
@@ -50,21 +50,21 @@ def list_settings(
             yield from list_settings(inner, f"{name}.", default)
 
 
-def fields_of(config_class: type) -> list[dataclasses.Field[Any]]:
+def list_fields(config_class: type) -> list[dataclasses.Field[Any]]:
     """The fields that can be set: a class may fix some that its base has (`init=False`)."""
     return [field for field in dataclasses.fields(config_class) if field.init]
 
 
 @functools.cache
-def kinds_of(config_class: type) -> Mapping[str, object]:
+def list_kinds(config_class: type) -> Mapping[str, object]:
     """The types of the fields that can be set, by name."""
     hints = typing.get_type_hints(config_class)
-    return {field.name: hints[field.name] for field in fields_of(config_class)}
+    return {field.name: hints[field.name] for field in list_fields(config_class)}
 
 
-def default_of(config_class: type, name: str) -> object:
+def get_default(config_class: type, name: str) -> object:
     """The default of a field; None where it has none."""
-    field = next(each for each in fields_of(config_class) if each.name == name)
+    field = next(each for each in list_fields(config_class) if each.name == name)
     default = _default(field)
     return None if default is dataclasses.MISSING else default
 
@@ -76,7 +76,7 @@ def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
     """
     descriptions = _descriptions(config_class)
     hints = typing.get_type_hints(config_class)
-    for field in fields_of(config_class):
+    for field in list_fields(config_class):
         inner = section_class(hints[field.name])
         if inner is not None:
             summary = (inner.__doc__ or "").strip().splitlines()[0]
@@ -149,7 +149,7 @@ Option = tuple[str, list[str]]
 def plain(value: object) -> Any:  # noqa: ANN401
     """Dataclasses, tuples and paths as the mappings, lists and strings that YAML has."""
     if dataclasses.is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields_of(type(value))}
+        return {f.name: plain(getattr(value, f.name)) for f in list_fields(type(value))}
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):

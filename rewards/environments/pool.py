@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pipeline.data.examples import Message, Role
 from pipeline.system.errors import UserError
-from rewards.contract import Outcome, described, outcome_of
+from rewards.contract import Outcome, described, parse_outcome
 from rewards.environments.file import VERBS, EnvironmentFile
 from rewards.environments.tools import ToolEnvironment, find_tools
 from rewards.workers import Lane, Workers
@@ -151,7 +151,7 @@ class _Episodes:
         """Play a move; an unknown episode is played up to it first, with time for every call."""
         try:
             if move.verb == "reset":
-                return messages_of("reset", self._begin(move))
+                return parse_messages("reset", self._begin(move))
             if move.episode not in self._playing:
                 self._begin(move)
                 for answer in move.answers[:-1] if move.verb == "step" else move.answers:
@@ -161,7 +161,7 @@ class _Episodes:
             if move.verb == "reward":
                 return verdict_of(self._playing.pop(move.episode).reward())
             returned = self._playing[move.episode].step(move.answers[-1])
-            return None if returned is None else messages_of("step", returned)
+            return None if returned is None else parse_messages("step", returned)
         except BaseException:
             self._playing.pop(move.episode, None)
             raise
@@ -177,7 +177,7 @@ ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "a
 """Plain strings, which the file's subclasses of str may equal."""
 
 
-def messages_of(verb: str, returned: object) -> tuple[Message, ...]:
+def parse_messages(verb: str, returned: object) -> tuple[Message, ...]:
     """The value of reset or step as messages.
 
     Raises:
@@ -214,8 +214,8 @@ def _message(verb: str, given: Any) -> Message:  # noqa: ANN401
 def verdict_of(returned: object) -> Verdict:
     """The value of reward: a number, None, or numbers by name, whose sum counts."""
     if not isinstance(returned, Mapping):
-        return Verdict(outcome_of(returned))
-    outcomes = {str(name): outcome_of(value) for name, value in returned.items()}
+        return Verdict(parse_outcome(returned))
+    outcomes = {str(name): parse_outcome(value) for name, value in returned.items()}
     for name, outcome in outcomes.items():
         if outcome.value is None:
             return Verdict(Outcome.failed(f"{name}: {outcome.failure or 'it gave None'}"))

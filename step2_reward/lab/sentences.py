@@ -21,7 +21,7 @@ def sentences(figures: Mapping[str, Any]) -> list[str]:
     return [*found, *_length(figures), *_probes(figures), *_best_of(figures)]
 
 
-def _count_of(number: int, name: str) -> str:
+def _format_count(number: int, name: str) -> str:
     return f"{number} {name}{'s' if number != 1 else ''}"
 
 
@@ -65,12 +65,12 @@ def _steps(figures: Mapping[str, Any]) -> list[str]:
     if errors["with_error"]:
         parts.append(
             f"the first error is found in {_percent(errors['found'] / errors['with_error'])} of"
-            f" {_count_of(errors['with_error'], 'response')} that have one"
+            f" {_format_count(errors['with_error'], 'response')} that have one"
         )
     if errors["without_error"]:
         parts.append(
             f"none is seen in {_percent(errors['kept'] / errors['without_error'])} of"
-            f" {_count_of(errors['without_error'], 'response')} without"
+            f" {_format_count(errors['without_error'], 'response')} without"
         )
     line = ", and ".join(parts)
     if errors["f1"] is not None:

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from evaluation.figures import Figure, figures_of, pass_at_k
+from evaluation.figures import Figure, compute_figures, pass_at_k
 
 
 def test_pass_at_k_is_the_share_of_the_subsets_that_hold_a_right_answer() -> None:
@@ -32,7 +32,7 @@ def test_each_thing_of_an_answer_is_graded_over_all_answers() -> None:
     first = [{"all": [False], "each": [True, False]}, {"all": [True], "each": [True, True]}]
     second = [{"all": [False], "each": [False]}, {"all": [False], "each": [False]}]
 
-    figures = {each.name: each for each in figures_of("t", [first, second], ks=(1, 2))}
+    figures = {each.name: each for each in compute_figures("t", [first, second], ks=(1, 2))}
 
     assert {name: each.value for name, each in figures.items()} == {
         "t_all": 0.25,

@@ -20,6 +20,6 @@ def test_a_failed_response_has_no_reward_and_a_source_without_weight_hides_none(
     values = without_failures([correct, length, unweighted], weights)
 
     assert values == [[None, None, 3.0], [4.0, None, 1.0], [None, None, None]]
-    # Where only length applies it weighs what both do: 1.5 of its own weight's 0.5.
+    # If only length applies, it has the weight of both: 1.5 instead of 0.5.
     assert weighted_sum(values, weights) == [1.5 * 4, None, 3 + 0.5]
     assert without_failures([unweighted], [0.0]) == [[None, None, None]]

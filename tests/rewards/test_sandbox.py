@@ -138,7 +138,7 @@ time.sleep({seconds})
 )
 @pytest.mark.parametrize("seconds", [0.4, 1000])
 def test_orphans_end_with_their_program(limits: Limits, seconds: float) -> None:
-    """Whether the program ends by itself or at its deadline."""
+    """Return whether the program ends before its deadline."""
     mark = f"orphan-{os.getpid()}-{seconds}"
     program = ORPHAN.format(mark=mark, seconds=seconds)
 

@@ -17,7 +17,7 @@ from step3_ppo.experience import score_responses
 from step3_ppo.metrics import episode_statistics
 from step3_ppo.models import Models
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rewards import rewards_of
+from step3_ppo.rewards import compute_rewards
 from step3_ppo.rollout import PromptBatch, generate_responses, sampled_responses
 from tests.distributed import rank, run_ranks, world_size
 from tests.step3_ppo.games import game_config, game_models, rows
@@ -156,7 +156,7 @@ def test_what_fails_in_an_environment_is_masked_and_said_and_costs_nobody_else(t
         extra = [*({"how": how, "turns": 2} for how in FAILURES), *whole]
         episodes = played(models, config, *extra)
         score = torch.tensor([each.stopped for each in episodes])
-        rewards = rewards_of(models, None, score, config)
+        rewards = compute_rewards(models, None, score, config)
 
     for how, sentence, episode in zip(FAILURES, FAILURES.values(), episodes, strict=False):
         assert len(episode.ids) > 0, how

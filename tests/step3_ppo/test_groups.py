@@ -9,7 +9,7 @@ import torch
 
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import compute_advantages, score_responses
-from step3_ppo.rewards import reward_of
+from step3_ppo.rewards import compute_reward
 from step3_ppo.rollout import generate_responses
 from step3_ppo.train import train
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
@@ -55,7 +55,7 @@ def test_the_responses_to_a_prompt_differ_and_stand_together(toy: Path) -> None:
 
     responses = generate_responses(models, prompts, config, keys=range(8))
     experience = score_responses(models, prompts, responses, config)
-    score = reward_of(experience.score, experience.stopped, models, config)
+    score = compute_reward(experience.score, experience.stopped, models, config)
     rollout = compute_advantages(experience, score, config, kl_coef=0.0)
 
     assert len({tuple(response.ids) for response in responses[:4]}) > 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.config import LoraConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import compute_advantages, score_responses
-from step3_ppo.rewards import reward_of
+from step3_ppo.rewards import compute_reward
 from step3_ppo.rollout import generate_responses
 from step3_ppo.update import update_policy
 from tests.distributed import rank, world_size
@@ -66,7 +66,7 @@ def two_iterations(directory: str, changes: Mapping[str, Any], *, reuse: bool) -
         responses = generate_responses(models, prompts, config, keys=keys)
         experience = score_responses(models, prompts, responses, config, step=step)
         assert (experience.forward is not None) == reuse
-        score = reward_of(experience.score, experience.stopped, models, config)
+        score = compute_reward(experience.score, experience.stopped, models, config)
         rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
         updates = update_policy(models, rollout, config, step=step, forward=experience.forward)
         metrics.append(updates.metrics())
@@ -100,7 +100,7 @@ def test_each_model_is_run_once_for_scores_and_first_update(toy: Path) -> None:
         for name, engine in {"actor": models.actor, "critic": models.critic}.items():
             engine.model.register_forward_hook(lambda *_, name=name: calls.append(name))
         experience = score_responses(models, PROMPTS, responses, config, step=1)
-        score = reward_of(experience.score, experience.stopped, models, config)
+        score = compute_reward(experience.score, experience.stopped, models, config)
         rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
         update_policy(models, rollout, config, step=1, forward=experience.forward)
         assert calls.count("actor") == calls.count("critic")

@@ -16,7 +16,7 @@ from rewards.workers import RewardError
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rewards import ResponseRewards, reward_of, rewards_of
+from step3_ppo.rewards import ResponseRewards, compute_reward, compute_rewards
 from step3_ppo.train import train
 from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models
 
@@ -102,7 +102,7 @@ def rewarded(config: PPOConfig, *wanted: float | None, **options: Any) -> Respon
             submit(index, responses[index])
         score = torch.arange(len(wanted)).float() if config.uses_reward_model else None
         stopped = torch.tensor([each.stopped for each in responses])
-        return rewards_of(models, score, stopped, config, **options)
+        return compute_rewards(models, score, stopped, config, **options)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ def test_a_model_s_normalized_score_is_one_more_source(toy: Path, file: Path) ->
     found = rewarded(config, 1.0, None, 3.0)
 
     stopped = torch.tensor([True, True, False])
-    score = reward_of(torch.arange(3).float(), stopped, models, config)  # -0.25, 0.25, -1
+    score = compute_reward(torch.arange(3).float(), stopped, models, config)  # -0.25, 0.25, -1
     assert score.tolist() == [-0.25, 0.25, -1.0]
     # Where the function doesn't apply the model has the weight of both.
     assert found.reward.tolist() == [2.0 - 0.125, 2.5 * 0.25, 6.0 - 0.5]

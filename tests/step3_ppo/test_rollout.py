@@ -10,7 +10,7 @@ from inference.generation import Response
 from step3_ppo.experience import Experience, compute_advantages, score_responses
 from step3_ppo.metrics import rollout_statistics
 from step3_ppo.models import Models
-from step3_ppo.rewards import reward_of
+from step3_ppo.rewards import compute_reward
 from step3_ppo.rollout import generate_responses
 from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models
 
@@ -72,7 +72,7 @@ def test_generation_and_training_agree_on_the_policy(models: Models, toy: Path) 
     config = toy_config(toy, temperature=0.7, micro_batch_size=3)
     responses = generate_responses(models, PROMPTS, config, keys=range(8))
     experience = score_responses(models, PROMPTS, responses, config)
-    score = reward_of(experience.score, experience.stopped, models, config)
+    score = compute_reward(experience.score, experience.stopped, models, config)
 
     rollout = compute_advantages(experience, score, config, kl_coef=0.1)
 
@@ -90,7 +90,7 @@ def test_scores_are_normalized_then_clipped_and_replaced_where_the_end_is_missin
     experience = Experience(**{**vars(experience), "score": raw})
 
     def reward(**changes: object) -> list[float]:
-        return reward_of(
+        return compute_reward(
             experience.score, experience.stopped, models, toy_config(toy, **changes)
         ).tolist()
 

@@ -13,7 +13,7 @@ from inference.generation import Response
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
-from step3_ppo.rewards import counted_scores, measured_moments, raw_scores, reward_of
+from step3_ppo.rewards import compute_reward, counted_scores, measured_moments, raw_scores
 from tests.step3_ppo.resumed import run_whole_and_resumed
 from tests.step3_ppo.toy import END, PROMPTS, save_models, toy_config, toy_models
 
@@ -34,7 +34,7 @@ def test_a_response_without_an_end_never_gains_by_it(models: Models, toy: Path) 
         return counted_scores(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
 
     def rewards(**changes: Any) -> list[float]:
-        return reward_of(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
+        return compute_reward(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
 
     assert counted() == [2.5, 0.5 - 2.0, -40.5]
     assert counted(normalize_score=False) == [2.5, -1.0, -40.5]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline.config import OptimConfig, TrainedModelConfig
 from step3_ppo.experience import compute_advantages, score_responses
 from step3_ppo.metrics import rollout_statistics
-from step3_ppo.rewards import reward_of
+from step3_ppo.rewards import compute_reward
 from step3_ppo.rollout import generate_responses
 from step3_ppo.update import (
     PtxStream,
@@ -189,7 +189,7 @@ def iteration(directory: str) -> dict[str, float]:
     prompts = [PROMPTS[row] for row in rows]
     responses = generate_responses(models, prompts, config, keys=rows)
     experience = score_responses(models, prompts, responses, config)
-    score = reward_of(experience.score, experience.stopped, models, config)
+    score = compute_reward(experience.score, experience.stopped, models, config)
     rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
     statistics = rollout_statistics(rollout)
     updates = update_policy(models, rollout, config, step=1, ema=None, ptx=None)

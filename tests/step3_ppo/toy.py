@@ -15,7 +15,7 @@ from pipeline.models.chat import load_chat
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Rollout, compute_advantages, score_responses
 from step3_ppo.models import Models, load_models
-from step3_ppo.rewards import reward_of
+from step3_ppo.rewards import compute_reward
 from step3_ppo.rollout import generate_responses
 from step3_ppo.update import PtxStream, Update, update_minibatch
 from tests.families import tiny_causal_lm, tiny_classifier
@@ -76,7 +76,7 @@ def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
             [*responses[row].ids[: length - 1], END], responses[row].logprobs[:length], stopped=True
         )
     experience = score_responses(models, PROMPTS, responses, config, step=1)
-    score = reward_of(experience.score, experience.stopped, models, config)
+    score = compute_reward(experience.score, experience.stopped, models, config)
     return compute_advantages(experience, score, config, kl_coef=config.kl_coef)
 
 

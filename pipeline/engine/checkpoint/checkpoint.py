@@ -18,7 +18,7 @@ from pipeline.engine.checkpoint.format import (
     parse_label,
 )
 from pipeline.files.safetensors_header import read_header
-from pipeline.files.weight_files import DTYPES, bytes_of, read_at
+from pipeline.files.weight_files import DTYPES, read_at, view_bytes
 from pipeline.system.errors import CheckpointError, ModelError
 
 CHUNK_BYTES = 16 * 2**20
@@ -270,7 +270,7 @@ def _read(piece: _Stored, offset: int, out: Tensor) -> None:
         with piece.file.open("rb", buffering=0) as file:
             for target in out.split(step):
                 chunk = target if direct else torch.empty(target.numel(), dtype=dtype)
-                read_at(file.fileno(), bytes_of(chunk), position)
+                read_at(file.fileno(), view_bytes(chunk), position)
                 position += chunk.nbytes
                 if not direct:
                     target.copy_(chunk)

@@ -46,7 +46,7 @@ from pipeline.files.durable import (
     sync,
     write_durably,
 )
-from pipeline.files.weight_files import DTYPES, bytes_of
+from pipeline.files.weight_files import DTYPES, view_bytes
 from pipeline.system.errors import CheckpointError, ConfigError, require
 from pipeline.system.faults import fault_point
 
@@ -332,7 +332,7 @@ def write_file(path: Path, fragments: Sequence[Fragment]) -> StoredFile:
     crc32 = 0
     with path.open("wb") as file:
         head = len(text).to_bytes(8, "little") + text
-        for part in (memoryview(head), *(bytes_of(fragment.tensor) for fragment in ordered)):
+        for part in (memoryview(head), *(view_bytes(fragment.tensor) for fragment in ordered)):
             for begin in range(0, part.nbytes, CHUNK_BYTES):
                 chunk = part[begin : begin + CHUNK_BYTES]
                 crc32 = zlib.crc32(chunk, crc32)

@@ -23,20 +23,20 @@ def test_the_text_of_real_tokens_is_what_their_tokenizer_decodes(
 ) -> None:
     tokenizer = make()
     ids = list(tokenizer(TEXT)["input_ids"])
-    bytes_of = TokenBytes(tokenizer)
+    view_bytes = TokenBytes(tokenizer)
 
-    found = pieces(ResponseText(bytes_of), ids)
+    found = pieces(ResponseText(view_bytes), ids)
 
     whole = plain_text(tokenizer, ids)
     assert "".join(found) == whole
     assert not any("\ufffd" in piece for piece in found)
     begins = ids[1:] if ids[0] in tokenizer.all_special_ids else ids
-    assert b"".join(bytes_of.of_all(begins, begins=True)).decode() == whole
+    assert b"".join(view_bytes.of_all(begins, begins=True)).decode() == whole
 
 
 def test_a_stop_string_never_appears_however_tokens_divide_it() -> None:
     tokenizer = build_tokenizer()
-    bytes_of = TokenBytes(tokenizer)
+    view_bytes = TokenBytes(tokenizer)
     chance = random.Random(2)
     cut = 0
     for _ in range(400):
@@ -53,7 +53,7 @@ def test_a_stop_string_never_appears_however_tokens_divide_it() -> None:
                 ]
             )
         ]
-        response = ResponseText(bytes_of, stops)
+        response = ResponseText(view_bytes, stops)
 
         found = pieces(response, ids)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.deepspeed import ACTING, IGNORED, deepspeed_layer, notice_of
+from pipeline.config.deepspeed import ACTING, IGNORED, deepspeed_layer, read_notice
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.fields import Option
 from pipeline.system.errors import ConfigError
@@ -102,7 +102,7 @@ def test_deepspeed_chat_configuration(tmp_path: Path) -> None:
     assert (config.batch_size, config.micro_batch_size) == (64, 4)
     assert (config.model.precision, config.model.fp16.loss_scale_window) == ("fp16", 100)
     assert config.trackers == ("tensorboard",)
-    notice = notice_of(path)
+    notice = read_notice(path)
     assert notice is not None
     assert "hybrid_engine.enabled, hybrid_engine.max_out_tokens" in notice
 
@@ -164,7 +164,7 @@ def test_an_optimizer_and_a_schedule_replace_others_completely(tmp_path: Path) -
     assert (optim.lr, optim.warmup_steps, optim.final_lr_ratio) == (1e-3, 7, 0.0)
     assert optim.schedule_params == {}
     assert "scheduler.params.warmup_min_lr, scheduler.params.total_num_steps" in str(
-        notice_of(path)
+        read_notice(path)
     )
 
 
@@ -247,10 +247,10 @@ def test_a_feature_that_is_not_available_is_refused_unless_it_is_off(
         return value
 
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)} in .*ds.json is not available"):
-        notice_of(written(tmp_path, content(value)))
+        read_notice(written(tmp_path, content(value)))
     for off in (None, False, {"enabled": False}):
-        assert notice_of(written(tmp_path, content(off))) is None
-    assert notice_of(written(tmp_path, {"zero_optimization": {"mics_shard_size": -1}})) is None
+        assert read_notice(written(tmp_path, content(off))) is None
+    assert read_notice(written(tmp_path, {"zero_optimization": {"mics_shard_size": -1}})) is None
 
 
 def test_the_documentation_shows_every_key() -> None:

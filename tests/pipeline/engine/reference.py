@@ -23,7 +23,7 @@ class Trained:
 
 def train_plainly(
     model: nn.Module,
-    loss_of: Callable[[nn.Module, int, int, int], Tensor],
+    compute_loss: Callable[[nn.Module, int, int, int], Tensor],
     *,
     steps: int,
     world_size: int,
@@ -33,7 +33,7 @@ def train_plainly(
     weight_decay: float = 0.1,
     scale: float = 1.0,
 ) -> Trained:
-    """Train with AdamW; `loss_of(model, step, micro_batch, rank)` is a share of the step's loss."""
+    """Train with AdamW; `compute_loss(model, step, micro_batch, rank)` is a share of the loss."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for param in params.values():  # also where a tied weight gets two gradients in one pass
         param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
@@ -50,7 +50,7 @@ def train_plainly(
         for micro_batch in range(accumulation):
             by_rank = []
             for rank in range(world_size):
-                (scale * loss_of(model, step, micro_batch, rank)).backward()
+                (scale * compute_loss(model, step, micro_batch, rank)).backward()
                 by_rank.append({name: p.grad for name, p in params.items()})
                 model.zero_grad()
             summed = {name: pairwise([grads[name] for grads in by_rank]) for name in params}

@@ -16,8 +16,8 @@ from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
 from pipeline.engine.state import (
     describe,
-    fragments_of,
     frozen_fragments,
+    list_fragments,
     load,
     read_part,
     trained_fragments,
@@ -210,7 +210,7 @@ def test_pieces_of_shards_have_their_places_in_the_full_parameter(
         part = Part(torch.Size(shape), specs, number)
         flat = part.own.of(full.view(shape)).reshape(-1)
         for start, stop in pairwise((0, 1, len(flat) // 2 + 1, len(flat))):
-            for each in fragments_of("w", part, start, flat[start:stop]):
+            for each in list_fragments("w", part, start, flat[start:stop]):
                 columns = each.columns or Columns(0, len(full), len(full))
                 found[columns.places(each.start, each.start + len(each.tensor))] = each.tensor
             out = torch.empty_like(flat[start:stop])

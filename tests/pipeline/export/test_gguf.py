@@ -11,7 +11,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from pipeline.demo.model import build_tokenizer
 from pipeline.export.command import main
-from pipeline.export.gguf_file import EXPRESSIONS, GgufExport, vocabulary_of
+from pipeline.export.gguf_file import EXPRESSIONS, GgufExport, read_vocabulary
 from pipeline.export.source import read_source
 from pipeline.export.verify import UnverifiedError
 from pipeline.system.errors import ModelError
@@ -123,19 +123,19 @@ def test_the_pre_tokenizer_is_found_by_the_tokens_of_texts(name: str) -> None:
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes])
 
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer), "DIR")
+    vocabulary = read_vocabulary(tokenizer, len(tokenizer), "DIR")
 
     texts = {text: tokenizer.encode(text) for text in ("You'LL see 12345 of them", "a\n\n b")}
     assert vocabulary.agrees(texts)
     backend.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("e")
     with pytest.raises(ModelError, match="DIR splits text in another way than"):
-        vocabulary_of(tokenizer, len(tokenizer), "DIR")
+        read_vocabulary(tokenizer, len(tokenizer), "DIR")
 
 
 @pytest.mark.parametrize("make", [byte_level, prepending, build_tokenizer])
 def test_a_changed_vocabulary_has_other_tokens(make: Any) -> None:
     tokenizer = make()
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer), "DIR")
+    vocabulary = read_vocabulary(tokenizer, len(tokenizer), "DIR")
     text = "Hello you! How are you?"
     texts = {text: tokenizer.encode(text, add_special_tokens=False)}
 

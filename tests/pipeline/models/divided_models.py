@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.engine.engine import Engine
-from pipeline.engine.tensor_parts import part_of, role_of
+from pipeline.engine.tensor_parts import get_part, get_role
 from pipeline.models.divided_vocabulary import LARGE
 from pipeline.models.forward import Policy
 from pipeline.models.lora import add_lora
@@ -81,12 +81,12 @@ def learned(
     params = dict(engine.model.named_parameters())
     found: dict[str, Tensor] = {}
     for name, gradient in get_gradients(engine).items():
-        part = part_of(params[name])
+        part = get_part(params[name])
         shares = engine.tensor.gather(gradient, what="a test")
         found[name] = gradient if part is None else part.joined(shares)
     roles: dict[str, set[str]] = {}
     for name, param in params.items():
-        roles.setdefault(role_of(param), set()).add(name.split(".")[-2])
+        roles.setdefault(get_role(param), set()).add(name.split(".")[-2])
     logits = Policy(trained).eval().logits(rows).sum().item()
     norm = engine.step().grad_norm
     return {"gradients": found, "norm": norm, "roles": roles, "loss": loss.item(), "logits": logits}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.parallel.group import WHATS, What
-from pipeline.parallel.mesh import pipeline_of
+from pipeline.parallel.mesh import get_pipeline
 from pipeline.parallel.schedules import Instruction, instructions
 from pipeline.parallel.transfer import Transfers
 from tests.distributed import run_ranks
@@ -23,8 +23,8 @@ class Call(NamedTuple):
     other: int
 
 
-def calls_of(stage: int, order: Sequence[Instruction], stages: int) -> list[Call]:
-    """What a stage sends and receives in a step, in order."""
+def list_calls(stage: int, order: Sequence[Instruction], stages: int) -> list[Call]:
+    """Return the sends and receives of a stage in a step, in order."""
     calls: list[Call] = []
     for kind, number in order:
         back = kind == "backward"
@@ -77,12 +77,12 @@ def test_no_stage_waits_forever_where_sends_wait_for_receives(stages: int) -> No
     for count in (1, stages, 2 * stages, 2 * stages + 1):
         orders = [instructions(stage=at, stages=stages, count=count) for at in range(stages)]
 
-        assert left_over([calls_of(at, order, stages) for at, order in enumerate(orders)]) == 0
+        assert left_over([list_calls(at, order, stages) for at, order in enumerate(orders)]) == 0
 
 
 def exchanged() -> list[list[float]]:
     """Both send all kinds before they receive any, in channels that each has for itself."""
-    stages = pipeline_of([(0, 1)], timeout_seconds=60.0, apart=True)
+    stages = get_pipeline([(0, 1)], timeout_seconds=60.0, apart=True)
     assert len({*stages.channels.values(), stages.process_group}) == len(WHATS) + 1
     transfers, other = Transfers(stages), 1 - stages.rank
     for number, what in enumerate(WHATS):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.report.charts import charts_of, smoothed, thinned
+from pipeline.report.charts import make_charts, smoothed, thinned
 
 
 def test_smoothing_is_the_mean_of_neighbours_and_narrows_at_the_ends() -> None:
@@ -30,7 +30,7 @@ def test_thinning_keeps_the_one_spike_among_many_steps() -> None:
 def test_a_metric_and_its_evaluation_share_a_chart_and_the_important_ones_come_first() -> None:
     columns = ["step", "seconds", "eval_loss", "reward_right", "loss", "kl", "eval_gsm8k_strict"]
 
-    charts = [(chart.title, list(chart.names.values())) for chart in charts_of(columns)]
+    charts = [(chart.title, list(chart.names.values())) for chart in make_charts(columns)]
 
     assert charts == [
         ("Loss", ["training", "held out"]),

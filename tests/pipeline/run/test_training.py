@@ -1,4 +1,4 @@
-"""What the training steps share: the loss, and how often a step evaluates."""
+"""Shared by the training steps: the loss, and the frequency of evaluations."""
 
 import math
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.memory import peak_bytes_of
+from benchmarks.memory import measure_peak_bytes
 from pipeline.kernels.logprobs import (
     TILE,
     VOCABULARY_TILE,
@@ -180,7 +180,7 @@ def test_memory_is_at_most_a_sixth_of_the_plain_ways(uniform: bool, entropy: boo
             loss.backward()
             hidden.grad = weight.grad = None
 
-        return peak_bytes_of(step) - hidden.nbytes - weight.nbytes
+        return measure_peak_bytes(step) - hidden.nbytes - weight.nbytes
 
     plain = peak(reference_logprobs, temperature=1.0)
     ours = peak(linear_logprobs, uniform=uniform)
