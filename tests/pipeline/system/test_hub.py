@@ -33,12 +33,28 @@ def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.s
         require_reachable("no a/b", ModelError, instead="c")
 
 
-def test_names_that_nobody_knows_are_refused_at_once_without_a_network(
-    listening: socket.socket, tmp_path: Path
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        (
+            ("--data-path", "no/data"),
+            "data path no/data is neither a file or directory here nor in the Hub's cache"
+            " (127.0.0.1 can't be reached: Connection refused); check the name and the connection,"
+            " or give a local file",
+        ),
+        (
+            ("--actor-model", "no/model"),
+            "no such model: no/model is neither a local model directory nor on this machine"
+            " (127.0.0.1 can't be reached: Connection refused); check the name and the connection,"
+            " or give a directory",
+        ),
+    ],
+)
+def test_unknown_names_are_refused_at_once_without_a_network(
+    listening: socket.socket, tmp_path: Path, option: tuple[str, str], error: str
 ) -> None:
     listening.close()
-
-    argv = ("--actor-model", "no/model", "--data-path", "no/data", "--output-dir", tmp_path / "out")
+    argv = (*option, "--output-dir", tmp_path / "out")
 
     ended = subprocess.run(
         [sys.executable, "train.py", *map(str, argv)],
@@ -50,11 +66,4 @@ def test_names_that_nobody_knows_are_refused_at_once_without_a_network(
     )
 
     assert ended.returncode == 2
-    assert ended.stderr.splitlines() == [
-        "error: data path no/data is neither a file or directory here nor in the Hub's cache"
-        " (127.0.0.1 can't be reached: Connection refused); check the name and the connection, or"
-        " give a local file",
-        "error: no such model: no/model is neither a local model directory nor on this machine"
-        " (127.0.0.1 can't be reached: Connection refused); check the name and the connection, or"
-        " give a directory",
-    ]
+    assert ended.stderr.splitlines() == [f"error: {error}"]
