@@ -43,7 +43,7 @@ def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.s
             " or give a local file",
         ),
         (
-            ("--actor-model", "no/model"),
+            ("--actor-model", "no/model", "--data-path", "embedded"),
             "no such model: no/model is neither a local model directory nor on this machine"
             " (127.0.0.1 can't be reached: Connection refused); check the name and the connection,"
             " or give a directory",
@@ -51,7 +51,7 @@ def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.s
     ],
 )
 def test_unknown_names_are_refused_at_once_without_a_network(
-    listening: socket.socket, tmp_path: Path, option: tuple[str, str], error: str
+    listening: socket.socket, tmp_path: Path, option: tuple[str, ...], error: str
 ) -> None:
     listening.close()
     argv = (*option, "--output-dir", tmp_path / "out")
