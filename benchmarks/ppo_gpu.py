@@ -199,7 +199,7 @@ def wait() -> None:
 
 
 def gates(found: dict[str, Any]) -> list[tuple[str, bool]]:
-    """Return the requirement, and whether it holds."""
+    """Return each requirement, and whether it holds."""
     return [
         (
             f"{found['sequences_per_second']:.1f} sequences/s, at least {SEQUENCES_PER_SECOND:.0f}",

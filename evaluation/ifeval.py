@@ -360,7 +360,7 @@ def read(reading: Reading) -> list[Question]:
 
 
 def grade(question: Question, response: str) -> Grades:
-    """Return the instructions that a response follows, and whether all; strict and loose.
+    """Return whether each instruction is followed, and whether all are; strict and loose.
 
     Loose takes an instruction as followed if it is by the response without its first or last line,
     or without asterisks: an opening, a closing sentence or bold letters spoil many a check.

@@ -182,7 +182,7 @@ def _prepare(job: dict) -> None:
         options = f"size={job['disk_mb']}m,mode=755".encode()
         place = job["place"].encode()
         checked("mount", libc.mount(b"tmpfs", place, b"tmpfs", MS_NOSUID | MS_NODEV, options))
-        # In a directory that other users can read, unlike a home directory.
+        # In a directory that the program's user can reach; a home directory may be closed.
         python = job["python"].encode()
         os.mkdir(python)  # noqa: PTH102 - pathlib takes as long as all of this
         checked("mount", libc.mount(job["prefix"].encode(), python, None, MS_BIND | MS_REC, None))

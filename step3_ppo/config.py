@@ -184,7 +184,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Weight of the KL penalty to the reference."""
 
     kl_in: Literal["reward", "loss", "none"] = "reward"
-    """Place of the penalty: reward or loss (use_kl_loss)."""
+    """Where the penalty applies: reward, loss (use_kl_loss), or none."""
 
     kl_estimator: Literal["auto", "k1", "k2", "k3", "k3_is"] = "auto"
     """auto is k1 in the reward, and in the loss k3_is, whose gradient is that of KL(pi || pi_ref),

@@ -247,7 +247,7 @@ class Evaluator:
         self.start = 0.0
         """The objective of step 1's model."""
         self.least_gold = -math.inf
-        """The least gold of the best actor, whatever its objective."""
+        """Minimum gold of the best actor, whatever its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
         """Let step 1's model answer all held-out prompts; it is the first candidate.

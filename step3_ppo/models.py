@@ -66,7 +66,7 @@ class RewardText:
         self._dialogues |= {tuple(each.input_ids): each.messages for each in prompts}
 
     def encode(self, prompt: Sequence[int], response: Response) -> Encoded:
-        """Return the reward model's input for a response, with an end if the response has one."""
+        """Return the reward model's tokens; no end-of-turn token if the response has none."""
         if isinstance(response, EpisodeResponse):
             *before, answer = (*response.opening, *response.turns)
         else:

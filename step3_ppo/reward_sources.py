@@ -68,7 +68,7 @@ class RewardSources:
     def submitting(
         self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
     ) -> "Submitting":
-        """Callback for each response as it ends."""
+        """Return the callback for each response that ends."""
         return Submitting(self, prompts, tokenizer)
 
     def submit(self, episodes: Sequence[Episode]) -> None:
@@ -104,7 +104,7 @@ class RewardSources:
         return results
 
     def _of_first(self, own: T) -> T:
-        """Broadcast from the first of the processes with the same responses."""
+        """Return the object of the first of the processes with the same responses."""
         return self._same_rows.gather_objects(own)[0]
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,18 +15,17 @@ class ParallelConfig:
     """How the processes of a step share the models that it trains."""
 
     replicas: int = 1
-    """Copies of the sharded models (HSDP, hybrid sharding): each is kept by this fraction of the
+    """Copies of the sharded models (HSDP, hybrid sharding): each is kept by 1/replicas of the
     processes, neighbours in rank, which share states by `zero_stage` among themselves alone, and
     gradients are summed over the copies; 1 shares among all."""
 
     pp: int = 1
     """Stages of a pipeline (pipeline_model_parallel_size): each has some of the model's blocks, on
-    so many-th of the processes; 1 has the model whole."""
+    1/pp of the processes; 1 keeps the model in one piece."""
 
     tp: int = 1
     """Processes that compute each layer together (tensor_model_parallel_size), neighbours in rank:
-    each has a part of the heads of attention and of the width of the MLPs; 1 has layers whole.
-   """
+    each has a part of the heads of attention and of the width of the MLPs; 1 shards no layer."""
 
     sequence: bool = True
     """With `tp`: each process keeps hidden states of different tokens between these parts
@@ -92,7 +91,7 @@ class ParallelConfig:
             )
 
     def pipelines(self, processes: int) -> int:
-        """Of `processes` those, or groups with parts of a model, that have different rows."""
+        """Number of processes, or groups with parts of one model, that have different rows."""
         return max(1, processes // (self.pp * self.tp))
 
     @property

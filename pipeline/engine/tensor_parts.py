@@ -59,7 +59,7 @@ class Part:
         return self.whole[self.own.dim + 1 :].numel()
 
     def in_blocks(self, block: int) -> "Part | None":
-        """The same part in the parameter's blocks of `size` consecutive elements, numbered by row.
+        """The same part in the parameter's blocks of `block` consecutive elements, numbered by row.
 
         None where a process has a part of a block.
         """

@@ -5,6 +5,7 @@ The metrics are equal on all processes, so that all decide alike.
 
 import copy
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ MAX_ROLLBACKS = 2
 logger = logging.getLogger(__name__)
 
 
-class Signals:
+class Signals(ABC):
     """The signals of a step: their values, and their sentences about a run."""
 
     OF_THE_START: ClassVar[Sequence[str]]
@@ -43,13 +44,14 @@ class Signals:
     """By signal: a format string of the metrics, `first` (those of the start), `limit` and `value`
     with what is wrong and what may help."""
 
+    @abstractmethod
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
         """The signal in the unit of its limit; None where it was not measured."""
-        raise NotImplementedError
 
     def shows_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
-        """Whether a signal of `Guard.TRENDS` is beyond its limit; most steps have none."""
-        raise NotImplementedError
+        """Return whether the signal of `OF_TRENDS` is beyond its limit; most steps have none."""
+        del guard, history
+        return False
 
     def format_sentence(
         self, guard: Guard, metrics: Mapping[str, Any], first: Metrics, history: Sequence[Metrics]

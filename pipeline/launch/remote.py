@@ -87,7 +87,7 @@ class _Group:
         self._passed_on = 0
         self._failed: _Command | None = None
         self._deadline = float("inf")
-        """Times at which running commands get a signal, and at which their connection is closed."""
+        """Time at which running commands get a signal, or, after one, lose their connection."""
 
     def note_signal(self, number: int, _frame: object) -> None:
         """Store a signal, which the loop passes on."""

@@ -181,7 +181,7 @@ def in_order(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tenso
 
 
 class _OneOrder(torch.autograd.Function):
-    """Keeps its graph, and runs its backward pass where no order is free."""
+    """Attention whose backward pass fails rather than run a nondeterministic operator."""
 
     @staticmethod
     def forward(ctx: Any, attend: Attend, *heads: Tensor) -> Tensor:  # noqa: ANN401

@@ -53,7 +53,7 @@ class ForwardPasses:
     """The passes of a model that this process has whole."""
 
     def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
-        """Results of the batches on the last stage; none elsewhere.
+        """Return `found` of each batch on the last stage, and nothing on the others.
 
         Without gradients where the caller has turned them off.
         """
@@ -62,12 +62,12 @@ class ForwardPasses:
     def forward_everywhere(
         self, batches: Sequence[B], found: Found[B], shape_of: Callable[[B], Sequence[int]]
     ) -> list[Tensor]:
-        """Return the results of the batches on every stage, in fp32, of shape `shape_of`."""
+        """Return `found` of each batch on every stage, in fp32; `shape_of` gives its shape."""
         del shape_of
         return [each.float() for each in self.forward(batches, found)]
 
     def from_last(self, value: T) -> T:
-        """Broadcast a small object of the last stage to every stage."""
+        """Return the last stage's `value`, a small object, on every stage."""
         return value
 
     def total(self, losses: Sequence[Tensor]) -> float:
@@ -132,7 +132,7 @@ class StagedForwardPasses(ForwardPasses):
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def from_last(self, value: T) -> T:
-        """Broadcast an object of the last stage to every stage."""
+        """Return the last stage's `value` on every stage."""
         return self._stages.gather_objects(value if self._stage.is_last else None)[-1]  # pyright: ignore[reportReturnType]
 
     def total(self, losses: Sequence[Tensor]) -> float:
@@ -140,7 +140,7 @@ class StagedForwardPasses(ForwardPasses):
         return self._stages.sum(super().total(losses))
 
     def everywhere(self, batch: TokenBatch, found: Callable[[], Tensor], out: Tensor) -> Tensor:
-        """Broadcast to every stage, in `out`, the last stage's `found` of a batch."""
+        """Return the last stage's `found()` of a batch on every stage, in `out`."""
         self._follow()
         for output in self._forward(0, batch, found):
             out.copy_(output)

@@ -233,7 +233,7 @@ def find_order(family: Family) -> Order:
     """Return the modules before and after the blocks, by a pass of a small copy.
 
     Raises:
-        ModelError: the order is unknown.
+        ModelError: the order can't be determined.
     """
     model = family.copy(packed=True)
     name, blocks = block_list(model)

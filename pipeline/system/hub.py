@@ -44,7 +44,7 @@ def why_unreachable() -> str | None:
 
 
 def require_reachable(sentence: str, error: type[UserError], *, instead: str) -> None:
-    """Return if the Hub may be used.
+    """Raise an error if the Hub can't be used.
 
     Args:
         sentence: what was not found on this machine.

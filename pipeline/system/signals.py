@@ -120,7 +120,7 @@ class LeavesAtOnce:
     """Context in which a scheduler's signal ends the process in order, by EXIT_REQUEUE.
 
     Before the first step and after the last there is nothing to save. Ctrl-C does the same by
-    itself, as a KeyboardInterrupt. Existing handlers of other signals stay in place.
+    itself, as a KeyboardInterrupt. A signal that already has a handler keeps it.
     """
 
     def __init__(self) -> None:
