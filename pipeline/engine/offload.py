@@ -14,7 +14,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from pipeline.engine.comm import BufferPool, Collectives
-from pipeline.files.weight_files import read_at, view_bytes, write_at
+from pipeline.files.tensor_io import read_at, view_bytes, write_at
 from pipeline.kernels.adamw import new_moments
 from pipeline.system.errors import ConfigError, OffloadError
 from pipeline.system.faults import fault_point

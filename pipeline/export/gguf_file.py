@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate import init_empty_weights
+from safetensors import safe_open
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -29,7 +30,8 @@ from pipeline.config import FrozenModelConfig
 from pipeline.demo.task import corpus
 from pipeline.export.source import Source
 from pipeline.export.verify import UnverifiedError, compare_outputs, logits_of
-from pipeline.files.weight_files import WeightFiles
+from pipeline.files.safetensors_header import stored_tensors
+from pipeline.files.tensor_io import DTYPES as UNQUANTIZED
 from pipeline.models.load import load_tokenizer
 from pipeline.system.errors import ConfigError, ModelError
 
@@ -274,10 +276,18 @@ class GgufExport:
             )
         self.source, self.number_format = source.directory, number_format
         self.architecture = ARCHITECTURES[config.model_type]
-        self.weights = WeightFiles(path)
+        self.stored = stored_tensors(Path(path))
+        quantized = [
+            name for name, tensor in self.stored.items() if tensor.dtype not in UNQUANTIZED
+        ]
+        if quantized:
+            raise ModelError(
+                f"{path} holds {quantized[0]} as {self.stored[quantized[0]].dtype}; GGUF takes"
+                " weights that are not quantized"
+            )
         self.names = self._names()
         self.tokenizer = load_tokenizer(FrozenModelConfig(path=path))
-        rows = self.weights.shape("model.embed_tokens.weight")[0]
+        rows = self.stored["model.embed_tokens.weight"].shape[0]
         self.vocabulary = read_vocabulary(self.tokenizer, rows, path)
         self.stop_ids = self._stop_ids(source)
         self.file = f"model-{number_format}.gguf"
@@ -290,7 +300,7 @@ class GgufExport:
         kind = next(k for k, n in gguf.MODEL_ARCH_NAMES.items() if n == self.architecture)
         known = gguf.get_tensor_name_map(kind, self.config.num_hidden_layers)
         names: dict[str, str] = {}
-        for stored in self.weights.names():
+        for stored in self.stored:
             is_tied = stored == "lm_head.weight" and self.config.tie_word_embeddings
             if is_tied or stored.endswith(".rotary_emb.inv_freq"):
                 continue
@@ -314,13 +324,18 @@ class GgufExport:
             )
         return sorted(set(stops), key=lambda number: (number != own, number))
 
+    def read(self, stored: str) -> Tensor:
+        """A tensor of the source."""
+        with safe_open(self.stored[stored].file, "pt") as file:
+            return file.get_tensor(stored)
+
     def choose_format(self, stored: str) -> str:
         """A tensor's number format.
 
         Vectors are f32, as llama.cpp adds them in f32. A matrix whose rows are no multiple of 32
         has no q8_0 form and is f16.
         """
-        shape = self.weights.shape(stored)
+        shape = self.stored[stored].shape
         if len(shape) < 2:
             return "f32"
         is_odd = self.number_format == "q8_0" and shape[-1] % BLOCK
@@ -334,7 +349,7 @@ class GgufExport:
         """
         import gguf
 
-        tensor, number_format = self.weights.tensor(stored).float(), self.choose_format(stored)
+        tensor, number_format = self.read(stored).float(), self.choose_format(stored)
         if number_format == "f16" and tensor.numel() and float(tensor.abs().max()) > FP16_MAX:
             raise ModelError(f"{stored} has a weight that f16 can't hold; take bf16")
         if self.architecture == "llama" and re.search(r"\.[qk]_proj\.", stored):
@@ -365,7 +380,7 @@ class GgufExport:
         self._add_tokenizer(writer)
         for stored, name in self.names.items():
             kind = gguf.GGMLQuantizationType[self.choose_format(stored).upper()]
-            shape = gguf.quant_shape_to_byte_shape(self.weights.shape(stored), kind)
+            shape = gguf.quant_shape_to_byte_shape(self.stored[stored].shape, kind)
             writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), kind)
         factors = self.rope_factors()
         if factors is not None:
@@ -467,7 +482,7 @@ class GgufExport:
         )
         state = read.state_dict()
         for stored in self.names:
-            tensor = self.weights.tensor(stored).float()
+            tensor = self.read(stored).float()
             if not is_read_back(state[stored], tensor, self.choose_format(stored)):
                 raise UnverifiedError(f"not exported: {stored} was not read back as it was written")
         with init_empty_weights():

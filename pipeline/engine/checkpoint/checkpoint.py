@@ -18,7 +18,7 @@ from pipeline.engine.checkpoint.format import (
     parse_label,
 )
 from pipeline.files.safetensors_header import read_header
-from pipeline.files.weight_files import DTYPES, read_at, view_bytes
+from pipeline.files.tensor_io import DTYPES, read_at, view_bytes
 from pipeline.system.errors import CheckpointError, ModelError
 
 CHUNK_BYTES = 16 * 2**20

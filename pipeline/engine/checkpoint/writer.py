@@ -46,7 +46,7 @@ from pipeline.files.durable import (
     sync,
     write_durably,
 )
-from pipeline.files.weight_files import DTYPES, view_bytes
+from pipeline.files.tensor_io import DTYPES, view_bytes
 from pipeline.system.errors import CheckpointError, ConfigError, require
 from pipeline.system.faults import fault_point
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -18,8 +19,7 @@ from pipeline.config.model import ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
-from pipeline.files.safetensors_header import INDEX, SINGLE
-from pipeline.files.weight_files import WeightFiles
+from pipeline.files.safetensors_header import INDEX, SINGLE, stored_tensors
 from pipeline.models.export import as_saved, export, stream_export
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_classifier
@@ -264,7 +264,7 @@ def values(directory: Path) -> float | None:
     """The one value of all weights in a directory; None where it holds no weights."""
     if not any((directory / name).exists() for name in (SINGLE, INDEX)):
         return None
-    files = WeightFiles(directory)
-    pieces = [files.slice(name, 0, 10, dtype=torch.float32) for name in files.names()]
+    files = {tensor.file for tensor in stored_tensors(directory).values()}
+    pieces = [tensor.flatten()[:10] for file in files for tensor in load_file(file).values()]
     (value,) = torch.stack(pieces).unique().tolist()
     return value

@@ -1,4 +1,4 @@
-"""Pieces of stored tensors; sentences for directories that hold none."""
+"""Headers of safetensors files, and errors about directories without any."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
-from pipeline.files.safetensors_header import INDEX, SINGLE
-from pipeline.files.weight_files import WeightFiles
+from pipeline.files.safetensors_header import INDEX, SINGLE, stored_tensors
+from pipeline.files.tensor_io import DTYPES, view_bytes
 from pipeline.system.errors import ModelError
 
 TENSORS = {
@@ -20,11 +19,6 @@ TENSORS = {
     "empty": torch.zeros(0, 3),
     "mask": torch.tensor([True, False]),
 }
-
-
-def stored(directory: Path, tensors: dict[str, Tensor] = TENSORS) -> WeightFiles:
-    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
-    return WeightFiles(directory)
 
 
 def sharded(directory: Path) -> Path:
@@ -38,40 +32,30 @@ def sharded(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("in_shards", [False, True])
-@pytest.mark.parametrize("name", TENSORS)
-def test_every_piece_of_every_tensor_is_what_was_stored(
-    name: str, in_shards: bool, tmp_path: Path
+def test_positions_shapes_and_types_are_those_of_the_stored_tensors(
+    in_shards: bool, tmp_path: Path
 ) -> None:
     if in_shards:
         sharded(tmp_path)
-    files = WeightFiles(tmp_path) if in_shards else stored(tmp_path)
-    flat = TENSORS[name].flatten()
+    else:
+        save_file(TENSORS, tmp_path / SINGLE, metadata={"format": "pt"})
 
-    assert sorted(files.names()) == sorted(TENSORS)
-    assert files.shape(name) == tuple(TENSORS[name].shape)
-    for start in range(len(flat) + 1):
-        for stop in range(start, len(flat) + 1):
-            piece = files.slice(name, start, stop, dtype=flat.dtype)
-            assert piece.dtype == flat.dtype
-            assert torch.equal(piece, flat[start:stop])
+    stored = stored_tensors(tmp_path)
 
-
-def test_no_byte_after_a_piece_is_read(tmp_path: Path) -> None:
-    files = stored(tmp_path, {"table": TENSORS["table"]})
-    size = (tmp_path / SINGLE).stat().st_size
-    with (tmp_path / SINGLE).open("r+b") as file:
-        file.truncate(size - 4 * (35 - 12))  # in the middle of the third row
-
-    assert files.slice("table", 8, 12, dtype=torch.float32).tolist() == [8.0, 9.0, 10.0, 11.0]
-    with pytest.raises(ModelError, match=r"table can't be read from .*: the file ends at byte"):
-        files.slice("table", 8, 13, dtype=torch.float32)
+    assert stored.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        entry = stored[name]
+        content = entry.file.read_bytes()[entry.position :][: tensor.nbytes]
+        assert entry.shape == tuple(tensor.shape)
+        assert DTYPES[entry.dtype] == tensor.dtype
+        assert content == bytes(view_bytes(tensor.contiguous()))
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "pytorch_model.bin")
 
     with pytest.raises(ModelError) as error:
-        WeightFiles(tmp_path)
+        stored_tensors(tmp_path)
 
     assert str(error.value) == (
         f"{tmp_path} holds its weights as pytorch_model.bin, a pickle that can run code;"
@@ -95,4 +79,4 @@ def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(content)
 
     with pytest.raises(ModelError, match=f"{tmp_path / SINGLE} can't be read as safetensors"):
-        WeightFiles(tmp_path)
+        stored_tensors(tmp_path)

@@ -1,0 +1,54 @@
+"""Bytes of tensors, read from files and written to them in place."""
+
+import os
+
+import torch
+from torch import Tensor
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as it is: writing to it changes the tensor."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def read_at(file: int, part: memoryview, position: int) -> None:
+    """Fill `part` with the bytes of the open file from `position` on.
+
+    Raises:
+        EOFError: the file ends before.
+        OSError: the system can't read.
+    """
+    while part.nbytes:
+        count = os.preadv(file, [part], position)
+        if count == 0:
+            raise EOFError(f"the file ends at byte {os.fstat(file).st_size}")
+        position += count
+        part = part[count:]
+
+
+def write_at(file: int, part: memoryview, position: int) -> None:
+    """Write `part` to the open file at `position`.
+
+    Raises:
+        OSError: the system can't write.
+    """
+    while part.nbytes:
+        count = os.pwrite(file, part, position)
+        position += count
+        part = part[count:]
+
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types of weights and buffers by their names in safetensors, without those of quantized models,
+whose scales are stored separately."""
