@@ -6,9 +6,13 @@ before them; `--help` lists the options.
 
 from collections.abc import Sequence
 
-from pipeline.cli.options import run_main
+from pipeline.cli.help import help_entry, names_help, settings_help
+from pipeline.cli.options import run_main, say, split_options
+from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage
 from pipeline.run import orchestrator
+from pipeline.settings.fields import list_settings
+from pipeline.system.installation import MODULE, TRAIN
 from step0_pretrain.config import PretrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -70,8 +74,68 @@ STAGES = (
 )
 
 
+COMMON = (
+    *("step", "method", "actor_model", "reward_model", "data_path", "output_dir"),
+    *("reward_function", "reward", "resume", "overwrite", "dry_run", "plan"),
+    *("deployment_type", "num_processes"),
+    *("lr", "batch_size", "epochs", "lora", "quantize", "max_length", "seed", "save_every"),
+)
+"""The options that the short help explains; it names the others."""
+
+EXAMPLES = (
+    TRAIN,
+    f"{TRAIN} --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m",
+    f"{TRAIN} --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
+    f"{TRAIN} --actor-model 6.7b --lora 16 --plan auto --plan-for 8xA100-40GB",
+    f"{TRAIN} --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
+    f"{TRAIN} --step 0 1 2 3 --actor-model DIR --pretrain.data.path c.tokens",
+    f"{TRAIN} --method ppo grpo dpo --output-dir out",
+    f"{TRAIN} --output-dir out --resume",
+)
+
+
+def train_help(*, full: bool = False) -> str:
+    """Return the text of `--help`: the options that most runs need, with `full` all options."""
+    sections = [stage.section for stage in STAGES]
+    options = {each.name: each for each in list_settings(Request)}
+    shown = list(options) if full else COMMON
+    modules = dict.fromkeys(stage.module for stage in STAGES)
+    lines = [
+        f"usage: {TRAIN} [OPTION ...] [--{{{','.join(sections)}}}.SETTING VALUE ...]",
+        "",
+        "From a base language model to a chat model in three steps. Without options it trains the",
+        "embedded model of about 1M parameters on the embedded task, in minutes on any machine.",
+        "",
+        *settings_help([options[name] for name in shown], dashes=True),
+        *help_entry(
+            "--config FILE ...",
+            "YAML files with these options and the steps' sections, as sft: or ppo:; later files"
+            " win, and the command line wins over files.",
+        ),
+        *help_entry("--help [all]", "This; all: every option."),
+    ]
+    if not full:
+        others = [f"--{name.replace('_', '-')}" for name in options if name not in shown]
+        lines += ["", "More options, described by --help all", *names_help(others)]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Settings of the steps, such as --ppo.kl_coef 0.05, are described by",
+            *(f"  {MODULE} {module} --help" for module in modules),
+            "",
+            "Examples",
+            *(f"  {example}" for example in EXAMPLES),
+        ]
+    )
+
+
 def main(argv: Sequence[str]) -> None:
-    """Hand the command line and the steps to the orchestrator."""
+    """Print the help, or hand the command line and the steps to the orchestrator."""
+    for name, words in split_options(argv):
+        if name == "help":
+            say(train_help(full=words == ["all"]))
+            return
     orchestrator.main(argv, STAGES)
 
 

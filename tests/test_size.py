@@ -9,7 +9,7 @@ from tests.sources import PACKAGES, ROOT
 LOOP_LINES, FUNCTION_LINES, FILE_LINES, DOC_COLUMNS = 40, 60, 700, 100
 
 PACKAGE_LINES = {
-    "pipeline": 36_150,
+    "pipeline": 36_000,
     "inference": 9_000,
     "rewards": 3_800,
     "evaluation": 2_200,

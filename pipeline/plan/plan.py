@@ -7,12 +7,10 @@ from typing import Any
 
 from pipeline.budget.machine import Machine, describe_machine, parse_machine, this_machine
 from pipeline.budget.memory import StepMemory, step_memory
-from pipeline.cli.options import say, split_options
 from pipeline.config import StepConfig
 from pipeline.launch.commands import list_devices, step_command, step_environment
 from pipeline.launch.layout import Host, Layout, is_this_machine, layout
 from pipeline.launch.local import PLANNED, list_gpus
-from pipeline.plan.help import train_help
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import MARK, RESULT, finished_steps
 from pipeline.plan.request import Request, check_sections_run, parse_request
@@ -98,15 +96,9 @@ def get_origins(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
 def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     """The plan for a command line; reads the output directory and changes nothing.
 
-    `--help` prints and exits with code 0.
-
     Raises:
         UserError: an option, an input or the output directory can't be used.
     """
-    for name, words in split_options(argv):
-        if name == "help":
-            say(train_help(stages, full=words == ["all"]))
-            raise SystemExit(0)
     command_line = parse_request(argv, stages)
     request, known, out = command_line.request, stages, command_line.request.output_dir
     left = {each.name for each in known if (out / each.name / RESULT).is_file()}
