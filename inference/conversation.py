@@ -74,10 +74,12 @@ class Conversation:
         has_system = self.messages and self.messages[0].role == "system"
         return self.messages[0].content if has_system else None
 
-    def respond(self, text: str, write: Callable[[str], None]) -> Reply:
+    def respond(self, text: str, write: Callable[[str], None], *, prefix: str = "") -> Reply:
         """Respond to the user's `text`, passing pieces of the response to `write` as they come.
 
-        KeyboardInterrupt ends the response; the pieces written until then stay in the dialogue.
+        `prefix` is written first and is no part of the response. KeyboardInterrupt, from the moment
+        that `prefix` is shown, ends the response; the pieces written until then stay in the
+        dialogue.
 
         Raises:
             DataError: `text` alone does not fit the model's context; the dialogue is unchanged.
@@ -98,6 +100,8 @@ class Conversation:
 
         interrupted = False
         try:
+            if prefix:
+                write(prefix)
             limit = context_length(self.model)
             # At most half of the context is kept free for the response.
             room = limit - min(self.sampling.max_new_tokens, limit // 2)
@@ -225,9 +229,8 @@ class Terminal:
         """Print the model's response as it comes; log lines wait for its end."""
         with held_logs():
             try:
-                if self.interactive:
-                    self.write("Model: ")
-                reply = self.conversation.respond(text, self.write)
+                prefix = "Model: " if self.interactive else ""
+                reply = self.conversation.respond(text, self.write, prefix=prefix)
             except UserError as error:
                 self.say(f"({error})")
                 return
