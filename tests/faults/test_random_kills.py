@@ -65,7 +65,8 @@ def kill_at_random(config: StepConfig, seconds: float, draw: random.Random) -> b
         pytest.param("sft", 8, 3, id="sft, 3"),
         pytest.param("sft", 30, 50, id="sft, 50", marks=pytest.mark.faults),
         pytest.param("pretrain", 12, 20, id="pretrain, 20", marks=pytest.mark.faults),
-        pytest.param("ppo", 5, 12, id="ppo, 12", marks=pytest.mark.faults),
+        pytest.param("reward", 12, 20, id="reward, 20", marks=pytest.mark.faults),
+        pytest.param("ppo", 5, 20, id="ppo, 20", marks=pytest.mark.faults),
     ],
 )
 @pytest.mark.timeout(1200)
