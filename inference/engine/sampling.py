@@ -242,13 +242,18 @@ def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, 
     """Zero all but the likeliest tokens that together reach `top_p` (Holtzman et al. 2020)."""
     if top_p >= 1.0:
         return probabilities
-    kept = sampling.nucleus(probabilities, top_p)
-    if kept is not None:
-        return kept
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    words = probabilities.shape[-1]
+    # Less likely tokens have together less than half of 1 - top_p; a text's next token has few
+    # others, and only those are sorted.
+    candidates = probabilities >= (1 - top_p) / (2 * words)
+    count = int(candidates.sum(dim=-1).max())
+    order = torch.arange(words, device=probabilities.device).expand_as(probabilities)
+    if count <= words // 4:
+        order = probabilities.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ordered, places = probabilities.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1) - ordered
     kept = ordered * (before < top_p)
-    return torch.zeros_like(probabilities).scatter(-1, order, kept)
+    return torch.zeros_like(probabilities).scatter(-1, order.gather(-1, places), kept)
 
 
 def inverse_transform(

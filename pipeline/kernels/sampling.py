@@ -1,8 +1,7 @@
 """Drawing the next token of each sequence, by a kernel where there is one.
 
-`reference_sample` defines the operator in PyTorch. The CUDA kernel (sampling.cu) takes logits; the
-C++ kernels (sampling.cpp, nucleus.cpp) take log-probabilities and weights. Dimension names: B
-sequences, V vocabulary.
+`reference_sample` defines the operator in PyTorch. The CUDA kernel (sampling.cu) takes logits, the
+C++ kernel (sampling.cpp) log-probabilities. Dimension names: B sequences, V vocabulary.
 """
 
 import ctypes
@@ -16,7 +15,7 @@ from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from pipeline.kernels import choice
-from pipeline.kernels.build import EXACT, FUSED, NUMBERS, Library, build, parallel
+from pipeline.kernels.build import FUSED, NUMBERS, Library, build, parallel
 from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -152,7 +151,7 @@ def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu |
     return choice.accept("sampling", found)
 
 
-# The C++ kernels
+# The C++ kernel
 
 
 class DrawCall(ctypes.Structure):
@@ -168,27 +167,11 @@ class DrawCall(ctypes.Structure):
     ]
 
 
-class NucleusCall(ctypes.Structure):
-    """Arguments of `nucleus` in nucleus.cpp, which has the same structure."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weights", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "words")),
-        ("top_p", ctypes.c_double),
-    ]
-
-
 @functools.cache
 def library() -> Library | str:
     """The kernel that draws, or the reason why it can't be built."""
     source = Path(__file__).with_suffix(".cpp")
     return build(source, {"NUMBER": NUMBERS[torch.float32]}, FUSED)
-
-
-@functools.cache
-def nucleus_library() -> Library | str:
-    """The kernel of `nucleus`, or the reason why it can't be built."""
-    return build(Path(__file__).with_name("nucleus.cpp"), {}, EXACT)
 
 
 def draw(
@@ -226,27 +209,6 @@ def draw(
     )
     built.draw(ctypes.byref(call), parallel(), ctypes.c_int32(torch.get_num_threads()))
     return tokens, chosen
-
-
-def nucleus(weights: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"] | None:
-    """Set all but the likeliest weights that reach `top_p` to 0, with the bits of the sorted sum.
-
-    None where PyTorch does the work.
-
-    Raises:
-        KernelError: kernels are required, and there is none.
-    """
-    supported = weights.device.type == "cpu" and weights.dtype is torch.float64
-    supported = supported and weights.is_contiguous() and weights.numel() > 0
-    if not supported or choice.kernel_mode() == "off":
-        return None
-    built = choice.accept("sampling", nucleus_library())
-    if built is None:
-        return None
-    out = torch.empty_like(weights)
-    call = NucleusCall(weights.data_ptr(), out.data_ptr(), *weights.shape, top_p)
-    threads = ctypes.c_int32(torch.get_num_threads())
-    return out if built.nucleus(ctypes.byref(call), parallel(), threads) else None
 
 
 # The CUDA kernel

@@ -39,6 +39,26 @@ def test_the_nucleus_is_the_fewest_likeliest_tokens_that_reach_top_p() -> None:
     assert nucleus(DISTRIBUTION, 1.0) is DISTRIBUTION
 
 
+@pytest.mark.parametrize("vocabulary", [1, 37, 5000])
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 1 - 1e-12])
+def test_the_nucleus_is_a_prefix_of_all_tokens_sorted_by_weight_and_id(
+    vocabulary: int, top_p: float
+) -> None:
+    """Rows that are nearly even, usual, with many alike and with zeros, peaked, and all alike."""
+    logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    logits[1:4] *= 3
+    logits[2] = (2 * logits[2]).round() / 2
+    logits[3, 1::2] = -torch.inf
+    logits[4] *= 200
+    logits[5] = 0
+    every = logits.softmax(dim=-1).double()
+    for weights in (every, *every.split(1)):  # few candidates or many decide for all rows of a call
+        ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+        kept = ordered * (ordered.cumsum(dim=-1) - ordered < top_p)
+        expected = torch.zeros_like(weights).scatter(-1, order, kept)
+        assert torch.equal(nucleus(weights, top_p), expected)
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.75])
 def test_samples_are_distributed_as_the_policy_says(top_p: float) -> None:
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.engine.sampling import Sampler, nucleus, uniforms, words_of
+from inference.engine.sampling import Sampler, uniforms, words_of
 from pipeline.kernels import sampling
 from pipeline.kernels.choice import SWITCH
 
@@ -79,26 +79,3 @@ def test_samplers_take_it_and_draw_what_pytorch_draws(monkeypatch: pytest.Monkey
     assert calls == [50]
     monkeypatch.setenv(SWITCH, "off")
     assert sampler(logits, range(50), range(50)) == ours
-
-
-def probabilities(vocabulary: int) -> Tensor:
-    """Rows that are nearly even, usual, with many alike and with zeros, peaked, and all alike."""
-    logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
-    logits[1:4] *= 3
-    logits[2] = (2 * logits[2]).round() / 2
-    logits[3, 1::2] = -torch.inf
-    logits[4] *= 200
-    logits[5] = 0
-    return logits.softmax(dim=-1).double()
-
-
-@pytest.mark.parametrize("vocabulary", [1, 37, 5000])
-@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 1 - 1e-12])
-def test_the_nucleus_has_the_bits_of_sorting(
-    vocabulary: int, top_p: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = probabilities(vocabulary)
-    assert sampling.nucleus(weights, top_p) is not None
-    ours = nucleus(weights, top_p)
-    monkeypatch.setenv(SWITCH, "off")
-    assert torch.equal(ours, nucleus(weights, top_p))
