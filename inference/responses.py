@@ -16,6 +16,7 @@ from inference.engine.sampling import make_sampler
 from inference.generation import Response, generate_each
 from inference.settings import Sampling
 from inference.text import continuation, plain_text
+from pipeline.data.chat.chat_format import end_ids
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message, Role
 from pipeline.models.forward import context_length
@@ -146,11 +147,7 @@ class Responder:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a response."""
-        if self.chat_format is not None:
-            return self.chat_format.stop_ids
-        eos = self.tokenizer.eos_token_id
-        assert isinstance(eos, int)
-        return (eos,)
+        return self.chat_format.stop_ids if self.chat_format else end_ids(self.tokenizer)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt: by the chat format, or of the raw text.

@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.config import FrozenModelConfig
+from pipeline.data.chat.chat_format import end_ids
 from pipeline.demo.task import corpus
 from pipeline.export.source import Source
 from pipeline.export.verify import UnverifiedError, compare_outputs, logits_of
@@ -289,7 +290,12 @@ class GgufExport:
         self.tokenizer = load_tokenizer(FrozenModelConfig(path=path))
         rows = self.stored["model.embed_tokens.weight"].shape[0]
         self.vocabulary = read_vocabulary(self.tokenizer, rows, path)
-        self.stop_ids = self._stop_ids(source)
+        self.stop_ids = end_ids(self.tokenizer)
+        if len(self.stop_ids) > 3:
+            raise ModelError(
+                f"the generation_config.json of {path} has {len(self.stop_ids)} tokens that end a"
+                " response, and GGUF has keys for three; remove those that end none"
+            )
         self.file = f"model-{number_format}.gguf"
         self.title = f"GGUF of a {source.kind}, {number_format}"
 
@@ -309,20 +315,6 @@ class GgufExport:
                 raise ModelError(f"{stored} of {self.source} has no GGUF form; take --to onnx")
             names[stored] = name
         return names
-
-    def _stop_ids(self, source: Source) -> list[int]:
-        """The tokens that end a response, the tokenizer's own first."""
-        file = self.source / "generation_config.json"
-        settings = json.loads(file.read_text("utf-8")) if file.is_file() else source.settings
-        given = settings.get("eos_token_id")
-        own = self.tokenizer.get_vocab()[str(self.tokenizer.eos_token)]
-        stops = given if isinstance(given, list) else [own if given is None else given]
-        if len(set(stops)) > 3:
-            raise ModelError(
-                f"{file} has {len(stops)} tokens as eos_token_id, and GGUF has keys for three;"
-                " remove those that end no response"
-            )
-        return sorted(set(stops), key=lambda number: (number != own, number))
 
     def read(self, stored: str) -> Tensor:
         """A tensor of the source."""
@@ -465,7 +457,7 @@ class GgufExport:
         template = self.tokenizer.chat_template
         if (
             {name: given or None for name, given in found.items()} != expected
-            or [stop for stop in stops if stop is not None] != self.stop_ids
+            or tuple(stop for stop in stops if stop is not None) != self.stop_ids
             or value("chat_template") != (template if isinstance(template, str) else None)
         ):
             raise UnverifiedError("not exported: the tokenizer was not read back as written")

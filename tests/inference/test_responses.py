@@ -3,14 +3,19 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from inference.generate import main
 from inference.generation import Response
 from inference.responses import Prompt, Responder, TextResponse, read_prompts, write_responses
 from inference.settings import Sampling
+from pipeline.models.load import load_for_inference
 from pipeline.system.errors import DataError
+from tests.pipeline.export.models import save_embedded
 
 PROMPTS = ["What is 3 plus 4?", "Hi", "Name a colour.", "Spell cat.", "Is 5 even?"]
 
@@ -104,6 +109,33 @@ def test_generation_ends_at_a_stop_string(
 
     assert lengths == [len(cut.token_ids)]
     assert len(cut.token_ids) < len(uncut.token_ids)
+
+
+def greedy_by_transformers(directory: Path, ids: list[int]) -> list[int]:
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    return model.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("file", "raw"), [("generation_config.json", False), ("config.json", True)]
+)
+def test_a_response_ends_where_that_of_plain_generate_does(
+    file: str, raw: bool, tmp_path: Path, prompts: list[Prompt]
+) -> None:
+    save_embedded(tmp_path)
+    settings = Sampling(max_new_tokens=10, temperature=0.0)
+    ids = Responder(*load_for_inference(tmp_path), settings, raw=raw).encode(prompts[0])
+    end = greedy_by_transformers(tmp_path, ids)[len(ids) + 4]  # no end without the file's
+    if file == "config.json":
+        (tmp_path / "generation_config.json").unlink()
+    stored = json.loads((tmp_path / file).read_text()) | {"eos_token_id": [2, end]}
+    (tmp_path / file).write_text(json.dumps(stored))
+
+    responder = Responder(*load_for_inference(tmp_path), settings, raw=raw)
+    ((response,),) = responder.responses([ids], first_row=0, batch_size=1)
+
+    assert ids + response.token_ids == greedy_by_transformers(tmp_path, ids)
+    assert response.stop == "eos"
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.data.examples import Encoded, Message
 from pipeline.system.errors import ConfigError, DataError, ModelError
+from pipeline.system.hub import cached_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,10 +153,10 @@ class ChatFormat:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an assistant turn: the format's end-of-turn token, and end-of-sequence."""
+        """Ids that end an assistant turn: the format's end-of-turn token, then `end_ids`."""
         self._require_tokens()
-        ids = self.tokenizer.get_vocab()
-        return tuple(dict.fromkeys((ids[self._end_of_turn], ids[self._eos])))
+        own = self.tokenizer.get_vocab()[self._end_of_turn]
+        return tuple(dict.fromkeys((own, *end_ids(self.tokenizer))))
 
     @cached_property
     def begins_with_cls(self) -> bool:
@@ -391,6 +393,22 @@ def _fold_system(messages: Messages) -> list[Message]:
         else:
             folded.append(message)
     return folded
+
+
+def end_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """Ids that end a text: end-of-sequence, then those at which plain `generate` stops.
+
+    The latter are `eos_token_id` in the model's generation_config.json, or in its config.json.
+    """
+    ids, source = [tokenizer.eos_token_id], str(tokenizer.name_or_path)
+    for name in ("generation_config.json", "config.json") if source else ():
+        local = Path(source) / name
+        if file := local if local.is_file() else cached_file(source, name):
+            declared = json.loads(Path(file).read_text("utf-8")).get("eos_token_id")
+            ids += declared if isinstance(declared, list) else [declared]
+            break
+    known = set(tokenizer.get_vocab().values())
+    return tuple(dict.fromkeys(number for number in ids if number in known))
 
 
 def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:

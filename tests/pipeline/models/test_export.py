@@ -14,13 +14,20 @@ from transformers import (
     PreTrainedModel,
 )
 
-from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.config import (
+    DataConfig,
+    FrozenModelConfig,
+    LoraConfig,
+    OptimConfig,
+    TrainedModelConfig,
+)
 from pipeline.config.model import ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.files.safetensors_header import INDEX, SINGLE, stored_tensors
-from pipeline.models.export import as_saved, export, stream_export
+from pipeline.models.chat import load_chat
+from pipeline.models.export import as_saved, export, set_stop_tokens, stream_export
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_classifier
 from pipeline.models.lora import add_lora
@@ -121,6 +128,22 @@ def test_an_adapter_on_one_of_two_tied_layers_unties_the_export(
 
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.allclose(again(IDS).logits, model(IDS).logits, rtol=0, atol=1e-4)
+
+
+def test_an_export_keeps_all_tokens_that_end_a_response(tmp_path: Path) -> None:
+    model = tiny_causal_lm("llama", vocab_size=1280)
+    model.generation_config.eos_token_id = [7, 2, 9]
+    saved(model, tmp_path / "start")
+    build_tokenizer().save_pretrained(tmp_path / "start")
+    config = TrainedModelConfig(path=str(tmp_path / "start"))
+    tokenizer, chat = load_chat(config, DataConfig(format="chatml"))
+    trained = trained_causal_lm(config, tokenizer, device=CPU, seed=0)
+    set_stop_tokens(trained, chat.stop_ids)
+
+    export(trained, tokenizer, tmp_path / "out")
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert again.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>"), 2, 7, 9]
 
 
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
