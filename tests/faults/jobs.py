@@ -22,9 +22,12 @@ from typing import Any
 import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
+from transformers import AutoTokenizer
 
 from pipeline.cli.options import run_main, write_config
 from pipeline.config import DataConfig, LoraConfig, StepConfig, TextDataConfig
+from pipeline.data.store.pack import pack
+from pipeline.data.store.token_file import read_vocabulary
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group
@@ -34,6 +37,7 @@ from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.watchdog.process import watching
 from step0_pretrain.config import PretrainConfig
 from tests.distributed import PROCESSES
+from tests.pipeline.data.store.corpus import write_rows
 from tests.pipeline.engine.checkpoint.saving import newest
 from tests.step3_ppo.toy import save_models
 from tests.test_resume import COMMON, CONFIGS, exported, metrics, run, saved, settings, trained
@@ -61,11 +65,12 @@ def make_start(directory: Path) -> None:
             row = {name: sentence() for name in ("prompt", "chosen", "rejected")}
             file.write(json.dumps(row) + "\n")
     texts = [" ".join(sentence() for _ in range(draw.randint(1, 20))) for _ in range(ROWS)]
-    lines = (json.dumps({"text": text}) + "\n" for text in texts)
-    (directory / TEXTS).write_text("".join(lines))
+    write_rows(directory / "texts.jsonl", texts)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "actor")
+    pack([directory / "texts.jsonl"], read_vocabulary(tokenizer, "actor"), directory / TEXTS)
 
 
-DATA, TEXTS = "rows.jsonl", "texts.jsonl"
+DATA, TEXTS = "rows.jsonl", "texts"
 
 
 def pretrain(start: Path, **changes: Any) -> PretrainConfig:
