@@ -20,6 +20,9 @@ from pipeline.kernels.sampling import Draw
 BLOCK = 128
 """Tokens of a block; only one block is searched. About the square root of a vocabulary's size."""
 
+SMALL = 4096
+"""Up to that many tokens a cumulative sum of all costs less than two steps."""
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -53,9 +56,7 @@ def words_of(
 ) -> tuple[UInt64[np.ndarray, " B"], UInt64[np.ndarray, " B"]]:
     """Keys and positions as words of 64 bits, as many of both."""
     words = np.asarray(keys, np.uint64)
-    return words, np.ascontiguousarray(
-        np.broadcast_to(np.asarray(positions, np.uint64), len(words))
-    )
+    return words, np.broadcast_to(np.asarray(positions, np.uint64), len(words))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +130,7 @@ class Sampler:
         Raises:
             KernelError: kernels are required, and there is none for these.
         """
-        altered = self.alters_logits
-        if sampling.kernel_for(logits, altered) is not None:
+        if sampling.kernel_for(logits, self.alters_logits) is not None:
             return self._by_kernel(logits, keys, positions)
         logits = logits.float()
         scale = self.temperature or 1.0
@@ -138,9 +138,6 @@ class Sampler:
         scores = self._allowed(logits, positions, histories, responses)
         if self.temperature == 0:
             tokens = likeliest_tokens(scores)
-        elif not altered and (drawn := self._by_cpu_kernel(logprobs, keys, positions)) is not None:
-            tokens, chosen = drawn
-            return tokens.tolist(), chosen.tolist()
         else:
             probabilities = logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
             points = torch.from_numpy(uniforms(self.seed, keys, positions)).to(logits.device)
@@ -163,17 +160,6 @@ class Sampler:
         )
         tokens, logprobs = sampling.sample(logits, numbers[0], numbers[1], draw)
         return tokens.tolist(), logprobs.tolist()
-
-    def _by_cpu_kernel(
-        self,
-        logprobs: Float[Tensor, "B V"],
-        keys: Sequence[int],
-        positions: int | Sequence[int],
-    ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None:
-        """Choose the same tokens in one pass over memory, where every token may be chosen."""
-        if self.truncates:
-            return None
-        return sampling.draw(logprobs, *words_of(keys, positions), seed=self.seed)
 
     def _allowed(
         self,
@@ -261,8 +247,11 @@ def inverse_transform(
 ) -> Int[Tensor, " B"]:
     """The token at share `points` of each row's cumulative weight; never one of weight 0.
 
-    Found in two steps, the block and the token in it: one pass over the weights.
+    In a large vocabulary it is found in two steps, the block and the token in it: one pass over the
+    weights.
     """
+    if weights.shape[-1] <= SMALL:
+        return _place(weights, points)[0]
     blocks = in_blocks(weights, padding=0.0)
     chosen, share = _place(blocks.sum(dim=-1), points)
     rows = torch.arange(len(weights), device=weights.device)

@@ -1,21 +1,17 @@
 """Drawing the next token of each sequence, by a kernel where there is one.
 
-`reference_sample` defines the operator in PyTorch. The CUDA kernel (sampling.cu) takes logits, the
-C++ kernel (sampling.cpp) log-probabilities. Dimension names: B sequences, V vocabulary.
+`reference_sample` defines the operator in PyTorch; sampling.cu is the CUDA kernel. Dimension names:
+B sequences, V vocabulary.
 """
 
 import ctypes
-import functools
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt64
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from pipeline.kernels import choice
-from pipeline.kernels.build import FUSED, NUMBERS, Library, build, parallel
 from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -149,66 +145,6 @@ def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu |
         return choice.accept("sampling", reason)
     found = choice.find(logits.device, "sampling", cuda_macros(logits.dtype), self_test)
     return choice.accept("sampling", found)
-
-
-# The C++ kernel
-
-
-class DrawCall(ctypes.Structure):
-    """Arguments of `draw` in sampling.cpp, which has the same structure."""
-
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("logprobs", "keys", "positions", "tokens", "chosen")
-        ),
-        *((name, ctypes.c_int64) for name in ("rows", "words")),
-        ("seed", ctypes.c_uint64),
-    ]
-
-
-@functools.cache
-def library() -> Library | str:
-    """The kernel that draws, or the reason why it can't be built."""
-    source = Path(__file__).with_suffix(".cpp")
-    return build(source, {"NUMBER": NUMBERS[torch.float32]}, FUSED)
-
-
-def draw(
-    logprobs: Float[Tensor, "B V"],
-    keys: UInt64[np.ndarray, " B"],
-    positions: UInt64[np.ndarray, " B"],
-    *,
-    seed: int,
-) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None:
-    """Draw tokens in proportion to their probability; return their log-probabilities, too.
-
-    For log-probabilities on a CPU of which none was removed. None where PyTorch does the work.
-
-    Raises:
-        KernelError: kernels are required, and there is none.
-    """
-    if logprobs.device.type != "cpu" or choice.kernel_mode() == "off":
-        return None
-    built = choice.accept("sampling", library())
-    if built is None:
-        return None
-    logprobs = logprobs.contiguous()
-    logprobs = logprobs.clone() if logprobs.data_ptr() % logprobs.element_size() else logprobs
-    rows, words = logprobs.shape
-    tokens, chosen = logprobs.new_empty(rows, dtype=torch.long), logprobs.new_empty(rows)
-    call = DrawCall(
-        logprobs.data_ptr(),
-        keys.ctypes.data,
-        positions.ctypes.data,
-        tokens.data_ptr(),
-        chosen.data_ptr(),
-        rows,
-        words,
-        seed % WORD,
-    )
-    built.draw(ctypes.byref(call), parallel(), ctypes.c_int32(torch.get_num_threads()))
-    return tokens, chosen
 
 
 # The CUDA kernel

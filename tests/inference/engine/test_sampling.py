@@ -28,6 +28,25 @@ def test_inverse_transform_takes_the_token_whose_share_holds_the_point() -> None
     assert tokens.tolist() == [0, 0, 1, 1, 3, 3, 4, 4]
 
 
+@pytest.mark.parametrize("vocabulary", [1, 257, 4096, 32_000])
+def test_the_token_is_where_the_cumulative_weight_passes_the_share(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(100, vocabulary, generator=generator)
+    logits[:, 3::7] = -torch.inf
+    weights = logits.softmax(dim=-1)
+    points = torch.rand(100, dtype=torch.float64, generator=generator)
+
+    tokens = inverse_transform(weights, points)
+
+    after = weights.double().cumsum(dim=-1)
+    shares = points * after[:, -1]
+    rows = torch.arange(100)
+    passed = after[rows, tokens]
+    assert (passed >= shares - 1e-6).all()
+    assert (passed - weights[rows, tokens] <= shares + 1e-6).all()
+    assert (weights[rows, tokens] > 0).all()
+
+
 def test_the_nucleus_is_the_fewest_likeliest_tokens_that_reach_top_p() -> None:
     kept = {
         top_p: nucleus(DISTRIBUTION, top_p).nonzero()[:, 1].tolist()
