@@ -4,11 +4,18 @@ A checkout has `pipeline/`, `inference/`, `step1_sft/`, `train.py`, ... at its t
 each other by these names. In an environment shared with other software such names would collide, so
 a wheel puts them all below this package, and nothing but `rlhf_pipeline` is importable there.
 `rlhf`, `rlhf-chat` and `rlhf-serve` run them; `python -m rlhf_pipeline MODULE` runs any other of
-their modules; a program that uses the engine calls `rlhf_pipeline.add_to_path()` first.
+their modules. `from rlhf_pipeline import Engine` gives other programs the training engine.
 """
 
+import importlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.library import Engine, process_group
+
+__all__ = ["Engine", "add_to_path", "process_group"]
 
 _HERE = Path(__file__).resolve().parent
 
@@ -22,3 +29,15 @@ def add_to_path() -> None:
     if root in sys.path:
         sys.path.remove(root)
     sys.path.insert(0, root)
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    """Import `Engine` and `process_group` on first use, behind the program's own modules."""
+    if name not in ("Engine", "process_group"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    path = importlib.import_module("pipeline").__file__
+    if path is None or not Path(path).is_relative_to(ROOT):
+        raise ImportError(f"rename {path}, which hides the module pipeline of rlhf_pipeline")
+    return getattr(importlib.import_module("rlhf_pipeline.library"), name)

@@ -117,6 +117,21 @@ def test_nothing_but_one_package_is_importable(installed: Path, tmp_path: Path) 
     assert config.endswith("site-packages/rlhf_pipeline/pipeline/config/__init__.py")
 
 
+def test_another_program_uses_the_engine(installed: Path, tmp_path: Path) -> None:
+    """Its own modules may have the names of ours, except `pipeline`."""
+    (tmp_path / "train.py").write_text("rate = 0.5")
+    program = (
+        "import torch, train; from rlhf_pipeline import Engine\n"
+        "engine = Engine(torch.nn.Linear(4, 4), optim={'lr': train.rate})\n"
+        "engine.backward(engine(torch.ones(1, 4)).sum()); print(engine.step().lr)"
+    )
+    assert run(tmp_path, installed / "python", "-c", program).stdout == "0.5\n"
+
+    (tmp_path / "pipeline.py").touch()
+    hidden = run(tmp_path, installed / "python", "-c", program).stderr
+    assert f"ImportError: rename {tmp_path}/pipeline.py, which hides" in hidden
+
+
 def test_the_sources_of_kernels_and_the_page_are_in_the_wheel(installed: Path) -> None:
     sources = {
         file.relative_to(ROOT)

@@ -393,8 +393,8 @@ class ZeroModel:
                 " after the backward passes of all its micro-batches"
             )
 
-    def _before_state_dict(self, *_: object) -> None:
-        if not all(unit.gathered for unit in self.units):
+    def _before_state_dict(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        if not keep_vars and not all(unit.gathered for unit in self.units):  # else only names
             raise RuntimeError(
                 "the weights are sharded among processes: call state_dict() under"
                 " `with engine.gathered():`, on all of them"

@@ -1,0 +1,128 @@
+"""The training engine for loops outside of this project: `from rlhf_pipeline import Engine`."""
+
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.config import TrainedModelConfig
+from pipeline.engine import engine, state
+from pipeline.engine.checkpoint.format import Fragment
+from pipeline.engine.checkpoint.history import newest_on_all
+from pipeline.engine.checkpoint.writer import CheckpointWriter
+from pipeline.models.export import export
+from pipeline.parallel import launched
+from pipeline.parallel import process_group as parallel
+from pipeline.parallel.device import local_device
+from pipeline.settings.build import Layer, build_config
+from pipeline.system.errors import CheckpointError, require
+from pipeline.system.torch_process import random_state, set_random_state
+from pipeline.watchdog.process import watching
+
+process_group = partial(parallel.process_group, watching)
+"""Context in which the processes of torchrun train together; one process needs none."""
+
+
+class Engine(engine.Engine):
+    """Trains a model, with its optimizer, at a ZeRO stage.
+
+    Call `engine(...)` and `engine.backward(loss)` for each micro-batch, then `engine.step()`.
+    Gradients are summed over micro-batches and processes: divide a mean loss by their number.
+
+    Args:
+        model: a Hugging Face model, or another module, on any device. It keeps its dtype.
+        zero_stage: states that the processes share: 0 none, 1 and 2 optimizer and gradients,
+            3 also weights.
+        optim: settings of `OptimConfig`, such as `{"lr": 1e-4, "weight_decay": 0.01}`.
+        zero: settings of `ZeroConfig`, such as `{"offload": {"optimizer": "cpu"}}`.
+        total_steps: length of the learning-rate schedule; None keeps the rate constant.
+        name: labels the collectives; different engines of a program have different names.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range, or torchrun's processes have not joined.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        zero_stage: int = 0,
+        optim: Mapping[str, Any] | None = None,
+        zero: Mapping[str, Any] | None = None,
+        total_steps: int | None = None,
+        name: str = "engine",
+    ) -> None:
+        constant = {"schedule": "constant"} if total_steps is None else {}
+        settings = {"zero_stage": zero_stage, "optim": {**constant, **(optim or {})}}
+        layer = Layer({**settings, "zero": zero or {}}, "Engine(...)")
+        config = build_config(TrainedModelConfig, [layer])
+        require(
+            total_steps is not None or config.optim.schedule == "constant",
+            f"Engine(...) needs total_steps for the schedule {config.optim.schedule}",
+        )
+        self.device = local_device()
+        """Where the model computes: the GPU of this process, or the CPU."""
+        for module in model.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                module._buffers[key] = buffer.to(self.device)  # noqa: SLF001  # keeps the parameters
+        super().__init__(model, config, total_steps=total_steps or 0, name=name)
+        require(
+            self.group.size == launched.world_size(),
+            f"torchrun started {launched.world_size()} processes, which have not joined: build the"
+            " engine within `with process_group():`",
+        )
+        self._writers: dict[Path, CheckpointWriter] = {}
+
+    def save(self, directory: Path | str, progress: Mapping[str, Any] | None = None) -> None:
+        """Save the state, and `progress` as JSON; all processes call it, and wait for the files.
+
+        The two newest checkpoints are kept. A run that is killed at any instant resumes from one.
+
+        Raises:
+            CheckpointError: the state could not be written.
+        """
+        root, described = Path(directory), state.describe(self)
+        if root not in self._writers:
+            job = self.group.gather_objects(uuid.uuid4().hex[:12])[0]
+            ranks = {"rank": self.group.rank, "world_size": self.group.size}
+            writer = self._writers[root] = CheckpointWriter(root, job=job, **ranks)
+            self._base = f"base-{job}" if described["frozen"] else None
+            if self._base is not None:  # frozen weights are written once
+                writer.save_base(self._base, state.frozen_fragments(self, "engine"))
+        writer, random = self._writers[root], random_state().items()
+        fragments = chain(
+            state.trained_fragments(self, "engine"),
+            (Fragment(f"random/{self.group.rank}/{name}", 0, each) for name, each in random),
+        )
+        document = {"engine": described, "progress": dict(progress or {})}
+        writer.save(self.steps, fragments, document, base=self._base)
+        writer.wait()
+        failed = [each for each in self.group.gather_objects(writer.failure) if each]
+        if failed:
+            raise CheckpointError(failed[0])
+
+    def resume(self, directory: Path | str) -> dict[str, Any] | None:
+        """Load the newest checkpoint and return its `progress`; None if there is no checkpoint.
+
+        It may be of another ZeRO stage or number of processes. All processes call it.
+
+        Raises:
+            CheckpointError: no checkpoint is complete, or it is of another model or optimizer.
+        """
+        found = newest_on_all(Path(directory), self.group)
+        if found is None:
+            return None
+        state.load(self, "engine", found, found.state["engine"])
+        random = found.read_prefix(f"random/{self.group.rank}/")
+        if random:
+            set_random_state(random)
+        return dict(found.state["progress"])
+
+    def export(self, directory: Path | str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write a Hugging Face directory; all processes call it."""
+        export(self.model, tokenizer, Path(directory), weights=self)

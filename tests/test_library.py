@@ -1,0 +1,131 @@
+"""The program of docs/engine.md, as a user copies it, against a plain PyTorch loop."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.system.errors import CheckpointError, ConfigError
+from rlhf_pipeline import Engine
+from tests.families import tiny_causal_lm
+from tests.pipeline.data.tokenizers import byte_level
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+LINES = [f"{number} plus {number} is {2 * number}" for number in range(7)]
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's program, a model and a text file."""
+    directory = tmp_path_factory.mktemp("home")
+    (program,) = re.findall(r"```python\n# finetune\.py.*?\n(.*?)```", PAGE, re.DOTALL)
+    (directory / "finetune.py").write_text(program)
+    (directory / "texts.txt").write_text("\n".join(LINES))
+    tokenizer = byte_level(bos=True)
+    tokenizer.save_pretrained(directory / "model")
+    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "model")
+    return directory
+
+
+def finetune(home: Path, out: str, *, stage: int, steps: int) -> str:
+    """Standard output of the program on two processes."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    words = ("model", "texts.txt", out, str(stage), str(steps))
+    done = subprocess.run(
+        [sys.executable, *launcher, "finetune.py", *words],
+        cwd=home,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def trained_by_pytorch(home: Path) -> dict[str, Tensor]:
+    """Weights after AdamW on two lines a step, without decay of one-dimensional weights."""
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    model = AutoModelForCausalLM.from_pretrained(home / "model")
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    vectors = [param for param in model.parameters() if param.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    for step in range(STEPS):
+        for line in (LINES[2 * step % 7], LINES[(2 * step + 1) % 7]):
+            tokens = tokenizer(line, return_tensors="pt").input_ids
+            (model(input_ids=tokens, labels=tokens).loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.jobs
+def test_the_page_trains_as_pytorch_does_at_stages_0_and_3_and_resumes(home: Path) -> None:
+    finetune(home, "whole", stage=0, steps=STEPS)
+    assert "step 5 loss" in finetune(home, "resumed", stage=3, steps=5)
+    assert finetune(home, "resumed", stage=3, steps=STEPS).startswith("step 6 loss")
+
+    whole, resumed = (load_file(home / out / "model.safetensors") for out in ("whole", "resumed"))
+    expected = trained_by_pytorch(home)
+    for name, weight in expected.items():
+        assert torch.equal(whole[name], resumed[name]), name
+        torch.testing.assert_close(whole[name], weight, rtol=0, atol=2e-6, msg=name)
+
+
+def train(engine: Engine) -> None:
+    engine.backward(engine(torch.ones(1, 16)).square().mean())
+    engine.step()
+
+
+def test_a_checkpoint_restores_weights_moments_progress_and_random_state(tmp_path: Path) -> None:
+    engine, resumed = (Engine(torch.nn.Linear(16, 16), optim={"lr": 0.1}) for _ in range(2))
+    train(engine)
+    assert engine.resume(tmp_path / "new") is None
+    engine.save(tmp_path, {"epoch": 3})
+    drawn = torch.rand(1)
+    train(engine)
+
+    assert resumed.resume(tmp_path) == {"epoch": 3}
+    assert torch.rand(1) == drawn
+    train(resumed)
+    assert torch.equal(*(each.model.state_dict()["weight"] for each in (resumed, engine)))
+
+
+def test_frozen_weights_are_restored(tmp_path: Path) -> None:
+    def engine() -> Engine:
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+        model[0].requires_grad_(False)
+        return Engine(model)
+
+    first, second = engine(), engine()
+    first.save(tmp_path)
+    first.save(tmp_path)
+    second.resume(tmp_path)
+    assert torch.equal(*(each.model.state_dict()["0.weight"] for each in (first, second)))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    Engine(torch.nn.Linear(16, 16)).save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"bias trained in shape \[16\]"):
+        Engine(torch.nn.Linear(8, 8)).resume(tmp_path)
+
+
+def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.lrr in Engine.*did you mean optim\.lr"):
+        Engine(torch.nn.Linear(2, 2), optim={"lrr": 1})
+    with pytest.raises(ConfigError, match="needs total_steps"):
+        Engine(torch.nn.Linear(2, 2), optim={"schedule": "cosine"})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes, which have not joined"):
+        Engine(torch.nn.Linear(2, 2))
