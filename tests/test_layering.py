@@ -1,4 +1,4 @@
-"""Imports point one way: train.py, steps, evaluation, rewards, inference, pipeline by floors."""
+"""Imports point one way: train.py, steps, evaluation, rewards, inference, pipeline by layers."""
 
 import ast
 import subprocess
@@ -28,7 +28,7 @@ MAY_IMPORT = {
 }
 
 
-FLOORS = (
+LAYERS = (
     {"system"},
     {"files", "parallel", "settings"},
     {"config"},
@@ -43,9 +43,9 @@ FLOORS = (
     {"run"},
     {"guards"},
 )
-"""The rooms of `pipeline`, from the ground up: a room imports rooms of lower floors."""
+"""The subpackages of `pipeline`, lowest layer first: each imports those of lower layers."""
 
-INFERENCE_FLOORS = (
+INFERENCE_LAYERS = (
     {"settings", "text", "tensor_parallel", "ratings", "reward_model"},
     {"engine"},
     {"replica", "generation"},
@@ -58,7 +58,7 @@ PROGRAMS = {
     *("inference/generate.py", "pipeline/data/inspect.py"),
     *("pipeline/engine/memory.py", "rewards/select.py", "evaluation/winrate.py"),
 }
-"""Run by `python -m`, as every `__main__.py` is: they use any room, and nothing imports them."""
+"""Run by `python -m`, as every `__main__.py` is: they import anything, and nothing imports them."""
 
 
 def modules(file: Path) -> Iterator[str]:
@@ -78,8 +78,8 @@ def imported(file: Path) -> Iterator[str]:
     return (module.partition(".")[0] for module in modules(file))
 
 
-def room(module: str) -> str:
-    """The room of a module of a package."""
+def subpackage(module: str) -> str:
+    """The subpackage of a module of `pipeline` or `inference`."""
     return module.split(".")[1]
 
 
@@ -97,13 +97,11 @@ def test_imports_point_one_way(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "floors"), [("pipeline", FLOORS), ("inference", INFERENCE_FLOORS)]
+    ("package", "layers"), [("pipeline", LAYERS), ("inference", INFERENCE_LAYERS)]
 )
-def test_rooms_of_a_package_import_lower_rooms_alone(
-    package: str, floors: tuple[set[str], ...]
-) -> None:
-    """So that no two rooms need each other, whatever number of others lies between."""
-    floor = {name: number for number, names in enumerate(floors) for name in names}
+def test_subpackages_import_lower_layers_alone(package: str, layers: tuple[set[str], ...]) -> None:
+    """So that no two subpackages depend on each other, even indirectly."""
+    layer = {name: number for number, names in enumerate(layers) for name in names}
     wrong: set[str] = set()
     for file in sorted((ROOT / package).rglob("*.py")):
         path = file.relative_to(ROOT)
@@ -112,16 +110,16 @@ def test_rooms_of_a_package_import_lower_rooms_alone(
             continue
         own = path.parts[1].removesuffix(".py")
         for module in modules(file):
-            if not module.startswith(f"{package}.") or room(module) in (own, "__version__"):
+            if not module.startswith(f"{package}.") or subpackage(module) in (own, "__version__"):
                 continue
-            if floor[room(module)] >= floor[own]:
+            if layer[subpackage(module)] >= layer[own]:
                 wrong.add(f"{path} imports {module}")
 
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    """Not within a function either; a package's face, which hands names on, is no file of it."""
+def test_there_are_no_circular_imports() -> None:
+    """Imports within functions count; an `__init__.py`, which re-exports names, does not."""
     packages = [package for package in MAY_IMPORT if (ROOT / package).is_dir()]
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
     names = {
@@ -135,7 +133,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()
 
 
-def test_nothing_below_the_steps_knows_one_by_name() -> None:
+def test_pipeline_does_not_name_the_steps() -> None:
     """A step describes itself by `StepConfig.workload` and `Stage`."""
     # They name packages, the splits of sets on the Hub, or the settings for others' options.
     lists = {"pipeline/system/logs.py", "pipeline/launch/preflight.py"}

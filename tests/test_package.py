@@ -136,8 +136,8 @@ def test_the_sources_of_kernels_and_the_page_are_in_the_wheel(installed: Path) -
     sources = {
         file.relative_to(ROOT)
         for kind in ("cpp", "cu", "cuh", "h", "js", "css", "html")
-        for room in ("pipeline", "inference")
-        for file in (ROOT / room).rglob(f"*.{kind}")
+        for package in ("pipeline", "inference")
+        for file in (ROOT / package).rglob(f"*.{kind}")
     }
     (package,) = installed.parent.glob("lib/python*/site-packages/rlhf_pipeline")
 

@@ -1,4 +1,4 @@
-"""Ranks are mapped in one room: everything else asks an axis of the mesh, and names its group."""
+"""One module maps ranks: everything else uses an axis of the mesh, and names its group."""
 
 import ast
 from collections.abc import Iterator
