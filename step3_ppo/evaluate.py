@@ -26,6 +26,7 @@ from pipeline.engine.parts import BestWeights
 from pipeline.guards.guards import Guards
 from pipeline.models.chat import decode_response
 from pipeline.parallel.device import local_device
+from pipeline.report.figures import method_title
 from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.run import Run
 from pipeline.run.training import check_finite, check_start, evaluation_interval
@@ -206,20 +207,6 @@ class HeldOut(HeldOutPrompts):
         return reward.double().mean().item() - self.config.kl_weight * kl
 
 
-TITLES = {
-    "ppo": "PPO (Ouyang et al. 2022)",
-    "grpo": "GRPO (Shao et al. 2024)",
-    "dr_grpo": "Dr. GRPO (Liu et al. 2025)",
-    "dapo": "DAPO (Yu et al. 2025)",
-    "gspo": "GSPO (Zheng et al. 2025)",
-    "cispo": "CISPO (MiniMax 2025)",
-    "rloo": "RLOO (Ahmadian et al. 2024)",
-    "reinforce_pp": "REINFORCE++ (Hu 2025)",
-    "raft": "RAFT (Dong et al. 2023)",
-}
-"""By the name of the method; messages have what is before the paper."""
-
-
 class Evaluator:
     """Evaluates the actor at the start, now and then, and at the end.
 
@@ -364,7 +351,7 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
     Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
     """
     now = -best.last
-    method, _, _ = TITLES[config.method_name].partition(" (")
+    method = method_title(config.method_name)
     if best.step == 0:
         logger.warning(
             "%s made the actor no better than step 1's model on held-out prompts (%.3g, at first"

@@ -124,4 +124,4 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )
-"""By the setting `method`; docs/ppo.md says when to use which."""
+"""By the setting `method`; docs/methods.md describes when to use which."""

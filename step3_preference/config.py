@@ -49,22 +49,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "kto": _row(loss="kto"),
     }
 )
-"""By the setting `method`; docs/preference.md says when to use which."""
-
-TITLES = {
-    "dpo": "DPO (Rafailov et al. 2023)",
-    "cdpo": "conservative DPO (Mitchell 2023)",
-    "rdpo": "robust DPO (Chowdhury et al. 2024)",
-    "ldpo": "length-normalized DPO (Lambert et al. 2024)",
-    "ipo": "IPO (Azar et al. 2023)",
-    "hinge": "the hinge loss of SLiC (Zhao et al. 2023)",
-    "simpo": "SimPO (Meng et al. 2024)",
-    "cpo": "CPO (Xu et al. 2024)",
-    "orpo": "ORPO (Hong et al. 2024)",
-    "kto": "KTO (Ethayarajh et al. 2024)",
-}
-"""By the name of the method; messages have what is before the paper."""
-
+"""By the setting `method`; docs/preference.md describes when to use which."""
 
 Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_rate", "repetition"]
 

@@ -29,10 +29,11 @@ from pipeline.models.chat import decode_response
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
+from pipeline.report.figures import method_title
 from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.run import Run
 from pipeline.run.training import Rows, Training, check_finite, check_start
-from step3_preference.config import TITLES, PreferenceConfig
+from step3_preference.config import PreferenceConfig
 from step3_preference.objective import Figures, Point, kto_weights, objective
 from step3_preference.reference import Reference, Start
 from step3_preference.rows import ComparedBatch, Row, cut, response_start
@@ -377,7 +378,7 @@ def warn_if_not_improved(
     config: PreferenceConfig,
 ) -> None:
     """Warn where the actor got no better on held-out rows, or where chosen responses fell too."""
-    method = TITLES[config.method].partition(" (")[0]
+    method = method_title(config.method)
     if best.step == 0 and best.last_step > 0:
         logger.warning(
             "%s made the loss on held-out rows no smaller (at first %.4g)%s: lower"

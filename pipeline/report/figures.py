@@ -29,14 +29,19 @@ TITLES = {
     "hinge": "Hinge loss",
     "simpo": "SimPO",
 }
-"""By the end of a step's name, where upper case is not the title."""
+"""By the name of a method, or the end of a step's name, where upper case is not the title."""
 
 
 def title(name: str, results: Results) -> str:
     """Title of a step or model: `PPO` for `step3_ppo`."""
     step = results.steps.get(name)
     short = step.method if step else name.split("_", 1)[-1]
-    return TITLES.get(short, short.replace("_", " ").upper())
+    return method_title(short)
+
+
+def method_title(name: str) -> str:
+    """Title of a method: `PPO` for `ppo`."""
+    return TITLES.get(name, name.replace("_", " ").upper())
 
 
 def points(change: float) -> str:

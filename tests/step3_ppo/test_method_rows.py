@@ -1,16 +1,21 @@
 """Methods as rows of settings: what they stand for, what wins over them, what is refused."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from pipeline.cli.options import parse_step
-from pipeline.settings.fields import plain
+from pipeline.plan.request import Request
+from pipeline.settings.fields import list_settings, plain
 from pipeline.system.errors import ConfigError
+from step3_ppo.advantages import ESTIMATORS
 from step3_ppo.config import PPOConfig
-from step3_ppo.evaluate import TITLES
-from step3_ppo.methods import METHODS
+from step3_ppo.losses import LOSSES
+from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS
+from step3_preference.config import METHODS as PREFERENCE_METHODS
+from step3_preference.config import PreferenceConfig
 from tests.step3_ppo.toy import toy_config
 
 
@@ -25,7 +30,16 @@ def test_a_row_is_what_its_name_stands_for_and_gives_way_to_what_is_said(method:
     assert plain(config) == {**plain(PPOConfig()), **row, "method": method}
     assert moved.clip_high == 0.5
     assert config.method_name == method
-    assert method in TITLES
+
+
+def test_every_name_is_a_choice_of_its_setting() -> None:
+    choices = {name: get_args(kind) for name, kind in get_type_hints(PPOConfig).items()}
+    assert set(choices["method"]) == set(METHODS)
+    assert set(choices["advantage"]) == set(ESTIMATORS) == set(ESTIMATOR_NEEDS)
+    assert set(choices["loss"]) == set(LOSSES)
+    assert set(get_args(get_type_hints(PreferenceConfig)["method"])) == set(PREFERENCE_METHODS)
+    (described,) = [each.description for each in list_settings(Request) if each.name == "method"]
+    assert not {*METHODS, *PREFERENCE_METHODS} - set(re.findall(r"\w+", described))
 
 
 @pytest.mark.parametrize(
