@@ -28,43 +28,42 @@ Kind = Literal[
 
 Form = Literal["auto", "episodes", "trl", "trl_conversational", "openrlhf", "verl"]
 
-COLUMNS = {
-    "verifier": "answer",
-    "math": "answer",
-    "exact": "answer",
-    "code": "tests",
-    "remote": "label",
-}
-"""The column that a kind reads, where the settings name no other."""
-
 SCALE = (0.0, 10.0)
 """The lowest and highest score a judge may give, where the settings name no other."""
 
-_SETTINGS: dict[str, tuple[str, ...]] = {
-    "model": ("path",),
-    "environment": (),
-    "verifier": (),
-    "function": ("path", "form", "column"),
-    "math": ("column",),
-    "exact": ("pattern", "column"),
-    "regex": ("pattern",),
-    "length": ("max_tokens", "buffer_tokens"),
-    "code": ("column", "seconds", "memory_mb", "sandbox"),
-    "remote": ("path", "column", "attempts", "key_variable", "insecure"),
-    "judge": (
-        *("path", "model", "template", "scale", "concurrency"),
-        *("attempts", "key_variable", "insecure"),
+
+@dataclass(frozen=True)
+class _Reads:
+    """What a kind of source reads."""
+
+    settings: tuple[str, ...] = ()
+    """Its settings; others are refused. The word KIND:VALUE gives the first."""
+
+    needed: tuple[str, ...] = ()
+    """Those without a default."""
+
+    column: str | None = None
+    """The column that it reads, where the settings name no other."""
+
+
+_REQUESTS = ("attempts", "key_variable", "insecure")
+
+KINDS: dict[str, _Reads] = {
+    "model": _Reads(("path",)),
+    "environment": _Reads(),
+    "verifier": _Reads(column="answer"),
+    "function": _Reads(("path", "form", "column"), needed=("path",)),
+    "math": _Reads(("column",), column="answer"),
+    "exact": _Reads(("pattern", "column"), column="answer"),
+    "regex": _Reads(("pattern",), needed=("pattern",)),
+    "length": _Reads(("max_tokens", "buffer_tokens"), needed=("max_tokens",)),
+    "code": _Reads(("column", "seconds", "memory_mb", "sandbox"), column="tests"),
+    "remote": _Reads(("path", "column", *_REQUESTS), needed=("path",), column="label"),
+    "judge": _Reads(
+        ("path", "model", "template", "scale", "concurrency", *_REQUESTS), needed=("path", "model")
     ),
 }
-"""Settings that a kind reads; others are refused. The word KIND:VALUE gives the first."""
-
-_NEEDED = {
-    "function": ("path",),
-    "regex": ("pattern",),
-    "length": ("max_tokens",),
-    "remote": ("path",),
-    "judge": ("path", "model"),
-}
+"""By the setting `kind`; the functions are in `rewards.sources`."""
 
 _LEAST = {
     **dict.fromkeys(("memory_mb", "concurrency", "attempts"), 1),
@@ -147,13 +146,13 @@ class RewardConfig:
         )
         where = f"rewards.{self.name}"
         for field in fields(self):
-            kinds = [kind for kind, names in _SETTINGS.items() if field.name in names]
+            kinds = [kind for kind, reads in KINDS.items() if field.name in reads.settings]
             require(
                 not kinds or self.kind in kinds or getattr(self, field.name) == field.default,
                 f"{where}.{field.name} is a setting of kind {', '.join(sorted(kinds))};"
                 f" {self.kind} does not read it",
             )
-        for name in _NEEDED.get(self.kind, ()):
+        for name in KINDS[self.kind].needed:
             require(
                 getattr(self, name) not in (None, ""),
                 f"{where}.{name} is missing: kind {self.kind} needs it",
@@ -172,7 +171,7 @@ class RewardConfig:
     @property
     def reads_column(self) -> str | None:
         """The column of the rows that it compares with; None where it reads none by default."""
-        return self.column or COLUMNS.get(self.kind)
+        return self.column or KINDS[self.kind].column
 
 
 def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward") -> RewardConfig:
@@ -192,11 +191,11 @@ def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward
     """
     settings = _read_settings(spec, option)
     kind = str(settings.get("kind", ""))
-    if kind not in _SETTINGS:
+    if kind not in KINDS:
         what = f"there is no kind {kind}" if kind else "kind is missing"
         raise ConfigError(
             f"{option} {spec}: give file.py:function, a kind, or settings in braces; {what},"
-            f" {suggestion(kind, _SETTINGS)}"
+            f" {suggestion(kind, KINDS)}"
         )
     base = str(settings.get("path", "")).rpartition(":")[2] if kind == "function" else kind
     numbered = (f"{base}_{number}" for number in itertools.count(2))
@@ -220,8 +219,8 @@ def _read_settings(spec: str, option: str) -> Mapping[str, Any]:
     kind, colon, value = spec.partition(":")
     if kind.endswith(".py"):
         return {"kind": "function", "path": spec}
-    names = _SETTINGS.get(kind, ())
-    require(not colon or kind not in _SETTINGS or bool(names), f"{option} {spec}: write {kind}")
+    names = KINDS.get(kind, _Reads()).settings
+    require(not colon or kind not in KINDS or bool(names), f"{option} {spec}: write {kind}")
     return {"kind": kind, **({names[0]: value} if colon and names else {})}
 
 

@@ -1,9 +1,11 @@
 """The sources that read the response alone or with a column: exact, regex, length."""
 
+from typing import get_args
+
 from pipeline.data.examples import Message
-from rewards.config import RewardConfig
+from rewards.config import KINDS, Kind, RewardConfig
 from rewards.contract import Episode
-from rewards.sources import read_source, scorer_of
+from rewards.sources import _VERIFIERS, read_source, scorer_of
 
 
 def reward(config: RewardConfig, response: str, num_tokens: int = 0, **extra: object) -> object:
@@ -41,3 +43,8 @@ def test_a_long_response_costs_up_to_1_in_proportion() -> None:
 
     assert costs == [0, 0, -0.25, -1, -1]
     assert [reward(at_once, "", num_tokens=count) for count in (100, 101)] == [0, -1]
+
+
+def test_every_kind_has_settings_and_a_scorer() -> None:
+    others = {"model", "environment", "function", "remote", "judge"}
+    assert set(get_args(Kind)) == set(KINDS) == others | set(_VERIFIERS)
