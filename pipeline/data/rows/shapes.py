@@ -371,11 +371,10 @@ def _quality(row: Row) -> bool | None:
 def _unknown_shape(row: Row, columns: Collection[str]) -> str:
     if not columns:
         return f"{row.origin}: the row is empty; remove it"
+    known = ", ".join(" + ".join(shape.needs) for shape in SHAPES)
     return (
-        f"{row.origin}: no known shape of row has the columns {names(columns)};"
-        " needed are prompt + chosen + rejected, chosen + rejected dialogues, messages,"
-        " conversations, instruction + output, prompt + response, prompt, or text: say which column"
-        """ is which with --fields, such as '{"prompt": "question", "response": "best"}'"""
+        f"{row.origin}: no known shape of row has the columns {names(columns)}; known are {known}:"
+        ' say which column is which with --fields, such as \'{"prompt": "question"}\''
     )
 
 
