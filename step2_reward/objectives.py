@@ -154,8 +154,8 @@ class Objective(ABC):
 
     def evaluate(
         self, scorer: Scorer, rows: Sequence[Row], config: RewardConfig
-    ) -> dict[str, float]:
-        """Figures of held-out rows of all processes, loss and accuracy first."""
+    ) -> tuple[dict[str, float], HeldOut]:
+        """Figures of held-out rows of all processes, loss and accuracy first; and their outputs."""
         totals = [0.0, 0.0]
 
         def observe(outputs: LabelOutputs, batch: Batch) -> None:
@@ -166,7 +166,7 @@ class Objective(ABC):
         held_out = compute_outputs(scorer, rows, config, observe)
         loss, right = current_mesh().data.sums(totals)
         means = {"loss": loss / len(rows), "accuracy": right / len(rows)}
-        return {**means, **self.figures(held_out)}
+        return {**means, **self.figures(held_out)}, held_out
 
     @abstractmethod
     def figures(self, held_out: HeldOut) -> dict[str, float]:

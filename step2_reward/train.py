@@ -57,10 +57,13 @@ from pipeline.system.torch_process import seed_generators
 from step2_reward.lab.measure import measure
 from step2_reward.lab.sentences import write_measured
 from step2_reward.labels import resolve_labels
-from step2_reward.objectives import Objective, make_objective
+from step2_reward.objectives import HeldOut, Objective, make_objective
 from step2_reward.rows import Batch, Row, cut_rows
 
 logger = logging.getLogger(__name__)
+
+
+Evaluation = tuple[dict[str, float], HeldOut]
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class RewardTraining:
     scorer: Scorer
     """The model in its engine, or all stages of it."""
 
-    def evaluate(self) -> dict[str, float]:
-        """Figures of the held-out rows."""
+    def evaluate(self) -> Evaluation:
+        """Figures of the held-out rows, and the outputs for them."""
         training = self.training
         return self.objective.evaluate(self.scorer, training.held_out, training.config)
 
@@ -91,7 +94,7 @@ def train(config: RewardConfig) -> Path:
     with Run(config, name="step2_reward", total_steps=rows.total_steps, mesh=mesh) as run:
         reward = load_model(config, rows, run)
         training, best = reward.training, reward.training.best
-        before = training.checkpoints.once("before", reward.evaluate)
+        before = training.checkpoints.once("before", lambda: reward.evaluate()[0])
         check_start(config.model.path, before)
         if training.checkpoints.done == 0:
             run.evaluated(0, before)
@@ -99,15 +102,17 @@ def train(config: RewardConfig) -> Path:
         def enough() -> bool:
             return best.worse_in_a_row == config.patience
 
+        last: Evaluation | None = None
         with keeping_best(run, best, training.export, model=config.model):
             for step in training.checkpoints.steps(enough=enough):
                 learn(reward, run, step=step)
                 if training.evaluates_after(step):
-                    figures = reward.evaluate()
+                    last = reward.evaluate()
+                    figures = last[0]
                     best.update(badness(figures, config.best_by), step=step)
                     run.evaluated(step, figures)
                     check_finite(f"of held-out rows after step {step}", figures)
-        finish(reward, run, before=before)
+        finish(reward, run, before=before, last=last)
     return config.output_dir
 
 
@@ -298,23 +303,30 @@ def sample_responses(
     return ended, len(prompts)
 
 
-def finish(reward: RewardTraining, run: Run, *, before: Mapping[str, float]) -> None:
-    """Export the best weights with the moments of their scores, and write the result."""
+def finish(
+    reward: RewardTraining, run: Run, *, before: Mapping[str, float], last: Evaluation | None
+) -> None:
+    """Export the best weights with the moments of their scores, and write the result.
+
+    `last` is the evaluation of the weights as training left them, if there was one.
+    """
     training, labels = reward.training, reward.objective.labels
     best, config, rows = training.best, training.config, training.rows
     best.restore()
-    after = reward.evaluate()
+    are_last = last is not None and (best.step == best.last_step or not config.keep_best)
+    after, held_out = last if last is not None and are_last else reward.evaluate()
     settings = label_settings(reward)
     base_model(training.model).config.update(settings)
     training.export()
     moments = None
+    logger.info("weights are exported; measuring their scores on responses and held-out rows")
     if labels.gives_scores:
         moments = measure_scores(
             reward.scorer, rows.chat, rows.data.train, config, reward.objective
         )
         settings |= {"score_mean": moments.mean, "score_std": moments.std}
     write_settings(training.model, config.output_dir, settings)
-    measured = measure(reward.scorer, reward.objective, rows.data.eval, rows.chat, config)
+    measured = measure(held_out, labels, rows.data.eval, rows.chat, config)
     if run.is_main:
         write_measured(measured, config.output_dir)
     name = labels.kind

@@ -53,7 +53,6 @@ from step2_reward.labels import (
 from step2_reward.losses import ordinal_log_probabilities, tie_log_probabilities
 from step2_reward.objectives import (
     HeldOut,
-    Objective,
     compute_outputs,
     make_objective,
     predicted_steps,
@@ -80,16 +79,25 @@ MAX_PROBED = 256
 
 
 def measure(
-    scorer: Scorer,
-    objective: Objective,
+    held_out: HeldOut,
+    labels: Labels,
     examples: Sequence[Example],
     chat: ChatFormat,
     config: RewardConfig,
+    *,
+    probed: Scorer | None = None,
 ) -> Measured:
-    """Measure a model on rows of one kind of label; all processes call it."""
-    labels = objective.labels
-    encoded = objective.encode(examples, chat, config)
-    held_out = compute_outputs(scorer, encoded, config)
+    """Measure a model on rows of one kind of label.
+
+    Args:
+        held_out: the encoded rows, with the outputs of the model.
+        labels: what the model learned.
+        examples: the rows.
+        chat: the model's chat format.
+        config: settings of step 2.
+        probed: the model, to score changed responses too.
+    """
+    encoded = held_out.rows
     figures: Figures = {"labels": labels.kind, "rows": len(examples)}
     if labels.kind == "steps":
         lines = [
@@ -109,10 +117,10 @@ def measure(
     else:
         assert scores is not None
         figures |= order_figures(labels, held_out, scores, lengths)
-    if scores is not None:
+    if scores is not None and probed is not None:
         std = torch.tensor([x for row in scores for x in row]).std(correction=0).item()
         good = find_good_rows(labels, examples)[:MAX_PROBED]
-        figures["probes"] = probe_figures(scorer, labels, good, chat, config, std=std)
+        figures["probes"] = probe_figures(probed, labels, good, chat, config, std=std)
     lines = [
         describe_row(labels, held_out, index, example, lengths[index], scores)
         for index, example in enumerate(examples)
@@ -389,7 +397,9 @@ def measure_model(config: LabConfig) -> Measured:
         if cutpoints
         else None,
     )
-    figures, lines = measure(scorer, make_objective(labels, settings), rows, chat, settings)
+    encoded = make_objective(labels, settings).encode(rows, chat, settings)
+    held_out = compute_outputs(scorer, encoded, settings)
+    figures, lines = measure(held_out, labels, rows, chat, settings, probed=scorer)
     if config.actor is not None:
         figures["best_of"] = over_optimization(scorer, labels, chat, config, settings)
     return figures, lines

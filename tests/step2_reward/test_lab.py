@@ -36,7 +36,7 @@ def test_step_2_ends_with_figures_predictions_and_their_part_of_the_report(train
     assert found["accuracy"]["value"] == result["accuracy_after"] == 1.0
     assert found["accuracy"]["count"] == found["rows"] == len(lines) == result["pairs"]
     assert found["calibration"]["ece"] == result["calibration_error"]
-    assert set(found["probes"]) == {"no_end", "truncated", "doubled"}
+    assert "probes" not in found  # changed responses are scored by the command alone
     first = json.loads(lines[0])
     assert len(first["scores"]) == len(first["responses"]) == 2
     assert first["right"] == (first["scores"][0] > first["scores"][1])
@@ -44,6 +44,16 @@ def test_step_2_ends_with_figures_predictions_and_their_part_of_the_report(train
     assert "how far it can be trusted" in page
     assert found["sentences"][0] in page
     assert page.count("<svg") >= 1
+
+
+def test_the_command_also_scores_changed_responses(trained: Path, tmp_path: Path) -> None:
+    step, data = trained / "pairs" / "step2_reward", trained / "pairs.jsonl"
+
+    main(["--path", str(step), "--data-path", str(data), "--output-dir", str(tmp_path)])
+
+    probes = lab(tmp_path)["probes"]
+    assert set(probes) == {"no_end", "truncated", "doubled"}
+    assert all(0 <= each["lower"] <= 1 and each["responses"] > 0 for each in probes.values())
 
 
 def test_the_command_measures_an_exported_model_as_the_step_did(
