@@ -24,7 +24,8 @@ from pipeline.export.verify import (
 )
 from pipeline.files.safetensors_header import INDEX, stored_tensors
 from pipeline.models.directory import ADAPTER, check_configuration
-from pipeline.models.export import ADAPTER_DIR
+from pipeline.models.export import ADAPTER_DIR, unties
+from pipeline.models.lora import without_advice
 from pipeline.system.errors import ModelError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -155,15 +156,21 @@ def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     """
     name = model.config.name_or_path
     try:
-        adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
         tensors = load_file(adapter / WEIGHTS)
+        if unties(model, tensors):
+            head: Any = model.get_output_embeddings()
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
+            model.config.get_text_config().tie_word_embeddings = False
+        with without_advice():
+            adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+            known = get_peft_model_state_dict(adapted).keys()
     except Exception as error:  # noqa: BLE001  # peft and safetensors raise any kind
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"the adapter in {adapter} can't be applied to {name}: {reason}; give its base with"
             " --base"
         ) from None
-    if unused := tensors.keys() - get_peft_model_state_dict(adapted).keys():
+    if unused := tensors.keys() - known:
         raise ModelError(
             f"{min(unused)} of {adapter} changes nothing in {name}; it is for another base: give"
             " its base with --base"

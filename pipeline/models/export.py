@@ -25,7 +25,7 @@ from pipeline.files.durable import replace_durably, settle, sync
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.directory import are_of_classifier
 from pipeline.models.forward import base_model
-from pipeline.models.lora import merged
+from pipeline.models.lora import merged, without_advice
 from pipeline.models.padding import padding_id, with_padding_token, with_rows_for
 from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
 from pipeline.parallel.device import local_device
@@ -318,11 +318,12 @@ def _write(
             rest: dict[str, Tensor] = {}
         else:
             rest = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
-        with _config_for(plain, tokenizer, tied=not _unties(plain, adapter)):
+        with _config_for(plain, tokenizer, tied=not unties(plain, adapter)):
             plain.save_pretrained(staging, state_dict=rest)
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
-            model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
+            with without_advice():
+                model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
             if current_mesh().parts.size > 1:  # of which peft has written what the first one has
                 own = {_in_peft(name): each for name, each in adapter.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
@@ -350,7 +351,7 @@ def _config_for(
         text.update(kept)
 
 
-def _unties(plain: PreTrainedModel, adapter: Collection[str]) -> bool:
+def unties(plain: PreTrainedModel, adapter: Collection[str]) -> bool:
     """Return whether an adapter changes one of two tied layers, such as the output layer."""
     names = chain(*plain.all_tied_weights_keys.items())
     tied = {name.rpartition(".")[0] for name in names}

@@ -1,6 +1,8 @@
 """LoRA through peft: adapters on the linear layers, heads always trained in full."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -20,6 +22,16 @@ HEADS = ("score", "classifier", "pre_classifier", "pooler")
 
 Task = Literal["causal", "classifier"]
 """Output of a model: the next token, or a score."""
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Without peft's warnings: tied layers and adapted embeddings are written as they should be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="peft")
+        # peft requests the model's gradient checkpointing by the name it had before.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        yield
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: int) -> PeftModel:
@@ -42,11 +54,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.SEQ_CLS if task == "classifier" else TaskType.CAUSAL_LM,
     )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft asks for the model's gradient checkpointing by the name it had before.
-        warnings.simplefilter("ignore", FutureWarning)
-        # An adapter on one of two tied layers: the export writes both, untied.
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+    with torch.random.fork_rng(devices=[]), without_advice():
         torch.manual_seed(seed)
         try:
             peft_model = get_peft_model(model, settings)

@@ -1,5 +1,6 @@
 """GGUF files, read by the `gguf` package: tensors, settings, tokenizer."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from tokenizers import Regex, pre_tokenizers
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.demo.model import build_tokenizer
 from pipeline.export.command import main
@@ -53,6 +56,33 @@ def test_a_llama_has_each_weight_and_rotary_rows_side_by_side(tmp_path: Path) ->
     order = [head * 8 + row for head in range(4) for pair in range(4) for row in (pair, pair + 4)]
     assert torch.equal(found["blk.0.attn_q.weight"], query[order])
     assert len(found) == len(state)
+
+
+def test_a_head_that_differs_from_the_embeddings_is_in_the_file(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama", tie_word_embeddings=True)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"].flip(0)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    found = weights(export(tmp_path / "model", tmp_path / "out"))
+
+    assert torch.equal(found["output.weight"], tensors["lm_head.weight"])
+    ids = torch.tensor([[5, 6, 7]])
+    file = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model-f32.gguf")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(file(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_the_file_is_compared_with_the_model_it_was_made_of(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama")
+    export(tmp_path / "model", tmp_path / "out")
+    exported = GgufExport(read_source(tmp_path / "model"), "f32")
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.5}))
+
+    with pytest.raises(UnverifiedError, match="logits by the file's model differ by"):
+        exported.verify(tmp_path / "out")
 
 
 def test_the_embedded_model_has_its_template_stop_ids_and_tokens(
@@ -117,14 +147,20 @@ def test_llama_3_divides_long_wavelengths_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_the_pre_tokenizer_is_found_by_the_tokens_of_texts(name: str) -> None:
-    tokenizer = byte_level()
-    backend = tokenizer.backend_tokenizer
-    split = pre_tokenizers.Split(Regex(EXPRESSIONS[name]), "isolated")
+    state = json.loads(byte_level().backend_tokenizer.to_str())
+    for left, right in ("34", "12", "ĠĠ"):  # each is split by some of the expressions
+        state["model"]["vocab"][left + right] = len(state["model"]["vocab"])
+        state["model"]["merges"].insert(0, [left, right])
+    backend = Tokenizer.from_str(json.dumps(state))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    backend: Any = tokenizer.backend_tokenizer
+    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in EXPRESSIONS[name]]
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes])
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, by_bytes])
 
     vocabulary = read_vocabulary(tokenizer, len(tokenizer), "DIR")
 
+    assert vocabulary.pre == name
     texts = {text: tokenizer.encode(text) for text in ("You'LL see 12345 of them", "a\n\n b")}
     assert vocabulary.agrees(texts)
     backend.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("e")

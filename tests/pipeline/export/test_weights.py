@@ -13,6 +13,7 @@ from pipeline.export.command import main
 from pipeline.export.source import written_aside
 from pipeline.export.verify import UnverifiedError
 from pipeline.export.weights import AdapterExport
+from pipeline.models.lora import without_advice
 from pipeline.system.errors import ConfigError, ModelError
 from tests.pipeline.export.models import save_model
 
@@ -60,6 +61,26 @@ def test_an_adapter_is_merged_as_peft_merges_it(
         torch.testing.assert_close(tensor, theirs[name])
     printed = capsys.readouterr().out
     assert "verified: 4 greedy responses of 16 tokens by the written model are equal\n" in printed
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_merging_an_adapter_of_one_of_two_tied_layers_unties_them(
+    target: str, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", "llama", tie_word_embeddings=True)
+    with without_advice():
+        peft = get_peft_model(base, LoraConfig(r=4, target_modules=[target])).eval()
+        with torch.no_grad():
+            for name, param in peft.named_parameters():
+                if ".lora_" in name:
+                    param.normal_()
+        peft.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+        peft.save_pretrained(str(tmp_path / "adapter"))
+
+    run(tmp_path / "adapter", "merged", tmp_path / "out")
+
+    merged, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(merged(ids).logits, peft(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_the_adapter_of_a_model_is_taken_alone_and_held_against_the_merged_weights(

@@ -112,7 +112,6 @@ def test_an_adapter_is_to_the_byte_what_peft_writes(
     assert contents(tmp_path / "ours" / "adapter") == contents(tmp_path / "plain")
 
 
-@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 @torch.no_grad()
 def test_an_adapter_on_one_of_two_tied_layers_unties_the_export(
