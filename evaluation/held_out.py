@@ -56,7 +56,9 @@ def encode_prompts(
     Raises:
         DataError: none is short enough.
     """
-    prompts = [Prompt(x.prompt, chat.encode_prompt(x.prompt), x.extra) for x in examples]
+    prompts = [
+        Prompt(x.prompt, chat.encode_prompt(x.prompt, origin=x.origin), x.extra) for x in examples
+    ]
     short = [prompt for prompt in prompts if len(prompt.input_ids) <= limit]
     if not short:
         shortest = min(len(prompt.input_ids) for prompt in prompts)

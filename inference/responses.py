@@ -89,7 +89,10 @@ def parse_prompt(line: str, *, origin: str) -> Prompt:
 
 
 def parse_messages(value: object, *, origin: str) -> tuple[Message, ...]:
-    """Parse messages: objects with `role` and `content`, the last one the user's."""
+    """Parse messages: objects with `role` and `content`.
+
+    The last one is the user's, or the beginning of the response.
+    """
     roles = get_args(Role)
     turns = value if isinstance(value, list) else []
     messages = tuple(
@@ -104,8 +107,8 @@ def parse_messages(value: object, *, origin: str) -> tuple[Message, ...]:
             f'{origin}: "messages" must be a list of objects with a "role" ({", ".join(roles)})'
             ' and a text "content"'
         )
-    if messages[-1].role != "user":
-        raise DataError(f"{origin}: the last message must be the user's")
+    if messages[-1].role == "system" or all(each.role != "user" for each in messages):
+        raise DataError(f"{origin}: the last message must be the user's, or continue an answer")
     return messages
 
 

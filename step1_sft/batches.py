@@ -14,7 +14,9 @@ from step1_sft.config import SFTConfig
 def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
     """Token ids and loss masks; rows longer than `max_length` lose their end."""
     return [
-        chat.encode(row.prompt, row.chosen, config.data.train_on).head(config.data.max_length)
+        chat.encode(row.prompt, row.chosen, config.data.train_on, origin=row.origin).head(
+            config.data.max_length
+        )
         for row in rows
     ]
 
@@ -24,7 +26,10 @@ def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Example]:
     limit = config.data.max_length
 
     def fit(rows: Sequence[Example]) -> list[Fit]:
-        full = [chat.encode(row.prompt, row.chosen, config.data.train_on) for row in rows]
+        full = [
+            chat.encode(row.prompt, row.chosen, config.data.train_on, origin=row.origin)
+            for row in rows
+        ]
         return [Fit(len(row) > limit, row.head(limit).num_targets) for row in full]
 
     return RowsFit(fit, end="end", empty="have nothing left to train on")

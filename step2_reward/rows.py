@@ -88,9 +88,9 @@ def encode_dialogue(
     encoders stays.
     """
     if response:
-        full = chat.encode(example.prompt, response)
+        full = chat.encode(example.prompt, response, origin=example.origin)
     else:
-        full = Encoded.untrained(chat.encode_prompt(example.prompt))
+        full = Encoded.untrained(chat.encode_prompt(example.prompt, origin=example.origin))
     return full.tail(max_length, keep_first=chat.begins_with_cls)
 
 
@@ -158,7 +158,9 @@ def encode_steps(
         DataError: its tokens have another number of steps.
     """
     texts = split_steps(example, separator)
-    full = chat.encode(example.prompt, (Message("assistant", separator.join(texts)),))
+    full = chat.encode(
+        example.prompt, (Message("assistant", separator.join(texts)),), origin=example.origin
+    )
     (ends,) = step_ends(collate([full]), separators)
     if len(ends) != len(texts):
         raise DataError(

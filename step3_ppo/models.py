@@ -71,7 +71,9 @@ class RewardText:
             *before, answer = (*response.opening, *response.turns)
         else:
             before = self._dialogues[tuple(prompt)]
-            answer = Message("assistant", decode_response(self.tokenizer, response.ids))
+            continues = before[-1].role == "assistant"
+            text = decode_response(self.tokenizer, response.ids, continues=continues)
+            answer = Message("assistant", text)
         whole = self.chat.encode(before, [answer])
         if not response.stopped and whole.input_ids[-1] in self.chat.stop_ids:
             whole = whole.head(len(whole) - 1)

@@ -96,9 +96,9 @@ class PtxStream:
         """This process's micro-batches, and the targets of all processes."""
         data = self.config.data
         encoded = [
-            self.chat.encode(example.prompt, example.chosen, train_on=data.train_on).head(
-                data.max_length
-            )
+            self.chat.encode(
+                example.prompt, example.chosen, data.train_on, origin=example.origin
+            ).head(data.max_length)
             for example in (self.examples[row] for row in next(self.rows))
         ]
         group = current_mesh().data

@@ -89,9 +89,9 @@ def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[R
     Both sides keep the same prompt, which loses its beginning, and their ends: a difference in what
     was cut, or a lost end of turn, would be learned.
     """
-    start = _prompt_length(example.prompt, chat)
+    start = _prompt_length(example, chat)
     sides = [
-        _response(example.prompt, response, chat, start) if response else None
+        _response(example, response, chat, start) if response else None
         for response in (example.chosen, example.rejected)
     ]
     present = [each for each in sides if each is not None]
@@ -110,18 +110,18 @@ def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[R
     return Row(*(each and _without_first(each, over) for each in sides)), "cut"
 
 
-def _prompt_length(prompt: Sequence[Message], chat: ChatFormat) -> int:
+def _prompt_length(example: Example, chat: ChatFormat) -> int:
     """Tokens before the response; 0 where none of them could be trained anyway."""
-    if all(turn.role != "assistant" for turn in prompt):
+    if all(turn.role != "assistant" for turn in example.prompt):
         return 0
-    return len(chat.encode_prompt(prompt))
+    return len(chat.encode_prompt(example.prompt, origin=example.origin))
 
 
 def _response(
-    prompt: Sequence[Message], response: Sequence[Message], chat: ChatFormat, start: int
+    example: Example, response: Sequence[Message], chat: ChatFormat, start: int
 ) -> Encoded:
     """The dialogue, of which the response alone is learned: not the turns of the prompt."""
-    encoded = chat.encode(prompt, response)
+    encoded = chat.encode(example.prompt, response, origin=example.origin)
     trained = [flag and place >= start for place, flag in enumerate(encoded.trained)]
     return replace(encoded, trained=trained)
 

@@ -94,12 +94,11 @@ class ServedModel:
             )
         chat = self._chat_with(arguments) if arguments else self.chat
         try:
-            if not answered:
+            if continues or not answered:
                 return chat.encode_prompt(messages, generation_prompt=opens)
-            ids = chat.encode(messages[:-1], messages[-1:]).input_ids
+            return chat.encode(messages[:-1], messages[-1:]).input_ids
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
-        return ids[:-1] if continues and ids[-1] in self.chat.stop_ids else ids
 
     def _chat_with(self, arguments: Mapping[str, Argument]) -> ChatFormat:
         """The chat format with arguments of its template."""

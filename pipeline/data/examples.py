@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a turn under which rows, and chat templates, have the reasoning."""
+
 
 @dataclass(frozen=True)
 class Message:
@@ -19,6 +22,19 @@ class Message:
     trained: bool = True
     """False for an assistant turn that is read and not learned (`"weight": 0`)."""
 
+    reasoning: str = ""
+    """Reasoning of the assistant that rows hold apart from the content (`reasoning_content`)."""
+
+    prefill: str = ""
+    """Beginning of `content` that the prompt has already: it is read and not learned."""
+
+    def __repr__(self) -> str:
+        # Rows are ordered by it: a turn without reasoning keeps its place.
+        rest = f", reasoning={self.reasoning!r}" if self.reasoning else ""
+        return (
+            f"Message(role={self.role!r}, content={self.content!r}, trained={self.trained!r}{rest})"
+        )
+
 
 @dataclass(frozen=True)
 class Example:
@@ -29,7 +45,8 @@ class Example:
     """
 
     prompt: tuple[Message, ...]
-    """The dialogue so far; ends in a user turn, and is empty for plain text."""
+    """The dialogue so far. It ends in a user turn, or in an assistant turn that the response
+    continues; it is empty for plain text."""
 
     chosen: tuple[Message, ...] = ()
     """The demonstration, or the better response; empty for a prompt without a response."""

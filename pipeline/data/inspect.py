@@ -47,10 +47,12 @@ class InspectConfig(DataConfig):
 def encode_row(example: Example, chat: ChatFormat, config: InspectConfig) -> dict[str, Encoded]:
     """Encode the dialogues that the step reads, chosen and rejected or prompt, before any cut."""
     if config.step == 3:
-        return {"prompt": Encoded.untrained(chat.encode_prompt(example.prompt))}
+        return {
+            "prompt": Encoded.untrained(chat.encode_prompt(example.prompt, origin=example.origin))
+        }
     responses = {"chosen": example.chosen, "rejected": example.rejected}
     return {
-        name: chat.encode(example.prompt, response, config.train_on)
+        name: chat.encode(example.prompt, response, config.train_on, origin=example.origin)
         for name, response in responses.items()
         if name == "chosen" or config.step == 2
     }

@@ -1,6 +1,5 @@
 """A model's tokenizer and chat format, together."""
 
-import logging
 from collections.abc import Iterable, Sequence
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -12,8 +11,6 @@ from pipeline.data.examples import Example
 from pipeline.models.directory import check_configuration, check_model_directory
 from pipeline.models.load import load_tokenizer, local_directory
 from pipeline.system.errors import ConfigError, DataError, ModelError
-
-logger = logging.getLogger(__name__)
 
 
 def load_chat(
@@ -31,11 +28,6 @@ def load_chat(
     tokenizer = load_tokenizer(config)
     known = len(tokenizer)
     chat = resolve_format(tokenizer, data.format, data.template_args)
-    if not chat.keeps_history:
-        logger.info(
-            "the chat template renders an answer otherwise once more turns follow (it leaves"
-            " thinking out, say): of a dialogue of several turns only the last answer is trained"
-        )
     chat.add_new_tokens()
     adapted = isinstance(config, TrainedModelConfig) and config.lora is not None
     if adapted and len(tokenizer) > known:
@@ -52,9 +44,12 @@ def untrained_tokens(config: FrozenModelConfig) -> str:
     )
 
 
-def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of a response, without special tokens and the space in front."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+def decode_response(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, continues: bool = False
+) -> str:
+    """The text of a response, without special tokens and, unless it `continues`, leading space."""
+    text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    return text.rstrip() if continues else text.strip()
 
 
 def speaks_alike(
@@ -136,7 +131,7 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
     chat = resolve_format(load_tokenizer(FrozenModelConfig(path=path)), "auto")
     limit = None if local is None or scores else _context(str(local))
     for example in examples:
-        count = len(chat.encode_prompt(example.prompt))
+        count = len(chat.encode_prompt(example.prompt, origin=example.origin))
         if limit is not None and count >= limit:
             raise DataError(
                 f"{example.origin}: the prompt has {count} tokens; the model {path} reads 1 to"

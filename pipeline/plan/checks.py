@@ -241,7 +241,7 @@ def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat")
     rows = rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE]
     work = config.workload(1)
     if work.generates_first and work.generation is not None:
-        lengths = [len(chat.encode_prompt(row.prompt)) for row in rows]
+        lengths = [len(chat.encode_prompt(row.prompt, origin=row.origin)) for row in rows]
         return sum(min(length, work.generation.prompt_length) for length in lengths) / len(rows)
     lengths = [n for row in rows for n in _row_lengths(row, chat, work.sequences_per_row)]
     return sum(min(length, work.length) for length in lengths) / len(rows)
@@ -251,7 +251,11 @@ def _row_lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
     """Tokens of each sequence of a row."""
     responses = [each for each in (row.chosen, row.rejected) if each]
     return [
-        len(chat.encode(row.prompt, response) if response else chat.encode_prompt(row.prompt))
+        len(
+            chat.encode(row.prompt, response, origin=row.origin)
+            if response
+            else chat.encode_prompt(row.prompt, origin=row.origin)
+        )
         for response in (responses or [()])[:sequences]
     ]
 

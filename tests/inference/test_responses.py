@@ -149,7 +149,7 @@ def test_a_response_ends_where_that_of_plain_generate_does(
         ('{"messages": [{"role": "bot", "content": "x"}]}', "(system, user, assistant)"),
         (
             '{"messages": [{"role": "assistant", "content": "x"}]}',
-            "line 2: the last message must be the user's",
+            "line 2: the last message must be the user's, or continue an answer",
         ),
     ],
 )

@@ -12,19 +12,24 @@ the end-of-sequence token does no harm.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.data.examples import Encoded, Message
+from pipeline.data.examples import REASONING, Encoded, Message
 from pipeline.system.errors import ConfigError, DataError, ModelError
 from pipeline.system.hub import cached_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+logger = logging.getLogger(__name__)
 
 Encoder = Callable[[str], list[int]]
 
@@ -82,10 +87,20 @@ def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 Messages = Sequence[Message]
 
-THINK = "<think>"
+THINK, END_THINK = "<think>", "</think>"
 END_OF_THINK = "\n</think>\n\n"
 """How an answer without thinking closes the block that a generation prompt has opened: after
 `<think>` and a line's end it is the empty block that models of the Qwen3 family were trained on."""
+
+_BLOCK = re.compile(r"(<think>\s*)?(</think>\s*)?\Z")
+"""A thinking block that a generation prompt opens, or an empty one, at its end."""
+
+LOST_TEXT = "leaves out a part of the response, which is trained as given behind the prompt"
+LOST_REASONING = "has no place for reasoning, which is left out; write it into the content"
+LOST_HISTORY = (
+    "renders an answer otherwise once more turns follow (it leaves thinking out, say); such an"
+    " answer is not trained, and the last one is"
+)
 
 PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
 PROBE_RESPONSE = Message("assistant", "Four.")
@@ -118,12 +133,11 @@ class ChatFormat:
     tokens: tuple[str, ...] = ()
     """The special tokens the template needs."""
 
-    keeps_history: bool = True
-    """A turn of the assistant is rendered alike as the last one and as an earlier one. If not, as
-    where a template leaves the thinking of earlier turns out, only the last one is trained."""
-
     system_slot: bool = True
     """The template takes a system message; if not, it is put in front of the first user turn."""
+
+    _reported: set[str] = field(default_factory=set, compare=False, repr=False)
+    """What was logged about rows; each is logged once."""
 
     @property
     def new_tokens(self) -> tuple[str, ...]:
@@ -169,7 +183,11 @@ class ChatFormat:
         import jinja2
 
         folded = messages if self.system_slot else _fold_system(messages)
-        turns = [{"role": message.role, "content": message.content} for message in folded]
+        turns = [
+            {"role": message.role, "content": message.content}
+            | (dict.fromkeys(REASONING, message.reasoning) if message.reasoning else {})
+            for message in folded
+        ]
         try:
             text = self.tokenizer.apply_chat_template(
                 turns,
@@ -190,87 +208,207 @@ class ChatFormat:
             ) from error
         return str(text)
 
-    def segments(self, messages: Messages) -> list[Segment]:
+    def segments(self, messages: Messages, origin: str = "") -> list[Segment]:
         """The text of a dialogue, cut where assistant turns begin and end.
 
         A dialogue that ends in a user turn ends with the generation prompt; one that ends in an
         assistant turn ends with that turn's last token.
         """
-        answered = messages[-1].role == "assistant"
-        if answered and len(messages) == 1:  # plain text has no roles
-            return [Segment(self._bos + messages[0].content + self._eos, by_assistant=True)]
-        text = self.render(messages, generation_prompt=not answered)
-        turns = [at for at, message in enumerate(messages) if message.role == "assistant"]
-        if not self.keeps_history:
-            turns = turns[-1:] if answered else []
-        if not self.keeps_history and answered:
-            prompt = self.render(messages[:-1], generation_prompt=True)
-            if prompt.rstrip().endswith(THINK) and not text.startswith(prompt):
-                # The answer has no thinking and closes the block that its prompt opens.
-                turn = END_OF_THINK.lstrip("\n") if prompt.endswith("\n\n") else END_OF_THINK
-                turn += messages[-1].content.strip()
-                return [
-                    Segment(prompt, by_assistant=False),
-                    self._closed(turn, trained=messages[-1].trained),
-                ]
-        starts = [self._start(messages[:at], text) for at in turns]
+        *before, last = messages
+        if last.role != "assistant":
+            return self._history(messages, self.render(messages, generation_prompt=True), origin)
+        if not before:  # plain text has no roles
+            return [Segment(self._bos + last.content + self._eos, by_assistant=True)]
+        prompt = self.render(before, generation_prompt=True)
+        turn = self._turn(messages, prompt, origin)
+        return [*self._history(before, prompt, origin), *self._answer(messages, prompt, turn)]
+
+    def _history(self, messages: Messages, text: str, origin: str) -> list[Segment]:
+        """Cut `text`, `messages` with the generation prompt, at the assistant turns in it.
+
+        An answer that it has otherwise than as the last turn is neither cut out nor trained.
+        """
         segments: list[Segment] = []
         position = 0
-        for at, start, limit in zip(turns, starts, [*starts, len(text)][1:], strict=True):
-            region = text[start:limit]
-            length = self._turn_length(messages[: at + 1], region)
-            segments.append(Segment(text[position:start], by_assistant=False))
-            segments.append(self._closed(region[:length], trained=messages[at].trained))
-            position = start + length
-        if not answered:
-            segments.append(Segment(text[position:], by_assistant=False))
-        return segments
+        for at, message in enumerate(messages):
+            so_far = messages[: at + 1]
+            if message.role != "assistant" or all(turn.role != "user" for turn in so_far):
+                continue
+            prompt = self.render(messages[:at], generation_prompt=True)
+            turn = self._turn(so_far, prompt)
+            body = turn.removesuffix(self._end_of_turn)
+            if not text.startswith((prompt + body, _without_block(prompt))):
+                raise self._unstable()
+            if not text.startswith(prompt + body):
+                if message.trained:
+                    self._report(origin, LOST_HISTORY)
+                continue
+            segments.append(Segment(text[position : len(prompt)], by_assistant=False))
+            position = len(prompt + body)
+            if text.startswith(turn, len(prompt)):
+                position = len(prompt + turn)
+            elif text[position:].lstrip().startswith(self._specials):
+                turn = body  # ended by another token than the last turn, which is not trained
+            segments += self._answer(so_far, prompt, turn)
+        return [*segments, Segment(text[position:], by_assistant=False)]
 
-    def _closed(self, turn: str, *, trained: bool) -> Segment:
-        """An assistant turn, ended by its end-of-turn token."""
-        end = "" if turn.endswith(self._end_of_turn) else self._end_of_turn
-        return Segment(turn + end, by_assistant=True, trained=trained)
+    def _answer(self, messages: Messages, prompt: str, turn: str) -> list[Segment]:
+        """The text of the last turn, less what the prompt has of it already."""
+        last = messages[-1]
+        if not last.prefill:
+            return [Segment(turn, by_assistant=True, trained=last.trained)]
+        given = self._prefill([*messages[:-1], replace(last, content=last.prefill)], prompt)
+        rest = last.content[len(last.prefill) :].rstrip() + self._end_of_turn
+        rest = turn[len(given) :] if turn.startswith(given) else rest
+        return [Segment(given, by_assistant=False), Segment(rest, True, last.trained)]
 
-    def encode_prompt(self, messages: Messages, *, generation_prompt: bool = True) -> list[int]:
+    def _prefill(self, messages: Messages, prompt: str) -> str:
+        """The text of a last turn that the response continues."""
+        content = messages[-1].content
+        if THINK in content and END_THINK not in content:  # templates take it for an answer
+            text = self._as_given(messages[-1], prompt)
+        else:
+            text = self._turn(messages, prompt).removesuffix(self._end_of_turn)
+        return text.rstrip() + content[len(content.rstrip()) :]
+
+    def _turn(self, messages: Messages, prompt: str, origin: str = "") -> str:
+        """The text of the last of `messages` with its end of turn, as the model is to write it.
+
+        It is the template's where that keeps the turn's text behind the generation prompt, and the
+        response as given where it doesn't.
+
+        Args:
+            messages: a dialogue that ends in an assistant turn.
+            prompt: the text of the turns before it, with the generation prompt.
+            origin: of the row that is learned.
+
+        Raises:
+            DataError: the template isn't stable, or closes the thinking of a row in its prompts.
+        """
+        text = self.render(messages, generation_prompt=False)
+        base = _without_block(prompt)
+        if not text.startswith(base):
+            raise self._unstable()
+        message, written = messages[-1], text[len(base) :]
+        if "think>" not in self.template and not _has(written, message.reasoning):
+            self._report(origin, LOST_REASONING)
+            message = replace(message, reasoning="")
+        thinks = bool(message.reasoning) or END_THINK in message.content
+        if origin and message.trained and thinks and prompt.rstrip().endswith(END_THINK):
+            raise DataError(
+                f"{self.title} closes the thinking in its prompts, and this response thinks; set an"
+                ' argument of the template, such as --sft.data.template_args \'{"enable_thinking":'
+                " true}', or remove the thinking"
+            )
+        kept = _keeps(message, written)
+        if text.startswith(prompt) and kept:
+            return self._ended(text[len(prompt) :], message.content.strip())
+        given = self._as_given(message, prompt)
+        if not kept:
+            self._report(origin, LOST_TEXT)
+        return given + self._end_of_turn
+
+    def _as_given(self, message: Message, prompt: str) -> str:
+        """The text of a turn as the row has it, behind a prompt that may have opened thinking."""
+        text = message.content.strip()
+        if message.reasoning and END_THINK not in text:
+            text = f"{THINK}\n{message.reasoning.strip()}{END_OF_THINK}{text}"
+        _, opens, after = prompt.rpartition(THINK)
+        if not opens or after.strip():
+            return text
+        if THINK not in text and END_THINK not in text:
+            return (END_OF_THINK.lstrip("\n") if after == "\n\n" else END_OF_THINK) + text
+        text = text.removeprefix(THINK)
+        return text.lstrip("\n") if after else text
+
+    def _ended(self, region: str, content: str) -> str:
+        """A last turn up to its end-of-turn token, which is added where the template has none."""
+        end = region.find(self._end_of_turn, max(0, region.rfind(content)) + len(content))
+        return (region[:end] if end >= 0 else region.rstrip()) + self._end_of_turn
+
+    def _unstable(self) -> DataError:
+        return DataError(
+            f"{self.title} renders the beginning of a dialogue differently once more turns follow,"
+            " so a prompt would not be trained on as it is generated from; choose another --format"
+        )
+
+    def _report(self, origin: str, what: str) -> None:
+        if origin and what not in self._reported:
+            self._reported.add(what)
+            logger.warning("%s: %s %s", origin, self.title, what)
+
+    def encode_prompt(
+        self, messages: Messages, *, generation_prompt: bool = True, origin: str = ""
+    ) -> list[int]:
         """Token ids of a dialogue that the assistant is to continue.
 
         Args:
-            messages: the dialogue, which ends in a user turn.
-            generation_prompt: whether the beginning of the assistant's turn follows.
+            messages: the dialogue. It ends in a user turn, or in an assistant turn whose beginning
+                it has.
+            generation_prompt: whether the beginning of the assistant's turn follows a user turn.
+            origin: of the row, for messages.
 
         Raises:
             DataError: the template can't render it.
         """
-        if not messages or messages[-1].role == "assistant":
-            raise DataError("a prompt must end in a user turn")
-        segments = self.segments(messages)
-        if not generation_prompt:
-            text = self.render(messages, generation_prompt=False)
-            full = self.render(messages, generation_prompt=True)
-            opening, last = full[len(text) :], segments[-1].text
-            if not (full.startswith(text) and last.endswith(opening)):
-                raise DataError(
-                    f"{self.title} renders a dialogue differently without its generation prompt;"
-                    " request it with the prompt"
-                )
-            segments[-1] = Segment(last[: len(last) - len(opening)], by_assistant=False)
+        with _named(origin):
+            if not messages:
+                raise DataError("a prompt must have a turn")
+            if messages[-1].role == "assistant":
+                text = self.render(messages[:-1], generation_prompt=True)
+                segments = self._history(messages[:-1], text, origin)
+                segments.append(Segment(self._prefill(messages, text), by_assistant=False))
+            else:
+                segments = self.segments(messages, origin)
+                if not generation_prompt:
+                    segments[-1] = self._unopened(messages, segments[-1])
         return [token for ids in self._ids(segments) for token in ids]
+
+    def _unopened(self, messages: Messages, last: Segment) -> Segment:
+        """The last segment of a prompt without the generation prompt."""
+        text = self.render(messages, generation_prompt=False)
+        full = self.render(messages, generation_prompt=True)
+        opening = full[len(text) :]
+        if not (full.startswith(text) and last.text.endswith(opening)):
+            raise DataError(
+                f"{self.title} renders a dialogue differently without its generation prompt;"
+                " request it with the prompt"
+            )
+        return Segment(last.text[: len(last.text) - len(opening)], by_assistant=False)
 
     def encode(
         self,
         prompt: Messages,
         response: Messages,
         train_on: Literal["assistant", "all"] = "assistant",
+        *,
+        origin: str = "",
     ) -> Encoded:
         """Token ids of a dialogue, which begin with `encode_prompt(prompt)`, and which are trained.
 
         Trained are the texts of all assistant turns and the tokens that end them; with "all",
         every token. Turns that are not `trained`, and the first token, never are.
+
+        Args:
+            prompt: the dialogue before the response; an assistant turn at its end is continued.
+            response: turns, the first and the last of them the assistant's.
+            train_on: what is trained.
+            origin: of the row that is learned: errors and warnings name it.
+
+        Raises:
+            DataError: the template can't render the dialogue; or, with `origin`, its prompts close
+                the thinking that the response has.
         """
-        messages = [*prompt, *response]
-        if not response or messages[-1].role != "assistant":
+        if not response or response[-1].role != "assistant":
             raise DataError("a response must end in an assistant turn")
-        segments = self.segments(messages)
+        messages = [*prompt, *response]
+        if prompt and prompt[-1].role == "assistant":
+            begun, rest = prompt[-1], response[0]
+            text = begun.content + rest.content
+            whole = replace(begun, content=text, prefill=begun.content, trained=rest.trained)
+            messages = [*prompt[:-1], whole, *response[1:]]
+        with _named(origin):
+            segments = self.segments(messages, origin)
         input_ids: list[int] = []
         trained: list[bool] = []
         for segment, ids in zip(segments, self._ids(segments), strict=True):
@@ -299,7 +437,9 @@ class ChatFormat:
         while any(answer in turn.content for turn in messages if turn.role != "assistant"):
             answer += "."
         fixed = [
-            Message("assistant", answer) if turn.role == "assistant" else turn for turn in messages
+            Message("assistant", answer) if turn.role == "assistant" else turn
+            for turn, after in zip(messages, [*messages[1:], None], strict=True)
+            if turn.role != "assistant" or after is None or after.role != "assistant"
         ]
         text = self.render(fixed, generation_prompt=True).rpartition(answer)[2]
         for turn in observation:
@@ -308,46 +448,13 @@ class ChatFormat:
                     f"{self.title} leaves out the turn of the {turn.role} after an"
                     " answer; make it a part of the user's turn, or choose another --format"
                 )
-        closing, end, rest = text.partition(self._end_of_turn)
-        return self._encoders[1](rest if end and not closing.strip() else text)
+        ends = [self._end_of_turn, *([self._end_in_history] if self._end_in_history else [])]
+        closed = next((end for end in ends if text.lstrip().startswith(end)), None)
+        return self._encoders[1](text.lstrip().removeprefix(closed) if closed else text)
 
     def _ids(self, segments: Sequence[Segment]) -> list[list[int]]:
         begin, go_on = self._encoders
         return [begin(segments[0].text), *(go_on(segment.text) for segment in segments[1:])]
-
-    def _start(self, before: Messages, text: str) -> int:
-        """Return the offset in `text` of the assistant's turn after `before`."""
-        prompt = self.render(before, generation_prompt=True)
-        if not text.startswith(prompt):
-            raise DataError(
-                f"{self.title} renders the beginning of a dialogue differently once more"
-                " turns follow, so a prompt would not be trained on as it is generated from; choose"
-                " another --format"
-            )
-        return len(prompt)
-
-    def _turn_length(self, messages: Messages, region: str) -> int:
-        """Return the length of the last of `messages` in `region`, with its end of turn.
-
-        Args:
-            messages: a dialogue up to and including an assistant turn.
-            region: the text from that turn on, up to the assistant turn after it.
-        """
-        content = messages[-1].content.strip()
-        found = region.find(content)
-        end = region.find(self._end_of_turn, found + len(content) if found >= 0 else 0)
-        if end >= 0:
-            return end + len(self._end_of_turn)
-        # The template ends turns in the middle without a token.
-        alone = self.render(messages, generation_prompt=False)
-        start = self._start(messages[:-1], alone)
-        turn = alone[start:].rstrip().removesuffix(self._end_of_turn).rstrip()
-        if not region.startswith(turn):
-            raise DataError(
-                f"{self.title} changes the text of an assistant turn once more turns"
-                " follow, so it can't be trained on as it is generated; choose another --format"
-            )
-        return len(turn)
 
     @cached_property
     def _encoders(self) -> tuple[Encoder, Encoder]:
@@ -363,13 +470,34 @@ class ChatFormat:
 
     @cached_property
     def _end_of_turn(self) -> str:
-        """The special token after an assistant turn's text; end-of-sequence where there is none."""
+        """The special token after an assistant turn's text.
+
+        Where the last turn has none it is the token that begins the next turn (GLM's `<|user|>`),
+        and end-of-sequence where there is none either.
+        """
         dialogue = self.render((*PROBE_PROMPT, PROBE_RESPONSE), generation_prompt=False)
         tail = dialogue.rpartition(PROBE_RESPONSE.content)[2]
-        specials = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        specials.update(self.tokenizer.all_special_tokens, self.tokens)
-        found = [(tail.find(token), -len(token), token) for token in specials if token in tail]
-        return min(found)[2] if found else self._eos
+        found = [(tail.find(each), -len(each), each) for each in self._specials if each in tail]
+        return min(found)[2] if found else self._end_in_history or self._eos
+
+    @cached_property
+    def _end_in_history(self) -> str:
+        """The special token right after an answer that more turns follow; empty if there is none.
+
+        It may be another than that after a last answer: `<|end|>`, and `<|return|>`, in Harmony.
+        """
+        dialogue = self.render(PROBE_PROMPT, generation_prompt=True)
+        tail = dialogue.rpartition(PROBE_PROMPT[1].content)[2].lstrip()
+        found = [token for token in self._specials if tail.startswith(token)]
+        return max(found, key=len, default="")
+
+    @cached_property
+    def _specials(self) -> tuple[str, ...]:
+        """Special tokens that may end a turn."""
+        added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        added.update(self.tokenizer.all_special_tokens, self.tokens)
+        own = {THINK, END_THINK, str(self.tokenizer.bos_token)} - {self._eos}
+        return tuple(sorted(added - own))
 
     @property
     def _eos(self) -> str:
@@ -378,6 +506,31 @@ class ChatFormat:
     @property
     def _bos(self) -> str:
         return str(self.tokenizer.bos_token) if adds_bos(self.tokenizer) else ""
+
+
+@contextmanager
+def _named(origin: str) -> Iterator[None]:
+    """Name the row in errors about it."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{origin}: {error}" if origin else str(error)) from error
+
+
+def _without_block(prompt: str) -> str:
+    """A generation prompt without the thinking block at its end, opened or empty."""
+    return _BLOCK.sub("", prompt, count=1)
+
+
+def _keeps(message: Message, region: str) -> bool:
+    """Whether a rendered turn has the text of a message, but for white space."""
+    thinking, _, answer = message.content.rpartition(END_THINK)
+    parts = (message.reasoning, thinking.strip().removeprefix(THINK), answer)
+    return all(_has(region, part) for part in parts)
+
+
+def _has(text: str, part: str) -> bool:
+    return part.strip() in text or "".join(part.split()) in "".join(text.split())
 
 
 def _fold_system(messages: Messages) -> list[Message]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from pipeline.data.chat.chat_format import (
     PROBE_PROMPT,
     PROBE_RESPONSE,
-    THINK,
     ChatFormat,
     adds_bos,
 )
@@ -160,7 +159,6 @@ def resolve_format(
     template = _CLOCK.sub(_today, _template(tokenizer, name))
     template = with_arguments(template, arguments or {})
     chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ("", ()))[1])
-    chat_format = replace(chat_format, keeps_history=_keeps_history(chat_format))
     chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))
     text = chat_format.render(PROBE_PROMPT, generation_prompt=True)
     if adds_bos(tokenizer) and not text.startswith(str(tokenizer.bos_token)):
@@ -201,20 +199,6 @@ def _check_complete(chat_format: ChatFormat) -> None:
             f"{chat_format.title} leaves out the text of turns, perhaps because it was"
             " written for images and text in parts; choose another --format"
         )
-
-
-def _keeps_history(chat_format: ChatFormat) -> bool:
-    """Whether an assistant turn is rendered alike as the last one and with more turns after it."""
-    first, answer = PROBE_PROMPT[:1], PROBE_PROMPT[1]
-    prompt = chat_format.render(first, generation_prompt=True)
-    last = chat_format.render((*first, answer), generation_prompt=False)
-    longer = chat_format.render(PROBE_PROMPT, generation_prompt=True)
-    if prompt.rstrip().endswith(THINK):
-        return False
-    if not last.startswith(prompt):
-        return True  # `segments` raises an error
-    end = last.find(answer.content) + len(answer.content)
-    return longer.startswith(last[:end])
 
 
 def _has_system_slot(chat_format: ChatFormat) -> bool:

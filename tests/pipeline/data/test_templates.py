@@ -1,5 +1,8 @@
 """Chat templates of tokenizers and of files, as formats."""
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -45,6 +48,41 @@ COUNTING = """{{- messages | length -}}
 {%- if add_generation_prompt %}{{- 'assistant' }}{% endif -%}"""
 """Not stable: the beginning of the text tells how many turns there are."""
 
+STRIPS_EARLIER = """{%- set ns = namespace(last=-1) -%}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor -%}
+{%- for m in messages -%}
+{%- set c = m.content -%}
+{%- if loop.index0 < ns.last %}{% set c = c.split('</think>')[-1].lstrip('\\n') %}{% endif -%}
+{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.reasoning_content is defined and loop.index0 > ns.last -%}
+{{- '<think>' + m.reasoning_content + '</think>' -}}{%- endif -%}
+{{- c + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if closed is defined %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif -%}"""
+"""As LFM2.5's and GLM-4.5's: only turns before the last question lose their thinking."""
+
+HARMONY = """{%- for m in messages -%}
+{%- if m.role == 'assistant' and loop.last and not add_generation_prompt -%}
+{%- if m.thinking is defined -%}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' -}}{%- endif -%}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' -}}
+{%- elif m.role == 'assistant' -%}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' -}}
+{%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif -%}"""
+"""As gpt-oss': an answer ends with another token once more turns follow."""
+
+GLM = """[gMASK]<sop>{%- for m in messages -%}
+{{- '<|' + m.role + '|>\\n' + m.content -}}{%- endfor -%}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% endif -%}"""
+"""As GLM's: a turn ends where the next one begins."""
+
+THOUGHT = "<think>\nWeigh it.\n</think>\n\nBlue."
+ASKED = (USER, Message("assistant", THOUGHT), Message("user", "Sure?"))
+
 UNENDED = """{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}
 {%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif -%}"""
 """Assistant turns end with a line, not with a special token."""
@@ -65,6 +103,23 @@ def chatml_tokenizer(template: str) -> PreTrainedTokenizerBase:
 
 def with_chatml_tokens(template: str) -> ChatFormat:
     return resolve_format(chatml_tokenizer(template), "tokenizer")
+
+
+def with_tokens(template: str, *tokens: str) -> ChatFormat:
+    tokenizer = byte_level()
+    tokenizer.chat_template = template
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+    return resolve_format(tokenizer, "tokenizer")
+
+
+def learned(chat_format: ChatFormat, prompt: Sequence[Message], response: Message) -> list[str]:
+    """The trained runs of a row; the row's ids must begin with those of its prompt."""
+    encoded = chat_format.encode(prompt, [response], origin="rows.jsonl line 1")
+    prompt_ids = chat_format.encode_prompt(prompt)
+    assert encoded.input_ids[: len(prompt_ids)] == prompt_ids
+    runs = groupby(zip(encoded.input_ids, encoded.trained, strict=True), key=lambda pair: pair[1])
+    decode = chat_format.tokenizer.decode
+    return [str(decode([token for token, _ in run])) for trained, run in runs if trained]
 
 
 def test_auto_takes_the_tokenizers_own_template() -> None:
@@ -91,7 +146,6 @@ def test_where_earlier_turns_lose_their_thinking_block_only_the_last_is_trained(
 
     # "Hello you!" would be trained without the block that the model is to write before any answer.
     assert written == ["<think>\n\n</think>\n\nFine.<|im_end|>"]
-    assert not chat_format.keeps_history
     tokenizer = chat_format.tokenizer
     assert chat_format.stop_ids[0] == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
@@ -193,8 +247,140 @@ def test_an_observation_is_cut_out_where_a_template_shortens_the_answers_before_
     template: str, expected: str
 ) -> None:
     chat_format = with_chatml_tokens(template)
-    assert not chat_format.keeps_history
-
     ids = chat_format.encode_observation(PROMPT[:2], [Message("user", "More Four.")])
 
     assert chat_format.tokenizer.decode(ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("opening", "content", "target"),
+    [
+        ("<think>\\n", THOUGHT, "Weigh it.\n</think>\n\nBlue."),
+        ("<think>", THOUGHT, "\nWeigh it.\n</think>\n\nBlue."),
+        ("<think>\\n", "Weigh it.\n</think>\n\nBlue.", "Weigh it.\n</think>\n\nBlue."),
+        ("<think>\\n", "Blue.", "\n</think>\n\nBlue."),
+        ("", THOUGHT, THOUGHT),
+        ("", "Blue.", "Blue."),
+    ],
+)
+def test_thinking_that_a_template_strips_is_trained_as_given(
+    opening: str, content: str, target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat_format = with_chatml_tokens(THINKING.replace("OPENING", opening))
+
+    for _ in range(2):
+        runs = learned(chat_format, (USER,), Message("assistant", content))
+        assert runs == [f"{target}<|im_end|>"]
+
+    prompt = chat_format.encode_prompt((USER,))
+    assert chat_format.tokenizer.decode(prompt).endswith(
+        f"<|im_start|>assistant\n{opening}".replace("\\n", "\n")
+    )
+    warned = [each.message for each in caplog.records if "rows.jsonl line 1" in each.message]
+    assert len(warned) == ("</think>" in content)  # once
+
+
+def test_an_answer_whose_thinking_is_left_out_later_is_not_trained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chat_format = with_chatml_tokens(STRIPS_EARLIER)
+    yes = "<think>\nCheck.\n</think>\n\nYes."
+
+    assert learned(chat_format, ASKED, Message("assistant", yes)) == [f"{yes}<|im_end|>"]
+    assert [each.message for each in caplog.records if "once more turns" in each.message]
+    # Without thinking in it, the earlier answer is rendered alike, and learned.
+    plain = (USER, Message("assistant", "Blue."), ASKED[2])
+    assert learned(chat_format, plain, Message("assistant", yes)) == [
+        "Blue.<|im_end|>",
+        f"{yes}<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "target"),
+    [
+        (STRIPS_EARLIER, "<think>Weigh it.</think>Blue.<|im_end|>"),
+        (THINKING.replace("OPENING", "<think>\\n"), "Weigh it.\n</think>\n\nBlue.<|im_end|>"),
+        (THINKING.replace("OPENING", ""), f"{THOUGHT}<|im_end|>"),
+        (DATED, "Blue.<|im_end|>"),  # which has no place for it, and says so
+    ],
+)
+def test_reasoning_apart_from_the_content_is_rendered(
+    template: str, target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat_format = with_chatml_tokens(template)
+    response = Message("assistant", "Blue.", reasoning="Weigh it.")
+
+    assert learned(chat_format, (USER,), response) == [target]
+    assert ("has no place for reasoning" in caplog.text) == (template == DATED)
+
+
+def test_thinking_behind_a_closed_block_is_refused_for_a_row() -> None:
+    chat_format = with_chatml_tokens("{%- set closed = true -%}" + STRIPS_EARLIER)
+
+    with pytest.raises(DataError, match=r"^rows.jsonl line 1: .* closes the thinking"):
+        learned(chat_format, (USER,), Message("assistant", THOUGHT))
+    assert learned(chat_format, (USER,), Message("assistant", "Blue.")) == ["Blue.<|im_end|>"]
+
+
+def test_an_answer_may_end_with_another_token_once_more_turns_follow() -> None:
+    tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+    chat_format = with_tokens(HARMONY, *tokens)
+    tokenizer = chat_format.tokenizer
+    final = "<|channel|>final<|message|>"
+    thought = Message("assistant", "Fine.", reasoning="Weigh it.")
+
+    turns = [{"role": turn.role, "content": turn.content} for turn in PROMPT]
+    plain = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert chat_format.encode_prompt(PROMPT) == plain
+    analysis = "<|channel|>analysis<|message|>Weigh it.<|end|><|start|>assistant"
+    assert learned(chat_format, PROMPT, thought) == [
+        f"{final}Hello you!",
+        f"{analysis}{final}Fine.<|return|>",
+    ]
+    observation = chat_format.encode_observation(PROMPT[:2], PROMPT[2:])
+    assert tokenizer.decode(observation) == (
+        "<|start|>user<|message|>How are you?<|end|><|start|>assistant"
+    )
+
+
+def test_an_answer_may_end_where_the_next_turn_begins() -> None:
+    chat_format = with_tokens(GLM, "[gMASK]", "<sop>", "<|user|>", "<|assistant|>")
+
+    assert learned(chat_format, PROMPT, RESPONSE[0]) == ["Hello you!<|user|>", "Fine.<|user|>"]
+    turns = [{"role": turn.role, "content": turn.content} for turn in PROMPT]
+    assert chat_format.encode_prompt(PROMPT) == chat_format.tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_dict=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [
+        (DATED, "The colour"),
+        (QWEN3, "<think>\n\n</think>\n\nThe colour"),
+        (THINKING.replace("OPENING", "<think>\\n"), "\n</think>\n\nThe colour"),
+    ],
+)
+@pytest.mark.parametrize("space", ["", " "])
+def test_a_prompt_may_have_the_beginning_of_the_answer(
+    template: str, opening: str, space: str
+) -> None:
+    chat_format = with_chatml_tokens(template)
+    prompt = (USER, Message("assistant", f"The colour{space}"))
+    rest = "is blue." if space else " is blue."
+
+    assert learned(chat_format, prompt, Message("assistant", rest)) == [f"{rest}<|im_end|>"]
+    text = str(chat_format.tokenizer.decode(chat_format.encode_prompt(prompt)))
+    assert text.endswith(f"{opening}{space}")
+
+
+def test_a_prompt_may_have_the_beginning_of_thinking() -> None:
+    prompt = (USER, Message("assistant", "<think>\nWeigh"))
+    for opening in ("<think>\\n", ""):
+        chat_format = with_chatml_tokens(THINKING.replace("OPENING", opening))
+        rest = " it.\n</think>\n\nBlue."
+
+        assert learned(chat_format, prompt, Message("assistant", rest)) == [f"{rest}<|im_end|>"]
+        text = str(chat_format.tokenizer.decode(chat_format.encode_prompt(prompt)))
+        assert text.endswith("<|im_start|>assistant\n<think>\nWeigh")
