@@ -1,5 +1,6 @@
 """Columns of a row: turns in the forms that chat data come in, labels and ties."""
 
+import ast
 import json
 import math
 import re
@@ -8,8 +9,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from pipeline.data.examples import Message, Role
-from pipeline.data.rows.sources import Row
+from pipeline.data.examples import REASONING, Message, Role
+from pipeline.data.rows.sources import Row, require_characters
 from pipeline.system.errors import DataError
 
 Turns = tuple[Message, ...]
@@ -30,6 +31,10 @@ _TOOL_ROLES = {
     *("observation", "ipython"),
 }
 _TOOL_KEYS = ("tool_calls", "function_call")
+_LEARNED = ("weight", "loss", "train")
+"""Keys that say whether a turn is learned, in the files of OpenAI, ms-swift and Axolotl."""
+_WITH_TEXT = {"content", "value", *_TOOL_KEYS}
+_KEYS = {"role", "from", *_WITH_TEXT, *_LEARNED, *REASONING}
 
 NO_ANSWER = "in which no assistant answers a user"
 EMPTY_RESPONSE = "with an empty response"
@@ -43,6 +48,9 @@ class LeftOut(Exception):  # noqa: N818 - no error: the row is skipped and count
 _MARKER = re.compile(r"\n\n(Human|Assistant):")
 # The form of DeepSpeed-Chat's prompts, on one line: " Human: ... Assistant:".
 _ONE_LINE = re.compile(r"\A\s*Human:(?P<user>.*)\sAssistant:(?P<assistant>.*)\Z", re.DOTALL)
+
+# The beginning of turns that a file has as text: `[{"role": ...` or `{'content': ...`.
+_TURNS_AS_TEXT = re.compile(r"""\s*(\[\s*)?\{\s*(?P<quote>['"])(?P<key>\w+)(?P=quote)\s*:""")
 
 
 def parse_dialogue(text: str) -> Turns | None:
@@ -72,8 +80,9 @@ def join_turns(messages: Sequence[Message]) -> Turns:
     for message in messages:
         last = joined[-1] if joined else None
         if last and (last.role, last.trained) == (message.role, message.trained):
-            content = f"{last.content}\n\n{message.content}"
-            joined[-1] = replace(last, content=content.strip("\n"))
+            content = f"{last.content}\n\n{message.content}".strip("\n")
+            reasoning = f"{last.reasoning}\n\n{message.reasoning}".strip("\n")
+            joined[-1] = replace(last, content=content, reasoning=reasoning)
         else:
             joined.append(message)
     return tuple(joined)
@@ -129,11 +138,40 @@ def text(row: Row, name: str) -> str:
     return value
 
 
-def is_turns(value: object) -> bool:
-    """Whether a column holds turns: a list of them, or a single one."""
+def _items(row: Row, name: str) -> list[Any] | None:
+    """Return the turns in a column: a list, a single one, or either as text; None for other text.
+
+    Raises:
+        DataError: a text can be nothing but turns, and can't be read.
+    """
+    value = row.columns[name]
     if isinstance(value, dict):
-        return not {"role", "from"}.isdisjoint(value)
-    return isinstance(value, list) or _as_json(value) is not None
+        return [value] if not {"role", "from"}.isdisjoint(value) else None
+    if not isinstance(value, str):
+        return value if isinstance(value, list) else None
+    begin = _TURNS_AS_TEXT.match(value)
+    if begin is None:
+        return None
+    for parse in (json.loads, ast.literal_eval):  # CSV files have JSON, or what Python prints
+        try:
+            items = parse(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        items = items if isinstance(items, list) else [items]
+        if not all(isinstance(item, dict) and _is_turn(item) for item in items):
+            return None
+        require_characters(items, row.origin)
+        return items
+    if begin["key"] not in _KEYS:
+        return None
+    raise DataError(
+        f"{row.origin}: {name} has turns as text that is neither JSON nor a Python literal; save"
+        " the rows as JSON lines, in pandas by to_json(orient='records', lines=True)"
+    )
+
+
+def _is_turn(item: Mapping[str, Any]) -> bool:
+    return not ({"role", "from"}.isdisjoint(item) or _WITH_TEXT.isdisjoint(item))
 
 
 def turns(row: Row, name: str) -> Turns:
@@ -143,11 +181,10 @@ def turns(row: Row, name: str) -> Turns:
         LeftOut: there are tool calls among them.
         DataError: the column holds something else.
     """
-    value = row.columns[name]
-    items = [value] if isinstance(value, dict) else _as_json(value) or value
-    if not isinstance(items, list):
+    items = _items(row, name)
+    if items is None:
         raise DataError(
-            f"{row.origin}: {name} must be a list of turns, got {type(value).__name__};"
+            f"{row.origin}: {name} must be a list of turns, got {type(row.columns[name]).__name__};"
             " name another column with --fields or fix the row"
         )
     joined = join_turns([_turn(row, name, turn) for turn in items])
@@ -156,47 +193,79 @@ def turns(row: Row, name: str) -> Turns:
     return joined
 
 
-def _as_json(value: object) -> list[Any] | None:
-    """Parse a list of turns stored as JSON text, as in CSV files; None for other text."""
-    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
-        return None
-    try:
-        items = json.loads(value)
-    except ValueError:
-        return None
-    return items if all(isinstance(item, dict) and is_turns(item) for item in items) else None
+def from_first_user(row: Row, dialogue: Turns) -> Turns:
+    """The dialogue without an assistant's turn at its start, which answers nothing."""
+    system = dialogue[:1] if dialogue and dialogue[0].role == "system" else ()
+    rest = dialogue[len(system) :]
+    if not rest or rest[0].role != "assistant":
+        return dialogue
+    row.remarks.add("the assistant's turn at the beginning is left out")
+    return (*system, *rest[1:])
 
 
 def _turn(row: Row, name: str, item: object) -> Message:
     turn: dict[str, Any] = item if isinstance(item, dict) else {"": item}
-    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if role in _TOOL_ROLES or any(turn.get(key) for key in _TOOL_KEYS):
+    given = turn.get("role", turn.get("from"))
+    if given in _TOOL_ROLES or any(turn.get(key) for key in _TOOL_KEYS):
         raise LeftOut("with tool calls, which no step trains on")
-    if isinstance(content, list):  # parts, as in multi-modal chats
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        content = "".join(texts) if len(texts) == len(parts) else None
-    if role not in ROLES or not isinstance(content, str):
+    role = ROLES.get(given) if isinstance(given, str) else None
+    content, reasoning = _texts(turn)
+    if role is None or content is None or reasoning is None:
         raise DataError(
             f'{row.origin}: a turn in {name} must be {{"role": ..., "content": ...}} or'
             f' {{"from": ..., "value": ...}} with text and a role of {names(ROLES)}, got'
             f" {str(turn)[:80]}"
         )
-    weight = turn.get("weight")  # as in OpenAI's files
-    if weight not in (None, 0, 1):
+    row.unused.update(f"{name}[].{key}" for key in turn.keys() - _KEYS if turn[key] is not None)
+    learned = {key: turn[key] for key in _LEARNED if turn.get(key) is not None}
+    wrong = [f"{key} {value!r}" for key, value in learned.items() if value not in (0, 1)]
+    if wrong:
         raise DataError(
-            f"{row.origin}: {name} has a turn of weight {weight!r}; a turn is learned (1) or not"
-            " (0)"
+            f"{row.origin}: {name} has a turn of {wrong[0]}; a turn is learned (1 or true) or not"
+            " (0 or false)"
         )
-    return Message(ROLES[role], content, weight != 0 or ROLES[role] != "assistant")
+    if role == "assistant":
+        return Message(role, content, all(learned.values()), reasoning)
+    if any(learned.values()):
+        row.remarks.add(f"turns of the {role} are marked as learned, and only the assistant's are")
+    return Message(role, content)
+
+
+def _texts(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Content and reasoning of a turn; None for what is not text. Both may be in typed parts."""
+    content = turn.get("content", turn.get("value"))
+    reasoning = next((turn[key] for key in REASONING if turn.get(key)), "")
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) else {"text": part} for part in content]
+        thoughts = [part["thinking"] for part in parts if part.get("type") == "thinking"]
+        texts = [part.get("text") for part in parts if part.get("type") != "thinking"]
+        if not all(isinstance(each, str) for each in (*thoughts, *texts)):
+            return None, None
+        content, reasoning = "".join(map(str, texts)), reasoning or "".join(thoughts)
+    return (
+        content if isinstance(content, str) else None,
+        reasoning if isinstance(reasoning, str) else None,
+    )
 
 
 def prompt(row: Row, name: str = "prompt") -> Turns:
-    """Return a prompt column: turns, a "Human: ... Assistant:" text, or one user turn's text."""
-    if is_turns(row.columns[name]):
-        return with_system(row, turns(row, name))
-    question = text(row, name)
-    return with_system(row, parse_dialogue(question) or (Message("user", question),))
+    """Return a prompt column: turns, a "Human: ... Assistant:" text, or one user turn's text.
+
+    An assistant turn at its end is the beginning of the response; it is not learned.
+    """
+    if _items(row, name) is not None:
+        found = turns(row, name)
+    else:
+        question = text(row, name)
+        found = parse_dialogue(question) or (Message("user", question),)
+    found = with_system(row, from_first_user(row, found))
+    if not found or found[-1].role != "assistant":
+        return found
+    *before, begun = found
+    if not begun.content.strip():
+        return tuple(before)
+    row.remarks.add("the prompt ends in an assistant turn, which the response continues")
+    return (*before, replace(begun, trained=False))
 
 
 def with_system(row: Row, dialogue: Turns) -> Turns:
@@ -206,16 +275,21 @@ def with_system(row: Row, dialogue: Turns) -> Turns:
     return (Message("system", text(row, "system")), *dialogue)
 
 
-def response(row: Row, name: str) -> Turns:
-    """Return a response column: turns, or the text of one assistant turn."""
-    if is_turns(row.columns[name]):
+def response(row: Row, name: str, question: Turns) -> Turns:
+    """Return a response column: turns, or the text of one assistant turn that follows `question`.
+
+    The text is stripped; the white space between the response and its beginning stays.
+    """
+    if _items(row, name) is not None:
         return turns(row, name)
-    return (Message("assistant", text(row, name).strip()),)
+    begun = bool(question) and question[-1].role == "assistant"
+    content = text(row, name)
+    return (Message("assistant", content.rstrip() if begun else content.strip()),)
 
 
 def dialogue(row: Row, name: str) -> Turns | None:
     """Return the column as a full dialogue that begins with a user turn; None for a response."""
-    if is_turns(row.columns[name]):
+    if _items(row, name) is not None:
         found = turns(row, name)
         return found if found and found[0].role != "assistant" else None
     return parse_dialogue(text(row, name))
@@ -266,7 +340,7 @@ def number(row: Row, name: str) -> float:
     value = row.columns[name]
     try:
         found = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not math.isfinite(found):
         raise DataError(f"{row.origin}: {name} must be a finite number, got {value!r}")

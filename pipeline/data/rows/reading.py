@@ -92,6 +92,10 @@ def _convert(
         f"{num_rows(n)} {why}: no demonstrations, their prompts are for step 3"
         for why, n in reading.no_demonstrations.items()
     ]
+    notes += [
+        f"{remark}: {num_rows(len(rows))} ({rows[0]}{', ...' if len(rows) > 1 else ''})"
+        for remark, rows in reading.remarks.items()
+    ]
     if not train:
         raise DataError(
             f"data path {source.name}: none of its {num_rows(len(source.train))} is usable:"

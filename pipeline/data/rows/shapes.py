@@ -19,6 +19,7 @@ from pipeline.data.rows.columns import (
     Turns,
     common_prompt,
     dialogue,
+    from_first_user,
     label_column,
     last_response,
     names,
@@ -45,17 +46,20 @@ class Reading:
     no_demonstrations: Counter[str] = field(default_factory=Counter)
     """Rows by the reason why their prompt is used, and their response is not."""
 
+    remarks: dict[str, list[str]] = field(default_factory=dict)
+    """Origins of the rows by what was done to them."""
+
     columns: set[str] = field(default_factory=set)
-    """All columns that rows have."""
+    """All columns that rows have, and keys in them that nothing reads."""
 
     used: set[str] = field(default_factory=set)
     """Those that the shapes of the rows read."""
 
 
 def _answered(question: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
-    """Return the example, if its prompt ends in a user turn and the assistant takes the next."""
+    """Return the example, if its prompt asks something and the assistant takes the next turn."""
     responses = [turns for turns in (chosen, rejected) if turns]
-    if not question or question[-1].role != "user":
+    if all(turn.role != "user" for turn in question) or question[-1].role == "system":
         raise LeftOut(NO_ANSWER)
     if any({turns[0].role, turns[-1].role} != {"assistant"} for turns in responses):
         raise LeftOut(NO_ANSWER)
@@ -67,8 +71,9 @@ def _preference(row: Row) -> Example:
     if chosen is not None and rejected is not None:
         question, chosen, rejected = common_prompt(chosen, rejected)
         return Example(with_system(row, question), chosen, rejected, tie=read_tie(row))
-    example = _answered(_separate_prompt(row), response(row, "chosen"), response(row, "rejected"))
-    return replace(example, tie=read_tie(row))
+    question = _separate_prompt(row)
+    responses = (response(row, name, question) for name in ("chosen", "rejected"))
+    return replace(_answered(question, *responses), tie=read_tie(row))
 
 
 def _separate_prompt(row: Row) -> Turns:
@@ -77,7 +82,7 @@ def _separate_prompt(row: Row) -> Turns:
         return prompt(row)
     for name in ("conversations", "messages"):
         if name in row.columns:
-            return last_response(_from_first_user(with_system(row, turns(row, name))))[0]
+            return last_response(from_first_user(row, with_system(row, turns(row, name))))[0]
     if "instruction" in row.columns:
         return _instruction(row)
     raise DataError(
@@ -133,20 +138,12 @@ def _step_label(row: Row, value: Any) -> float | None:  # noqa: ANN401
     return float(value)
 
 
-def _messages(row: Row) -> Example:
-    return _answered(*last_response(with_system(row, turns(row, "messages"))))
+def _messages(name: str) -> Callable[[Row], Example]:
+    def read(row: Row) -> Example:
+        full = with_system(row, turns(row, name))
+        return _answered(*last_response(from_first_user(row, full)))
 
-
-def _conversations(row: Row) -> Example:
-    full = with_system(row, turns(row, "conversations"))
-    return _answered(*last_response(_from_first_user(full)))
-
-
-def _from_first_user(dialogue: Turns) -> Turns:
-    """The dialogue without an assistant's turn at its start: it was cut out of a longer chat."""
-    system = dialogue[:1] if dialogue and dialogue[0].role == "system" else ()
-    rest = dialogue[len(system) :]
-    return (*system, *(rest[1:] if rest and rest[0].role == "assistant" else rest))
+    return read
 
 
 def _instruction(row: Row) -> Turns:
@@ -158,12 +155,14 @@ def _instruction(row: Row) -> Turns:
 
 def _alpaca(row: Row) -> Example:
     output = "output" if "output" in row.columns else "response"
-    return _answered(_instruction(row), response(row, output))
+    question = _instruction(row)
+    return _answered(question, response(row, output, question))
 
 
 def _pair(answer: str, question: str = "prompt") -> Callable[[Row], Example]:
     def read(row: Row) -> Example:
-        return _answered(prompt(row, question), response(row, answer))
+        before = prompt(row, question)
+        return _answered(before, response(row, answer, before))
 
     return read
 
@@ -266,8 +265,8 @@ SHAPES = (
         ("prompt", "conversations", "messages", "instruction", *_ALPACA, "tie"),
     ),
     *(Shape(("prompt", steps, "labels"), _stepwise(steps)) for steps in ("completions", "steps")),
-    Shape(("messages",), _messages),
-    Shape(("conversations",), _conversations),
+    Shape(("messages",), _messages("messages")),
+    Shape(("conversations",), _messages("conversations")),
     Shape(("instruction", "output"), _alpaca, _ALPACA),
     Shape(("instruction", "response"), _alpaca, _ALPACA),
     Shape(("prompt", "chosen"), _pair("chosen")),
@@ -310,12 +309,16 @@ def read_row(
     reading.columns.update(row.columns)
     used = {fields[name] if name in given else name for name in shape.reads & columns.keys()}
     reading.used.update(used, kept.needed & row.columns.keys())
+    renamed = Row(columns, row.origin)
     try:
-        example = _example(shape, Row(columns, row.origin), reading, kept)
-        return replace(example, extra=kept.of(row.columns))
+        example = replace(_example(shape, renamed, reading, kept), extra=kept.of(row.columns))
     except LeftOut as reason:
         reading.left_out[str(reason)] += 1
         return None
+    reading.columns |= renamed.unused
+    for remark in renamed.remarks:
+        reading.remarks.setdefault(remark, []).append(row.origin)
+    return example
 
 
 def _example(shape: Shape, row: Row, reading: Reading, kept: RowColumns) -> Example:
@@ -341,7 +344,7 @@ def _example(shape: Shape, row: Row, reading: Reading, kept: RowColumns) -> Exam
         reading.no_demonstrations["whose label says that the response is bad"] += 1
         return replace(example, chosen=(), rejected=example.chosen)
     if example.num_targets == 0:
-        reading.no_demonstrations["in which every assistant turn has weight 0"] += 1
+        reading.no_demonstrations["in which no assistant turn is learned"] += 1
         return replace(example, chosen=())
     return example
 

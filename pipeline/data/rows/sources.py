@@ -15,7 +15,7 @@ import re
 import sys
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +29,8 @@ PAIR_OF_FILES = (Path("data/train.json"), Path("data/eval.json"))
 """Rows to train on, and to evaluate with: what `local/jsonfile` means, DeepSpeed-Chat's name."""
 
 _SPLIT = re.compile(r"(?P<name>.+)@(?P<split>\w[\w.-]*)")
+_SPACE = re.compile(r"\s*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>\d+(?:\.\d*)?|\.\d+)")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
 """A name on the Hub, perhaps with its owner and a configuration."""
@@ -59,6 +61,12 @@ class Row:
 
     origin: str
     """`rows.jsonl line 17`"""
+
+    unused: set[str] = field(default_factory=set, compare=False)
+    """Keys inside of columns that are not read, such as `messages[].id`."""
+
+    remarks: set[str] = field(default_factory=set, compare=False)
+    """What a reader of the row did to it, for the log."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +205,7 @@ def _read_parquet(path: Path) -> list[Row]:
 
     try:
         columns = parquet.read_table(path).to_pylist()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a readable parquet file: {_one_line(error)}") from error
     return [Row(row, f"{path} row {number}") for number, row in enumerate(columns, start=1)]
 
@@ -218,32 +226,60 @@ def _text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """Read the rows of a JSON list or of JSON lines, depending on the first character."""
+    """Read the rows of a JSON list, or of objects one after another, on a line each or indented."""
     text = _text(path)
+    values, word = _parse_values(path, text), "line"
     if text.lstrip()[:1] == "[":
-        items = enumerate(_parse(path, 1, text), start=1)
-        word = "row"
-    else:
-        lines = enumerate(text.split("\n"), start=1)
-        items = ((number, _parse(path, number, line)) for number, line in lines if line.strip())
-        word = "line"
-    for number, item in items:
+        (_, items), *others = values
+        if others:
+            raise DataError(
+                f"{path} line {others[0][0]} follows the list of rows; write one object per line,"
+                " or all of them into the list"
+            )
+        values, word = enumerate(items, start=1), "row"
+    has_escapes = "\\u" in text
+    for number, item in values:
+        origin = f"{path} {word} {number}"
         if not isinstance(item, dict):
             raise DataError(
-                f"{path} {word} {number}: a row is an object with named fields, got"
-                f" {type(item).__name__}"
+                f"{origin}: a row is an object with named fields, got {type(item).__name__}"
             )
-        yield Row(item, f"{path} {word} {number}")
+        if has_escapes:
+            require_characters(item, origin)
+        yield Row(item, origin)
 
 
-def _parse(path: Path, line: int, text: str) -> Any:  # noqa: ANN401
+def _parse_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """The values in a text, each with the line in which it begins."""
+    place, line = 0, 1
+    while True:
+        begin = cast("re.Match[str]", _SPACE.match(text, place)).end()
+        line += text.count("\n", place, begin)
+        if begin == len(text):
+            return
+        item, place = _parse(path, text, begin, line)
+        yield line, item
+        line += text.count("\n", begin, place)
+
+
+def _parse(path: Path, text: str, place: int, line: int) -> tuple[Any, int]:
+    """Return the JSON value at `place`, which is in `line`, and where it ends."""
     try:
-        return json.loads(text)
+        return json.JSONDecoder().raw_decode(text, place)
     except json.JSONDecodeError as error:
+        reason = f"{error.msg} at line {error.lineno} column {error.colno}"
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 lists
+        reason = _one_line(error)
+    raise DataError(f"{path} line {line} is not valid JSON ({reason}); fix or remove the line")
+
+
+def require_characters(value: object, origin: str) -> None:
+    """Raise DataError if a text in `value` has half of a surrogate pair, as of a cut emoji."""
+    half = _SURROGATE.search(json.dumps(value, ensure_ascii=False, default=str))
+    if half:
         raise DataError(
-            f"{path} line {line + error.lineno - 1} is not valid JSON ({error.msg} at column"
-            f" {error.colno}); fix or remove the line"
-        ) from error
+            f"{origin} has {half[0]!a}, half of a character; write both halves or remove it"
+        )
 
 
 def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
@@ -340,6 +376,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 continue
             if not header:
                 header = [cell.strip() for cell in cells]
+                header[0] = header[0] or "Unnamed: 0"  # the index that pandas writes
                 if len(set(header)) < len(header) or not all(header):
                     raise DataError(f"{origin} names the columns: each needs a different name")
                 continue

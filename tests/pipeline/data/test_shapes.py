@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.shapes import Reading, read_row
 from pipeline.data.rows.sources import Row
+from pipeline.system.errors import DataError
 
 QUESTION, GOOD, BAD = (
     Message("user", "Q"),
@@ -94,6 +96,16 @@ SAME_DEMONSTRATION = {
     "TRL prompt-completion": {
         "prompt": turns(("user", "Q")),
         "completion": turns(("assistant", "good")),
+    },
+    "begun by the assistant": {
+        "messages": turns(("assistant", "Hi!"), ("user", "Q"), ("assistant", "good"))
+    },
+    "turns as Python prints them": {
+        "prompt": "[{'role': 'user', 'content': 'Q'}]",
+        "response": "{'role': 'assistant', 'content': 'good'}",
+    },
+    "turns as indented JSON": {
+        "messages": json.dumps(turns(("user", "Q"), ("assistant", "good")), indent=2)
     },
     "text in parts": {
         "messages": [
@@ -201,3 +213,86 @@ def test_rows_with_tool_calls_are_left_out_and_counted(turn: dict[str, Any]) -> 
 
     assert read_row(Row({"messages": said}, ""), {}, reading) is None
     assert reading.left_out == {"with tool calls, which no step trains on": 1}
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train"])
+def test_a_turn_that_its_row_marks_is_not_learned(key: str) -> None:
+    said = turns(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
+    example = read(messages=[said[0], {**said[1], key: False}, said[2], {**said[3], key: True}])
+
+    assert example is not None
+    assert [turn.trained for turn in example.prompt] == [True, False, True]
+    assert example.chosen[0].trained
+    with pytest.raises(DataError, match=f"line 17: messages has a turn of {key} 'no'"):
+        read(messages=[said[0], {**said[1], key: "no"}])
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"reasoning_content": "why", "content": "good"},
+        {"thinking": "why", "content": "good"},
+        {"reasoning": "why", "content": "good", "thinking": None},
+        {"content": [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "good"}]},
+    ],
+)
+def test_reasoning_in_a_turn_is_read(turn: dict[str, Any]) -> None:
+    example = read(messages=[*turns(("user", "Q")), {"role": "assistant", **turn}])
+
+    assert example is not None
+    assert example.chosen == (Message("assistant", "good", reasoning="why"),)
+
+
+def test_keys_of_turns_that_nothing_reads_are_reported_like_columns() -> None:
+    reading = Reading()
+    said = {"role": "user", "content": "Q", "id": 3, "thinking": None}
+    row = {"messages": [said, {**turns(GOOD_PAIR)[0], "loss": True}], "topic": "x"}
+
+    assert read_row(Row(row, ""), {}, reading) == Example((QUESTION,), (GOOD,))
+    assert reading.columns - reading.used == {"messages[].id", "topic"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[{'role': 'user', 'content': 'Q'}\n {'role': 'assistant', 'content': 'good'}]",
+        "[{'role': 'user', 'content': 'Q",
+        '[{"role": "user", "content": array([1])}]',
+    ],
+)
+def test_turns_as_text_that_can_not_be_read_are_refused(text: str) -> None:
+    for name in ("prompt", "messages"):
+        with pytest.raises(DataError, match=f"line 17: {name} has turns as text"):
+            read(**{name: text, "response": "good"})
+
+
+@pytest.mark.parametrize("text", ["[{x}]", "[1, 2]", '{"from": "Rome", "to": "Bari"}', "{'a': 1}"])
+def test_other_text_in_brackets_stays_text(text: str) -> None:
+    example = read(prompt=text, response=text)
+
+    assert example is not None
+    assert (example.prompt[0].content, example.chosen[0].content) == (text, text)
+
+
+def test_a_prompt_that_ends_in_an_assistant_turn_is_continued() -> None:
+    reading = Reading()
+    begun = turns(("user", "Q"), ("assistant", "The"))
+    row = {"prompt": begun, "response": " answer "}
+
+    assert read_row(Row(row, "rows.jsonl line 17"), {}, reading) == Example(
+        (QUESTION, Message("assistant", "The", trained=False)),
+        (Message("assistant", " answer"),),
+        origin="rows.jsonl line 17",
+    )
+    assert list(reading.remarks.values()) == [["rows.jsonl line 17"]]
+    assert read(prompt=turns(("user", "Q"), ("assistant", " "))) == read(prompt="Q")
+
+
+def test_half_an_emoji_in_turns_as_text_is_refused() -> None:
+    with pytest.raises(DataError, match=r"line 17 has .*half of a character"):
+        read(prompt='[{"role": "user", "content": "\\ud83d"}]')
+
+
+def test_a_number_beyond_every_float_is_refused() -> None:
+    with pytest.raises(DataError, match="line 17: margin must be a finite number"):
+        read(prompt="Q", chosen="a", rejected="b", margin=10**400)

@@ -165,3 +165,46 @@ def test_a_hub_name_that_can_not_be_reached_is_one_sentence(
     assert message.startswith("data path nobody/nothing-of-the-kind is neither a file or directory")
     assert "give a local file" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "a \\ud83d"}', "half of a character"),
+        ('{"prompt": {"a": ["\\uDE00"]}}', "half of a character"),
+        ('{"prompt": %s}' % ("9" * 5000), "is not valid JSON .*digits"),
+        ('{"prompt": %s}' % ("[" * 100_000), "is not valid JSON .*recursion"),
+        ('{"prompt": "a",', "is not valid JSON"),
+    ],
+    ids=range(5),
+)
+def test_a_row_that_json_can_not_hold_is_named(line: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "\\ud83d\\ude00"}}\n{line}\n')
+
+    with pytest.raises(DataError, match=f"{path} line 2 .*{reason}"):
+        read_source(str(path))
+
+
+def test_objects_may_be_indented(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text("\n\n".join(json.dumps(row, indent=2) for row in ROWS))
+
+    source = read_source(str(path))
+
+    assert columns(source) == ROWS
+    assert [row.origin for row in source.train] == [f"{path} line 1", f"{path} line 6"]
+
+
+def test_text_after_a_list_of_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS) + "\n" + json.dumps(ROWS[0]))
+
+    assert "line 2 follows the list of rows" in refused(path)
+
+
+def test_the_index_that_pandas_writes_is_a_column_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(",prompt,response\n0,a,b\n")
+
+    assert columns(read_source(str(path))) == [{"Unnamed: 0": "0", "prompt": "a", "response": "b"}]
