@@ -341,7 +341,7 @@ def _example(shape: Shape, row: Row, reading: Reading, kept: RowColumns) -> Exam
         return example
     is_bad = example.label if kept.known_labels else _quality(row)
     if is_bad is False:
-        reading.no_demonstrations["whose label says that the response is bad"] += 1
+        reading.no_demonstrations["whose label marks the response as bad"] += 1
         return replace(example, chosen=(), rejected=example.chosen)
     if example.num_targets == 0:
         reading.no_demonstrations["in which no assistant turn is learned"] += 1

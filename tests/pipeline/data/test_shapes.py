@@ -178,7 +178,7 @@ def test_a_response_that_is_labelled_bad_is_no_demonstration_but_a_rejected_resp
     assert label(label="essay") == Example((QUESTION,), (BAD,))  # the name of a class
     tagged = read(conversations=SAME_DEMONSTRATION["ShareGPT"]["conversations"], kto_tag=False)
     assert tagged == Example((QUESTION,), rejected=(GOOD,), origin="rows.jsonl line 17")
-    assert reading.no_demonstrations == {"whose label says that the response is bad": 2}
+    assert reading.no_demonstrations == {"whose label marks the response as bad": 2}
 
 
 def test_weight_0_keeps_a_turn_from_being_learned() -> None:

@@ -273,7 +273,7 @@ def test_thinking_that_a_template_strips_is_trained_as_given(
         assert runs == [f"{target}<|im_end|>"]
 
     prompt = chat_format.encode_prompt((USER,))
-    assert chat_format.tokenizer.decode(prompt).endswith(
+    assert str(chat_format.tokenizer.decode(prompt)).endswith(
         f"<|im_start|>assistant\n{opening}".replace("\\n", "\n")
     )
     warned = [each.message for each in caplog.records if "rows.jsonl line 1" in each.message]
