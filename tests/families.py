@@ -103,6 +103,13 @@ SCALED: dict[str, dict[str, Any]] = {
 }
 """Model types whose logits are more than the product with their output matrix; so are gemma2's."""
 
+POPULAR: dict[str, dict[str, Any]] = {
+    "qwen2": _GROUPED,
+    "phi3": _GROUPED,
+    "gemma3_text": {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW},
+}
+"""More model types, for tests that cover less than all of `FAMILIES`."""
+
 
 def looks_ahead(model: PreTrainedModel) -> bool:
     """Return whether the output for a token depends on a later token.
@@ -121,7 +128,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """Two layers, 101 tokens; padding is the end of sequence, as in models of GPT-2's kind."""
     special = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     return AutoConfig.for_model(
-        family, **{**{**FAMILIES, **PECULIAR, **SCALED}[family], **special, **changes}
+        family, **{**{**FAMILIES, **PECULIAR, **SCALED, **POPULAR}[family], **special, **changes}
     )
 
 

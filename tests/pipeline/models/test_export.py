@@ -112,23 +112,6 @@ def test_an_adapter_is_to_the_byte_what_peft_writes(
     assert contents(tmp_path / "ours" / "adapter") == contents(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-@torch.no_grad()
-def test_an_adapter_on_one_of_two_tied_layers_unties_the_export(
-    target: str, tmp_path: Path
-) -> None:
-    plain = tiny_causal_lm("llama", tie_word_embeddings=True)
-    model = add_lora(plain, LoraConfig(rank=2, targets=(target,)), task="causal", seed=0)
-    for name, param in model.named_parameters():
-        if ".lora_" in name:
-            param.normal_(generator=torch.Generator().manual_seed(1))
-
-    export(model, build_tokenizer(), tmp_path)
-
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.allclose(again(IDS).logits, model(IDS).logits, rtol=0, atol=1e-4)
-
-
 def test_an_export_keeps_all_tokens_that_end_a_response(tmp_path: Path) -> None:
     model = tiny_causal_lm("llama", vocab_size=1280)
     model.generation_config.eos_token_id = [7, 2, 9]
