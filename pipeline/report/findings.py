@@ -180,12 +180,12 @@ def _by_perplexity(results: Results) -> Iterator[Finding]:
         after = step.number("perplexity_after") if step else None
         if step is None or before is None or after is None:
             continue
-        verb = "fell" if after < before else "rose"
+        verdict: Verdict = "better" if after < before else "worse"
+        verb = f"{'fell' if after < before else 'rose'} from {plain(before)} to"
+        if plain(before) == plain(after):  # of the starting weights, where none were better
+            verdict, verb = "not told apart", "did not change:"
         rows, tokens = step.number("rows"), step.number("held_out_tokens")
         among = f"{rows:,.0f} held-out answers" if rows else "held-out answers"
         if tokens:
             among = f"{tokens:,.0f} tokens of held-out texts"
-        yield Finding(
-            "better" if after < before else "worse",
-            f"Perplexity on {among} {verb} from {plain(before)} to {plain(after)}",
-        )
+        yield Finding(verdict, f"Perplexity on {among} {verb} {plain(after)}")

@@ -84,6 +84,16 @@ def test_the_judge_has_the_first_word(tmp_path: Path) -> None:
     ]
 
 
+def test_a_perplexity_that_is_written_alike_before_and_after_did_not_change(tmp_path: Path) -> None:
+    same = {"perplexity_before": 42077.2, "perplexity_after": 42077.4}
+    write_summary(tmp_path, step1_sft={**SFT_EVAL, **same})
+
+    (finding,) = findings(read_results(tmp_path))
+
+    assert finding.sentence == "Perplexity on 300 held-out answers did not change: 42,077"
+    assert finding.verdict == "not told apart"
+
+
 def test_what_models_and_data_say_is_escaped(tmp_path: Path) -> None:
     evil = "</div><script>alert(1)</script><img src=x onerror=alert(2)>"
     write_summary(tmp_path, step3_ppo=PPO_EVAL)
