@@ -28,7 +28,7 @@ class Match:
     """1 where ours is better, 0.5 for a tie, 0 else; NaN where it is not known."""
 
     longer: Float[ndarray, " P"]
-    """By how many characters our response is longer."""
+    """Characters by which our response is longer."""
 
     @property
     def known(self) -> Float[ndarray, " K"]:

@@ -61,7 +61,7 @@ class EvaluationConfig:
     """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
 
     method: str | None = None
-    """Of a run's output directory the model of this method: ppo, grpo, ..."""
+    """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
 
     tasks: tuple[str, ...] = ()
     """Tasks to ask, by name: gsm8k, ifeval, embedded, arithmetic."""
@@ -70,7 +70,7 @@ class EvaluationConfig:
     """Rows of a task, as gsm8k=FILE_OR_NAME; of a set with a test split, that split."""
 
     k: tuple[int, ...] = (1,)
-    """Of pass@k: how likely one of k responses is right. 1 is the share of right ones."""
+    """The k of pass@k, the probability that one of k responses is correct; 1 is the accuracy."""
 
     samples: int | None = None
     """Responses to each question; null takes the largest k."""

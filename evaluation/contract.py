@@ -9,7 +9,7 @@ from pipeline.data.rows.sources import Row, read_source
 from pipeline.system.errors import DataError
 
 Grades = Mapping[str, Sequence[bool]]
-"""By metric, what a response got right: one thing for most, of IFEval one for each instruction."""
+"""Correctness of a response by metric: one value, or for IFEval one per instruction."""
 
 
 @dataclass(frozen=True)

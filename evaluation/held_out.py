@@ -35,7 +35,7 @@ class Prompt:
 
     messages: tuple[Message, ...]
     input_ids: list[int]
-    """With the format's opening of the assistant's turn."""
+    """Token ids, including the format's opening of the assistant's turn."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Columns of its row that rewards read."""

@@ -130,7 +130,7 @@ SCRIPTS = {
     "ml": "MALAYALAM",
     "zh": "CJK",
 }
-"""By code of the language, as the names of its letters begin in Unicode."""
+"""Unicode name prefix of a language's letters, by language code."""
 
 
 def is_language(text: str, language: str) -> bool:
@@ -340,7 +340,7 @@ FORMS = {
 
 
 INSTRUCTIONS = {**WORDS, **LANGUAGE, **LENGTHS, **FORMS}
-"""By their names in the public rows."""
+"""Instructions by their names in the public rows."""
 
 
 def read(reading: Reading) -> list[Question]:

@@ -11,7 +11,7 @@ class ScoredResponse:
     """A model's response to a held-out prompt."""
 
     text: str
-    """Of an episode all its turns."""
+    """The response; for an episode, all its turns."""
     score: float | None
     """As `ResponseRewards.score` has it: a reward model's score, else the reward; None where it is
     not known."""
@@ -21,7 +21,7 @@ class ScoredResponse:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """Reward of each source, by the name of its metric."""
     opening: Sequence[Mapping[str, str]] = ()
-    """Of an episode: what its environment began with, as messages of role and content."""
+    """Messages with which an episode's environment began; empty without an environment."""
 
 
 @dataclass(frozen=True)

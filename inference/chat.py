@@ -22,7 +22,7 @@ class ChatConfig(SamplingOptions):
     """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
 
     method: str | None = None
-    """Of a run's output directory the model of this method: ppo, grpo, ..."""
+    """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
 
     system: str | None = None
     """System message."""

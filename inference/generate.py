@@ -26,7 +26,7 @@ class GenerateConfig(SamplingOptions):
     """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
 
     method: str | None = None
-    """Of a run's output directory the model of this method: ppo, grpo, ..."""
+    """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
 
     prompts: Path = Path()
     """File of prompts, a JSON object a line."""

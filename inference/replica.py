@@ -49,7 +49,7 @@ class Origin:
     dtype: torch.dtype
 
     source: nn.Parameter | None
-    """Of a quantized weight, its codes; None if another stage trains it."""
+    """The trained weight, or the codes of a quantized one; None if another stage trains it."""
 
     layer: QuantizedLinear | None = None
     """The layer of a quantized weight."""
@@ -98,7 +98,7 @@ class Origins:
     def __init__(self, trained: PreTrainedModel, replica: PreTrainedModel, stages: Group) -> None:
         self._trained = trained
         self.by_name = dict(self._own(replica))
-        """By the names of the replica's weights."""
+        """Sources by the names of the replica's weights."""
         self._buffers: dict[str, Tensor] = {}
         if stages.size > 1:
             self.by_name = dict(_of_all_stages(self.by_name, replica, stages))

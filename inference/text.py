@@ -114,7 +114,7 @@ class TokenBytes:
         return self.of(token).decode(errors="replace")
 
     def of_all(self, tokens: Sequence[int], *, begins: bool) -> list[bytes]:
-        """Of the tokens of a text; where it `begins` one, without the space that decoding drops."""
+        """Bytes of each token; if these begin a text, without the space that decoding drops."""
         parts = [self.of(token) for token in tokens]
         first = next((at for at, token in enumerate(tokens) if token not in self.special), None)
         if begins and first is not None and parts[first][:1] == b" ":

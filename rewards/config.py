@@ -40,7 +40,7 @@ class _Reads:
     """Its settings; others are refused. The word KIND:VALUE gives the first."""
 
     needed: tuple[str, ...] = ()
-    """Those without a default."""
+    """Settings without a default."""
 
     column: str | None = None
     """The column that it reads, where the settings name no other."""
@@ -63,7 +63,7 @@ KINDS: dict[str, _Reads] = {
         ("path", "model", "template", "scale", "concurrency", *_REQUESTS), needed=("path", "model")
     ),
 }
-"""By the setting `kind`; the functions are in `rewards.sources`."""
+"""What each `kind` reads; the scoring functions are in `rewards.sources`."""
 
 _LEAST = {
     **dict.fromkeys(("memory_mb", "concurrency", "attempts"), 1),

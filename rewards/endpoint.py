@@ -46,7 +46,7 @@ class Endpoint:
 
     url: str
     timeout_seconds: float
-    """Of one request."""
+    """Seconds that one request may take."""
 
     attempts: int
     key_variable: str | None

@@ -31,7 +31,7 @@ _OBJECT = re.compile(r"\{[^{}]*\}")
 
 
 class NoScoreError(ValueError):
-    """An answer of a judge has no score, or one beyond its scale."""
+    """A judge's reply has no score, or a score outside the scale."""
 
 
 def columns_in(template: str, name: str) -> frozenset[str]:
@@ -93,7 +93,7 @@ def shortened(answer: object) -> str:
 
 
 MAX_TOKENS = 1024
-"""Of a judge's answer: it may think before it gives its score."""
+"""Maximum tokens of a judge's reply, which may reason before it gives a score."""
 
 
 def judge_scorer(config: RewardConfig, template: str, endpoint: Endpoint) -> Scorer:

@@ -47,9 +47,9 @@ class Rewards:
         self._max_failures = max_failures
         self._slots: list[int] = []
         self._outcomes: list[list[Outcome]] = [[] for _ in self._sources]
-        """By source, in the order of submission."""
+        """Outcomes of each source, in order of submission."""
         self._calls: dict[int, tuple[int, range]] = {}
-        """By number of a call: its source and the places of its outcomes."""
+        """Source of each call and the indices of its outcomes, by call number."""
         self._lane_of, lanes = _lanes(self._sources, workers)
         self._workers = Workers(lanes)
 
@@ -202,7 +202,7 @@ Values = Sequence[float | None]
 
 
 def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[float | None]:
-    """For each response sum_k w_k r_k over the sources that apply to it.
+    """Return sum_k w_k r_k of each response over the sources that apply to it.
 
     Where some say None the weights of the others are scaled so that the absolute weights add up to
     what they do over all sources: a row that a source does not apply to is neither better nor worse

@@ -30,7 +30,7 @@ MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 442, 444, 445,
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
 READ, READ_WRITE = 0b1101, 0b111
-"""Of files: execute, read a file, read a directory; execute, write, read a file."""
+"""Landlock rights: execute, read files and directories; execute, write and read files."""
 
 ACCESS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15}
 """Kinds of access to files that a version of Landlock knows; from 5 on there are 16."""

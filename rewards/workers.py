@@ -53,7 +53,7 @@ class Lane:
     """Workers that take calls from one queue, each worker one call at a time."""
 
     name: str
-    """Of the code that the workers run, for messages."""
+    """Name of the code that the workers run, for messages."""
 
     load: Callable[[], Handler]
     """Runs in each worker when it starts; must be picklable."""

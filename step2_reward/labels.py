@@ -34,7 +34,7 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
     "scalar": ("mse", "bce"),
     "steps": ("bce",),
 }
-"""Of each kind of label, the usual loss first."""
+"""Losses for each kind of label, the default first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class Labels:
 
     mean: float = 0.0
     std: float = 1.0
-    """Of the training rows' numbers, by which they are shifted and scaled."""
+    """Mean and standard deviation of the training labels, used to standardize them."""
 
     tie_share: float = 0.0
     """Share of the training pairs that are ties, from 0 to 1."""

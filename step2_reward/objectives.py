@@ -108,7 +108,7 @@ class Objective(ABC):
     def __init__(self, labels: Labels, config: RewardConfig) -> None:
         self.labels = labels
         self.config = config
-        """With the settings of the loss."""
+        """Settings of the step, including those of the loss."""
 
     def cutpoints(self) -> Cutpoints | None:
         """Thresholds that are learned with the score."""
@@ -387,7 +387,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "scalar": ScalarObjective,
     "steps": StepObjective,
 }
-"""By kind of label."""
+"""Objective classes by kind of label."""
 
 
 def make_objective(labels: Labels, config: RewardConfig) -> Objective:

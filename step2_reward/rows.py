@@ -53,7 +53,7 @@ class Batch:
     """B rows; the first sequences of all rows come first, then the second ones."""
 
     tokens: TokenBatch
-    """With the sequences of one more row if B is 0: a process without rows runs the same passes."""
+    """Tokens; a process without rows (B = 0) has those of a spare row, to run the same passes."""
 
     places: Int[Tensor, "B K"]
     """Index in the batch of each sequence of a row."""
@@ -64,7 +64,7 @@ class Batch:
     """Tokens whose outputs count: the last of each sequence, or the ends of labelled steps."""
 
     weight: float
-    """Of a labelled step: the steps of all rows weigh as much as there are rows."""
+    """Weight of a labelled step; over all rows the weights add up to the number of rows."""
 
     numbers: tuple[int, ...]
     """The index of each row among those that were cut."""

@@ -53,12 +53,12 @@ class Rewarded:
     """Responses with their rewards; those to the same prompt are adjacent."""
 
     rewards: Float[Tensor, "B T"]
-    """Of each token, zero on padding."""
+    """Reward of each token, zero on padding."""
 
     mask: Bool[Tensor, "B T"]
 
     scores: Float[Tensor, " B"]
-    """Of each response, without the KL penalty."""
+    """Score of each response, without the KL penalty."""
 
     values: Float[Tensor, "B T"] | None
     """A critic's value of the state before each token, where there is a critic."""
@@ -240,4 +240,4 @@ ESTIMATORS: Mapping[str, Callable[[Rewarded], Estimate]] = {
     "reinforce_pp": reinforce_pp,
     "best": best,
 }
-"""By the setting `advantage`."""
+"""Estimators by the setting `advantage`."""

@@ -117,7 +117,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     reinforce_pp whitens the reward-to-go over all tokens. Papers: docs/ppo.md."""
 
     baseline: Literal["none", "group"] = "none"
-    """For reinforce_pp: group subtracts the mean score of a prompt's responses from each."""
+    """Baseline of reinforce_pp: group subtracts the mean score of a prompt's responses."""
 
     loss: Literal["clip", "gspo", "cispo", "none"] = "clip"
     """clip is PPO's clipped ratio; gspo clips the mean ratio of a response; cispo bounds the ratio
@@ -444,7 +444,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             )
 
     def _complete_guards(self) -> None:
-        """Add the usual guards to those that are given; refuse what can't do what it says."""
+        """Add the default guards to the given ones, and refuse guards that could never trip."""
         object.__setattr__(self, "guards", completed(self.guards, WARNING))
         lacking = unmeasured(
             gold=self.gold is not None,

@@ -185,7 +185,7 @@ class _Table:
         self._thinking: deque[tuple[int, _Playing]] = deque()
         """Episodes whose environments are to move, and the step at which the batch resumes them."""
         self._finishing: dict[int, _Playing] = {}
-        """By the number of their environments, those that wait for their reward."""
+        """Episodes that wait for their reward, by the number of their environment."""
         self._replies: dict[int, Played] = {}
         self._steps = 0
 

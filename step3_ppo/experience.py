@@ -101,7 +101,7 @@ class Minibatch:
     ref_logprobs: Float[Tensor, " K"]
     advantages: Float[Tensor, " K"]
     lengths: Float[Tensor, " K"]
-    """For each token, the number of tokens of its response."""
+    """Number of tokens in each token's response."""
 
     counted: Float[Tensor, " K"]
     """0 for tokens that are left out of every loss, else 1."""
@@ -407,10 +407,10 @@ def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, fl
 
 
 GAP_LIMITS = {True: (1e-3, 0.05), False: (0.05, 2.0)}
-"""By whether all weights are fp32: mean and largest gap, in nats, that rounding explains."""
+"""Largest mean and maximum gap in nats that rounding explains; True if all weights are fp32."""
 
 RATIO_LIMITS = {True: 1e-3, False: 0.5}
-"""By the same: how far from 1 the first update's ratio of any token may be."""
+"""Largest distance from 1 of a token's ratio in the first update; keys as above."""
 
 
 class OffPolicyError(RuntimeError):

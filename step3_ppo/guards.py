@@ -137,7 +137,7 @@ def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:
 
 
 def change(values: Sequence[float]) -> float:
-    """From the first to the last place of the least-squares line through equally spaced values."""
+    """Change of the least-squares line over equally spaced values, from first to last."""
     places = _centred(len(values))
     slope = math.fsum(t * y for t, y in zip(places, values, strict=True))
     return slope / math.fsum(t * t for t in places) * (len(values) - 1)

@@ -47,9 +47,9 @@ class HybridEngine:
             stages=engine.stages,
         )
         self.weights_hash = 0
-        """Of the weights that generated last (`inference/replica.py`)."""
+        """Hash of the weights that generated last (`inference/replica.py`)."""
         self.seconds = 0.0
-        """Of the last switch from training to generation."""
+        """Seconds of the last switch from training to generation."""
         self._updates = -1
 
     @contextmanager

@@ -197,7 +197,7 @@ def sequence_ratio(
 
 
 def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " K"]:
-    """For each token the mean over its response, summed in float64."""
+    """Mean over each token's response, summed in float64."""
     padded = torch.zeros(mask.shape, dtype=torch.float64, device=values.device)
     padded = padded.masked_scatter(mask, values.double())
     counts = mask.sum(dim=1)
@@ -253,7 +253,7 @@ LOSSES: Mapping[str, PolicyLoss] = {
     "cispo": PolicyLoss(cispo, with_bounded_weight),
     "none": PolicyLoss(reinforce, unbounded),
 }
-"""By the setting `loss`."""
+"""Policy losses by the setting `loss`."""
 
 
 Aggregate = Literal["token", "sequence", "constant"]
@@ -355,7 +355,7 @@ KL_LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {
     "k3": unbiased_value,
     "k3_is": importance_weighted,
 }
-"""By the setting `kl_estimator`; of (log pi - log pi_ref, pi / pi_old)."""
+"""KL losses of (log pi - log pi_ref, pi / pi_old), by the setting `kl_estimator`."""
 
 
 Correction = Literal["truncate", "mask"]

@@ -17,10 +17,10 @@ class Needs:
     """Several responses to each prompt, which are compared with each other."""
 
     whitening: bool = False
-    """That advantages are shifted and scaled over the rollout, where `whiten_advantages` is on."""
+    """Whitening of advantages over the rollout, unless `whiten_advantages` is off."""
 
     discount: bool = False
-    """That later rewards are discounted by `gamma`."""
+    """Discounting of later rewards by `gamma`."""
 
 
 ESTIMATOR_NEEDS = {
@@ -31,7 +31,7 @@ ESTIMATOR_NEEDS = {
     "reinforce_pp": Needs(whitening=True, discount=True),
     "best": Needs(group=True),
 }
-"""By the setting `advantage`; the functions are in `step3_ppo.advantages`."""
+"""What each `advantage` needs; the functions are in `step3_ppo.advantages`."""
 
 
 def _row(**settings: Any) -> Mapping[str, Any]:  # noqa: ANN401
@@ -124,4 +124,4 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )
-"""By the setting `method`; docs/methods.md describes when to use which."""
+"""Settings by method; docs/methods.md describes when to use which."""

@@ -32,7 +32,7 @@ CHUNK = 8
 
 
 ENVIRONMENT_FILE = "ppo.environment"
-"""By what name its file is known; no source can have it."""
+"""Name of the environment's file; no source can have it."""
 
 
 class RewardSources:
@@ -44,14 +44,14 @@ class RewardSources:
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.seconds = 0.0
-        """That were waited for the last results."""
+        """Seconds of waiting for the last results."""
         self.environments: Environments | None = None
         """The workers that play the environment, where there is one."""
         self._rewards: Rewards | None = None
         self._started = ExitStack()
         self._fingerprint: dict[str, str] = {}
         self._outcomes: dict[int, Outcome] = {}
-        """By place, what the environment gave since the last results."""
+        """Outcomes of the environment since the last results, by index."""
         self._same_rows = current_mesh().parts.apart
         """Processes with the same responses, of which the first alone asks the programs."""
 

@@ -42,10 +42,10 @@ class PromptBatch:
     """Their groups in the rollout; group g belongs to process g % W."""
 
     prompts: list[Prompt]
-    """Those of a group are the same, and adjacent."""
+    """Prompts; equal prompts of a group are adjacent."""
 
     keys: list[int]
-    """Of the random numbers that sample each response; unique within the run."""
+    """Key of the random numbers of each response, unique within the run."""
 
     @property
     def inputs(self) -> list[list[int]]:
@@ -67,13 +67,13 @@ class Prompts:
     """Row numbers of `train`, one iteration's at a time."""
 
     fingerprint: str
-    """Of the rows that the training prompts come from."""
+    """Fingerprint of the rows of the training prompts."""
 
     group_size: int
     """Responses to each prompt."""
 
     record: PromptRecord
-    """Of what this step and the earlier ones train on and hold out."""
+    """Prompts that this step and the earlier ones train on and hold out."""
 
     attempt: int = 0
     """Number of rollbacks; part of the keys, so that other responses are sampled after one."""

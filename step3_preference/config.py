@@ -49,7 +49,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "kto": _row(loss="kto"),
     }
 )
-"""By the setting `method`; docs/preference.md describes when to use which."""
+"""Settings by method; docs/preference.md describes when to use which."""
 
 Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_rate", "repetition"]
 
@@ -148,7 +148,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             optim=OptimConfig(lr=1e-6, schedule="linear", warmup_ratio=0.1, weight_decay=0.0)
         )
     )
-    """The actor; a null path starts from step 1's output. As it starts it is the reference, too."""
+    """The actor; a null path starts from step 1's output. Its initial weights are the reference."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """A reward model that judges answers to held-out prompts, and is not trained on: step 2's,
@@ -323,7 +323,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         )
 
     def _check_guards(self) -> None:
-        """Refuse guards that would never look, or can't do what they say."""
+        """Refuse guards that would never be checked or could never trip."""
         unanswered = dict.fromkeys(OF_ANSWERS, "preference.eval_prompts, which are answered")
         check_guards(
             *(self.guards, KNOWN),

@@ -159,7 +159,7 @@ class Start:
 
 
 def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float[Tensor, " S"]]:
-    """That of each response of each batch, without gradients; of stages on the last one alone."""
+    """Log-probability of each response, by batch, without gradients; on the last stage only."""
     engine = passes.engine
     with evaluating(engine.model):
         return passes.forward(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
@@ -174,12 +174,12 @@ class Table:
     """Log-probabilities of the reference; NaN where none was needed."""
 
     train: Float[Tensor, "N 2"]
-    """Of the chosen and the rejected response of each training row."""
+    """Log-probabilities of the chosen and rejected response of each training row."""
 
     held_out: Float[Tensor, "M 2"]
 
     mismatched: Float[Tensor, " P"]
-    """Of the mismatched responses of each row that a step takes, in their order; of kto alone."""
+    """Log-probabilities of the mismatched responses of kto, in the order of the step's rows."""
 
     mismatched_held_out: Float[Tensor, " Q"]
 

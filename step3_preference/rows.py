@@ -47,7 +47,7 @@ class RowBatch:
     """Rows as sequences end to end, the chosen ones first."""
 
     tokens: TokenBatch
-    """Those of a spare row where there are none: a process without rows runs the same passes."""
+    """Tokens; a process without rows has those of a spare row, to run the same passes."""
 
     counts: tuple[int, ...]
     """Response tokens of each sequence; empty where there are no rows."""
@@ -165,7 +165,7 @@ def mismatched_batches(rows: Sequence[Row], config: PreferenceConfig) -> list[Ro
 
 
 def mismatched(rows: Sequence[Row], max_length: int) -> list[Encoded]:
-    """For each row its prompt with the response of the next one that has another prompt.
+    """Pair each row's prompt with the response of the next row that has another prompt.
 
     The order of the rows is that of the whole step, whatever micro-batches it is cut into: an
     offset within these would make the estimate depend on the cut, and a reversal would leave the

@@ -248,7 +248,7 @@ class Decoder:
             capture = CudaCapture(device)
         self._capture = capture
         self._kept: dict[tuple[int, int], ReplayedRows] = {}
-        """By number of rows and longest sequence."""
+        """Recorded passes by number of rows and longest sequence."""
         self._counts = counts
         self._agree = agree
 

@@ -207,7 +207,7 @@ class ModelPath:
     """Seed of the weights of an embedded base model."""
 
     choose_format: str | None = None
-    """Of the model that a run began from: the model whose chat template it may take."""
+    """Model whose chat template the initial model of a run may use."""
 
 
 def paths_to_serve(config: ServeConfig) -> list[ModelPath]:

@@ -148,7 +148,7 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     @property
     def num_top(self) -> int | None:
-        """Of how many likeliest tokens log-probabilities are wanted; None is of no token."""
+        """Number of top tokens whose log-probabilities are returned; None returns none at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

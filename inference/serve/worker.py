@@ -34,7 +34,7 @@ class Piece:
     ids: list[int] = field(default_factory=list)
     """Tokens since the last piece, a stop token included."""
     reported: list[Reported] = field(default_factory=list)
-    """Of the tokens that have text, if log-probabilities are wanted."""
+    """Log-probabilities of the tokens with text, if they are requested."""
     num_reused: int = 0
     """Tokens of the prompt whose keys and values were stored; in the first piece."""
     finish: Literal["stop", "length"] | None = None
@@ -77,7 +77,7 @@ class Job:
         self.stops, self.continues, self.streams = stops, continues, streams
         self.num_rows = sum(map(len, prompts))
         self.num_prompt_tokens = sum(len(requests[0].prompt) for requests in prompts)
-        """Of all prompts, each counted once."""
+        """Tokens of all prompts, each prompt counted once."""
         self.left = self.num_rows
         """Responses that have not ended; used by the generation thread alone, as `tickets`."""
         self.tickets: set[Ticket] = set()

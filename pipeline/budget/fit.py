@@ -48,7 +48,7 @@ class Shortage:
 
     phase: Phase
     where: str
-    """As "each GPU"."""
+    """The memory's name in messages, such as "each GPU"."""
 
     needed: int
     available: int

@@ -97,7 +97,7 @@ class StepMemory:
     """A sentence for each model whose configuration is not available."""
 
     parameters: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Of each model, by role, adapters included."""
+    """Parameters of each model by role, including adapters."""
 
     def peak(self, place: Place) -> int:
         """Most bytes in any phase."""

@@ -48,10 +48,10 @@ class Shape:
     """Bytes of an activation."""
 
     block_bytes: int
-    """Of all blocks together."""
+    """Bytes of all blocks together."""
 
     root_bytes: int
-    """Of what is in no block: embeddings, the head, the last norm."""
+    """Bytes outside of the blocks: embeddings, head, last norm."""
 
     block_trained: int
     """Trained numbers in all blocks."""
@@ -59,7 +59,7 @@ class Shape:
     root_trained: int
 
     merged_bytes: int
-    """Of the weights without adapters and quantization."""
+    """Bytes of the weights without adapters and quantization."""
 
     context: int
 
@@ -77,10 +77,10 @@ class CountedModel:
     path: str
 
     settings: FrozenModelConfig
-    """With the location of its configuration, and no `auto` precision."""
+    """Settings, with the location of the model's configuration and a resolved precision."""
 
     module: "nn.Module"
-    """On the meta device, with its adapters."""
+    """The model on the meta device, with its adapters."""
 
     @property
     def role(self) -> str:

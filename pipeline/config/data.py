@@ -17,13 +17,13 @@ class RowColumns:
     """Columns of the rows that a step reads with the dialogue, such as the right answer."""
 
     needed: frozenset[str] = frozenset()
-    """Those that some row must have."""
+    """Columns that at least one row must have."""
 
     all: bool = False
     """Whether every column is kept."""
 
     labels: bool = False
-    """Whether `label` is what the step learns, of responses and prompts, and ties are read."""
+    """Whether the step learns from `label`; ties are read as well."""
 
     known_labels: bool = False
     """Whether it is what step 2 learns, so that the others see which rows step 2 can use."""
@@ -69,7 +69,7 @@ class DataConfig:
     nothing to do with the seed of training, and must be the same in all steps."""
 
     max_eval_rows: int = 256
-    """At most this many rows are evaluated."""
+    """Maximum number of rows to evaluate."""
 
     split: tuple[float, float, float] = (2.0, 4.0, 4.0)
     """Proportions of the prompts that steps 1, 2 and 3 see; no prompt is in two parts
@@ -139,7 +139,7 @@ class TextDataConfig(DataConfig):
     training."""
 
     max_eval_rows: int = 256
-    """At most this many sequences of `max_length` are evaluated."""
+    """Maximum number of sequences of `max_length` to evaluate."""
 
     max_length: int = 512
     """Tokens of a row (sequence_length, max_seq_len)."""

@@ -190,7 +190,7 @@ class TrainedModelConfig(FrozenModelConfig):
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     checkpoint_every: int = 1
-    """With gradient_checkpointing, recompute only one block in this many, and keep the others."""
+    """With gradient_checkpointing, recompute one block in this many and keep the others."""
 
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""

@@ -80,7 +80,7 @@ SCHEDULES: Mapping[str, Callable[..., float]] = {
     "constant": constant,
     "constant_with_warmup": constant,
 }
-"""By the name in `optim.schedule`: share of the peak rate at a step, for a Span and parameters."""
+"""Functions by the name in `optim.schedule`: share of the peak rate at a step of a Span."""
 
 WITHOUT_FINAL_RATIO = ("constant", "constant_with_warmup")
 """Schedules that ignore `final_lr_ratio`."""

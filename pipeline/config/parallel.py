@@ -58,7 +58,7 @@ class ParallelConfig:
 
     @property
     def least_micro_batches(self) -> int | None:
-        """Of an optimizer step on each pipeline; None leaves it to `micro_batch_size`."""
+        """Minimum micro-batches of a step on each pipeline; None: `micro_batch_size` decides."""
         if self.micro_batches is None and self.pp > 1:
             return FILL * self.pp
         return self.micro_batches

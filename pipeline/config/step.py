@@ -33,7 +33,7 @@ class ModelUse:
     """Whether it is a classifier rather than a language model."""
 
     sharded_like: TrainedModelConfig | None = None
-    """Of a frozen model: the trained one whose sharding it shares at stage 3."""
+    """Trained model whose sharding a frozen model shares at stage 3."""
 
     phase_only: bool = False
     """Whether it is loaded for one phase alone: to generate after training, or to be compared."""
@@ -114,7 +114,7 @@ class Workload:
     """How they are divided."""
 
     models: tuple[ModelUse, ...]
-    """In the order in which they are loaded; of those that learn, the one the step is about first.
+    """Models in loading order; the model that the step is for precedes other trained ones.
     """
 
     iteration_rows: int

@@ -37,7 +37,7 @@ class RowsFit(Generic[Row]):
     """How the rows of a step fit, and how messages describe them."""
 
     fit: Callable[[Sequence[Row]], Sequence[Fit]]
-    """As the step encodes and cuts them."""
+    """How rows fit `max_length`, as the step encodes and truncates them."""
 
     end: str
     """The end that a row loses when it is cut: "end" or "beginning"."""

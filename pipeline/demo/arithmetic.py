@@ -36,7 +36,7 @@ class ArithmeticConfig:
     """Maximum number of different sums; of numbers of two digits there are 8,100."""
 
     held_out: int = 512
-    """Of them, those in test.jsonl, which no step trains on."""
+    """Rows of test.jsonl, on which no step trains."""
 
     right: float = 0.5
     """Share of the demonstrations that are right."""

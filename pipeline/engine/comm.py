@@ -305,7 +305,7 @@ class BufferPool:
         self.copies = GradientCopies(device) if device.type == "cuda" else None
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._read: dict[int, torch.cuda.Event] = {}
-        """By address: the moment after which a free buffer has been read."""
+        """CUDA events by buffer address: after its event a free buffer has been read."""
 
     def borrow(self, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Tensor:
         """A buffer of zeros, or of undefined content."""

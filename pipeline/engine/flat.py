@@ -68,7 +68,7 @@ class ParamSettings:
     lr: float
 
     weight_decay: float
-    """Of parameters of more than one dimension; the others are spared."""
+    """Weight decay of parameters with more than one dimension; others have none."""
 
     role: Role = "whole"
     """Among the processes that compute layers together."""

@@ -60,7 +60,7 @@ class BestWeights:
         self.step = self.last_step = 0
         self.worse_in_a_row = 0
         self.weights: list[Tensor] = []
-        """As `engine.masters()`; empty before the first evaluation."""
+        """Copies of `engine.masters()`; empty before the first evaluation."""
 
     def update(self, value: float, *, step: int, may_be_best: bool = True) -> None:
         """Keep the present weights if `value`, the lower the better, beats the best so far.

@@ -29,7 +29,7 @@ class UnitParams:
     name: str
     module: nn.Module
     params: dict[str, nn.Parameter]
-    """By their full name in the model; a tied parameter stands under its first name alone."""
+    """Parameters by full name in the model; a tied parameter has its first name only."""
 
     beside_blocks: bool = False
     """True for parameters outside of the blocks of a model with blocks."""
@@ -105,7 +105,7 @@ def _longest_list(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _outermost(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Without blocks inside blocks, and each module under one name."""
+    """The blocks that are in no other block, each under one name."""
     inner = {
         id(child) for block in blocks.values() for child in block.modules() if child is not block
     }

@@ -25,13 +25,13 @@ class ExportConfig:
     """Directory to make; it must not exist yet."""
 
     method: str | None = None
-    """Of a run with several methods, the one whose actor is taken; null takes the best."""
+    """Method whose actor is exported, in a run with several; null takes the best."""
 
     base: str | None = None
     """Directory of the model that an adapter changes; null takes the one that the adapter names."""
 
     number_format: Literal["f32", "f16", "bf16", "q8_0"] = "f32"
-    """Of a GGUF file's matrices: f32, f16, bf16 or q8_0."""
+    """Number format of a GGUF file's matrices: f32, f16, bf16 or q8_0."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path is missing; give the directory of a model or a run")

@@ -124,10 +124,10 @@ class Vocabulary:
     token_type: Sequence[int]
 
     scores: Sequence[float]
-    """Of `llama`: pairs that make the token with the highest score merge first; else empty."""
+    """Scores for `llama`: the pair with the highest score merges first; else empty."""
 
     merges: Sequence[str]
-    """Of `gpt2`: two tokens with a space between, the earliest first; else empty."""
+    """Merges for `gpt2`: two tokens separated by a space, in order of priority; else empty."""
 
     add_bos_token: bool
     add_eos_token: bool

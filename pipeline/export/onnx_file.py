@@ -190,7 +190,7 @@ class OnnxExport:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's advice to its developers."""
+    """Suppress the exporter's warnings for its developers."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

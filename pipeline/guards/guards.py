@@ -56,7 +56,7 @@ class Signals(ABC):
     def format_sentence(
         self, guard: Guard, metrics: Mapping[str, Any], first: Metrics, history: Sequence[Metrics]
     ) -> str:
-        """Return the problem and the remedy; `history` are the last checks of a trend."""
+        """Return the problem and its fix; `history` has the last checks of a trend."""
         del history
         value = self.compute_value(guard.signal, metrics, first)
         numbers = {**metrics, "first": first, "limit": guard.limit, "value": value}
@@ -96,19 +96,19 @@ class Guards:
     """The step of the last check."""
 
     beyond: dict[str, int] = field(default_factory=dict)
-    """By guard, the step of the last check at which its signal was beyond the limit."""
+    """Step of the last check at which a guard's signal exceeded its limit, by guard."""
 
     in_a_row: dict[str, int] = field(default_factory=dict)
-    """By guard, for how many checks in a row it has been beyond the limit."""
+    """Number of consecutive checks beyond the limit, by guard."""
 
     tripped: dict[str, int] = field(default_factory=dict)
-    """By guard, the step of the last check at which it had been so for the whole of its window."""
+    """Step of the last check at which a guard had exceeded its limit for its window, by guard."""
 
     history: list[dict[str, float]] = field(default_factory=list)
     """Metrics of the last checks: those of `signals.OF_TRENDS`."""
 
     acted: list[dict[str, Any]] = field(default_factory=list)
-    """Of each rollback: the trip and `to`, the step after which the run continued."""
+    """One entry per rollback: the trip, and `to`, the step after which the run continued."""
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Trip]:
         """The guards that trip after `step`, the gravest first; only the first one acts."""

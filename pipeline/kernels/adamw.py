@@ -44,7 +44,7 @@ class AdamW:
     """1 for the first."""
 
     multiplier: float = 1.0
-    """Of the gradient: the clip coefficient over the loss scale, in fp32."""
+    """Factor of the gradient: clip coefficient divided by loss scale, in fp32."""
 
 
 @dataclass(frozen=True)

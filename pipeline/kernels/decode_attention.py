@@ -276,7 +276,7 @@ SEQUENCES = 65535
 """Sequences of one launch at most: the largest third dimension of a grid."""
 
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Of the norm, in the self-test: a few times the rounding error."""
+"""Relative error in norm that the self-test allows: a few times the rounding error."""
 
 
 class Params(ctypes.Structure):

@@ -17,7 +17,7 @@ from pipeline.kernels import choice
 from pipeline.kernels.build import FUSED, NUMBERS, Library, bf16_flags, build, parallel
 
 MOST_ROWS = {torch.float32: 64, torch.bfloat16: 8}
-"""With more rows arithmetic is the limit, and the libraries under PyTorch are as fast."""
+"""Maximum rows for the kernel; with more, PyTorch's libraries are as fast."""
 
 
 class Product(ctypes.Structure):

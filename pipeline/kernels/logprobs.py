@@ -42,7 +42,7 @@ VOCABULARY_TILE = {"cpu": 2**21, "cuda": TILE["cuda"]}
 """Logits of a tile of the vocabulary: 8 MiB of fp32 stay in the last cache of a CPU."""
 
 WHOLE = 2**26
-"""Up to that many logits, 256 MiB of fp32, all are computed at once."""
+"""Maximum number of logits computed at once: 256 MiB of fp32."""
 
 ROWS = {"cpu": 2**20, "cuda": TILE["cuda"]}
 """Logits of the rows computed at once, by device: 4 and 256 MiB of fp32."""
@@ -458,7 +458,7 @@ def _logits(
 
 
 def _targets_in(targets: Int[Tensor, " K"], words: slice) -> tuple[Tensor, Tensor]:
-    """Whether each target is among the words, and its place there, else 0; both (K, 1)."""
+    """Mask of the targets in this vocabulary range, and their indices in it, else 0; (K, 1)."""
     here = ((targets >= words.start) & (targets < words.stop))[:, None]
     return here, torch.where(here, targets[:, None] - words.start, 0)
 

@@ -163,7 +163,7 @@ MOST_WORDS = SEGMENT * ((48 * 1024 - SHARED_BYTES) // SEGMENT_BYTES)
 """The largest vocabulary that fits into shared memory: 500,000."""
 
 LOGPROB_ERROR = 1e-4
-"""In nats, at scores below 16, in the self-test."""
+"""Error in nats that the self-test allows, for scores below 16."""
 
 
 class Params(ctypes.Structure):

@@ -21,7 +21,7 @@ from pipeline.launch.local import CPU_PROCESSES, count_processes, list_gpus
 from pipeline.system.errors import ConfigError, require, suggestion
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
-"""Without a password prompt; a connection that is lost is noticed within a minute."""
+"""ssh without a password prompt, which detects a lost connection within a minute."""
 
 OF_SEVERAL = ("hostfile", "num_nodes", "master_addr", "master_port")
 """Options that one machine alone does not have."""
@@ -125,7 +125,7 @@ class Host:
     """One machine."""
 
     name: str
-    """As ssh takes it."""
+    """Host name, as ssh takes it."""
 
     slots: tuple[int, ...]
     """Its devices that are used, one process each, in order."""

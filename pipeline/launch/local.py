@@ -24,7 +24,7 @@ PASSED_ON = re.compile(
     r"|PYTHON(?!PATH)\w+|CUDA_(?!VISIBLE_DEVICES)\w+|CUBLAS_WORKSPACE_CONFIG"
     r"|(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|RLHF_(PLANNED|THREADS)"
 )
-"""Of libraries that training uses. Which devices and paths a machine has is its own affair."""
+"""Variables that are passed to other machines, except devices and paths."""
 
 PLANNED = "RLHF_PLANNED"
 """Tells a step that `train.py` has looked whether it fits."""

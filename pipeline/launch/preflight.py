@@ -29,17 +29,17 @@ from pipeline.system.errors import ConfigError
 from pipeline.system.installation import ROOT
 
 PATIENCE_SECONDS = 30.0
-"""For a machine to answer; starting Python from a slow file system takes time."""
+"""Seconds for a machine to reply; starting Python from a slow file system takes time."""
 
 CONNECT_SECONDS = 5.0
 
 IN_USE = 0.1
-"""Share of a GPU's memory from which another job is assumed to use it."""
+"""Share of used GPU memory above which another job is assumed to use the GPU."""
 
 PROBE = (sys.executable, "-m", "pipeline.launch.preflight")
 
 MARK = "rlhf machine: "
-"""Before the line of JSON, since a login shell may print a greeting first."""
+"""Prefix of the line of JSON, since a login shell may print a greeting first."""
 
 OWN_PACKAGES = (
     *("pipeline", "inference", "rewards", "evaluation"),
@@ -54,7 +54,7 @@ class Machine:
     """The report of a machine."""
 
     versions: dict[str, str]
-    """Of Python, of the packages, and a hash of this repository's code."""
+    """Versions of Python and of packages, and a hash of this repository's code."""
 
     gpus: list[Gpu]
 
@@ -65,7 +65,7 @@ class Machine:
     """Whether it reaches the port of the first machine."""
 
     port: int | None
-    """On the first machine: that port if it is free, else another one."""
+    """Port of the rendezvous, on the first machine: the given one if free, else another."""
 
 
 def check_machines(where: Layout, deployment: Deployment, directory: Path) -> Layout:

@@ -26,10 +26,10 @@ from pipeline.launch.child import SIGNALS
 from pipeline.system.signals import STOP_SIGNALS
 
 HEARTBEAT_SECONDS = 10.0
-"""Between two lines to a remote side."""
+"""Seconds between two lines to a remote process."""
 
 LOST_SECONDS = 60.0
-"""Without a line, after which a remote side assumes that the launcher is lost."""
+"""Seconds without a line after which a remote process assumes that the launcher is lost."""
 
 HEARING_SECONDS = 15.0
 """Seconds for the other machines to end after a failure, before they get a signal."""
@@ -38,7 +38,7 @@ GRACE_SECONDS = 30.0
 """Seconds for a command to end after a signal, before it or the connection is ended."""
 
 SAVING_SECONDS = 600.0
-"""For processes that save their state after Ctrl-C or a scheduler's signal."""
+"""Seconds for processes to save their state after Ctrl-C or a scheduler's signal."""
 
 LOST = 255
 """ssh's own exit code: the connection failed, not the command."""
@@ -52,10 +52,10 @@ class Errand:
 
     host: str
     command: Sequence[str]
-    """On this machine; its standard streams are those of the remote command."""
+    """Command on this machine whose standard streams are those of the remote command."""
 
     environment: Mapping[str, str]
-    """For the remote command; it travels through standard input."""
+    """Variables of the remote command, which are sent through standard input."""
 
 
 def run_everywhere(errands: Sequence[Errand]) -> int:

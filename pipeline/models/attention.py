@@ -43,7 +43,7 @@ LARGEST = 256
 """Largest head size of `varlen_attn`."""
 
 VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters.keys()
-"""That of torch 2.11 takes as many key heads as query heads, and never splits keys."""
+"""Parameters of `varlen_attn`; in torch 2.11 it supports neither grouped queries nor split keys."""
 
 
 def varlen_runs(query: Tensor, key: Tensor, value: Tensor, *, dropout: float) -> bool:

@@ -21,7 +21,7 @@ from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_group
 
 LARGE = 8192
-"""Below that many words a table takes less than what a block has."""
+"""Minimum vocabulary to shard: smaller tables take less memory than a block."""
 
 _WORDS = "divided_words"
 """Attribute in which an output matrix has the words of this process."""

@@ -37,7 +37,7 @@ from pipeline.system.faults import fault_point
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Of a file, unless one tensor is larger."""
+"""Maximum bytes of a file, unless one tensor is larger."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -166,7 +166,7 @@ logger = logging.getLogger(__name__)
 ADAPTER_DIR = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
-"""Of the names in a peft model."""
+"""Prefix of the names in a peft model."""
 
 
 @runtime_checkable

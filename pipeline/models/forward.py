@@ -253,7 +253,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 LARGE_VOCABULARY = 8192
-"""Below it logits take no more memory than what a model keeps for a token anyway."""
+"""Vocabulary size below which logits take no more memory than a token's activations."""
 
 PROBE = 8
 """Tokens on which a model's logits are compared with its matrix product."""

@@ -44,7 +44,7 @@ from pipeline.system.installation import TRAIN
 
 @contextmanager
 def errors_only() -> Iterator[None]:
-    """Without transformers' tables and advice; what matters of them we say ourselves."""
+    """Suppress transformers' tables and warnings; important ones are logged in our words."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -328,7 +328,7 @@ def _build(
 def _prepared(
     model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
 ) -> PreTrainedModel:
-    """On its device, in evaluation mode, packed where that changes nothing.
+    """Move the model to its device, in evaluation mode, packed where that is exact.
 
     Raises:
         ModelError: its weights are not finite.

@@ -186,7 +186,7 @@ def _small_window(window: Any, context: object) -> Any:  # noqa: ANN401
 
 
 def _small_rope(rope: Any) -> Any:  # noqa: ANN401
-    """Without lists of a number for each frequency, of which there are fewer now."""
+    """Return the RoPE settings without per-frequency lists, whose length no longer fits."""
     if not isinstance(rope, dict):
         return rope
     small = {name: _small_rope(value) for name, value in rope.items()}

@@ -103,7 +103,7 @@ class StagedForwardPasses(ForwardPasses):
         self._stage, self._stages = stage, stages
         self._transfers = Transfers(stages)
         self._waiting: dict[int, Waiting] = {}
-        """By micro-batch."""
+        """Waiting backward passes by micro-batch."""
         self._followed = -1
         """How often the weights had changed when the last stage's copy was brought up to date."""
 

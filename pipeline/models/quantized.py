@@ -250,17 +250,17 @@ class QuantizedLinear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """Of this process's part."""
+        """Size of this process's part."""
         return self.shape[0 if self.transposed else 1]
 
     @property
     def out_features(self) -> int:
-        """Of this process's part."""
+        """Size of this process's part."""
         return self.shape[1 if self.transposed else 0]
 
     @property
     def whole_shape(self) -> torch.Size:
-        """Of the weight of which this process may have a part."""
+        """Shape of the full weight, of which this process may have a part."""
         return self.shape if self.part is None else self.part.whole
 
     def cut(self, part: Part, *, name: str) -> None:
@@ -332,7 +332,7 @@ LinearLayer = nn.Linear | Conv1D | QuantizedLinear
 
 
 def weight_shape(layer: LinearLayer) -> torch.Size:
-    """Of this process's part of a layer's weight, however it is stored."""
+    """Shape of this process's part of a layer's weight, quantized or not."""
     return layer.shape if isinstance(layer, QuantizedLinear) else layer.weight.shape
 
 
@@ -377,7 +377,7 @@ def quantize_layers(model: nn.Module, form: Form, *, device: torch.device | None
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """By their names in the model."""
+    """Quantized layers by their names in the model."""
     return {
         name: module
         for name, module in model.named_modules()

@@ -18,7 +18,7 @@ from pipeline.system.errors import ModelError
 def expected_value(
     logits: Float[Tensor, "N C"], classifier: PreTrainedModel
 ) -> Float[Tensor, " N"]:
-    """The one output, or sum_k u_k p_k over several labels, u their values in config.json.
+    """The only output, or sum_k u_k p_k over several labels with values u in config.json.
 
     Raises:
         ModelError: several labels have no values.

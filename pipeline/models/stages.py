@@ -39,7 +39,7 @@ from pipeline.system.errors import ConfigError, ModelError
 
 
 class Passed(nn.Module):
-    """In the place of a block of another stage: hands on the hidden states it is given."""
+    """Replaces a block of another stage: returns the hidden states unchanged."""
 
     def __init__(self, block: nn.Module, *, as_tuple: bool) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ class Passed(nn.Module):
 
 
 class Inlet(Passed):
-    """In the place of the first block, on a later stage: where hidden states come in."""
+    """Replaces the first block on a later stage, and takes the received hidden states."""
 
     received: Float[Tensor, "1 N d"] | None = None
     """Hidden states of the next pass, from the stage before."""
 
     def hidden(self, given: Tensor) -> Tensor:
-        """Those that were received; noise where the model is but tried, with whatever states."""
+        """The received hidden states; noise in a trial of the model."""
         received, self.received = self.received, None
         if received is not None:
             return received
@@ -76,7 +76,7 @@ class Inlet(Passed):
 
 
 class Absent(nn.Module):
-    """In the place of an embedding or a projection of the first stage: zeros."""
+    """Replaces an embedding or a projection of the first stage: returns zeros."""
 
     def __init__(self, module: nn.Module, *, of_tokens: bool) -> None:
         super().__init__()
@@ -122,10 +122,10 @@ class Stage:
     """Destination of received hidden states; None on the first stage."""
 
     tied: Tensor | None = None
-    """On the first stage: the embedding that is the last one's output matrix too."""
+    """Embedding of the first stage that is tied to the last stage's output matrix."""
 
     borrowed: Tensor | None = None
-    """On the last stage: that matrix, which follows the first stage's."""
+    """The last stage's copy of that matrix, which follows the first stage's."""
 
     width: int = 0
     """Width of the hidden states that stages hand on."""

@@ -81,7 +81,7 @@ class OwnTokens:
         """Beginning of the names of modules in the blocks."""
         self._fed: set[str] = set()
         self._tokens = 0
-        """Of the row, in the block that is at work."""
+        """Tokens of the row in the current block."""
         for block in blocks:
             block.register_forward_pre_hook(self._begin, with_kwargs=True)
             block.register_forward_hook(self._end)

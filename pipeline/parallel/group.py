@@ -212,7 +212,7 @@ class StageGroup(Group):
     """The stages of a pipeline, with process groups for what they send each other."""
 
     channels: Mapping[What, dist.ProcessGroup] = field(kw_only=True)
-    """By kind of tensor and direction; empty where one group separates transfers by tags."""
+    """Process groups by kind of tensor and direction; empty if tags separate transfers."""
 
 
 ALONE = Group()

@@ -78,7 +78,7 @@ def gpu_of(local_rank: int, visible: int) -> int:
 
 
 ABORT_SECONDS = 5.0
-"""For which a process that failed tries to abort NCCL's collectives."""
+"""Seconds for which a failed process tries to abort NCCL's collectives."""
 
 
 def leave(code: int, abort: Callable[[], object], *, seconds: float = ABORT_SECONDS) -> NoReturn:

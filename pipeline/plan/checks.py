@@ -320,7 +320,7 @@ class Chats:
     def _with_format(
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
-        """As `pipeline.models.chat.load_chat`, for a model that may not be there yet."""
+        """Load as `pipeline.models.chat.load_chat` does, for a model that may not exist yet."""
         from pipeline.data.chat.resolve_format import resolve_format
 
         tokenizer = copy.deepcopy(self.tokenizer(model))

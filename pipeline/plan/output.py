@@ -30,10 +30,10 @@ MARK = "config.yaml"
 RESULT = "result.json"
 METRICS = "metrics.jsonl"
 DIVERGED = "diverged.json"
-"""Of a step whose training left the finite numbers: it begins again."""
+"""Marks a step whose training diverged: the step begins again."""
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
-"""Of the run in its directory, of the step in its own: says who is at work there."""
+"""Lock file of a run's or a step's directory, which names the process that uses it."""
 SUMMARY = "summary.json"
 REPORT = "report.html"
 COMMAND = "command.txt"
@@ -311,7 +311,7 @@ def record_command(out: Path, argv: Sequence[str]) -> None:
 
 
 def with_last_options(argv: Sequence[str]) -> list[str]:
-    """The command line; where it asks to resume and says nothing else, with the run's options.
+    """The command line; with `--resume` and no other options, those of the recorded run are added.
 
     Nothing else is an output directory, and `--dry-run`. A directory without a recorded command
     adds nothing.

@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """For each step's output the model it starts from."""
+        """The model from which each step starts, by the step's output directory."""
         return get_origins(self.configs)
 
     def memory(self, stage: Stage) -> StepMemory:
@@ -88,7 +88,7 @@ class Plan:
 
 
 def get_origins(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
-    """For the output of each step with these settings the model it starts from."""
+    """The model from which each step starts, by the step's output directory."""
     models = {str(each.output_dir): each.used_models().get("model") for each in configs.values()}
     return {out: str(model.path) for out, model in models.items() if model is not None}
 

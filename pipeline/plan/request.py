@@ -274,7 +274,7 @@ def full_name(option: str, path: str | None) -> str | None:
     A local directory of that name wins.
 
     Raises:
-        ConfigError: it looks like a size, and OPT has none such.
+        ConfigError: it looks like a size that OPT does not have.
     """
     if path is None or not re.fullmatch(r"\d+(\.\d+)?[bBmM]", path) or Path(path).is_dir():
         return path

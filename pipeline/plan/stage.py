@@ -8,7 +8,7 @@ from pipeline.config import StepConfig
 from pipeline.system.errors import ConfigError, require, suggestion
 
 BEFORE = "before"
-"""In place of a section: the model that the first step begins with."""
+"""Used instead of a section: the model from which the first step starts."""
 
 METHODS = "methods"
 """The section of files whose sections, named after methods, hold settings of one method alone."""
@@ -43,7 +43,7 @@ class Stage:
     other use for what the step in `models` makes."""
 
     begins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By method, roles whose model it takes from elsewhere, by role the section or `BEFORE`."""
+    """Roles whose model a method takes from another section, or `BEFORE`; by method and role."""
 
     optional: frozenset[str] = frozenset()
     """Roles it does without where the model has not been made and no step of the run makes it."""
@@ -63,7 +63,7 @@ class Stage:
 
     @property
     def prefix(self) -> str:
-        """Before the names of settings for this stage alone: `ppo`, of several `methods.grpo`."""
+        """Prefix of this stage's settings: `ppo`, or `methods.grpo` if several methods run."""
         return self.section if self.method is None else f"{METHODS}.{self.method}"
 
     @property

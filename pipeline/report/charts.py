@@ -68,7 +68,7 @@ class DrawnChart:
     title: str
     note: str
     names: Sequence[str]
-    """Of its curves."""
+    """Names of its curves."""
 
     picture: Markup
     last: str = ""
@@ -226,7 +226,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def thinned(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
-    """At most two points for each of `max_bins` pieces of the curve: its extremes, in order."""
+    """At most two points for each of `max_bins` bins of the curve: its extremes, in order."""
     if len(points) <= 2 * max_bins:
         return list(points)
     kept: list[Point] = []

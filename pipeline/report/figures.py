@@ -11,7 +11,7 @@ Verdict = Literal["better", "worse", "not told apart"]
 Interval = tuple[float, float]
 
 Z = 1.959964
-"""Of a standard normal, 95 % lie between -Z and Z."""
+"""95 % of a standard normal distribution is between -Z and Z."""
 
 BASE = "base"
 """The model before the first step."""
@@ -29,7 +29,7 @@ TITLES = {
     "hinge": "Hinge loss",
     "simpo": "SimPO",
 }
-"""By the name of a method, or the end of a step's name, where upper case is not the title."""
+"""Titles by method, or by the end of a step's name, that are not the name in upper case."""
 
 
 def title(name: str, results: Results) -> str:

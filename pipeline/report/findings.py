@@ -29,7 +29,7 @@ class Finding:
     """None where it can't be computed, as without the number of prompts."""
 
     sentence: str
-    """With its figures, without a full stop."""
+    """The finding with its figures, without a full stop."""
 
     detail: str = ""
     """Number of prompts and 95 % interval."""

@@ -83,7 +83,7 @@ class Method:
     title: str
 
     path: Sequence[Evaluation]
-    """In the order of training, the start included; empty if it began from another model."""
+    """Evaluations in order of training, with the start; empty if it began from another model."""
 
     @property
     def is_measured(self) -> bool:
@@ -119,7 +119,7 @@ class Comparison:
     """The largest that all measured methods have reached; None without a comparison."""
 
     equal: Sequence[AtEqualKL]
-    """At that KL, the best one first."""
+    """Methods at that KL, best first."""
 
     notes: Sequence[str]
     """Sentences on what limits the comparison, without full stops."""

@@ -24,7 +24,7 @@ STEP = re.compile(r"step[0-9]_[a-z0-9_]+")
 """Names of step directories."""
 
 Values = Sequence[float | None]
-"""By prompt; None where a prompt has none."""
+"""Values by prompt; None where a prompt has none."""
 
 Line = Mapping[str, object]
 """A line of metrics.jsonl."""
@@ -53,13 +53,13 @@ class StepResult:
     """All settings by dotted name; paths inside the output directory are relative."""
 
     changed_settings: Mapping[str, object] = field(default_factory=dict)
-    """Those that differ from the defaults, of a finished step."""
+    """Settings of a finished step that differ from the defaults."""
 
     lab: Mapping[str, object] = field(default_factory=dict)
     """Figures of the reward model's laboratory."""
 
     metrics: tuple[Line, ...] = ()
-    """Without iterations that a guard undid."""
+    """Logged metrics, without iterations that a guard rolled back."""
 
     events: tuple[Line, ...] = ()
     """Lines of guards that tripped."""

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 5
-"""Of a loop that is left before its end: the save under way may wait for a process that is gone."""
+"""Seconds to wait for a save when a loop ends early: it may wait for a process that is gone."""
 
 
 class Checkpoints:

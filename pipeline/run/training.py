@@ -76,10 +76,10 @@ EVALUATIONS = 10
 """Evaluations of a run, its end included, where they take little of its work."""
 
 SHARE = 0.08
-"""Of a run's work that its evaluations take at most, the first and the last one not counted."""
+"""Maximum share of a run's work for evaluations, without the first and the last one."""
 
 FORWARD_SHARE = 1 / 3
-"""Of a training step's work that its forward pass is; the backward pass is twice as much."""
+"""Share of the forward pass in a training step; the backward pass takes twice as much."""
 
 R = TypeVar("R")
 
@@ -157,7 +157,7 @@ class Training(Generic[C, R, S]):
     """A model in training, on rows of type R from a source S, with settings of type C."""
 
     config: C
-    """With `data.max_length` capped at the model's context."""
+    """Settings, with `data.max_length` capped at the model's context."""
 
     model: nn.Module
     """The Hugging Face model, with its adapters if it has any."""

@@ -93,7 +93,7 @@ COUNTERPARTS = {
     "enable_tensorboard": "--STEP.trackers tensorboard",
     "tensorboard_path": "nothing: its files are in the step's output directory",
 }
-"""By DeepSpeed-Chat's name. Options that are spelled alike in both are not here."""
+"""Our options by DeepSpeed-Chat's name, without those of the same name."""
 
 
 def deepspeed_chat_hint(name: str) -> str | None:

@@ -11,11 +11,11 @@ EXIT_OUT_OF_MEMORY = 79
 """Just above what sysexits.h names: the step ends by it, and `train.py` halves the micro-batch."""
 
 EXIT_DIVERGED = 80
-"""Of a run whose loss, gradients or weights stayed infinite or NaN; its best weights are kept."""
+"""Exit code if loss, gradients or weights stayed infinite or NaN; the best weights are kept."""
 
 
 EXIT_DISK_FULL = 81
-"""Of a run that could not write its results; it continues from its last checkpoint."""
+"""Exit code of a run that could not write its results; it resumes from its last checkpoint."""
 
 
 class UserError(Exception):
@@ -58,7 +58,7 @@ class JobFailed(SystemExit):
 
 
 def exit_code(error: BaseException) -> int:
-    """With which a command ends, and every process of a job, when one of them meets the error."""
+    """Exit code of a command, and of all processes of a job, after this error in one of them."""
     if isinstance(error, UserError):
         return EXIT_USER_ERROR
     if isinstance(error, DivergedError):

@@ -117,7 +117,7 @@ class Clock:
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self.seconds: dict[str, float] = {}
-        """By phase."""
+        """Seconds by phase."""
 
     def end(self, phase: str) -> None:
         """End a phase, which began at the end of the one before."""

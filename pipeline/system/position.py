@@ -43,7 +43,7 @@ class Position:
     def __init__(self) -> None:
         self.number = 0
         self.fingerprint = 0
-        """Of the latest collective: equal on processes that do the same."""
+        """Fingerprint of the latest collective, equal on processes that run the same ones."""
         self.recent: deque[Collective] = deque(maxlen=RECENT)
         self.transfers = 0
         """Tensors received from stages of a pipeline."""

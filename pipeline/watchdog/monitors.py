@@ -91,7 +91,7 @@ def slow_ranks(seconds: Float64[Tensor, "ranks steps"]) -> dict[int, float]:
 
 
 def peak_memory(world: Group) -> float:
-    """Memory in GB of the largest process; on a GPU, the peak of its memory. All call it."""
+    """Memory in GB of the largest process; on a GPU, its peak. All processes call it."""
     own = (
         torch.cuda.max_memory_allocated()
         if torch.cuda.is_available()

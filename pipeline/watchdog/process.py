@@ -54,16 +54,16 @@ STANDING_STILL = 3
 """Heartbeats at one position after which an observer reads the positions of all."""
 
 SILENCE_SECONDS = 60.0
-"""Without a heartbeat, after which a process of another machine counts as lost."""
+"""Seconds without a heartbeat after which a process of another machine counts as lost."""
 
 HEARING_SECONDS = 3.0
-"""For which a process whose collective failed waits for another process's report."""
+"""Seconds that a process whose collective failed waits for another process's report."""
 
 GRACE_SECONDS = 5.0
 """Seconds for a process to exit once the job has failed; half of it where processes hang."""
 
 LEAVING_SECONDS = 15.0
-"""For the threads to end. A request to the store takes up to 5 s, and a process aborts if its
+"""Seconds for the threads to end. A request to the store takes up to 5 s, and Python aborts if its
 interpreter ends during one."""
 
 OF_COLLECTIVES = re.compile(

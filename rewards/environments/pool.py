@@ -23,7 +23,7 @@ class Verdict:
 
     outcome: Outcome
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Of a reward that has several; the outcome is their sum."""
+    """Named parts of the reward; the outcome is their sum."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Move:
     row: Mapping[str, Any]
     seed: int
     answers: tuple[str, ...] = ()
-    """Of the episode so far; for `step` including the newest."""
+    """Answers of the episode so far; for `step`, including the newest."""
 
 
 class Environments:
@@ -72,9 +72,9 @@ class Environments:
         self._timeout_seconds = timeout_seconds
         self._count = 0
         self._last: dict[int, _Move] = {}
-        """By episode."""
+        """Last move of each episode."""
         self._episodes: list[set[int]] = [set() for _ in range(workers)]
-        """By worker."""
+        """Episodes of each worker."""
         self._calls: dict[int, int] = {}
         """Episode by number of a call."""
         name = f"ppo.environment {file.name} of {file.file}"

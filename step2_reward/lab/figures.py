@@ -220,7 +220,7 @@ def in_order(difference: float) -> float:
 
 
 def ordered_pairs(worth: Sequence[float]) -> list[tuple[int, int]]:
-    """(better, worse) of every two responses of different worth."""
+    """(better, worse) for every pair of responses of different quality."""
     places = range(len(worth))
     return [(one, other) for one in places for other in places if worth[one] > worth[other]]
 

@@ -53,7 +53,7 @@ class Reading:
     """All columns that rows have, and keys in them that nothing reads."""
 
     used: set[str] = field(default_factory=set)
-    """Those that the shapes of the rows read."""
+    """Columns that the shapes of the rows read."""
 
 
 def _answered(question: Turns, chosen: Turns, rejected: Turns = ()) -> Example:

@@ -57,7 +57,7 @@ class StageData:
     """Prompts that this step and the earlier ones train on and hold out."""
 
     held_out_prompts: list[Example] = field(default_factory=list[Example], compare=False)
-    """For a step with a `RowShare`: the held-out prompts as step 3 has them, in its order."""
+    """Held-out prompts of step 3, in its order, for a step with a `RowShare`."""
 
 
 def load_step_rows(config: StepConfig, *, step: int) -> StageData:

@@ -34,7 +34,7 @@ class _Stored:
 
     file: Path
     position: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     dtype: torch.dtype
     start: int
