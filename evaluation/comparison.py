@@ -13,7 +13,7 @@ from numpy import ndarray
 from pipeline.report.figures import Interval, change_interval
 
 NEWTON_STEPS = 50
-"""Steps of a fit by Newton's method, each at most 2 long; it stands still long before the last."""
+"""Steps of a fit by Newton's method, each at most 2 long; it converges long before the last."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Match:
     """Numbers of the models."""
 
     points: Float[ndarray, " P"]
-    """1 where ours is better, 0.5 for a tie, 0 else; NaN where it is not known."""
+    """1 if ours is better, 0.5 for a tie, else 0; NaN if unknown."""
 
     longer: Float[ndarray, " P"]
     """Characters by which our response is longer."""
@@ -37,7 +37,7 @@ class Match:
 
     @property
     def win_rate(self) -> float:
-        """Mean points of ours; NaN where none is known."""
+        """Mean of our points; NaN if none is known."""
         return float(self.known.mean()) if len(self.known) else math.nan
 
     @property
@@ -48,7 +48,7 @@ class Match:
 
     @property
     def interval(self) -> Interval:
-        """95 %, of the change between two models on the same prompts (Agresti and Min 2005)."""
+        """95 % interval of the change between two models (Agresti and Min 2005)."""
         wins, losses, ties = self.counts
         low, high = change_interval(wins, losses, wins + losses + ties)
         return 0.5 + low / 2, 0.5 + high / 2

@@ -23,7 +23,7 @@ class TaskSettings:
     """Questions of each task, at most."""
 
     eval_task_tokens: int | None = None
-    """Longest response to them, in tokens; null takes each task's own."""
+    """Maximum tokens of a response; null takes the default of each task."""
 
 
 def load_questions(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
@@ -64,7 +64,7 @@ class EvaluationConfig:
     """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
 
     tasks: tuple[str, ...] = ()
-    """Tasks to ask, by name: gsm8k, ifeval, embedded, arithmetic."""
+    """Tasks to evaluate: gsm8k, ifeval, embedded, arithmetic."""
 
     data: tuple[str, ...] = ()
     """Rows of a task, as gsm8k=FILE_OR_NAME; of a set with a test split, that split."""
@@ -83,13 +83,13 @@ class EvaluationConfig:
     """Sample from the likeliest tokens that together have this probability."""
 
     max_new_tokens: int | None = None
-    """Longest response, in tokens; null takes each task's own."""
+    """Maximum tokens of a response; null takes the default of each task."""
 
     shots: int = 0
-    """Demonstrations in front of each question of gsm8k, as earlier turns of the dialogue."""
+    """Demonstrations before each question of gsm8k, as earlier turns of the dialogue."""
 
     instruction: str = ""
-    """Text below each question of gsm8k; empty asks as rows are trained."""
+    """Text below each question of gsm8k; empty leaves questions as in training."""
 
     limit: int | None = None
     """Questions of each task, from the first; null is all."""
@@ -101,7 +101,7 @@ class EvaluationConfig:
     """Responses in a batch; changes no figure."""
 
     output: Path = Path("evaluation.json")
-    """File for all figures and what they were measured with, as JSON; replaced where it exists."""
+    """JSON file for all figures and their settings; an existing one is replaced."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: give a model directory")

@@ -14,13 +14,13 @@ Grades = Mapping[str, Sequence[bool]]
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt of a task, and what its responses are compared with."""
+    """A prompt of a task, and the data to grade its responses."""
 
     messages: tuple[Message, ...]
     """Ends in a user turn."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Columns of its row that the task reads: the right answer, say."""
+    """Columns of its row that the task reads, such as the correct answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Reading:
     """Questions, from the first; None is all."""
 
     shots: int = 0
-    """Demonstrations in front of each question, as earlier turns of the dialogue."""
+    """Demonstrations before each question, as earlier turns of the dialogue."""
 
     instruction: str = ""
     """Put below each question."""
@@ -42,18 +42,18 @@ class Reading:
 
 @dataclass(frozen=True)
 class Task:
-    """A set of questions that a program checks the responses to."""
+    """A set of questions whose responses a program grades."""
 
     name: str
 
     read: Callable[[Reading], list[Question]]
-    """Raises DataError where a row lacks what it needs."""
+    """Read the questions; raises DataError if a row lacks a required column."""
 
     grade: Callable[[Question, str], Grades]
     """Grades one response. The metrics are the same for all questions."""
 
     max_new_tokens: int
-    """Tokens of the longest response, where the settings name no other number."""
+    """Maximum tokens of a response, unless the settings have another number."""
 
     needs_path: bool = False
     """The task needs a path to its rows."""

@@ -27,7 +27,7 @@ from pipeline.system.errors import DataError
 
 @dataclass(frozen=True)
 class Chat:
-    """How a model's dialogues become tokens, and its tokens text."""
+    """Conversion between a model's dialogues and its tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     format: ChatFormat
@@ -132,7 +132,7 @@ def evaluate(
 
 
 Generating = Callable[[], AbstractContextManager[PreTrainedModel]]
-"""Gives the trained model as it is now, to generate with; all processes enter in step."""
+"""Provides the current trained model for generation; all processes enter together."""
 
 
 class TaskEvaluations:
@@ -152,7 +152,7 @@ class TaskEvaluations:
         self._last: dict[str, float] | None = None
 
     def metrics(self) -> dict[str, float]:
-        """The figures of the model as it is now, by name: `gsm8k_strict`. All processes call it.
+        """Figures of the current model by name, such as `gsm8k_strict`. All processes call it.
 
         Raises:
             DataError: a question is too long for the model.

@@ -26,12 +26,12 @@ class Figure:
     metric: str
 
     k: int
-    """Responses of which one must be right; 1 is the share of right answers."""
+    """Number of responses of which one must be correct; 1 is the accuracy."""
 
     value: float
 
     count: int
-    """Number of grades of a response over all questions: instructions, else questions."""
+    """Number of graded items over all questions: instructions of IFEval, otherwise questions."""
 
     questions: int
 
@@ -51,7 +51,7 @@ class Figure:
 
 
 def pass_at_k(count: int, right: int, k: int) -> float:
-    """Probability that one of k responses is right, of `count` of which `right` are.
+    """Probability that at least one of k responses is right, given `right` of `count`.
 
     The unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1),
     computed exactly.
@@ -116,7 +116,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 def document(
     figures: Sequence[Figure], config: EvaluationConfig, *, weights_hash: int
 ) -> dict[str, Any]:
-    """The figures, and what they were measured with: weights, settings and versions."""
+    """The figures with the weights, settings and versions used for them."""
     return {
         "path": config.path,
         "weights_hash": weights_hash,

@@ -1,4 +1,4 @@
-"""Held-out prompts, answered by a model that trains and by the model before step 1."""
+"""Held-out prompts, answered by the trained model and by the model before step 1."""
 
 import json
 import logging
@@ -113,7 +113,7 @@ class HeldOutPrompts(ABC):
 
     @abstractmethod
     def on(self, prompts: Sequence[Prompt]) -> Self:
-        """Other prompts, answered and judged in the same way."""
+        """The same evaluation of other prompts."""
 
     @abstractmethod
     def scored(
@@ -130,7 +130,7 @@ class HeldOutPrompts(ABC):
         """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
 
     def answer_all(self, *, strict: bool = False) -> HeldOutResponses:
-        """The actor's greedy and sampled responses, as it is now.
+        """Greedy and sampled responses of the current actor.
 
         Raises:
             RewardError: as `scored`.
@@ -145,7 +145,7 @@ class HeldOutPrompts(ABC):
         )
 
     def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
-        """Responses of a model in evaluation mode to this process's prompts; 0 decodes greedily."""
+        """Responses of an evaluated model to this process's prompts; temperature 0 is greedy."""
         prompts = [self.prompts[row] for row in self.rows]
         return self._respond(
             model, prompts, temperature=temperature, seed=self.seed + 1, keys=self.rows
@@ -184,7 +184,7 @@ class HeldOutPrompts(ABC):
         return [rank + place * size < len(self.prompts) for place in range(len(self.rows))]
 
     def verdicts(self, responses: Sequence[ScoredResponse]) -> list[bool | None]:
-        """Whether each response is correct and polite; None where that task has no such prompt."""
+        """Whether each response is correct and polite; None if the prompt is not of the task."""
         verdicts = [
             verify(prompt.messages[-1].content, response.text)
             if len(prompt.messages) == 1 and not response.opening
@@ -195,7 +195,7 @@ class HeldOutPrompts(ABC):
 
     @property
     def is_verifiable(self) -> bool:
-        """Every prompt is one of the embedded task's."""
+        """Whether all prompts are of the embedded task."""
         return all(
             len(prompt.messages) == 1 and verify(prompt.messages[0].content, "") is not None
             for prompt in self.prompts
@@ -223,7 +223,7 @@ def responses_of_base(
 
 
 def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
-    """Return the result of `work`, which needs no other process; None on all if it fails on one."""
+    """Return the result of `work`; None on all processes if it fails on one."""
     result, reason = None, ""
     try:
         result = work()
@@ -237,7 +237,7 @@ def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
 
 
 def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
-    """Raise ModelError where this process sees that the base can't respond; else True."""
+    """Return True; raise ModelError if the base can't respond on this process."""
     known = held_out.chat.tokenizer.get_vocab().items()
     if not load_tokenizer(base).get_vocab().items() <= known:
         raise ModelError("it has another tokenizer")
@@ -255,7 +255,7 @@ def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
 
 
 def _respond(held_out: HeldOutPrompts, base: FrozenModelConfig) -> list[Response]:
-    """Sampled responses of the base to this process's prompts; its memory is given back."""
+    """Sampled responses of the base to this process's prompts; the base is then freed."""
     model = load_causal_lm(base, device=local_device(), seed=held_out.seed)
     add_tokens(model, held_out.chat.tokenizer, seed=held_out.seed)
     return held_out.respond(model, temperature=held_out.temperature)
@@ -295,7 +295,7 @@ class Talk:
 
 
 def talk(held_out: HeldOutPrompts) -> Talk | None:
-    """Let the actor answer the prompts written by hand; None on data other than the task."""
+    """Answers of the actor to the hand-written prompts; None for data other than the task."""
     if not held_out.is_verifiable:
         return None
     prompts = [

@@ -29,13 +29,13 @@ class Instruction:
     """One kind of instruction."""
 
     follows: Callable[[str, Arguments], bool]
-    """Whether a text, which is not empty, follows it."""
+    """Whether a non-empty text follows the instruction."""
 
     needs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
     """Its arguments and their types."""
 
     one_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Arguments that take a few words alone, and the words."""
+    """Allowed values of the arguments that have a fixed set of them."""
 
     def check(self, arguments: Arguments, where: str) -> None:
         """Raise DataError, which begins with `where`, unless the arguments are complete."""
@@ -59,7 +59,7 @@ RELATIONS = ("at least", "less than")
 
 
 def holds(count: int, relation: str, bound: int) -> bool:
-    """Whether a count is at least, or less than, a bound."""
+    """Whether a count is at least, or less than, a limit."""
     return count >= bound if relation == "at least" else count < bound
 
 
@@ -170,7 +170,7 @@ LANGUAGE = {
 
 
 _END = re.compile(r"(?:[.!?\u2026]+[\"'\u201d\u2019)\]*_]*(?=\s|$)|[\u3002\uff01\uff1f]+)")
-"""End of a sentence: its mark with quotes and brackets behind it."""
+"""End of a sentence: its mark with the closing quotes and brackets."""
 
 _ABBREVIATION = re.compile(
     r"(?:\b(?:[A-Za-z]|mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|approx|no|inc|ltd|jr|sr)\.|^\s*\d+\.)$",
@@ -195,7 +195,7 @@ def num_sentences(text: str) -> int:
 
 
 def paragraphs(text: str, separator: str) -> list[str]:
-    """Pieces of a text between separators; empty ones at its ends are none."""
+    """Pieces of a text between separators, without empty ones at its ends."""
     pieces = [piece.strip() for piece in re.split(separator, text)]
     while pieces and not pieces[0]:
         pieces.pop(0)
@@ -219,7 +219,7 @@ def _paragraphs(text: str, arguments: Arguments) -> bool:
 
 
 def _first_word(text: str, arguments: Arguments) -> bool:
-    """The paragraphs, which blank lines separate, are that many, and one begins with a word."""
+    """Whether there is this number of paragraphs, and the given one begins with a word."""
     pieces = [piece for piece in paragraphs(text, r"\n\s*\n") if piece]
     place = int(arguments["nth_paragraph"])
     if len(pieces) != int(arguments["num_paragraphs"]) or not 1 <= place <= len(pieces):
@@ -244,7 +244,7 @@ LENGTHS = {
 
 
 OPTIONS = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
-"""One of which an answer must have where it is constrained to them."""
+"""Answers of which a constrained response must contain one."""
 
 _BULLET = re.compile(r"^[ \t]*(?:[-+]|\*(?!\*))[ \t]*\S", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"\*\*(?=\S)[^*\n]*\S\*\*|(?<!\*)\*(?=[^\s*])[^*\n]*(?<=\S)\*(?!\*)")

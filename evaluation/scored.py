@@ -1,4 +1,4 @@
-"""Responses to held-out prompts, and the figures of two models that follow from them."""
+"""Scored responses to held-out prompts, and figures that compare two models."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class HeldOutResponses:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "HeldOutResponses":
-        """Itself again from what `dataclasses.asdict` makes of them."""
+        """Rebuild the responses from the result of `dataclasses.asdict`."""
         return cls(
             greedy=[ScoredResponse(**response) for response in plain["greedy"]],
             sampled=[ScoredResponse(**response) for response in plain["sampled"]],
@@ -51,7 +51,7 @@ def mean(values: Sequence[float]) -> float:
 def scored_pairs(
     new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]
 ) -> list[tuple[float, float]]:
-    """The scores of both, on the prompts on which both are known."""
+    """Scores of both models on the prompts where both are known."""
     return [
         (a.score, b.score)
         for a, b in zip(new, old, strict=True)
@@ -83,7 +83,7 @@ def mean_score(responses: Sequence[ScoredResponse]) -> float:
 
 
 def source_means(responses: Sequence[ScoredResponse]) -> dict[str, float]:
-    """Mean of what each source gave, by the name of its metric; of those that gave anything."""
+    """Mean reward of each source that gave any, by the name of its metric."""
     names = dict.fromkeys(name for response in responses for name in response.rewards)
     values = {
         name: [value for each in responses if (value := each.rewards.get(name)) is not None]
@@ -133,6 +133,6 @@ def _by_source(responses: Sequence[ScoredResponse], when: str) -> dict[str, floa
 
 
 def repeated_trigrams(ids: Sequence[int]) -> int:
-    """Tokens of a response that end three tokens in a row which it has had before."""
+    """Number of tokens that complete a trigram which the response already contains."""
     trigrams = list(zip(ids, ids[1:], ids[2:], strict=False))
     return len(trigrams) - len(set(trigrams))

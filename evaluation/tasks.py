@@ -50,7 +50,7 @@ def read_gsm8k(reading: Reading) -> list[Question]:
 
 
 def grade_gsm8k(question: Question, response: str) -> Grades:
-    """Whether the marked number, and the last number, of a response is the right one."""
+    """Whether a response's marked number, and its last number, are correct."""
     gold = gold_answer(question.extra["answer"])
     return {
         "strict": (marked_answer(response) == gold,),
@@ -84,7 +84,7 @@ def grade_embedded(question: Question, response: str) -> Grades:
 
 
 def read_arithmetic(reading: Reading) -> list[Question]:
-    """The held-out sums of a directory of sums, else those that are written by default.
+    """The held-out sums of a directory, or else the default ones.
 
     Raises:
         DataError: a row has no prompt or no answer.

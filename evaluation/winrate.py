@@ -50,7 +50,7 @@ class WinrateConfig(SamplingConfig):
     """Seconds that one call of a program, or one request, may take."""
 
     output: Path = Path("winrate.json")
-    """File for all figures, as JSON; replaced where it exists."""
+    """JSON file for all figures; an existing one is replaced."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def matches(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> list[Match]:
-    """Every two models, the later one first, on all prompts.
+    """Matches of all pairs of models on all prompts, the later model first.
 
     Raises:
         RewardError: the judge failed on more responses than `max_failures` allows.

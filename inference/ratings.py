@@ -135,7 +135,7 @@ def standing_ratings(ratings: Sequence[Rating]) -> list[Rating]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Figures of a file of ratings; None where there is nothing to compute one from."""
+    """Figures of a file of ratings; None if there is no data for one."""
 
     ratings: int
     pairs: int
@@ -143,7 +143,7 @@ class Agreement:
     blind: int
     """Pairs with a choice that were shown without names, in random order."""
     left: float | None
-    """Share of blind pairs whose left response was chosen; 0.5 without a bias of position."""
+    """Share of blind pairs whose left response was chosen; 0.5 without position bias."""
     longer: float | None
     """Share of pairs with a choice whose longer response was chosen."""
     self_agreement: float | None
@@ -216,7 +216,7 @@ class ExportConfig:
     """File and form of the rows."""
 
     out: Path = Path()
-    """The file to write; replaced where it exists."""
+    """Output file; an existing one is replaced."""
 
     format: Literal["pairs", "hh"] = "pairs"
     """pairs: prompt, chosen, rejected, margin; hh: two texts of complete dialogues."""

@@ -30,7 +30,7 @@ from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec
 
 HASH_BITS = 52
-"""Bits of a hash: as many as a JSON number keeps in every language."""
+"""Bits of a hash: the integers that JSON numbers represent exactly."""
 
 WORD = 8
 """Bytes of a word."""
@@ -66,7 +66,7 @@ class Origin:
         return self.source.detach()
 
     def is_part(self, spec: ShardSpec | None) -> bool:
-        """Whether this process trains this shard of it, or all of it if `spec` is None."""
+        """Whether this process trains this shard of the weight, or all of it if `spec` is None."""
         return self.source is not None and spec == (None if self.part is None else self.part.own)
 
     def is_stored_as(self, spec: ShardSpec | None) -> bool:
@@ -174,10 +174,10 @@ class ReplicaWeight:
     """One weight of the replica."""
 
     number: int
-    """Index among all weights, the same on all processes."""
+    """Index of the weight, the same on all processes."""
 
     name: str
-    """The weight's name; of a tied one the first."""
+    """Name of the weight; the first name of a tied one."""
 
     origin: Origin
 
@@ -188,7 +188,7 @@ class ReplicaWeight:
     """Whether it has separate memory, rather than the source's."""
 
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    """Modules that have it, and the names of their parameters."""
+    """Modules that use the weight, and the names of their parameters."""
 
     memory: Tensor | None = None
     """Memory of the copy, while the replica is loaded."""
@@ -251,7 +251,7 @@ class Replica:
         self._origins = Origins(plain, self.model, stages)
         self.device = next(plain.parameters()).device
         self.loaded = False
-        """Whether it has weights to generate with."""
+        """Whether the weights for generation are loaded."""
         self.weights = list(self._lay_out(sharding, shares=shares))
         sharding.apply()
         if stages.size > 1:
@@ -278,12 +278,12 @@ class Replica:
 
     @property
     def shares(self) -> bool:
-        """Whether any weight is the trained model's own."""
+        """Whether it shares any weight with the trained model."""
         return not all(weight.is_copied for weight in self.weights)
 
     @torch.no_grad()
     def load(self, weights: HasTurns) -> None:
-        """Copy the trained weights as they are now, one unit at a time.
+        """Copy the current trained weights, one unit at a time.
 
         `weights` is the engine that trains the model; a collective of all its processes.
         """

@@ -35,7 +35,7 @@ class Prompt:
     """A text alone is one user message."""
 
     text: str | None
-    """The text alone; None where the line has messages."""
+    """The text; None if the line has messages."""
 
     origin: str
     """File and line, for error messages."""
@@ -236,7 +236,7 @@ class Responder:
         return TextResponse(text, ids, logprobs, "stop_string")
 
     def fingerprint(self, prompts: Sequence[Prompt], model_path: str) -> str:
-        """Return eight hexadecimal digits of a hash of all that determines the responses."""
+        """Return eight hexadecimal digits that identify the inputs of the responses."""
         directory = Path(model_path)
         files = sorted(directory.glob("*")) if directory.is_dir() else []
         identity = {

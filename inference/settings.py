@@ -10,16 +10,16 @@ class SamplingOptions:
     """Settings of sampling without the seed, for commands that set one separately."""
 
     max_new_tokens: int = 128
-    """Longest response, in tokens."""
+    """Maximum tokens of a response."""
 
     min_new_tokens: int = 0
-    """Shortest response, in tokens: until then the tokens that end one are not chosen."""
+    """Minimum tokens of a response: stop tokens are not sampled before."""
 
     temperature: float = 0.7
     """Divides the logits before sampling; 0 takes the likeliest token (greedy)."""
 
     top_k: int | None = None
-    """Sample from that many of the likeliest tokens; null is all."""
+    """Sample from this number of the likeliest tokens; null is all."""
 
     top_p: float = 1.0
     """Sample from the likeliest tokens that together have this probability (nucleus sampling)."""

@@ -108,7 +108,7 @@ class TokenBytes:
         return plain_text(self.tokenizer, [token]).encode()
 
     def name(self, token: int) -> str:
-        """A token in words: its text, and of a special one its name."""
+        """Text of a token, or the name of a special token."""
         if token in self.special:
             return str(self.tokenizer.convert_ids_to_tokens(token))
         return self.of(token).decode(errors="replace")
@@ -125,7 +125,7 @@ class TokenBytes:
 
 
 def _decoders(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
-    """Kinds of the decoders that a fast tokenizer applies."""
+    """Types of the decoders that a fast tokenizer applies."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return ()

@@ -1,1 +1,1 @@
-"""Rewards that programs give: a user's functions, verifiers, sandboxed tests, endpoints."""
+"""Rewards from programs: users' functions, verifiers, sandboxed tests, endpoints."""

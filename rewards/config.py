@@ -29,12 +29,12 @@ Kind = Literal[
 Form = Literal["auto", "episodes", "trl", "trl_conversational", "openrlhf", "verl"]
 
 SCALE = (0.0, 10.0)
-"""The lowest and highest score a judge may give, where the settings name no other."""
+"""Default lowest and highest score of a judge."""
 
 
 @dataclass(frozen=True)
 class _Reads:
-    """What a kind of source reads."""
+    """The settings and the column that a kind of source reads."""
 
     settings: tuple[str, ...] = ()
     """Its settings; others are refused. The word KIND:VALUE gives the first."""
@@ -43,7 +43,7 @@ class _Reads:
     """Settings without a default."""
 
     column: str | None = None
-    """The column that it reads, where the settings name no other."""
+    """Default of the column that it reads."""
 
 
 _REQUESTS = ("attempts", "key_variable", "insecure")
@@ -86,7 +86,7 @@ class RewardConfig:
     behind an OpenAI-compatible endpoint."""
 
     weight: float = 1.0
-    """Its weight in the sum; a source of weight 0 is measured alone."""
+    """Weight in the sum; a source of weight 0 is only measured."""
 
     path: str | None = None
     """model: its directory, null takes step 2's; function: file.py:name; remote and judge:
@@ -100,10 +100,10 @@ class RewardConfig:
     """Column of the rows that it compares with: the answer, label or tests."""
 
     form: Form = "auto"
-    """function: which parameters it takes; auto goes by their names."""
+    """function: form of its parameters; auto detects it from their names."""
 
     max_tokens: int | None = None
-    """length: tokens of the longest response that costs nothing."""
+    """length: tokens of the longest response without a penalty."""
 
     buffer_tokens: int = 0
     """length: tokens beyond that over which the reward falls from 0 to -1."""
@@ -131,7 +131,7 @@ class RewardConfig:
     """judge: requests at once."""
 
     attempts: int = 4
-    """remote, judge: requests until an answer comes, with growing pauses between them."""
+    """remote, judge: maximum attempts of a request, with growing pauses between them."""
 
     key_variable: str | None = None
     """remote, judge: name of the environment variable that holds the key."""
@@ -170,12 +170,12 @@ class RewardConfig:
 
     @property
     def reads_column(self) -> str | None:
-        """The column of the rows that it compares with; None where it reads none by default."""
+        """The column of the rows that it compares with; None if it reads none by default."""
         return self.column or KINDS[self.kind].column
 
 
 def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward") -> RewardConfig:
-    """The source that a word describes.
+    """The source that an option's value describes.
 
     `file.py:name` is a function; `math`, `exact`, ... a kind; `regex:PATTERN`, `length:256` a kind
     with its first setting; `{kind: length, max_tokens: 256, buffer_tokens: 64}` has all settings.
@@ -225,7 +225,7 @@ def _read_settings(spec: str, option: str) -> Mapping[str, Any]:
 
 
 def read_specs(specs: Iterable[str]) -> list[RewardConfig]:
-    """The sources of several words, with different names."""
+    """The sources of several values, with different names."""
     sources: list[RewardConfig] = []
     for spec in specs:
         sources.append(read_spec(spec, [source.name for source in sources]))

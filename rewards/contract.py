@@ -14,7 +14,7 @@ from pipeline.data.examples import Message
 
 @dataclass(frozen=True)
 class Episode:
-    """A response to judge, and what is known about its prompt."""
+    """A response to score, with its prompt and row."""
 
     prompt: tuple[Message, ...]
     """The dialogue that was answered; empty for plain text."""
@@ -36,7 +36,7 @@ class Episode:
     """Tokens of the response; in an environment those of all answers."""
 
     slot: int = 0
-    """Its place in the rollout; results are ordered by it."""
+    """Index in the rollout, by which results are ordered."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Outcome:
     """Result of one source for one episode."""
 
     value: float | None = None
-    """None where the source does not apply, or failed."""
+    """The reward; None if the source does not apply, or failed."""
 
     failure: str | None = None
-    """A sentence, where it failed."""
+    """A sentence if the source failed."""
 
     @classmethod
     def failed(cls, sentence: str) -> "Outcome":
@@ -60,7 +60,7 @@ class Scored:
     """Results of one source for all episodes, in their order."""
 
     values: list[float | None]
-    """None: does not apply, or failed."""
+    """Rewards; None if the source does not apply, or failed."""
 
     failed: list[str | None]
     """A sentence where it failed."""
@@ -72,7 +72,7 @@ class Scored:
 
     @property
     def first_failure(self) -> str | None:
-        """The sentence of the first of them."""
+        """The sentence of the first failure."""
         return next((sentence for sentence in self.failed if sentence is not None), None)
 
 
@@ -117,7 +117,7 @@ def described(value: object) -> str:
 
 
 Scorer = Callable[[Sequence[Episode]], list[Outcome]]
-"""Scores the episodes of a call. If it raises, all of them have failed."""
+"""Scores the episodes of a call; an exception fails all of them."""
 
 
 def one_by_one(score: Callable[[Episode], float | None]) -> Scorer:

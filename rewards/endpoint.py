@@ -20,10 +20,10 @@ FIRST_PAUSE = 0.5
 """Seconds before the second attempt."""
 
 LONGEST_PAUSE = 30.0
-"""Seconds: a server's Retry-After is followed up to this."""
+"""Maximum seconds of a server's Retry-After that are respected."""
 
 LARGEST_REPLY = 16 << 20
-"""Bytes of a server's reply that are read at most."""
+"""Maximum bytes of a server's reply."""
 
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 
@@ -33,7 +33,7 @@ class EndpointError(Exception):
 
 
 class _TransientError(EndpointError):
-    """An error that the next attempt may not have."""
+    """An error that another attempt may not have."""
 
     def __init__(self, sentence: str, pause: float | None = None) -> None:
         super().__init__(sentence)
@@ -70,7 +70,7 @@ class Endpoint:
 
     @property
     def longest_seconds(self) -> float:
-        """The time of all attempts with the longest pauses between them."""
+        """Maximum seconds of all attempts, with the longest pauses between them."""
         return self.attempts * self.timeout_seconds + (self.attempts - 1) * LONGEST_PAUSE
 
     def _post_once(self, body: bytes) -> Any:  # noqa: ANN401

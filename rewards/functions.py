@@ -74,7 +74,7 @@ class UserFile:
 
 @dataclass(frozen=True)
 class FunctionFile(UserFile):
-    """A function as its file defines it."""
+    """A function, read from its file."""
 
     form: Form
     """Never auto."""
@@ -168,7 +168,7 @@ def _used_by(node: ast.stmt, tree: ast.Module) -> list[ast.stmt]:
 
 
 def _form(names: Collection[str], code: Iterable[ast.stmt]) -> Form | None:
-    """The form of a function by the names of its parameters; None if they fit none."""
+    """The form of a function by the names of its parameters; None if none matches."""
     if "episodes" in names:
         return "episodes"
     if {"queries", "labels"} <= set(names):

@@ -13,7 +13,7 @@ from rewards.config import RewardConfig
 from rewards.contract import Episode, Scorer, one_by_one
 
 LONGEST = 300
-"""Characters of a number, and its largest power of ten: longer ones are not read."""
+"""Maximum characters of a number, and its largest power of ten."""
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _LATEX = r"\\frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}|(\d)\s*(\d))"
@@ -29,7 +29,7 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_LATEX}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL}))?)")
-"""A number among words: what ends a sentence with a dot is not followed by digits."""
+"""A number in a text; a dot that ends a sentence is not followed by digits."""
 
 _UNIT = re.compile(r"\s*(?:%|°|\s[mgshlLKCFJNWVA]|[A-Za-z][A-Za-z.]+(?:[ /][A-Za-z.]+)*)?[²³]?")
 """Units that may follow a number; a single letter next to it would be a variable: 2x."""
@@ -76,12 +76,12 @@ def gold_answer(gold: object) -> Fraction | None:
 
 
 def response_answer(response: str) -> Fraction | None:
-    """The answer in a response; None where it has none."""
+    """The answer in a response; None if there is none."""
     return last_number(response) if _marked(response) is None else marked_answer(response)
 
 
 def marked_answer(response: str) -> Fraction | None:
-    r"""The number in the last \boxed{...}, else behind the last ####; None where there is none."""
+    r"""The number in the last \boxed{...}, else after the last ####; None if there is none."""
     marked = _marked(response)
     return None if marked is None else read_number(marked)
 
@@ -95,7 +95,7 @@ def last_number(response: str) -> Fraction | None:
 
 
 def read_number(text: str) -> Fraction | None:
-    """The number that `text` is, with its unit or what it is equal to: `x = 3 1/2 cm`."""
+    """The number in `text`, which may have a unit or a left-hand side: `x = 3 1/2 cm`."""
     text = _plain(text).rpartition("=")[2].strip().rstrip(".").strip()
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1].strip()

@@ -55,7 +55,7 @@ class Rewards:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """SHA-256 of the files of the sources, by name: what binds a run."""
+        """SHA-256 of the files of the sources by name, which must not change in a run."""
         prints = {source.name: source.fingerprint for source in self._sources}
         return {name: value for name, value in prints.items() if value is not None}
 
@@ -65,7 +65,7 @@ class Rewards:
         return [source.note for source in self._sources if source.note is not None]
 
     def submit(self, episodes: Sequence[Episode]) -> None:
-        """Begin to score the episodes; returns at once."""
+        """Start scoring the episodes; returns at once."""
         if not episodes:
             return
         start = len(self._slots)
@@ -134,7 +134,7 @@ class Rewards:
 
 
 def _lanes(sources: Sequence[Source], workers: int) -> tuple[dict[int, int], list[Lane]]:
-    """The lane of each source, and the lanes: one with all workers for the sources that compute.
+    """The lane of each source, and the lanes; sources that compute share one with all workers.
 
     Every other source has a lane with one worker, so that no computation waits for a network.
     """
@@ -177,7 +177,7 @@ def check_failures(
     max_failures: float,
     setting: str = "max_reward_failures",
 ) -> None:
-    """Stop a run whose rewards are missing.
+    """Stop a run if too many rewards are missing.
 
     Args:
         failed: by source, the responses that it failed on, over all processes.
@@ -224,7 +224,7 @@ def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[flo
 
 
 def without_failures(sources: Sequence[Scored], weights: Sequence[float]) -> list[Values]:
-    """The values of each source, None on responses that a source with a weight failed on.
+    """The values of each source; None for responses on which a weighted source failed.
 
     A part of a sum is not a reward: such a response has none, from any source.
     """

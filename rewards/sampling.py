@@ -64,7 +64,7 @@ class SamplingConfig(ScoringConfig):
     """Sample from the likeliest tokens that together have this probability."""
 
     max_new_tokens: int = 256
-    """Longest response, in tokens."""
+    """Maximum tokens of a response."""
 
     batch_size: int = 32
     """Responses in a batch; changes none of them."""
@@ -192,7 +192,7 @@ def score(
 
 
 def _score_by_model(source: RewardConfig, episodes: Iterable[Episode]) -> Scored:
-    """The scores of a reward model, in its own unit."""
+    """The raw scores of a reward model."""
     from inference.reward_model import score_responses
 
     assert source.path is not None

@@ -58,7 +58,7 @@ class Limits:
     seconds: float
     memory_mb: int
     isolated: bool = True
-    """False runs it without namespaces and Landlock: limits and the deadline alone."""
+    """Whether to use namespaces and Landlock, in addition to limits and the deadline."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _job(files: Mapping[str, str], main: str, limits: Limits, directory: str) ->
 
 
 def _interpreter() -> str:
-    """Python without an environment of packages: the program has the standard library."""
+    """Python without installed packages: programs have only the standard library."""
     return os.path.realpath(sys.executable)
 
 
@@ -164,7 +164,7 @@ def _temporary() -> "tempfile.TemporaryDirectory[str]":
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the program and all that it has started, which its outermost process then waits for."""
+    """End the program and its descendants, for which its outermost process then waits."""
     if process.poll() is None:
         kill_tree(process.pid, itself=False)
         try:
@@ -188,7 +188,7 @@ def run():
     os.write(1, token.encode())
 run()
 """
-"""A program that leaves before its tests have run never writes what is expected in the end."""
+"""Runs a solution and its tests; one that exits before them never writes the token."""
 
 
 def code_scorer(config: RewardConfig) -> Scorer:
@@ -272,7 +272,7 @@ def parse_cases(tests: object) -> list[tuple[str, str]] | None:
 
 
 def _text(value: Any) -> str:  # noqa: ANN401
-    """A line for each item of a list, as competitions give inputs."""
+    """Text with one line per item of a list, as inputs of competitions."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -288,7 +288,7 @@ def _passes(program: str, tests: str, limits: Limits) -> bool:
 
 
 def _share_right(program: str, cases: list[tuple[str, str]], config: RewardConfig) -> float:
-    """The share of cases that the program gets right, with `config.seconds` for all together."""
+    """The share of cases that the program passes, within `config.seconds` in total."""
     deadline = time.monotonic() + config.seconds
     right = 0
     for given, wanted in cases:

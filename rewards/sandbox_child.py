@@ -1,4 +1,4 @@
-"""The inside of the sandbox: the kernel's limits are put on, then the program is started.
+"""The inner part of the sandbox: applies the kernel's limits, then starts the program.
 
 Runs as a separate script, `python -I -S sandbox_child.py JOB STATUS`, since a process that may
 have threads can't safely run Python between fork and exec. JOB is a descriptor with the settings,
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def checked(name: str, result: int) -> int:
-    """The result of a system call; raises `OSError`, named after it, where it failed."""
+    """The result of a system call; raises `OSError` with its name if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), name)
@@ -156,7 +156,7 @@ def _run(job: dict, status: int) -> int:
 
 
 def _end_orphans() -> None:
-    """Kill what the program has left behind: without namespaces the kernel doesn't."""
+    """Kill remaining processes of the program, which the kernel does only with namespaces."""
     while True:
         try:
             with open(f"/proc/self/task/{os.getpid()}/children") as children:  # noqa: PTH123

@@ -1,4 +1,4 @@
-r"""The best of several answers, as data to learn from: `python -m rewards.select`.
+r"""Select the best of several answers as training data: `python -m rewards.select`.
 
 python -m rewards.select --path DIR --prompts FILE --reward math --best-of 8 \
         --write demonstrations --output best.jsonl
@@ -29,7 +29,7 @@ ALIASES = {"reward_function": "reward", "out": "output"}
 
 @dataclass(frozen=True, kw_only=True)
 class SelectConfig(SamplingConfig):
-    """How answers are sampled, scored and written."""
+    """Settings of sampling, scoring and writing answers."""
 
     path: str = ""
     """Model that answers: a directory, such as OUT/step1_sft, or Hub id."""
@@ -46,10 +46,10 @@ class SelectConfig(SamplingConfig):
     for step 2."""
 
     output: Path = Path("selected.jsonl")
-    """File for the rows; replaced where it exists."""
+    """Output file for the rows; an existing one is replaced."""
 
     min_reward: float | None = None
-    """Choose no answer of a lower reward; null takes the best, however bad it is."""
+    """Minimum reward of a chosen answer; null always takes the best one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,7 +128,7 @@ class Candidate:
     text: str
 
     reward: float | None
-    """None where no source applies, or where one failed; never a 0."""
+    """The reward; None if no source applies, or if one failed."""
 
     stopped: bool = True
     """The response ended with the end token. One that was cut off is never chosen:
@@ -200,7 +200,7 @@ def summary(
     rows: Sequence[dict[str, Any]],
     left_out: Mapping[str, int],
 ) -> list[str]:
-    """Lines on what was sampled, its rewards, and what was written."""
+    """Summary lines: samples, rewards and written rows."""
     n = config.best_of
     answers = [each for of_prompt in candidates for each in of_prompt]
     known = [[each.reward for each in row if each.reward is not None] for row in candidates]

@@ -83,7 +83,7 @@ class Source:
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns that the rows must have for it; a function receives all that they have."""
+        """Columns that the rows must have; a function receives all existing ones."""
         if self.config.kind == "judge":
             return columns_in(self.text or "", self.name)
         column = None if self.function is not None else self.config.reads_column
@@ -91,7 +91,7 @@ class Source:
 
     @property
     def fingerprint(self) -> str | None:
-        """SHA-256 of its file, None where it has none."""
+        """SHA-256 of its file; None without a file."""
         if self.function is not None:
             return self.function.sha256
         return None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Verifiers: matches, patterns, the price of length, the demo task."""
+"""Verifiers: matches, patterns, length penalty, the demo task."""
 
 import re
 
@@ -9,7 +9,7 @@ from rewards.contract import Episode, Scorer, one_by_one
 
 
 def exact_scorer(config: RewardConfig) -> Scorer:
-    """1 if the response is the answer, but for space around and between words, else 0.
+    """1 if the response is the answer, except for white space, else 0.
 
     With a pattern its first group, at its last match, is compared instead of the whole response;
     where it doesn't match the response is wrong. A row without an answer has no reward.

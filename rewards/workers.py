@@ -31,10 +31,10 @@ from pipeline.system.installation import ROOT
 from pipeline.system.signals import INTERRUPTS, STOP_SIGNALS
 
 LOAD_SECONDS = 120.0
-"""Time in which a worker must have loaded its code, whose imports may be large."""
+"""Seconds in which a worker must load its code, whose imports may be large."""
 
 CLOSE_SECONDS = 10.0
-"""Time in which the supervisor must end its descendants when the training process closes it."""
+"""Seconds in which the supervisor must end its descendants when it is closed."""
 
 
 class RewardError(UserError):
@@ -288,7 +288,7 @@ class _Worker:
                 call = self._calls.get_nowait()
 
     def _start(self) -> str | None:
-        """Start the worker; returns why its code can't be loaded."""
+        """Start the worker; return the reason if its code can't be loaded."""
         self._connection, remote = Pipe()
         with _SPAWN:
             self._process = _start_python("work", remote)

@@ -1,4 +1,4 @@
-"""`python -m rlhf_pipeline MODULE [OPTION ...]`: what `python -m MODULE` is in a checkout."""
+"""`python -m rlhf_pipeline MODULE [OPTION ...]` is `python -m MODULE` of a checkout."""
 
 import importlib.util
 import runpy

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Count prompts that a run both trains on and holds out, from the records its steps left.
+"""Count prompts that a run both trains on and holds out, from the records of its steps.
 
     python scripts/prompt_overlap.py OUT
 

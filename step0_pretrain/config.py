@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(StepConfig):
-    """Step 0: continued pre-training on text, every token of which is learned."""
+    """Step 0: continued pre-training on all tokens of texts."""
 
     section: ClassVar[str] = "pretrain"
 
@@ -41,7 +41,7 @@ class PretrainConfig(StepConfig):
     ALONE_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         name: StepConfig.OPTIONS[name] for name in ("data_path", "data_seed", "max_length")
     }
-    """Together with other steps, options for data are about the rows of those."""
+    """Data options of train.py that apply to this step only if it runs alone."""
 
     output_dir: Path = Path("output/step0_pretrain")
 
@@ -63,7 +63,7 @@ class PretrainConfig(StepConfig):
         self.parallel.check_model("model", self.model)
 
     def workload(self, world: int) -> Workload:
-        """One language model learns from full rows."""
+        """One language model is trained on full rows."""
         return self.workload_of_rows(self.model, world)
 
     def check_corpus(self) -> None:
@@ -82,7 +82,7 @@ class PretrainConfig(StepConfig):
             )
 
     def reading(self, tokenizer: "PreTrainedTokenizerBase") -> "Reading":
-        """Return how the corpus is read for a model with this tokenizer.
+        """Settings for reading the corpus with this tokenizer.
 
         Raises:
             DataError: it has no fast form, or no end-of-sequence token.

@@ -26,7 +26,7 @@ class Rows:
     corpus: Corpus
     total_steps: int
     prompts: None = None
-    """Texts have no prompts."""
+    """None: texts have no prompts."""
 
     @property
     def stream(self) -> MixedStream:

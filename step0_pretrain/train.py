@@ -87,7 +87,7 @@ def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
 
 
 def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int) -> None:
-    """Take one optimizer step on the rows but for documents that are held out, and log it."""
+    """Take one optimizer step on the rows without held-out documents, and log it."""
     is_held_out = lm.rows.corpus.held_out.contains
     parts = [[row.without(is_held_out) for row in part] for part in cut(rows, lm.config)]
     own = [row for part in parts for row in part]
@@ -108,12 +108,12 @@ def held_out(lm: Pretraining) -> Iterator[TokenBatch]:
 
 
 def batches(lm: Pretraining, parts: Sequence[Sequence[TokenRow]]) -> Iterator[TokenBatch]:
-    """The parts, each read when it is its turn."""
+    """The parts, read one at a time."""
     return (collate(part, spare=lm.held_out[0]) for part in parts)
 
 
 def finish(lm: Pretraining, run: Run, *, before: float) -> None:
-    """Export the best weights and write the result; `before` is the perplexity at first."""
+    """Export the best weights and write the result; `before` is the initial perplexity."""
     after, step = export_best(lm)
     run.finish(
         eval={

@@ -1,4 +1,4 @@
-"""A run that begins with the weights and the optimizer's state of an earlier one."""
+"""Warm start of a run with the weights and the optimizer state of an earlier one."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ MODEL = "model"
 
 
 def warm_start(engine: Engine, directory: Path, world: Group) -> None:
-    """Take up weights and moments of the newest checkpoint of the step in `directory`.
+    """Load weights and moments from the newest checkpoint of the step in `directory`.
 
     All processes call it. The optimizer continues as if it had made the earlier steps; the schedule
     of the learning rate begins anew.

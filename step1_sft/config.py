@@ -52,5 +52,5 @@ class SFTConfig(TaskSettings, StepConfig):
         )
 
     def workload(self, world: int) -> Workload:
-        """One language model learns from full rows."""
+        """One language model is trained on full rows."""
         return self.workload_of_rows(self.model, world)

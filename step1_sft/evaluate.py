@@ -1,4 +1,4 @@
-"""Two models answer the same prompts, side by side.
+"""Compare the answers of two models to the same prompts.
 
 python -m step1_sft.evaluate --baseline facebook/opt-1.3b --model OUT/step1_sft
 python -m step1_sft.evaluate --baseline DIR --model DIR --prompts IN.jsonl --out comparison.json
@@ -44,10 +44,10 @@ class CompareConfig:
     """Model after training."""
 
     prompts: Path | None = None
-    """File of prompts, as inference.generate reads it; null takes six of our own."""
+    """File of prompts, as inference.generate reads it; null takes six built-in ones."""
 
     max_new_tokens: int = 100
-    """Longest response, in tokens."""
+    """Maximum tokens of a response."""
 
     temperature: float = 0.0
     """Temperature of sampling; 0 takes the likeliest token."""
@@ -64,7 +64,7 @@ class CompareConfig:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Let both models answer, print their answers, and write `--out`.
+    """Print the answers of both models, and write `--out`.
 
     Raises:
         UserError: a wrong setting, no model at a path, a line that is not a prompt.

@@ -101,7 +101,7 @@ def learn_from(sft: Tuning, rows: Sequence[Encoded], run: Run, *, step: int) -> 
 
 
 def open_tasks(sft: Tuning) -> TaskEvaluations:
-    """The tasks of the settings, asked of the model as it is now."""
+    """The tasks of the settings, for the current model."""
     chat = Chat(sft.rows.tokenizer, sft.rows.chat)
     return TaskEvaluations(sft.config, chat, generating_from(sft.model, sft.engine))
 

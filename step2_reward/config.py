@@ -21,7 +21,7 @@ from pipeline.system.errors import require
 from step2_reward.labels import LabelSettings, select_rows
 
 GENERATED_AT_ONCE = 64
-"""Responses of step 1's model, as `inference.generation` generates them by default."""
+"""Default of `inference.generation` for concurrent responses of step 1's model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class RewardConfig(LabelSettings, StepConfig):
     """Weight of (score_chosen + score_rejected)^2, which keeps scores near 0."""
 
     normalization_prompts: int = 64
-    """Prompts step 1's model answers to measure the mean and standard deviation of the score."""
+    """Prompts for step 1's model, whose responses give the score's mean and deviation."""
 
     max_new_tokens: int = 256
     """Longest response when measuring the score's mean and standard deviation, in tokens; as in
@@ -63,7 +63,7 @@ class RewardConfig(LabelSettings, StepConfig):
     rows in the right class), or loss."""
 
     patience: int | None = None
-    """Stop after this many evaluations that are no better; null never stops early."""
+    """Stop after this many evaluations without improvement; null never stops early."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,12 +88,12 @@ class RewardConfig(LabelSettings, StepConfig):
 
     @property
     def learns_labels(self) -> bool:
-        """Unless plain pairs alone are learned from."""
+        """Whether it learns from labels, rather than only from plain pairs."""
         return self.labels != "pairs"
 
     @property
     def row_columns(self) -> RowColumns:
-        """Labels and ties, unless plain pairs alone are learned from."""
+        """Columns for labels and ties, unless it learns only from plain pairs."""
         return RowColumns(labels=self.learns_labels)
 
     def choose_rows(
@@ -104,12 +104,12 @@ class RewardConfig(LabelSettings, StepConfig):
 
     @property
     def sequences_per_row(self) -> int:
-        """Dialogues of a row, at most; two where only the rows show their labels."""
+        """Maximum dialogues of a row; two if only the rows determine the labels."""
         known = {"classes": 1, "ordinal": 1, "scalar": 1, "steps": 1}
         return known.get(self.labels, 2)
 
     def workload(self, world: int) -> Workload:
-        """A scorer learns from rows; then step 1's model generates what sets the score's unit."""
+        """A scorer is trained on rows; then step 1's model generates responses for its unit."""
         return Workload(
             world=world,
             parallel=self.parallel,
@@ -151,10 +151,10 @@ class LabConfig:
     """Column names where they differ from the usual: prompt=question label=category."""
 
     rows: int = 1000
-    """Rows that are measured, at most."""
+    """Maximum number of rows to measure."""
 
     max_length: int = 512
-    """Longest dialogue in tokens; what is longer loses its beginning."""
+    """Maximum tokens of a dialogue; longer ones lose their beginning."""
 
     output_dir: Path | None = None
     """Directory of lab.json and predictions.jsonl; null is `lab` in the model's directory."""

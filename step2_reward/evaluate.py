@@ -1,4 +1,4 @@
-"""Scores of single answers by a reward model, as DeepSpeed-Chat's rw_eval.py prints them."""
+"""Scores of single answers by a reward model, printed as by DeepSpeed-Chat's rw_eval.py."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Labels of step 2: their settings, the kind that rows have, and what all rows imply."""
+"""Labels of step 2: settings, the kind of the rows, and properties of all rows."""
 
 import logging
 import math
@@ -72,7 +72,7 @@ class LabelSettings:
     log-probability that all are right (product)."""
 
     def check_labels(self) -> None:
-        """Raise ConfigError for a setting that can't be, or contradicts another."""
+        """Raise ConfigError for invalid or contradictory settings."""
         require(
             self.labels == "auto" or self.loss == "auto" or self.loss in LOSSES[self.labels],
             f"loss {self.loss} does not learn from labels {self.labels}; choose"
@@ -100,7 +100,7 @@ class LabelSettings:
 
 
 MOST_CLASSES = 20
-"""Most distinct whole numbers that `labels: auto` treats as classes."""
+"""Maximum distinct whole numbers that `labels: auto` treats as classes."""
 
 SINGLE = ("classes", "ordinal", "scalar")
 """Kinds that label one response."""
@@ -121,7 +121,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Labels:
-    """The kind of label of a run, and what all its rows imply."""
+    """The kind of label of a run, and properties of all its rows."""
 
     kind: LabelKind
     loss: Loss
@@ -201,7 +201,7 @@ def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
 
 
 def has_kind(kind: LabelKind, row: Example) -> bool:
-    """Whether a row has labels of that kind."""
+    """Whether a row has labels of this kind."""
     if kind == "steps":
         return any(label is not None for label in row.step_labels)
     if kind in SINGLE:

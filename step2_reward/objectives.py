@@ -100,10 +100,10 @@ def compute_outputs(
 
 
 class Objective(ABC):
-    """One kind of label, for the loop that all kinds share."""
+    """Base class of the kinds of labels, for the common training loop."""
 
     counts_right = True
-    """Whether single rows can be right or wrong."""
+    """Whether single rows are right or wrong."""
 
     def __init__(self, labels: Labels, config: RewardConfig) -> None:
         self.labels = labels
@@ -115,7 +115,7 @@ class Objective(ABC):
         return None
 
     def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
-        """Whether the sequences of a row still differ where they are cut.
+        """Whether the sequences of a row still differ after truncation.
 
         Raises:
             DataError: the chat format can't have such rows.
@@ -170,7 +170,7 @@ class Objective(ABC):
 
     @abstractmethod
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Further figures of held-out rows, or better ones under the same names."""
+        """Additional figures of held-out rows, or replacements of common ones."""
 
 
 class PairObjective(Objective):
@@ -203,12 +203,12 @@ class TieObjective(Objective):
     """Pairs that may be ties: Rao-Kupper, with a learned threshold."""
 
     def cutpoints(self) -> Cutpoints:
-        """kappa, which begins where equal scores tie as often as the rows do."""
+        """kappa, initialized so that equal scores tie as often as the rows."""
         share = min(self.labels.tie_share, 0.9)
         return Cutpoints([2 * math.atanh(share)], device=local_device(), positive=True)
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over pairs, and how many outcomes are the likeliest."""
+        """The loss summed over pairs, and the number of outcomes predicted as most probable."""
         assert outputs.cutpoints is not None
         kappa = outputs.cutpoints[0]
         chosen, rejected = batch.by_row(outputs.logits.squeeze(-1)).unbind(1)
@@ -235,7 +235,7 @@ class ClassObjective(Objective):
     """Classes: cross entropy, focal, weighted."""
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over rows, and how many are in their class."""
+        """The loss summed over rows, and the number of rows predicted in their class."""
         logits = outputs.logits[batch.places[:, 0]]
         weights = self.config.class_weights
         loss = cross_entropy(
@@ -247,7 +247,7 @@ class ClassObjective(Objective):
         return loss, (logits.argmax(dim=1) == batch.classes).sum()
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Recall and F1, each class counting alike."""
+        """Macro recall and F1."""
         logprobs = held_out.first.log_softmax(dim=1)
         report = class_report(logprobs, held_out.targets.long(), self.labels.classes)
         return {name: report[name] for name in ("macro_recall", "macro_f1")}
@@ -257,7 +257,7 @@ class OrdinalObjective(Objective):
     """Ordered classes: one score, and learned cutpoints between them."""
 
     def cutpoints(self) -> Cutpoints:
-        """Thresholds at which a score of 0 has the classes' shares."""
+        """Thresholds, initialized so that a score of 0 has the classes' shares."""
         total = sum(self.labels.counts) + len(self.labels.counts)
         below, starts = 0.0, list[float]()
         for count in self.labels.counts[:-1]:
@@ -266,7 +266,7 @@ class OrdinalObjective(Objective):
         return Cutpoints(starts, device=local_device())
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over rows, and how many are in their class."""
+        """The loss summed over rows, and the number of rows predicted in their class."""
         assert outputs.cutpoints is not None
         scores = outputs.logits[batch.places[:, 0]].squeeze(-1)
         logprobs = ordinal_log_probabilities(scores.detach(), outputs.cutpoints.detach())
@@ -274,7 +274,7 @@ class OrdinalObjective(Objective):
         return ordinal_loss(scores, batch.classes, outputs.cutpoints), right
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """The share of rows of different classes in order, rank correlation, classes off."""
+        """Share of pairs of classes in order, rank correlation, and mean distance in classes."""
         assert held_out.cutpoints is not None
         scores, targets = held_out.first.squeeze(1), held_out.targets
         taken = ordinal_log_probabilities(scores, held_out.cutpoints).argmax(dim=1)
@@ -286,18 +286,18 @@ class OrdinalObjective(Objective):
 
 
 class ScalarObjective(Objective):
-    """Numbers: squared error of what is shifted and scaled, or binary cross entropy."""
+    """Numbers: squared error of standardized labels, or binary cross entropy."""
 
     counts_right = False
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, None]:
-        """The loss summed over rows, none of which is right or wrong alone."""
+        """The loss summed over rows, and None: single rows are not right or wrong."""
         scores = outputs.logits[batch.places[:, 0]].squeeze(-1)
         error = squared_error if self.labels.loss == "mse" else binary_cross_entropy
         return error(scores, batch.targets), None
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Pairs of rows in order, for accuracy; rank correlation; error in the data's unit."""
+        """Share of pairs in order as accuracy, rank correlation, and error in the data's unit."""
         scores, targets = held_out.first.squeeze(1), held_out.targets
         numbers = scores if self.labels.loss == "mse" else scores.sigmoid()
         return {
@@ -330,7 +330,7 @@ class StepObjective(Objective):
         return self._separators
 
     def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
-        """The number of labelled steps of a row that are left where it is cut."""
+        """The number of labelled steps of a row after truncation."""
         limit, separators = config.data.max_length, self.separators(chat)
 
         def fit(examples: Sequence[Example]) -> list[Fit]:
@@ -352,7 +352,7 @@ class StepObjective(Objective):
         return [encode_steps(x, chat, separator, separators, max_length=limit) for x in examples]
 
     def settings(self) -> dict[str, object]:
-        """How the score of a response follows from its steps."""
+        """Settings for computing the score of a response from its steps."""
         assert self._separators is not None  # rows have been encoded
         return {
             "step_separator": self.config.step_separator,
@@ -367,7 +367,7 @@ class StepObjective(Objective):
         return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Steps that are predicted right, and first errors that are found."""
+        """Accuracy of steps, and of first errors."""
         return step_figures(predicted_steps(held_out))
 
 

@@ -23,7 +23,7 @@ from step2_reward.config import RewardConfig
 from step2_reward.labels import CLASSES, SINGLE, Labels
 
 UNCUT = 2**31
-"""A limit in tokens that no dialogue reaches."""
+"""A limit in tokens that exceeds every dialogue."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Batch:
     """Weight of a labelled step; over all rows the weights add up to the number of rows."""
 
     numbers: tuple[int, ...]
-    """The index of each row among those that were cut."""
+    """The index of each row in the global batch."""
 
     @property
     def classes(self) -> Int[Tensor, " T"]:
@@ -115,7 +115,7 @@ def encode_rows(
 
 
 def get_responses(example: Example, labels: Labels) -> tuple[list[Turns], tuple[float, ...]]:
-    """The responses of a row that are learned, and their ranks."""
+    """The trained responses of a row, and their ranks."""
     if labels.kind in SINGLE:
         return [example.chosen], ()
     return [example.chosen, example.rejected], (1.0, 1.0 if example.tie else 2.0)
@@ -194,7 +194,7 @@ def cut_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
 
 
 def collate_rows(all_rows: Sequence[Row], numbers: Sequence[int], *, weight: float = 1.0) -> Batch:
-    """The rows of these numbers as one batch; the tokens of the first if there are none."""
+    """The rows of these numbers as one batch; with the first row's tokens if there are none."""
     rows = [all_rows[number] for number in numbers]
     present = rows or all_rows[:1]
     longest = max(len(row.sequences) for row in present)

@@ -193,7 +193,7 @@ def badness(figures: Mapping[str, float], best_by: str = "accuracy") -> float:
 
 
 MIN_ENDED = 8
-"""Responses that the moments need, or half of the prompts where these are fewer."""
+"""Minimum responses for the moments, or half of the prompts if these are fewer."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ def write_settings(model: nn.Module, directory: Path, settings: Mapping[str, obj
 
 
 def _before_and_after(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Each figure before and after; mean scores, which the report shows, after alone by name."""
+    """Each figure before and after; mean scores, for the report, only after."""
     figures: dict[str, float] = {}
     for name, value in after.items():
         if name == "loss":
@@ -364,7 +364,7 @@ def _before_and_after(before: Mapping[str, float], after: Mapping[str, float]) -
 
 
 def _trust(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Calibration error, temperature and length correlation, where they are known."""
+    """Calibration error, temperature and length correlation, if known."""
     calibration, length = figures.get("calibration"), figures.get("length")
     found: dict[str, float] = {}
     if calibration:

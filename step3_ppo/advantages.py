@@ -1,4 +1,4 @@
-"""Advantage estimators: how much better than expected each token did.
+"""Advantage estimators: how much better each token is than expected.
 
 Pure functions of tensors. Dimension names: B responses, T response tokens (padded; masks are True
 on real tokens), P prompts, G responses to each. A new estimator is a function, an entry in
@@ -61,7 +61,7 @@ class Rewarded:
     """Score of each response, without the KL penalty."""
 
     values: Float[Tensor, "B T"] | None
-    """A critic's value of the state before each token, where there is a critic."""
+    """A critic's value of the state before each token; None without a critic."""
 
     group_size: int
     """Responses to each prompt."""
@@ -73,7 +73,7 @@ class Rewarded:
     """Lambda of GAE: 1 is Monte Carlo, 0 the one-step TD error."""
 
     counted: Bool[Tensor, " B"]
-    """False where a response has no reward: it is in no baseline, and its advantage is 0."""
+    """False if a response has no reward: it is in no baseline, and its advantage is 0."""
 
     group_baseline: bool = False
     """Whether `reinforce_pp` compares scores with the mean of their group first."""
@@ -215,7 +215,7 @@ def returns_by_group(rewarded: Rewarded) -> Float[Tensor, "P G"]:
 
 
 def by_group(of_responses: Tensor, rewarded: Rewarded) -> Tensor:
-    """(B) as (P, G), numbers in float64."""
+    """Reshape (B) to (P, G), with numbers in float64."""
     wide = of_responses.double() if of_responses.is_floating_point() else of_responses
     return wide.view(-1, rewarded.group_size)
 

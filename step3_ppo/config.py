@@ -35,11 +35,11 @@ from step3_ppo.reward_settings import (
 )
 
 LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
-"""Default learning rates, where whole weights learn."""
+"""Default learning rates of full training."""
 
 
 def adam(lr: float) -> OptimConfig:
-    """Adam as PPO wants it (Huang et al. 2024, details 16 and 17)."""
+    """Adam with PPO's settings (Huang et al. 2024, details 16 and 17)."""
     return OptimConfig(lr=lr, betas=(0.9, 0.999), eps=1e-5, schedule="linear")
 
 
@@ -73,7 +73,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     }
 
     AT_LEAST: ClassVar[Mapping[str, str]] = {"rollout_size": "batch_size"}
-    """A minibatch is cut from one rollout."""
+    """A minibatch is a part of one rollout."""
 
     output_dir: Path = Path("output/step3_ppo")
 
@@ -97,7 +97,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """The reference of the KL penalty; a null path is the initial actor."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The reward model, where one is used; null takes step 2's output."""
+    """The reward model, if one is used; null takes step 2's output."""
 
     base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model before step 1, for the report; a null path leaves it out."""
@@ -106,7 +106,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Sequences in an optimizer step (a PPO minibatch), over all processes."""
 
     rollout_size: int = 128
-    """Responses before each round of updates, in all."""
+    """Responses before each round of updates, over all processes."""
 
     group_size: int = 1
     """Responses to each prompt (num_generations, rollout.n)."""
@@ -144,10 +144,10 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Mean absolute difference of log-probabilities, in nats."""
 
     correction_level: Literal["token", "sequence"] = "token"
-    """Level of the ratio: of a token, or the geometric mean of a response's."""
+    """Level of the ratio: a token's, or the geometric mean over a response."""
 
     correction_cap: float = 2.0
-    """The largest weight; mask also leaves out ratios below 1 / correction_cap."""
+    """The largest weight; mask also drops ratios below 1 / correction_cap."""
 
     generation_batch_size: int = 64
     """Concurrent responses of a process; changes no result."""
@@ -157,7 +157,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     number of attention heads."""
 
     replica: Literal["release", "resident"] = "release"
-    """Weights gathered, merged or sharded to generate with: release gives their memory back to
+    """Weights gathered, merged or sharded for generation: release returns their memory to
     training, resident keeps it."""
 
     offload_in_generation: bool = False
@@ -165,10 +165,10 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     on GPUs, to make room for more at once."""
 
     max_prompt_length: int = 256
-    """Longest prompt, in tokens; rows with longer prompts are left out, and counted."""
+    """Maximum tokens of a prompt; rows with longer prompts are left out, and counted."""
 
     max_new_tokens: int = 256
-    """Longest response, in tokens, its end-of-turn token included."""
+    """Maximum tokens of a response, including its end-of-turn token."""
 
     temperature: float = 1.0
     """Temperature of sampling and of all log-probabilities."""
@@ -255,7 +255,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Iterations between printed samples of fixed prompts (print_answers_interval)."""
 
     def reuses_forward(self, *, processes: int) -> bool:
-        """Whether the rollout of each of that many processes is one micro-batch, and is reused."""
+        """Whether the rollout of each process is one micro-batch, and its pass is reused."""
         of_process = self.responses_per_process(processes)
         is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
         is_one = is_one and self.least_micro_batches == 1 and self.parallel.pp == 1
@@ -263,7 +263,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def least_micro_batches(self) -> int:
-        """The least number of micro-batches of a minibatch on each process, or each pipeline."""
+        """Minimum micro-batches of a minibatch on each process or pipeline."""
         given, deterministic = self.parallel.micro_batches, self.actor.zero.reduction
         if given is None and deterministic == "deterministic":
             return 1
@@ -271,25 +271,25 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def has_critic(self) -> bool:
-        """A value model is trained in addition to the policy."""
+        """Whether a value model is trained in addition to the policy."""
         return ESTIMATOR_NEEDS[self.advantage].critic
 
     @property
     def method_name(self) -> str:
-        """Name of the method: `method`, or that of the advantage where none is named."""
+        """Name of the method: `method`, or that of the advantage if none is named."""
         by_advantage = {"gae": "ppo", "best": "raft"}
         named = self.method != "ppo"
         return self.method if named else by_advantage.get(self.advantage, self.advantage)
 
     @property
     def step_name(self) -> str:
-        """Name of the step in figures: of several methods each has a directory of its name."""
+        """Name of the step in figures; each of several methods has a directory of its name."""
         own = f"step3_{self.method}"
         return own if self.output_dir.name == own else "step3_ppo"
 
     @property
     def kl_weight(self) -> float:
-        """`kl_coef` where there is a KL penalty at all."""
+        """`kl_coef`, or 0 without a KL penalty."""
         return 0.0 if self.kl_in == "none" else self.kl_coef
 
     @property
@@ -300,21 +300,21 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def reward_layout(self) -> TrainedModelConfig:
-        """The trained model as which the reward model is sharded."""
+        """The trained model whose sharding the reward model shares."""
         return self.critic if self.has_critic else self.actor
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Over all processes; each process has all responses to its prompts."""
+        """Prompts of a rollout over all processes; each has all responses to its prompts."""
         return self.rollout_size // self.group_size
 
     def responses_per_process(self, processes: int) -> int:
-        """Responses of a rollout that one of that many processes has, at most."""
+        """Maximum responses of a rollout on one of a number of processes."""
         return -(-self.prompts_per_rollout // processes) * self.group_size
 
     @property
     def unused_roles(self) -> frozenset[str]:
-        """The models that the method and its rewards do without."""
+        """The models that the method and its rewards don't use."""
         critic = frozenset[str]() if self.has_critic else frozenset({"critic"})
         return critic if self.uses_reward_model else critic | {"reward"}
 
@@ -332,7 +332,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @classmethod
     def without_short_forms(cls, options: list[Option]) -> list[Option]:
-        """`--reward-function FILE.py:NAME` and `--reward KIND` as a list of `rewards`."""
+        """Convert `--reward-function FILE.py:NAME` and `--reward KIND` to a list of `rewards`."""
         return without_reward_options(options)
 
     def trains_actor(self, step: int) -> bool:
@@ -341,7 +341,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def max_length(self) -> int:
-        """Longest prompt with its response, in tokens."""
+        """Maximum tokens of a prompt with its response."""
         return self.max_prompt_length + self.max_new_tokens
 
     @property
@@ -356,7 +356,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return data if EMBEDDED in data.path else replace(data, split=(1.0, 0.0, 0.0))
 
     def workload(self, world: int) -> Workload:
-        """Each iteration generates responses, scores them, and learns from them."""
+        """Each iteration generates responses, scores them, and trains on them."""
         processes = self.parallel.pipelines(world)
         return Workload(
             world=world,
@@ -489,7 +489,7 @@ def _has_reference_of_its_own(config: PPOConfig) -> bool:
 
 
 def _reference(config: PPOConfig) -> FrozenModelConfig:
-    """The actor as it starts, where no other is named; with LoRA it is the actor's own base."""
+    """The initial actor, if no other is named; with LoRA it is the actor's base."""
     if config.reference.path is not None or not _has_reference_of_its_own(config):
         return config.reference
     shared = {field.name: getattr(config.actor, field.name) for field in fields(FrozenModelConfig)}
@@ -501,7 +501,7 @@ def _if_sharded(model: TrainedModelConfig) -> TrainedModelConfig | None:
 
 
 def check_method(config: PPOConfig, needs: Needs) -> None:
-    """Refuse estimators, losses, groups and penalties that don't go together.
+    """Refuse incompatible estimators, losses, groups and penalties.
 
     Raises:
         ConfigError: the sentence names the setting and what to change.
@@ -652,7 +652,7 @@ def check_environment(config: PPOConfig) -> None:
 
 
 def check_rewards(config: PPOConfig) -> None:
-    """Refuse settings of rewards that contradict each other or what they are used with.
+    """Refuse settings of rewards that contradict each other or other settings.
 
     Raises:
         ConfigError: one sentence that names the setting.

@@ -31,7 +31,7 @@ End = Literal["environment", "turns", "tokens", "failed"]
 
 
 THINKING_STEPS = 8
-"""Steps of the batch that an environment has for its move before the batch waits for it."""
+"""Steps of the batch before it waits for an environment's move."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class EpisodeResponse(Response):
     """
 
     sequence: Encoded = field(default_factory=lambda: Encoded.untrained([]))
-    """All of it, opening and observations included; `ids` are its trained tokens."""
+    """The whole episode, including opening and observations; `ids` are its trained tokens."""
 
     opening: tuple[Message, ...] = ()
     turns: tuple[Message, ...] = ()
@@ -64,7 +64,7 @@ class EpisodeResponse(Response):
 
 
 def whole_sequence(prompt: Sequence[int], response: Response) -> Encoded:
-    """A response after its prompt; its own tokens are trained."""
+    """A prompt with its response, whose tokens are trained."""
     if isinstance(response, EpisodeResponse):
         return response.sequence
     trained = [False] * len(prompt) + [True] * len(response.ids)
@@ -105,16 +105,16 @@ class _Playing:
     """An episode under way."""
 
     index: int
-    """Index of the prompt that it began from."""
+    """Index of its prompt."""
 
     number: int
-    """Number of its environment, which no other episode of the run has."""
+    """Number of its environment, unique within the run."""
 
     prompt: Prompt
     key: int
     episode: EpisodeResponse = field(default_factory=EpisodeResponse)
     limit: int = 0
-    """Tokens that the whole sequence may have, the opening included."""
+    """Maximum tokens of the whole sequence, including the opening."""
 
 
 def play(
@@ -166,7 +166,7 @@ def play(
 
 
 class _Table:
-    """Episodes under way: those whose actor has the move, and those whose environment has it."""
+    """Running episodes, in which either the actor or the environment moves next."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _Table:
         self._limits = limits
         self._generating: dict[Ticket, _Playing] = {}
         self._thinking: deque[tuple[int, _Playing]] = deque()
-        """Episodes whose environments are to move, and the step at which the batch resumes them."""
+        """Episodes that wait for their environment, and the step at which they are resumed."""
         self._finishing: dict[int, _Playing] = {}
         """Episodes that wait for their reward, by the number of their environment."""
         self._replies: dict[int, Played] = {}
@@ -191,7 +191,7 @@ class _Table:
 
     @property
     def busy(self) -> bool:
-        """Whether an episode is still to end."""
+        """Whether any episode has not ended."""
         return bool(self._generating or self._thinking or self._finishing)
 
     def begin(self, index: int, prompt: Prompt, *, key: int, seed: int) -> None:
@@ -200,7 +200,7 @@ class _Table:
         self._thinking.append((self._steps, _Playing(index, number, prompt, key)))
 
     def advance(self) -> list[tuple[int, EpisodeResponse]]:
-        """Take the environments' replies, and one step of the batch; the episodes that ended.
+        """Take the environments' replies and one step of the batch; return the ended episodes.
 
         Which sequences share a pass depends on the number of steps alone, and not on the clock: an
         environment that has not answered when its time has come is waited for.
@@ -229,7 +229,7 @@ class _Table:
         return done
 
     def _take_rewards(self) -> list[_Playing]:
-        """The episodes whose rewards are there; waits for one where nothing else is to do."""
+        """The episodes whose rewards have arrived; waits for one if nothing else can run."""
         if not self._finishing:
             return []
         self._receive()
@@ -247,7 +247,7 @@ class _Table:
         self._replies |= {each.episode: each for each in self._environments.receive(wait=wait)}
 
     def _reply_to(self, number: int) -> Played:
-        """Return the result of an environment's move, once it is there."""
+        """Return the result of an environment's move, once it has arrived."""
         while number not in self._replies:
             self._receive(wait=True)
         return self._replies.pop(number)
@@ -273,7 +273,7 @@ class _Table:
         return []
 
     def _open(self, playing: _Playing, played: Played) -> None:
-        """Submit the first turn; of an episode that can't begin, to the row's own prompt.
+        """Submit the first turn; an episode that can't begin responds to the row's prompt.
 
         So a rollout has as many responses as it should, all of them the policy's.
         """
@@ -300,7 +300,7 @@ class _Table:
         self._submit(playing)
 
     def _observe(self, playing: _Playing, observation: tuple[Message, ...]) -> list[_Playing]:
-        """Append an observation and submit the next turn, or end the episode for want of room.
+        """Append an observation and submit the next turn, or end the episode at its limit.
 
         Returns the episode where it has failed: the chat format has no place for the observation.
         """
@@ -334,7 +334,7 @@ class _Table:
         self._generating[self._batch.submit(request)] = playing
 
     def _end_turn(self, playing: _Playing, ticket: Ticket) -> list[_Playing]:
-        """Take an answer and hand it to the environment; the episode, where that has failed."""
+        """Pass an answer to the environment; return the episode if that failed."""
         episode, response = playing.episode, ticket.response
         _append(episode.sequence, response.ids, trained=True)
         episode.ids += response.ids
@@ -374,7 +374,7 @@ def row_of(prompt: Prompt) -> Mapping[str, Any]:
 
 
 def transcript(turns: Sequence[Message]) -> str:
-    """Answers and observations as text, each turn that the actor did not write after its role."""
+    """Answers and observations as text; turns of others follow their role."""
     return "\n".join(
         each.content if each.role == "assistant" else f"[{each.role}] {each.content}"
         for each in turns

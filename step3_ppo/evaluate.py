@@ -70,7 +70,7 @@ class HeldOut(HeldOutPrompts):
         self.config = config
 
     def on(self, prompts: Sequence[Prompt]) -> "HeldOut":
-        """Other prompts, answered and judged in the same way."""
+        """The same evaluation of other prompts."""
         if self.models.reward is not None and self.models.reward.text is not None:
             self.models.reward.text.know(prompts)
         return HeldOut(self.models, prompts, self.config)
@@ -84,7 +84,7 @@ class HeldOut(HeldOutPrompts):
         seed: int,
         keys: Sequence[int],
     ) -> list[Response]:
-        """Responses, or episodes where there is an environment."""
+        """Responses, or episodes with an environment."""
         models, config = self.models, self.config
         environments = models.sources.environments
         if environments is None:
@@ -141,7 +141,7 @@ class HeldOut(HeldOutPrompts):
         return total / count
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
-        """The best measure of each response, under its name; None where it is not known.
+        """The best available measure of each response, under its name; None if unknown.
 
         The verdicts of the embedded task's program, else the gold source, else what is trained on.
         """
@@ -154,7 +154,7 @@ class HeldOut(HeldOutPrompts):
 
     @property
     def is_verifiable(self) -> bool:
-        """Every prompt is one of the embedded task's, and its response is one turn."""
+        """Whether all prompts are of the embedded task, with one turn."""
         return self.config.environment is None and super().is_verifiable
 
     def print_samples(self, iteration: int) -> None:
@@ -194,7 +194,7 @@ class HeldOut(HeldOutPrompts):
         return compute_rewards(models, score, stopped, self.config, strict=strict)
 
     def objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
-        """The objective on these prompts: mean reward less kl_coef times the KL in nats.
+        """The objective on these prompts: mean reward minus kl_coef times the KL in nats.
 
         The higher, the better; kl_coef is the setting, where it adapts as well.
         """
@@ -208,7 +208,7 @@ class HeldOut(HeldOutPrompts):
 
 
 class Evaluator:
-    """Evaluates the actor at the start, now and then, and at the end.
+    """Evaluates the actor at the start, at intervals, and at the end.
 
     In between, sampled responses to the first held-out prompts, as many as a rollout has, will do:
     the best actor is that of the highest objective, mean reward less kl_coef times the KL. Where a
@@ -237,7 +237,7 @@ class Evaluator:
         """Minimum gold of the best actor, whatever its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
-        """Let step 1's model answer all held-out prompts; it is the first candidate.
+        """Evaluate step 1's model on all held-out prompts; it is the first candidate.
 
         Raises:
             ModelError: its figures are not finite.
@@ -272,7 +272,7 @@ class Evaluator:
             run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
 
     def evaluate(self, step: int, run: Run) -> None:
-        """After iteration `step` print samples and evaluate the actor, where that is due.
+        """Print samples and evaluate the actor after iteration `step`, if that is due.
 
         Raises:
             DivergedError: its figures are not finite.
@@ -292,7 +292,7 @@ class Evaluator:
         check_finite(f"of held-out prompts after iteration {step}", figures)
 
     def end(self, run: Run, guards: Guards) -> None:
-        """Let the exported actor and the base answer all prompts; write samples and the result."""
+        """Evaluate the exported actor and the base on all prompts; write samples and the result."""
         warn_if_not_improved(self.best, self.start, self.config)
         after = self.held_out.answer_all()
         evaluation = {
@@ -346,7 +346,7 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
 
 
 def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> None:
-    """Warn where the actor did not get better than step 1's model, or got worse again.
+    """Warn if the actor did not improve on step 1's model, or if it got worse again.
 
     Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
     """

@@ -55,7 +55,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Experience:
-    """Responses, and what each model computes for them before any update."""
+    """Responses, and the results of each model for them before any update."""
 
     sequences: list[Encoded]
     """Prompt and response; the actor's tokens are the trained ones."""
@@ -95,7 +95,7 @@ class Minibatch:
 
     tokens: TokenBatch
     mask: Bool[Tensor, "B T"]
-    """The places of the K tokens, in order, in their responses."""
+    """The positions of the K tokens, in order, in their responses."""
 
     old_logprobs: Float[Tensor, " K"]
     ref_logprobs: Float[Tensor, " K"]
@@ -107,7 +107,7 @@ class Minibatch:
     """0 for tokens that are left out of every loss, else 1."""
 
     correction: Float[Tensor, " K"] | None
-    """Importance weights of `step3_ppo.losses`; None for none."""
+    """Importance weights of `step3_ppo.losses`; None without a correction."""
 
     kl_coef: float
     """Weight of the KL penalty in the loss."""
@@ -119,7 +119,7 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Experience with what is derived from it; fixed over all epochs of updates."""
+    """Experience with its derived quantities; fixed over all epochs of updates."""
 
     experience: Experience
     reward_score: Float[Tensor, " B"]
@@ -134,13 +134,13 @@ class Rollout:
     """False for responses that are left out of baselines and losses."""
 
     correction: Float[Tensor, "B T"] | None = None
-    """Importance weights where generation's policy differs from training's; None for none."""
+    """Importance weights if generation's policy differs from training's; else None."""
 
     group_size: int = 1
     """Responses to each prompt, which are adjacent."""
 
     kl_coef: float = 0.0
-    """Weight of the KL penalty in the loss; 0 where it is in the reward."""
+    """Weight of the KL penalty in the loss; 0 if it is in the reward."""
 
     def minibatch(self, rows: Sequence[int]) -> Minibatch:
         """The rows, concatenated; without rows, a minibatch that has no gradient."""
@@ -340,7 +340,7 @@ def with_overlong(
     stopped: Bool[Tensor, " B"],
     config: PPOConfig,
 ) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
-    """Rewards less what long responses lose, and which responses count (Yu et al. 2025, 3.4)."""
+    """Rewards minus overlong penalties, and the counted responses (Yu et al. 2025, 3.4)."""
     if config.overlong_buffer > 0:
         penalty = overlong_penalty(
             lengths.to(reward_score.dtype),
@@ -352,7 +352,7 @@ def with_overlong(
 
 
 def _correction(experience: Experience, config: PPOConfig) -> Float[Tensor, "B T"] | None:
-    """Importance weights of the tokens; None where none are needed."""
+    """Importance weights of the tokens; None if none are needed."""
     correction = choose_correction(config, gap=rollout_gap(experience))
     if correction is None:
         return None
@@ -414,11 +414,11 @@ RATIO_LIMITS = {True: 1e-3, False: 0.5}
 
 
 class OffPolicyError(RuntimeError):
-    """Training sees another policy than the one that was rolled out."""
+    """The policy in training differs from the one that generated the rollout."""
 
 
 def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> None:
-    """Stop where generation's log-probabilities are not those of the trained weights.
+    """Stop if generation's log-probabilities are not those of the trained weights.
 
     Rounding leaves a mean of up to 3e-2 nats below fp32 (adapters of extreme weights, merged into
     bf16) and 1e-6 in fp32; a wrong merge or a wrong position shows in the mean, or in few tokens.
@@ -443,7 +443,7 @@ def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> No
 
 
 def check_first_update(ratio_error: float, models: Models) -> None:
-    """Stop at once where the first minibatch's ratio is not 1: nothing has been learned yet.
+    """Stop if the ratio of the first minibatch, before any update, is not 1.
 
     fp32 allows 1e-3 for sums in another order; below fp32, where rounding is coarse, 0.5 at any
     token. Where the update backpropagates through the pass that scored the rollout, it is 1 but for

@@ -1,4 +1,4 @@
-"""Signals of step 3 that are watched, and the actions on a run that is out of order.
+"""Signals of step 3, and the actions on a run that exceeds their limits.
 
 What each signal means and what to do about it: docs/guards.md.
 """
@@ -36,18 +36,18 @@ USUAL: tuple[tuple[Signal, float, int], ...] = (
     ("repetition", 0.3, 3),
     ("divergence", 2.0, 10),
 )
-"""Signal, limit and window of the guards that every run has; those it can't measure do nothing."""
+"""Signal, limit and window of the default guards; unmeasured signals are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Guard):
-    """One signal, and what becomes of the run where it is beyond its limit."""
+    """A signal, its limit, and the action when it is exceeded."""
 
     RELATIVE = ("entropy", "response_length")
     LOWER = ("explained_variance",)
     TRENDS = ("divergence",)
     WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = words(USUAL)
-    """Guards that a word stands for."""
+    """Guards by keyword."""
 
     signal: Signal
 
@@ -82,12 +82,12 @@ class GuardSettings:
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
-        """The guards that may end the run or take it back."""
+        """The guards that may end the run or roll it back."""
         return tuple(guard for guard in self.guards if guard.acts)
 
 
 def unmeasured(*, gold: bool, critic: bool, groups: bool, sources: bool) -> dict[str, str]:
-    """Signals that a run does not measure, and what each would need; by what the run has."""
+    """Signals that a run does not measure, and their requirements."""
     needs = {
         "divergence": (gold, "ppo.gold, a source that is not trained on"),
         "explained_variance": (critic, "a critic, which this method has not"),

@@ -8,10 +8,10 @@ from pipeline.guards.guards import Metrics, Signals
 from pipeline.guards.settings import Guard
 
 OF_DIVERGENCE = ("score", "score_stderr", "gold", "gold_stderr")
-"""Metrics whose course over some iterations is looked at: means and their standard errors."""
+"""Metrics whose trend over some iterations is checked: means and their standard errors."""
 
 LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tokens"}
-"""The limits of an episode, by the metric that has the share of episodes each one ended."""
+"""The limits of an episode, by the metric of the share of episodes that each one ended."""
 
 
 SENTENCES: Mapping[str, str] = {
@@ -49,7 +49,7 @@ class RLSignals(Signals):
     """The signals of an iteration of step 3."""
 
     scores_ends: bool = True
-    """Whether `ppo.missing_eos_score` bounds what responses without an end count."""
+    """Whether `ppo.missing_eos_score` bounds the score of responses without an end."""
 
     OF_THE_START = ("entropy", "response_length", "stop_rate")
     OF_TRENDS = OF_DIVERGENCE
@@ -76,7 +76,7 @@ class RLSignals(Signals):
     def format_sentence(
         self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
     ) -> str:
-        """Return the problem and the remedy."""
+        """Return the problem and its fix."""
         if guard.signal == "divergence":
             return _divergence(history)
         more = {
@@ -87,7 +87,7 @@ class RLSignals(Signals):
 
 
 def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
-    """Whether what is trained on rises and gold falls, each by more than that many standard errors.
+    """Whether the trained reward rises and gold falls, both by more than the standard errors.
 
     Over all of `history`, by the slopes of the least-squares lines; False where an iteration lacks
     one of `OF_DIVERGENCE`.
@@ -113,7 +113,7 @@ def _divergence(history: Sequence[Metrics]) -> str:
 
 
 def _ends(metrics: Metrics, *, scores_ends: bool) -> str:
-    """Return the remedy for responses that don't end; of episodes, by what ended them."""
+    """Return the fix for responses that don't end; for episodes, by the limit that ended them."""
     ended = {name: metrics[metric] for metric, name in LIMITS.items() if metric in metrics}
     reached = sorted((name for name in ended if ended[name] > 0), key=lambda name: -ended[name])
     if ended and not reached:

@@ -90,6 +90,6 @@ class HybridEngine:
                 engine.reload_states()
 
     def _kinds(self, engine: Engine) -> Collection[Kind]:
-        """Weights that the replica reads stay where they are."""
+        """Kinds of tensors to offload, except weights that the replica reads."""
         shared = engine is self.engine and self.replica.shares
         return tuple(kind for kind in KINDS if kind != "weights") if shared else KINDS

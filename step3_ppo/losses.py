@@ -113,13 +113,13 @@ def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def explained_variance(*, residual_variance: float, return_variance: float) -> float:
-    """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
+    """1 - Var(returns - values) / Var(returns); 0 if the returns do not vary."""
     return 1 - residual_variance / return_variance if return_variance > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class TrustRegion:
-    """How far the ratio of new to old policy may go."""
+    """Bounds on the ratio of new to old policy."""
 
     clip: float
     """Lower side: 1 - clip."""
@@ -235,7 +235,7 @@ def unbounded(
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A ratio of new to old policy, and what it costs."""
+    """A ratio of new to old policy, and its loss."""
 
     losses: Callable[..., Float[Tensor, " K"]]
     """The loss of each token, of (ratio, logprobs, advantages, region)."""
@@ -306,7 +306,7 @@ class KLController:
     horizon: int
 
     factor: float = 1.0
-    """Raised by rollbacks of guards, on top of the adaptive coefficient."""
+    """Additional factor, which rollbacks of guards increase."""
 
     @property
     def coef(self) -> float:

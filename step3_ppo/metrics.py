@@ -80,7 +80,7 @@ def rollout_statistics(
 
 
 def critic_statistics(rollout: Rollout) -> dict[str, float]:
-    """The mean value of a token, and the share of the returns' variance that values explain."""
+    """Mean value of a token, and the explained variance of the returns."""
     mask, values = rollout.experience.mask, rollout.experience.values
     if values is None or rollout.returns is None:
         return {}
@@ -141,7 +141,7 @@ def correction_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def repeated_tokens(experience: Experience) -> int:
-    """Response tokens that end a trigram already seen in the response: the sign of a loop."""
+    """Response tokens that complete a trigram of the response again, a sign of loops."""
     repeated = 0
     for sequence in experience.sequences:
         ids = [
@@ -154,7 +154,7 @@ def repeated_tokens(experience: Experience) -> int:
 
 
 def episode_statistics(responses: Sequence[Response], config: PPOConfig) -> dict[str, float]:
-    """Means over the episodes; empty where responses are no episodes. All processes call it.
+    """Means over the episodes; empty without an environment. All processes call it.
 
     `turns` is the number of the actor's answers, `observation_length` that of tokens between them;
     `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` are the shares that a limit or a

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class RewardText:
-    """Turns the actor's tokens into the tokens that the reward model reads, by way of the text.
+    """Converts the actor's tokens, via text, into the reward model's tokens.
 
     A prompt is the dialogue it was made from, so that no text is lost on the way; the response is
     decoded. Both are rendered by the reward model's own chat template.
@@ -62,7 +62,7 @@ class RewardText:
         self._dialogues: dict[tuple[int, ...], Messages] = {}
 
     def know(self, prompts: Iterable[Prompt]) -> None:
-        """Remember the dialogues behind prompts, which are handed around as the actor's tokens."""
+        """Store the dialogues of prompts, which are passed as the actor's tokens."""
         self._dialogues |= {tuple(each.input_ids): each.messages for each in prompts}
 
     def encode(self, prompt: Sequence[int], response: Response) -> Encoded:
@@ -81,7 +81,7 @@ class RewardText:
 
 
 def text_format(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -> ChatFormat | None:
-    """The chat format of a reward model that reads text; None where it reads the actor's tokens.
+    """The chat format of a reward model that reads text; None if it reads the actor's tokens.
 
     Raises:
         ModelError: it has another tokenizer and no chat template.
@@ -141,7 +141,7 @@ def has_moments(model: nn.Module) -> bool:
 
 
 def stored_normalization(model: nn.Module) -> tuple[float, float]:
-    """Mean and standard deviation in the model's config.json; 0 and 1 where it has none."""
+    """Mean and standard deviation in the model's config.json; 0 and 1 if it has none."""
     settings = base_model(model).config
     return float(getattr(settings, "score_mean", 0.0)), float(getattr(settings, "score_std", 1.0))
 
@@ -151,7 +151,7 @@ class Reference:
 
     def __init__(self, engine: Engine | FrozenEngine, passes: ForwardPasses) -> None:
         self.engine = engine
-        """The actor's own engine where the reference is the actor without its adapter."""
+        """The actor's engine, if the reference is the actor without its adapter."""
         self.passes = passes
         """Its passes."""
 
@@ -189,7 +189,7 @@ class Critic(nn.Module):
 
 
 class CriticStage(nn.Module):
-    """A stage of the critic that isn't the last one; its parameters are called as the critic's."""
+    """A stage of the critic other than the last; its parameters have the critic's names."""
 
     def __init__(self, passage: Passage) -> None:
         super().__init__()
@@ -206,12 +206,12 @@ class Models:
 
     actor: Engine
     critic: Engine | None
-    """None where advantages are estimated without one."""
+    """The critic's engine; None if the advantage estimator needs none."""
     reference: Reference
     reward: RewardModel | None
-    """None where programs alone reward the responses."""
+    """The reward model; None if only programs reward the responses."""
     sources: RewardSources
-    """The programs that give rewards; none where the reward model is all."""
+    """The programs that give rewards; empty with a reward model only."""
     hybrid_engine: HybridEngine
     """The actor, to generate with."""
     tokenizer: PreTrainedTokenizerBase
@@ -223,7 +223,7 @@ class Models:
 
     @property
     def trained(self) -> dict[str, Engine]:
-        """The engines of the models that learn, by role."""
+        """The engines of the trained models, by role."""
         actor = {"actor": self.actor}
         return actor if self.critic is None else actor | {"critic": self.critic}
 
@@ -233,7 +233,7 @@ class Models:
         return cast("Policy", self.actor.model).model
 
     def set_moments(self, mean: float, std: float) -> None:
-        """Shift and scale scores, and values where the critic has none of its own, by these."""
+        """Standardize scores by these, and values if the critic has no moments."""
         assert self.reward is not None
         self.reward.mean, self.reward.std = mean, std
         if self.critic is None or has_moments(self.value_model):
@@ -338,7 +338,7 @@ def _updates(config: PPOConfig) -> int:
 def load_critic(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> nn.Module | None:
-    """The model of the critic; None where advantages are estimated without one.
+    """The model of the critic; None if the advantage estimator needs none.
 
     Of a reward model with several labels it takes all but the head, which is drawn anew.
 
@@ -404,7 +404,7 @@ def load_reward(
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:
-    """Refuse, before anything is trained, what a model could not read to its end.
+    """Refuse, before training, lengths that exceed the context of a model.
 
     Raises:
         ConfigError: prompt and response may be longer than the model's context.
@@ -425,7 +425,7 @@ def load_reference(
     *,
     device: torch.device,
 ) -> Reference:
-    """The configured reference, else the actor as it starts, kept as the actor is.
+    """The configured reference, else the initial actor, sharded like the actor.
 
     With LoRA that is the base with the adapter off, which needs no second copy.
     """
@@ -447,7 +447,7 @@ def load_reference(
 
 
 def own_micro_batches(config: PPOConfig, lengths: Sequence[int]) -> list[list[int]]:
-    """The rows of this process's micro-batches, as many as on every process; some may be empty.
+    """The rows of this process's micro-batches, equally many on all processes; some may be empty.
 
     Args:
         config: settings of the step.

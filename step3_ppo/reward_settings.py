@@ -1,4 +1,4 @@
-"""Settings of where step 3's rewards come from."""
+"""Settings of the sources of step 3's rewards."""
 
 import json
 import re
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from rewards.environments.file import EnvironmentFile
 
 MODEL = "model"
-"""The kind of the source that is the reward model; step 3 scores for it itself."""
+"""Kind of the reward model as a source, which step 3 scores."""
 
 ENVIRONMENT = "environment"
-"""The kind, and the usual name, of the source that is what the environment gives."""
+"""Kind, and default name, of the environment's reward as a source."""
 
 RESERVED = ("score", "failures")
-"""Names after `reward_` that metrics have for something else."""
+"""Names that are reserved for other metrics `reward_*`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """Sources of rewards, in addition to or in place of a reward model."""
+    """Sources of rewards, in addition to or instead of a reward model."""
 
     rewards: tuple[RewardConfig, ...] = ()
     """Sources whose weighted sum is maximized (reward_funcs), as a list in a file of settings, or
@@ -47,7 +47,7 @@ class RewardSettings:
     guessing, calculator (docs/environments.md)."""
 
     max_turns: int = 8
-    """The actor's turns in such an episode, at most."""
+    """Maximum turns of the actor in an episode."""
 
     max_reward_failures: float = 0.1
     """Share of an iteration's responses whose rewards may fail; they teach nothing. Beyond it the
@@ -66,7 +66,7 @@ class RewardSettings:
 
     @property
     def environment_source(self) -> RewardConfig | None:
-        """The source that is what the environment gives; None without an environment."""
+        """The environment's reward as a source; None without an environment."""
         return next((each for each in self.rewards if each.kind == ENVIRONMENT), None)
 
     @property
@@ -102,7 +102,7 @@ class RewardSettings:
 
 
 def with_environment(config: RewardSettings) -> tuple[RewardConfig, ...]:
-    """The sources, with what the environment gives among them: alone it is the reward.
+    """The sources including the environment, which alone is the reward.
 
     Next to sources that are named without it, it has weight 0: it is measured.
     """
@@ -114,7 +114,7 @@ def with_environment(config: RewardSettings) -> tuple[RewardConfig, ...]:
 
 
 def without_reward_options(options: list[Option]) -> list[Option]:
-    """The options with the sources of `--reward-function` and `--reward` as `--rewards` has them.
+    """The options, with `--reward-function` and `--reward` converted to `--rewards`.
 
     Raises:
         ConfigError: a word describes no source, or --rewards is there as well.

@@ -1,4 +1,4 @@
-"""The programs that reward responses, and how responses reach them while others are generated."""
+"""The programs that reward responses, while others are generated."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 CHUNK = 8
-"""Responses that are handed out together, at least."""
+"""Minimum responses that are submitted together."""
 
 
 ENVIRONMENT_FILE = "ppo.environment"
@@ -36,7 +36,7 @@ ENVIRONMENT_FILE = "ppo.environment"
 
 
 class RewardSources:
-    """The sources of `ppo.rewards` that are no reward model, and `ppo.gold`; often none.
+    """The sources of `ppo.rewards` other than the reward model, and `ppo.gold`.
 
     A context that leaves no process behind.
     """
@@ -46,23 +46,23 @@ class RewardSources:
         self.seconds = 0.0
         """Seconds of waiting for the last results."""
         self.environments: Environments | None = None
-        """The workers that play the environment, where there is one."""
+        """The workers of the environment, if there is one."""
         self._rewards: Rewards | None = None
         self._started = ExitStack()
         self._fingerprint: dict[str, str] = {}
         self._outcomes: dict[int, Outcome] = {}
         """Outcomes of the environment since the last results, by index."""
         self._same_rows = current_mesh().parts.apart
-        """Processes with the same responses, of which the first alone asks the programs."""
+        """Processes with the same responses, of which only the first calls the programs."""
 
     @property
     def has_programs(self) -> bool:
-        """Whether programs look at the responses."""
+        """Whether programs score the responses."""
         return bool(self.config.programs) or self.config.gold is not None
 
     @property
     def is_empty(self) -> bool:
-        """Whether a reward model alone looks at the responses."""
+        """Whether only a reward model scores the responses."""
         return not self.has_programs and self.config.environment is None
 
     def submitting(
@@ -72,12 +72,12 @@ class RewardSources:
         return Submitting(self, prompts, tokenizer)
 
     def submit(self, episodes: Sequence[Episode]) -> None:
-        """Begin to score the episodes."""
+        """Start scoring the episodes."""
         if self._rewards is not None:
             self._rewards.submit(episodes)
 
     def keep(self, place: int, outcome: Outcome) -> None:
-        """Keep what the environment gave for the response at a place of the batch."""
+        """Store the environment's outcome for the response at an index of the batch."""
         self._outcomes[place] = outcome
 
     def results(self) -> dict[str, Scored]:
@@ -126,7 +126,7 @@ class RewardSources:
                 )
 
     def check_alike(self, group: Group) -> None:
-        """Look whether all processes run the same files.
+        """Check that all processes have the same files.
 
         Raises:
             ConfigError: on all processes alike, that a file was edited while they started, or that
@@ -184,7 +184,7 @@ class RewardSources:
 
 
 class Submitting:
-    """Hands the responses of a batch to the sources, a few at a time, as they end.
+    """Submits the responses of a batch to the sources, a few at a time, as they end.
 
     A function sees the responses to a prompt together, with the same others whatever order they
     end in.

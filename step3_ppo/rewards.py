@@ -78,7 +78,7 @@ def compute_reward(
     models: Models,
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """Raw scores as they enter PPO's reward: normalized and clipped.
+    """Raw scores for PPO's reward: normalized and clipped.
 
     An unfinished response gets at most `missing_eos_score`. A flat replacement would reward never
     ending wherever the reward model scores finished responses even lower.
@@ -128,7 +128,7 @@ class ResponseRewards:
     """The rewards of this process's responses."""
 
     reward: Float[Tensor, " B"]
-    """The maximized reward; 0 where it is not known."""
+    """The maximized reward; 0 if unknown."""
 
     score: Float[Tensor, " B"]
     """The reported score: of a reward model alone its score in its own unit (`counted_scores`),
@@ -138,11 +138,11 @@ class ResponseRewards:
     """The values of each source, and `gold`; empty with a reward model alone."""
 
     seconds: float = 0.0
-    """Waited for the sources after everything else was done."""
+    """Seconds of waiting for the sources after everything else was done."""
 
     @property
     def known(self) -> Bool[Tensor, " B"]:
-        """Whether a response has a reward; on the others a source failed, or none applied."""
+        """Whether a response has a reward; for others a source failed, or none applied."""
         return ~self.score.isnan()
 
     def by_source(self) -> dict[str, list[float | None]]:
@@ -193,7 +193,7 @@ def compute_rewards(
     given: Mapping[str, Scored] | None = None,
     strict: bool = True,
 ) -> ResponseRewards:
-    """The rewards of the responses that were submitted to the sources since the last call.
+    """The rewards of the responses submitted to the sources since the last call.
 
     Args:
         models: the reward model, where there is one, and the sources.

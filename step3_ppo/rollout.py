@@ -39,7 +39,7 @@ class PromptBatch:
     """This process's prompts of a rollout, or of some of its groups."""
 
     groups: list[int]
-    """Their groups in the rollout; group g belongs to process g % W."""
+    """Groups of the prompts in the rollout; group g belongs to process g % W."""
 
     prompts: list[Prompt]
     """Prompts; equal prompts of a group are adjacent."""
@@ -54,7 +54,7 @@ class PromptBatch:
 
 
 ATTEMPT_KEYS = 2**40
-"""Keys of one attempt, more than any run needs."""
+"""Number of keys per attempt, more than any run needs."""
 
 
 @dataclass
@@ -192,7 +192,7 @@ class Sampled:
 
 
 def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampled:
-    """Sample responses to the next prompts, and to further ones where all rewards are equal.
+    """Sample responses to the next prompts, and to replacements if all rewards are equal.
 
     A group with equal rewards has no gradient: its prompt is replaced by the next one of the
     stream, in at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). Groups that are still
@@ -251,7 +251,7 @@ def sampled_responses(
     *,
     on_response: OnResponse | None = None,
 ) -> list[Response]:
-    """The actor's responses to a batch, or its episodes in an environment, drawn by its keys."""
+    """The actor's responses to a batch, or its episodes, sampled with the batch's keys."""
     environments = models.sources.environments
     if environments is None:
         return generate_responses(
@@ -296,7 +296,7 @@ def _scores(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> Float[Tensor, " B"] | None:
-    """The reward model's scores, where there is one."""
+    """The reward model's scores, if there is one."""
     return None if models.reward is None else raw_scores(models, inputs, responses, config)
 
 

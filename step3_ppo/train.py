@@ -124,7 +124,7 @@ def slow_down(ppo: Setup) -> None:
 def set_moments(
     models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
 ) -> None:
-    """Measure, or restore, the moments of a reward model that has none stored.
+    """Measure, or restore, the moments of a reward model without stored ones.
 
     The responses are those that the first iteration learns from.
     """

@@ -41,7 +41,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model with the averaged weights; its own are restored at the end, bit for bit."""
+        """Context with the averaged weights; the current ones are restored exactly at the end."""
         own = [master.clone() for master in self.engine.masters()]
         try:
             self.engine.load_masters(self.weights)
@@ -204,7 +204,7 @@ def update_policy(
 
 
 def own_rows(slots: Sequence[int], data: Group, *, group_size: int) -> list[int]:
-    """This process's rows among these slots of a rollout.
+    """This process's rows among these indices of a rollout.
 
     Groups go round the processes: that of slot s is the (s // G // W)-th of process s // G % W.
     """
@@ -271,7 +271,7 @@ def update_minibatch(
 def _of_all(
     parts: Sequence[Mapping[str, Tensor]], models: Models, *, num_tokens: int
 ) -> dict[str, float]:
-    """Means per token over all micro-batches and processes, and the largest of the maxima.
+    """Means per token and maxima over all micro-batches and processes.
 
     Of the stages of a pipeline the last one has them.
     """
@@ -378,7 +378,7 @@ def _learn_policy(
 def _policy_objective(
     outputs: TokenLogprobs, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's loss on a micro-batch, summed, and figures of it."""
+    """The policy's summed loss on a micro-batch, and its figures."""
     region = TrustRegion(
         config.clip, config.clip if config.clip_high is None else config.clip_high, config.dual_clip
     )
@@ -404,7 +404,7 @@ def _policy_objective(
 
 
 def _kl_loss(logprobs: Tensor, minibatch: Minibatch, weights: Tensor, config: PPOConfig) -> Tensor:
-    """The KL penalty of the loss, with the same token weights as the rest of it."""
+    """The KL penalty of the loss, with the loss's token weights."""
     estimator = "k3_is" if config.kl_estimator == "auto" else config.kl_estimator
     ratio = policy_ratio(logprobs, minibatch.old_logprobs)
     kl = KL_LOSSES[estimator](logprobs - minibatch.ref_logprobs, ratio)
@@ -412,7 +412,7 @@ def _kl_loss(logprobs: Tensor, minibatch: Minibatch, weights: Tensor, config: PP
 
 
 def _ratio_figures(logprobs: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
-    """The tokens' distance from ratio 1: sums over counted tokens, and maxima."""
+    """Distances of the ratios from 1: sums over counted tokens, and maxima."""
     ratio = policy_ratio(logprobs, minibatch.old_logprobs)
     return {
         "approx_kl": 0.5 * (ratio.log().square() * minibatch.counted).sum(),

@@ -1,1 +1,1 @@
-"""Step 3 without RL: the actor learns from preferences, by DPO and its family."""
+"""Step 3 without RL: trains the actor on preferences, by DPO and its family."""

@@ -54,7 +54,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_rate", "repetition"]
 
 OF_ANSWERS: tuple[str, ...] = ("kl", "kl_per_token", "response_length", "stop_rate", "repetition")
-"""Signals of what the actor writes; the other one is of held-out rows."""
+"""Signals of the actor's responses; the other one is of held-out rows."""
 
 USUAL: tuple[tuple[Signal, float, int], ...] = (
     ("kl_per_token", 0.5, 1),
@@ -64,22 +64,22 @@ USUAL: tuple[tuple[Signal, float, int], ...] = (
     ("stop_rate", 0.05, 1),
     ("repetition", 0.3, 2),
 )
-"""Signal, limit and window of the guards that every run has; those it can't measure do nothing."""
+"""Signal, limit and window of the default guards; unmeasured signals are ignored."""
 
 STRICT = [(signal, limit, max(2, window)) for signal, limit, window in USUAL]
-"""The same where they act: one evaluation is no reason to go back."""
+"""The same for acting guards: a single evaluation does not trigger a rollback."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Guard):
-    """One signal, and what becomes of the run where it is beyond its limit."""
+    """A signal, its limit, and the action when it is exceeded."""
 
     RELATIVE = ("response_length",)
     WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {
         **words(USUAL),
         "strict": words(STRICT)["strict"],
     }
-    """Guards that a word stands for."""
+    """Guards by keyword."""
 
     signal: Signal
 
@@ -103,7 +103,7 @@ KNOWN = (
     *WARNING,
     *(replace(GuardConfig(**each), action="warn") for each in GuardConfig.WORDS["strict"]),
 )
-"""The usual guards under either word, as ones that warn."""
+"""The default guards of both keywords, with the action warn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +117,13 @@ class GuardSettings:
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
-        """The guards that may end the run or take it back."""
+        """The guards that may end the run or roll it back."""
         return tuple(guard for guard in self.guards if guard.acts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
-    """Step 3 without RL: the actor learns from pairs of responses, or from good and bad ones."""
+    """Step 3 without RL: trains the actor on pairs of responses, or on good and bad ones."""
 
     section: ClassVar[str] = "preference"
 
@@ -175,7 +175,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Share of the pairs whose order is taken to be wrong, in loss dpo (cDPO)."""
 
     robust: bool = False
-    """Correct the loss for that share instead of averaging over it (robust DPO)."""
+    """Correct the loss for this share instead of averaging over it (robust DPO)."""
 
     logp: Literal["auto", "sum", "mean"] = "auto"
     """Log-probability of a response: the sum over its tokens, or their mean; auto is the mean for
@@ -186,7 +186,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     sft_loss_weight): against both log-probabilities falling, and lost ends of turns."""
 
     reference_free: bool = False
-    """Leave the reference out of the loss: compare log-probabilities as they are."""
+    """Omit the reference: compare log-probabilities instead of log-ratios."""
 
     weight_chosen: float | Literal["auto"] = 1.0
     """Of loss kto: weight of good responses (desirable_weight); auto balances the numbers of
@@ -208,11 +208,11 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Stop after this many evaluations without a better loss; null never stops early."""
 
     max_prompt_length: int = 256
-    """Longest held-out prompt that is answered, in tokens; longer ones are left out, and counted.
+    """Maximum tokens of a held-out prompt; longer ones are left out, and counted.
     """
 
     max_new_tokens: int = 256
-    """Longest response to a held-out prompt, in tokens, its end-of-turn token included."""
+    """Maximum tokens of a response to a held-out prompt, including its end-of-turn token."""
 
     temperature: float = 1.0
     """Temperature at which responses to held-out prompts are sampled."""
@@ -221,7 +221,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Held-out prompts that are answered in evaluations during training; 0 answers none."""
 
     generation_batch_size: int = 64
-    """Prompts answered at once by one process; changes no result."""
+    """Concurrent responses of a process; changes no result."""
 
     @property
     def step_name(self) -> str:
@@ -235,7 +235,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     @property
     def is_unpaired(self) -> bool:
-        """Whether it learns from responses one by one."""
+        """Whether it learns from single responses."""
         return self.loss == "kto"
 
     @property
@@ -246,11 +246,11 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     @property
     def row_share(self) -> RowShare:
-        """Pairs, or of kto responses, of the parts that are its own."""
+        """Rows of its own parts: pairs, or single responses for kto."""
         return RowShare("responses" if self.is_unpaired else "pairs", tuple(sorted(self.shares)))
 
     def workload(self, world: int) -> Workload:
-        """A language model learns from both responses of each row; it answers held-out prompts."""
+        """A language model is trained on each row's responses, and answers held-out prompts."""
         scored = 0 if self.reference_free else 1
         scored += 2 if self.is_unpaired else 0  # mismatched responses, of both policies
         return Workload(
@@ -340,7 +340,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             )
 
     def _check_loss(self) -> None:
-        """Refuse settings that the loss has no use for."""
+        """Refuse settings that the loss does not use."""
         for name in ("weight_chosen", "weight_rejected"):
             value = getattr(self, name)
             require(

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 def evaluate_rows(
     rows: Sequence[Row], reference: Reference, config: PreferenceConfig
 ) -> dict[str, float]:
-    """The figures of training, of held-out rows and without gradients, over all processes.
+    """The training figures of held-out rows, without gradients, over all processes.
 
     Where responses come one by one, `accuracy` is the share of pairs of a good and a bad response
     to the same prompt, or where there are none to any prompt, that the log-ratio puts in order.
@@ -102,7 +102,7 @@ def order(parts: Sequence[Mapping[int, float]], rows: Sequence[Row]) -> float:
 
 
 class HeldOut(HeldOutPrompts):
-    """Prompts that no step trained on; a reward model, where there is one, scores the responses."""
+    """Prompts that no step trained on; a reward model, if there is one, scores the responses."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class HeldOut(HeldOutPrompts):
         self.config = config
 
     def on(self, prompts: Sequence[Prompt]) -> "HeldOut":
-        """Other prompts, answered and judged in the same way."""
+        """The same evaluation of other prompts."""
         return HeldOut(prompts, self.chat, self.generating, self.start, self.config)
 
     def scored(
@@ -198,7 +198,7 @@ class HeldOut(HeldOutPrompts):
         return passes.from_last(found)
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
-        """The best measure of each response, under its name; empty without a judge.
+        """The best available measure of each response, under its name; empty without a judge.
 
         The verdicts of the embedded task's program, else the reward model's scores.
         """
@@ -209,12 +209,12 @@ class HeldOut(HeldOutPrompts):
         return {}
 
     def values(self, responses: Sequence[ScoredResponse]) -> list[float | None]:
-        """The judge's value of each response; None of each without a judge."""
+        """The judge's value of each response; None without a judge."""
         return next(iter(self.by_prompt(responses).values()), [None] * len(responses))
 
 
 class Evaluator:
-    """Evaluates the actor at the start, now and then, and at the end.
+    """Evaluates the actor at the start, at intervals, and at the end.
 
     The best actor is that of the smallest loss on held-out rows. A loss sees how responses compare,
     not what the actor writes: so it also answers the first held-out prompts each time.
@@ -245,7 +245,7 @@ class Evaluator:
         return self.training.best
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> dict[str, float]:
-        """Evaluate the actor as it begins; it is the first candidate. Returns its figures.
+        """Evaluate the initial actor, which is the first candidate; return its figures.
 
         Raises:
             ModelError: its figures are not finite.
@@ -267,7 +267,7 @@ class Evaluator:
         return figures
 
     def evaluate(self, step: int, run: Run) -> dict[str, float]:
-        """After optimizer step `step` evaluate the actor, where that is due; its figures.
+        """Evaluate the actor after optimizer step `step`, if due; return its figures.
 
         Raises:
             DivergedError: its figures are not finite.
@@ -289,7 +289,7 @@ class Evaluator:
         return figures
 
     def end(self, run: Run, guards: Guards) -> None:
-        """Let the exported actor and the base answer all prompts; write samples and the result."""
+        """Evaluate the exported actor and the base on all prompts; write samples and the result."""
         rows, after, config = self._rows(), self.held_out.answer_all(), self.config
         best = self.best
         evaluation = {
@@ -343,7 +343,7 @@ class Evaluator:
         return {"eval_by_prompt": found} if found else {}
 
     def _summary(self, after: HeldOutResponses) -> dict[str, float | None]:
-        """Figures of greedy responses to all prompts, but the KL; win rate null without a judge."""
+        """Figures of greedy responses to all prompts; the win rate is null without a judge."""
         before = self.before
         new, old = (
             [
@@ -377,7 +377,7 @@ def warn_if_not_improved(
     best: BestWeights,
     config: PreferenceConfig,
 ) -> None:
-    """Warn where the actor got no better on held-out rows, or where chosen responses fell too."""
+    """Warn if the actor did not improve on held-out rows, or if chosen responses fell too."""
     method = method_title(config.method)
     if best.step == 0 and best.last_step > 0:
         logger.warning(

@@ -35,7 +35,7 @@ class PreferenceSignals(Signals):
     SENTENCES = SENTENCES
 
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
-        """The signal in the unit of its limit; None where nothing was answered."""
+        """The signal in the unit of its limit; None if no prompt was answered."""
         if signal == "chosen_nll":
             return first["logp_chosen"] - metrics["logp_chosen"]
         if "sampled_length" not in metrics:

@@ -37,7 +37,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Figures:
-    """Sums over rows and sequences, from which means follow; they add up."""
+    """Sums over rows and sequences, for means; they are additive."""
 
     sums: Float[Tensor, "8"]
     """Loss, right order, rewards, log-probabilities of a token and numbers of both sides; in fp64,

@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 KEPT: tuple[Fate, ...] = ("whole", "cut")
-"""Fates of rows that are learned from."""
+"""Outcomes of rows that are trained on."""
 
 
 class RowStore:
-    """The step's training and held-out rows, without those that teach nothing or don't fit."""
+    """The step's training and held-out rows, without uninformative or too long ones."""
 
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
@@ -51,7 +51,7 @@ class RowStore:
         self._examples: Sequence[Example] = ()
 
     def sift(self, data: StageData, chat: ChatFormat) -> StageData:
-        """Keep the rows that can be learned from; all processes call it.
+        """Keep the trainable rows; all processes call it.
 
         Raises:
             DataError: none is left to train on, or to evaluate; or of kto's responses all are good,
@@ -71,7 +71,7 @@ class RowStore:
 
     @property
     def num_good(self) -> int:
-        """Training rows with a chosen response: of kto the good ones."""
+        """Training rows with a chosen response; for kto, the good ones."""
         return sum(bool(example.chosen) for example in self._examples)
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
@@ -79,7 +79,7 @@ class RowStore:
         return [fit(self._examples[row], self._chat, self.config)[0] for row in numbers]
 
     def _keep(self, name: str, examples: Sequence[Example]) -> list[Example]:
-        """The examples that can be learned from; each process encodes a share of them."""
+        """The trainable examples; each process encodes a share of them."""
         data = current_mesh().data
         own: list[Fate] = [fit(x, self._chat, self.config)[1] for x in data.share(examples)]
         gathered = data.gather_objects(own)
@@ -133,7 +133,7 @@ FILE = "reference.safetensors"
 
 
 class Start:
-    """The weights that the actor began with; made before any state of a run is loaded."""
+    """The actor's initial weights; constructed before the state of a run is loaded."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
@@ -144,7 +144,7 @@ class Start:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The actor as it began, in evaluation mode; all processes enter in step."""
+        """Context with the initial actor in evaluation mode; all processes enter together."""
         with evaluating(self.engine.model):
             if self._adapted is not None:
                 with self._adapted.disable_adapter():
@@ -171,7 +171,7 @@ def _copies(engine: Engine) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Table:
-    """Log-probabilities of the reference; NaN where none was needed."""
+    """Log-probabilities of the reference; NaN if not needed."""
 
     train: Float[Tensor, "N 2"]
     """Log-probabilities of the chosen and rejected response of each training row."""
@@ -309,7 +309,7 @@ def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
 
 
 def _read(path: Path, bound_to: str) -> Table | None:
-    """The table in the file; None where there is none, or another's."""
+    """The table in the file; None if there is none, or if it is of another run."""
     try:
         with safe_open(path, "pt") as file:
             if (file.metadata() or {}).get("fingerprint") != bound_to:
@@ -355,7 +355,7 @@ def _compute(start: Start, total_steps: int, store: RowStore, config: Preference
 def _of_rows(
     passes: Passes, rows: Sequence[Row], config: PreferenceConfig
 ) -> dict[tuple[int, int], float]:
-    """The log-probability of each response in this process's micro-batches, by place and side."""
+    """Log-probabilities of the responses in this process's micro-batches, by index and side."""
     found: dict[tuple[int, int], float] = {}
     batches = cut(rows, config)
     for batch, sums in zip(batches, log_probabilities(passes, batches), strict=False):

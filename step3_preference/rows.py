@@ -1,4 +1,4 @@
-"""Responses as token ids: what of a row fits, what is left out, and micro-batches.
+"""Responses as token ids: truncation, skipped rows, and micro-batches.
 
 Also of prompts with another row's response, by which KTO estimates how far the actor has moved.
 
@@ -21,7 +21,7 @@ from pipeline.run.training import local_parts
 from step3_preference.config import PreferenceConfig
 
 Fate = Literal["whole", "cut", "too long", "equal", "untrained"]
-"""Outcome of a row; rows of the last three kinds are left out."""
+"""Outcome of a row; rows with the last three are left out."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Row:
 
     @property
     def sequences(self) -> list[Encoded]:
-        """The sequences that are there, the chosen one first."""
+        """The existing sequences, the chosen one first."""
         return [each for each in (self.chosen, self.rejected) if each is not None]
 
     @property
@@ -53,7 +53,7 @@ class RowBatch:
     """Response tokens of each sequence; empty where there are no rows."""
 
     chosen: tuple[int, ...]
-    """The row of each chosen sequence, by its place among those that were cut."""
+    """The row of each chosen sequence, by its index in the global batch."""
 
     rejected: tuple[int, ...]
 
@@ -75,7 +75,7 @@ class ComparedBatch:
     rows: RowBatch
 
     reference: Float[Tensor, " S"] | None
-    """The log-probability of each response; None on a stage of a pipeline that asks for none."""
+    """The log-probability of each response; None on stages that don't need it."""
 
     @property
     def tokens(self) -> TokenBatch:
@@ -84,7 +84,7 @@ class ComparedBatch:
 
 
 def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[Row, Fate]:
-    """The row within `data.max_length`, and what becomes of it.
+    """The row truncated to `data.max_length`, and its outcome.
 
     Both sides keep the same prompt, which loses its beginning, and their ends: a difference in what
     was cut, or a lost end of turn, would be learned.
@@ -111,7 +111,7 @@ def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[R
 
 
 def _prompt_length(example: Example, chat: ChatFormat) -> int:
-    """Tokens before the response; 0 where none of them could be trained anyway."""
+    """Tokens before the response; 0 if none of them can be trained."""
     if all(turn.role != "assistant" for turn in example.prompt):
         return 0
     return len(chat.encode_prompt(example.prompt, origin=example.origin))
@@ -120,7 +120,7 @@ def _prompt_length(example: Example, chat: ChatFormat) -> int:
 def _response(
     example: Example, response: Sequence[Message], chat: ChatFormat, start: int
 ) -> Encoded:
-    """The dialogue, of which the response alone is learned: not the turns of the prompt."""
+    """The dialogue, with only the response trained."""
     encoded = chat.encode(example.prompt, response, origin=example.origin)
     trained = [flag and place >= start for place, flag in enumerate(encoded.trained)]
     return replace(encoded, trained=trained)
@@ -147,7 +147,7 @@ def cut(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
 
 
 def collate_rows(rows: Sequence[Row], part: Sequence[int]) -> RowBatch:
-    """The rows with these numbers as one batch; where there are none, a spare one for the pass."""
+    """The rows with these numbers as one batch; without rows, a spare one for the pass."""
     chosen = [(number, side) for number in part if (side := rows[number].chosen) is not None]
     rejected = [(number, side) for number in part if (side := rows[number].rejected) is not None]
     sequences = [side for _, side in (*chosen, *rejected)]

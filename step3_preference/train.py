@@ -1,4 +1,4 @@
-"""Step 3 without RL: the actor learns from preferences, by DPO and its family.
+"""Step 3 without RL: trains the actor on preferences, by DPO and its family.
 
 python -m step3_preference.train --model.path OUT/step1_sft --method dpo
 torchrun --nproc_per_node 2 -m step3_preference.train ...
@@ -45,7 +45,7 @@ from step3_preference.rows import ComparedBatch, Row, cut
 
 @dataclass(frozen=True)
 class Setup:
-    """The actor that learns, what it is compared with, and its evaluations."""
+    """The trained actor, its reference, and its evaluations."""
 
     training: Training[PreferenceConfig, Row, Rows]
     store: RowStore
@@ -57,18 +57,18 @@ class Setup:
     """Weights of good and of bad responses in the loss kto; other losses ignore them."""
 
     def slow_down(self) -> None:
-        """After each rollback learn half as fast."""
+        """Halve the learning rate for each rollback."""
         self.training.engine.lr_scale = 0.5**self.guards.rollbacks
 
     def export(self) -> None:
-        """Write the actor with its present weights to the output directory."""
+        """Write the actor with its current weights to the output directory."""
         training = self.training
         directory = training.config.output_dir / "actor"
         export(training.model, training.rows.tokenizer, directory, weights=training.engine)
 
 
 def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> Setup:
-    """Load the actor, find the reference, and take up the state of an earlier run with `resume`.
+    """Load the actor and the reference and, with `resume`, the state of an earlier run.
 
     Raises:
         ModelError: the actor's first figures are not finite.

@@ -1,4 +1,4 @@
-"""Generation for requests that come at any time: submitted, run together, cancelled.
+"""Continuous generation: requests are submitted at any time, run together, and cancelled.
 
     batch = OpenBatch(model, num_slots=8, capacity=512)
     ticket = batch.submit(Request(prompt, sampler, key=0, max_new_tokens=64))

@@ -31,7 +31,7 @@ from pipeline.models.forward import kv_bytes_per_token, num_key_heads
 from pipeline.system.torch_process import zeros_in_huge_pages
 
 FEW = 24
-"""Tokens of a piece up to which the kernel of decoding is faster than that of sequences."""
+"""Length of a piece up to which the decoding kernel is faster than the sequence kernel."""
 
 
 def slot_width(capacity: int) -> int:
@@ -53,7 +53,7 @@ class SlotCache(Cache):
         self.num_slots = num_slots
         self.width = slot_width(capacity)
         self.spare = self.width - 1
-        """Place for the padding of passes: the last one of slot 0."""
+        """Position for the padding of passes: the last one of slot 0."""
         self.keys: list[Float[Tensor, "S G M D"]] = []
         self.values: list[Float[Tensor, "S G M E"]] = []
         self._places: Int[Tensor, " N"] = torch.empty(0, dtype=torch.long)
@@ -61,7 +61,7 @@ class SlotCache(Cache):
         self._rows: dict[int, Int[Tensor, "N G"]] = {}
 
     def begin(self, places: Int[Tensor, " N"], *, reads_slots: bool) -> None:
-        """Set the places of the next pass's tokens: slot * width + position.
+        """Set the cache positions of the next pass's tokens: slot * width + position.
 
         With `reads_slots` attention is given all slots, else the keys and values of the pass.
         """
@@ -95,7 +95,7 @@ class SlotCache(Cache):
         cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
         new: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
     ) -> None:
-        """Do what the kernel does, with PyTorch."""
+        """Store keys and values with PyTorch, as the kernel does."""
         num_heads = cache[0].shape[1]
         rows = self._rows.get(num_heads)
         if rows is None:
@@ -128,7 +128,7 @@ class SlotCache(Cache):
             stored[other, :, :length] = before
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """There is no common length: models are given the positions of their tokens."""
+        """Return 0: slots have no common length, and positions are passed to the model."""
         return 0
 
     def _empty(self, states: Float[Tensor, "1 G N D"]) -> Float[Tensor, "S G M D"]:

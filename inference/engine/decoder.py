@@ -54,7 +54,7 @@ Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
 the result, always in the same memory."""
 
 Agree = Callable[[bool], bool]
-"""Whether all processes that compute the layers together pass True; they call it in step."""
+"""Whether all processes of the tensor-parallel group pass True; all of them call it."""
 
 
 class LiveKeys:
@@ -214,7 +214,7 @@ class CudaCapture:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of a GPU for captures: each stream would keep its own memory."""
+    """The GPU's only stream for captures: each stream would keep separate memory."""
     return torch.cuda.Stream(device)
 
 

@@ -1,4 +1,4 @@
-"""Generation for models with their own kind of attention: left-padded batches, one after the other.
+"""Generation for models with special attention: left-padded batches, one after the other.
 
 For models that `inference/engine/slots.py` doesn't support: layers with convolutions or a recurrent
 state, ALiBi, soft-capping. Dimension names: B rows, P tokens so far, T tokens of one forward pass,

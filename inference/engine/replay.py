@@ -55,7 +55,7 @@ class Stage(Enum):
     """The next pass of a number of rows."""
 
     MODULES = auto()
-    """Run the modules: a batch of one or two tokens has no use for more."""
+    """Run the modules: recording would not pay for a batch of one or two tokens."""
 
     RECORD = auto()
     VERIFY = auto()
@@ -140,7 +140,7 @@ def relative_difference(ours: Float[Tensor, "N V"], expected: Float[Tensor, "N V
 
 
 Replay = Callable[[], object]
-"""Repeats a call on what its memory contains now."""
+"""Repeats a call on the current contents of its memory."""
 
 TRANSFERS = {"_to_copy", "copy_", "to"}
 """Operators that may copy between the host and a device, and wait for it."""
@@ -152,7 +152,7 @@ WITH_OUT = {"mm", "bmm", "addmm", "baddbmm", "mean", "sum", "cat", "index_select
 """Operators besides the elementwise ones that can write into `out`."""
 
 TO_PYTHON = {"tolist", "numpy", "__array__"}
-"""Methods that hand numbers to Python without the dispatcher, which sees `item`."""
+"""Methods that return numbers to Python without the dispatcher, which sees `item`."""
 
 UNREPLAYABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
 
@@ -201,7 +201,7 @@ class Call:
 
 
 class _NoNumbers(TorchFunctionMode):
-    """Inside it, no number of a tensor is handed to Python."""
+    """Context in which no number of a tensor may reach Python."""
 
     def __torch_function__(
         self,
@@ -216,7 +216,7 @@ class _NoNumbers(TorchFunctionMode):
 
 
 class TraceRecorder(TorchDispatchMode):
-    """Inside it, operators are computed and recorded; all their results are kept.
+    """Context that computes and records operators; all their results are kept.
 
     Raises:
         ReplayError: an operator can't be repeated.
@@ -269,7 +269,7 @@ class TraceRecorder(TorchDispatchMode):
 
 
 def require_replayable(call: Call, result: object) -> None:
-    """Refuse a call whose repetition would not do what the modules' Python code does.
+    """Refuse a call whose repetition would differ from the modules' Python code.
 
     Raises:
         ReplayError: it draws random numbers, Python or a shape depends on the numbers it read, or
@@ -315,7 +315,7 @@ class OperatorTrace:
         return len(self._replays)
 
     def replay(self) -> Tensor:
-        """Compute again from what the inputs contain; the result has the same memory each time."""
+        """Compute again from the current inputs; the result has the same memory each time."""
         for repeat in self._replays:
             repeat()
         return self.result
@@ -349,7 +349,7 @@ def needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
 
 
 def make_replay(call: Call) -> Replay:
-    """Return the leanest way to repeat a call."""
+    """Return the fastest way to repeat a call."""
     if call.repeat is not None:
         return call.repeat
     # PyTorch's own bindings are leaner than the dispatcher's.

@@ -1,4 +1,4 @@
-"""Requests to the generation engine, their responses, and the events on the way."""
+"""Requests to the generation engine, their responses, and the events of generation."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ StopWhen = Callable[[int, list[int]], bool]
 """Whether a response ends here: called with its prompt's index and its tokens so far."""
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-"""Why a response ended: a stop token, its longest length, a cancellation, or an error."""
+"""Why a response ended: a stop token, the maximum length, a cancellation, or an error."""
 
 
 @dataclass
@@ -53,13 +53,13 @@ class Request:
     prompt: tuple[int, ...]
 
     sampler: Sampler
-    """Its settings; its stop tokens end the response."""
+    """Sampling settings; the stop tokens end the response."""
 
     key: int
-    """Chooses the sample, with the sampler's seed."""
+    """Selects the sample, together with the sampler's seed."""
 
     max_new_tokens: int
-    """Longest response, its stop token included."""
+    """Maximum tokens of the response, including the stop token."""
 
     drawn: int = 0
     """Tokens sampled by this key in earlier turns of the dialogue: this turn draws the random
@@ -92,7 +92,7 @@ class Ticket:
         self.newest = request.prompt[-1]
         """The token of the next decoding pass."""
         self.sampler, self.key = without_seed(request.sampler, request.key)
-        """The same choices by a sampler that requests with other seeds share."""
+        """An equivalent sampler and key, shared with requests of other seeds."""
         self.num_reused = 0
         """Prompt tokens whose keys and values were stored when it got a slot."""
 
@@ -103,7 +103,7 @@ class Ticket:
 
     @cached_property
     def identity(self) -> Hashable:
-        """Equal for tickets whose prompts are read once."""
+        """Key that is equal for tickets whose prompts are read once."""
         return self.request.scope, self.request.prompt
 
     @property

@@ -18,10 +18,10 @@ from pipeline.kernels import sampling
 from pipeline.kernels.sampling import Draw
 
 BLOCK = 128
-"""Tokens of a block; only one block is searched. About the square root of a vocabulary's size."""
+"""Tokens of a block, about the square root of a vocabulary; only one block is searched."""
 
 SMALL = 4096
-"""Up to that many tokens a cumulative sum of all costs less than two steps."""
+"""Vocabulary size up to which one cumulative sum is faster than two steps."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -54,7 +54,7 @@ def _mixed_seed(seed: int) -> np.ndarray:
 def words_of(
     keys: Sequence[int], positions: int | Sequence[int]
 ) -> tuple[UInt64[np.ndarray, " B"], UInt64[np.ndarray, " B"]]:
-    """Keys and positions as words of 64 bits, as many of both."""
+    """Keys and positions as 64-bit words, broadcast to equal lengths."""
     words = np.asarray(keys, np.uint64)
     return words, np.broadcast_to(np.asarray(positions, np.uint64), len(words))
 
@@ -75,7 +75,7 @@ class Sampler:
     frequency_penalty: float = 0.0
     """Subtracted once for each time that the response contains the token."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """Pairs of a token and the number added to its logit."""
 
     min_new_tokens: int = 0
     stop_ids: Sequence[int] = ()
@@ -93,12 +93,12 @@ class Sampler:
 
     @property
     def forbids_early_ends(self) -> bool:
-        """Whether some tokens can't be chosen at first."""
+        """Whether some tokens are forbidden at the start of a response."""
         return self.min_new_tokens > 0 and len(self.stop_ids) > 0
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are cut off."""
+        """Whether the distribution is truncated."""
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
@@ -207,7 +207,7 @@ def make_sampler(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
 
 
 def without_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
-    """A sampler of seed 0 and a key that it makes the same choices with.
+    """An equivalent sampler of seed 0, and the key with which it makes the same choices.
 
     So rows of different seeds share a call: a seed changes nothing but the word that keys meet.
     """
@@ -274,7 +274,7 @@ def _place(
 
 
 def likeliest_tokens(scores: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
-    """The first of the highest scores of each row: argmax, which is slow on the CPU, by blocks."""
+    """Index of the first maximum of each row: argmax, which is slow on the CPU, by blocks."""
     blocks = in_blocks(scores, padding=-torch.inf)
     chosen = blocks.amax(dim=-1).argmax(dim=-1)
     rows = torch.arange(len(scores), device=scores.device)
@@ -282,7 +282,7 @@ def likeliest_tokens(scores: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
 
 
 def in_blocks(values: Float[Tensor, "B V"], *, padding: float) -> Float[Tensor, "B K W"]:
-    """Each row cut into K blocks, the last one filled up."""
+    """Split each row into K blocks; the last one is padded."""
     missing = -values.shape[-1] % BLOCK
     padded = F.pad(values, (0, missing), value=padding) if missing else values
     return padded.unflatten(-1, (-1, BLOCK))

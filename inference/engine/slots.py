@@ -19,10 +19,10 @@ from pipeline.models.attention import Layout, Ragged
 from pipeline.models.forward import base_model, cache_name
 
 REUSE_MIN = 16
-"""Shorter prefixes are read again: that costs less than copying them."""
+"""Minimum length of a copied prefix: reading a shorter one again costs less."""
 
 GROUP_TOKENS = 1024
-"""Prompt tokens for which a closed batch interrupts decoding."""
+"""Prompt tokens that must wait before a closed batch interrupts decoding."""
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Slot:
     """The request that occupies the slot; None if it is free."""
 
     tokens: Int[np.ndarray, " P"] = field(default_factory=lambda: as_array(()))
-    """The stored sequence; of a running request its prompt."""
+    """The stored sequence, or the prompt of a running request."""
 
     stored: int = 0
     """Length of the prefix of `tokens` whose keys and values are stored."""
@@ -54,12 +54,12 @@ class Slot:
 
     @property
     def left(self) -> int:
-        """Prompt tokens that prefill has still to read."""
+        """Prompt tokens that prefill has not read yet."""
         return 0 if self.ticket is None else len(self.ticket.prompt) - 1 - self.stored
 
     @property
     def is_running(self) -> bool:
-        """Whether the next decoding pass takes a token of it."""
+        """Whether it takes part in the next decoding pass."""
         return self.ticket is not None and self.left <= 0
 
     @property
@@ -249,7 +249,7 @@ def common_prefix(one: Int[np.ndarray, " P"], other: Int[np.ndarray, " Q"]) -> i
 
 
 PREFILL = 2048
-"""Prompt tokens of one pass: more make it no faster, and cost memory."""
+"""Prompt tokens of one pass; more would cost memory and not be faster."""
 
 
 class SlotModel:

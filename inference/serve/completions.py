@@ -29,10 +29,10 @@ from inference.serve.worker import Job, Piece
 from inference.text import plain_text
 
 MOST_ROWS = 1024
-"""Most responses of one request."""
+"""Maximum responses of one request."""
 
 LEAST = -9999.0
-"""Replaces minus infinity, which JSON has no number for."""
+"""Replaces minus infinity, which JSON can't represent."""
 
 
 async def chat_completions(request: HttpRequest) -> Response:
@@ -122,7 +122,7 @@ class Reply:
     """OpenAI's name of the object."""
     chunk_kind: str
     begins: bool = False
-    """Whether a response is a new text, so that decoding may drop the space of its first word."""
+    """Whether a response is a new text, whose first word may lose its leading space."""
 
     def __init__(self, state: State, fields: SamplingFields, client: str) -> None:
         self.state = state
@@ -460,7 +460,7 @@ class TextPosition:
 
     served: ServedModel
     begins: bool
-    """Whether no token with a text was returned of a new text."""
+    """Whether a new text has not returned any token with text yet."""
 
     offset: int = 0
     """Characters before the next token; an incomplete character doesn't count."""

@@ -10,7 +10,7 @@ from pipeline.config import Precision
 from pipeline.system.errors import ConfigError, require
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""Addresses that this machine alone reaches."""
+"""Addresses that only this machine can reach."""
 
 MIB = 2**20
 
@@ -20,10 +20,10 @@ class ServeConfig:
     """Models, address and limits of the server."""
 
     path: tuple[str, ...] = ()
-    """Models, each as a directory or Hub name, or with a name, as sft=OUT/step1_sft."""
+    """Models: directories or Hub names, optionally named as in sft=OUT/step1_sft."""
 
     run: Path | None = None
-    """A run's output directory: base, step 1 and step 3, those that are there."""
+    """A run's output directory: serves base, step 1 and step 3, if present."""
 
     reward: str | None = None
     """Reward model, as OUT/step2_reward, for /v1/score; --run finds its own."""
@@ -35,7 +35,7 @@ class ServeConfig:
     """File that ratings are appended to; null takes OUT/ratings.jsonl with --run, else none."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; others than this machine's own need a key."""
+    """Address to listen on; addresses other than loopback need a key."""
 
     port: int = 8000
     """Port to listen on; 0 takes any that is free."""
@@ -45,7 +45,7 @@ class ServeConfig:
     fp16."""
 
     slots: int | None = None
-    """Sequences that run at once, of each model; null takes as many as fit, at most 32."""
+    """Concurrent sequences of each model; null takes as many as fit, at most 32."""
 
     context: int | None = None
     """Longest sequence, prompt and response, in tokens; null takes the model's, at most 8,192."""
@@ -62,19 +62,19 @@ class ServeConfig:
     CPU, 512 on a GPU."""
 
     queue: int = 256
-    """Requests that wait for a slot; further ones are refused with 429."""
+    """Maximum requests that wait for a slot; further ones are refused with 429."""
 
     queue_seconds: float = 60.0
-    """Seconds that a request waits for a slot at most."""
+    """Maximum seconds that a request waits for a slot."""
 
     request_seconds: float = 600.0
-    """Seconds that a request takes at most."""
+    """Maximum seconds of a request."""
 
     idle_seconds: float = 30.0
-    """How long a client may leave its stream unread, or a request unfinished."""
+    """Seconds that a client may leave its stream unread, or a request unfinished."""
 
     drain_seconds: float = 20.0
-    """After SIGTERM: how long running requests may take to end."""
+    """Seconds that running requests may take to end after SIGTERM."""
 
     max_body_mib: float = 2.0
     """Largest body of a request."""
@@ -83,7 +83,7 @@ class ServeConfig:
     """Longest response where a request names no length, in tokens."""
 
     max_n: int = 16
-    """Most responses to one prompt."""
+    """Maximum responses to one prompt."""
 
     api_key: tuple[str, ...] = ()
     """Keys, one of which each request must have; RLHF_API_KEY gives one too. Better in a file: a
@@ -96,7 +96,7 @@ class ServeConfig:
     """Listen on other addresses without a key: all who reach the port use the models."""
 
     cors: tuple[str, ...] = ()
-    """Origins of other pages that may use the API, as https://example.org."""
+    """Origins of other pages that may use the API, such as https://example.org."""
 
     page: bool = True
     """Serve the page to chat, compare, rate and watch."""
@@ -142,7 +142,7 @@ class ServeConfig:
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone reaches the server."""
+        """Whether only this machine can reach the server."""
         return self.host in LOOPBACK
 
     @property
@@ -152,7 +152,7 @@ class ServeConfig:
 
 
 def read_keys(config: ServeConfig) -> dict[str, str]:
-    """The keys, by the name that the log has for each; none where everybody is let in.
+    """API keys by their name in the log; empty if no key is required.
 
     Raises:
         ConfigError: the file can't be read or has none, a key is too short, or the server would

@@ -1,4 +1,4 @@
-"""Bodies of requests, errors as OpenAI's clients read them, and responses to clients that leave."""
+"""Request bodies, errors in OpenAI's format, and clients that disconnect."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ KINDS = {
 """The type of an error by its status."""
 
 LEFT = 499
-"""Status, in log and metrics, of a request whose client left."""
+"""Status of a request whose client disconnected, in log and metrics."""
 
 DONE = b"data: [DONE]\n\n"
 SIGN_OF_LIFE = b": waiting\n\n"
@@ -78,7 +78,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):  # noqa: N818 - not an error: its request is over
-    """The client left before the response."""
+    """The client disconnected before the response."""
 
 
 def json_response(

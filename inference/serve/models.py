@@ -49,12 +49,12 @@ class ServedModel:
     chat: ChatFormat
 
     batch: OpenBatch
-    """Used by the generation thread alone."""
+    """Used only by the generation thread."""
 
     num_slots: int
 
     context: int
-    """Most tokens of prompt and response."""
+    """Maximum tokens of prompt and response."""
 
     weights_hash: str
     view_bytes: TokenBytes
@@ -331,7 +331,7 @@ def load_models(
 
 
 def _ready(paths: Sequence[ModelPath]) -> list[ModelPath]:
-    """The models that can be loaded: all but the one that a run began from, if it is gone.
+    """The models that can be loaded: all except a run's initial model, if it is missing.
 
     A run may be moved to another machine, and finished models outlive their origins.
     """

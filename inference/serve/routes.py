@@ -93,7 +93,7 @@ async def _fail(*_: object) -> Response:
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
-    """No such path, or not by this method."""
+    """Refuse an unknown path or method."""
     assert isinstance(error, HTTPException)
     status = error.status_code if error.status_code in KINDS else 400
     what = {404: "there is no such path", 405: f"this path takes no {request.method}"}
@@ -282,7 +282,7 @@ def _ratings(state: State) -> RatingsFile:
 
 
 def _key_name(request: Request) -> str:
-    """The name of the request's key, or nothing: addresses are not kept."""
+    """Name of the request's key, or an empty text: addresses are not stored."""
     return client_of(request) if request.scope.get("key_name") else ""
 
 

@@ -20,7 +20,7 @@ KINDS_OF_VALUES = ("str", "int", "float", "bool")
 
 MAX_STOPS = 16
 SEED = 2**63
-"""Seeds lie within 64 bits, with a sign."""
+"""Seeds are signed 64-bit integers."""
 
 NOT_SERVED = (
     *("tools", "functions", "tool_choice", "function_call", "response_format", "regex"),
@@ -31,7 +31,7 @@ NOT_SERVED = (
 """Fields of OpenAI and vLLM that are refused."""
 
 DEFAULTS = (None, "", False, [], {}, "none", "auto", "default", ["text"], {"type": "text"})
-"""Their values that ask for nothing."""
+"""Values of those fields that have no effect."""
 
 EXPORTS = "exports are Hugging Face directories, which vLLM and SGLang serve with tools and schemas"
 
@@ -48,7 +48,7 @@ class Strict(BaseModel):
 
 
 class Part(BaseModel):
-    """A piece of a message; text alone is read."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -96,7 +96,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(Strict):
-    """How responses are drawn: OpenAI's fields and, below, ours."""
+    """Sampling: OpenAI's fields, followed by ours."""
 
     model: str = Field(default="", max_length=512)
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -126,7 +126,7 @@ class SamplingFields(Strict):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with how many tokens there were."""
+        """Whether a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -202,7 +202,7 @@ class RatedMessage(Strict, extra="forbid"):
 
 
 class RatedAnswer(Strict, extra="forbid"):
-    """A response that was rated, and what it came from."""
+    """A rated response and its origin."""
 
     model: str = Field(max_length=512)
     weights_hash: str | None = Field(default=None, max_length=64)
@@ -275,7 +275,7 @@ def read_request(kind: type[T], body: Mapping[str, Any]) -> tuple[T, str]:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, in a sentence that begins with the field's name."""
+    """The first error, as a sentence that begins with the field's name."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     loc = [part for part in first["loc"] if part not in KINDS_OF_VALUES]
     place = [part for part in loc if isinstance(part, int) or part.isidentifier()]

@@ -30,7 +30,7 @@ HEADERS = {
 
 
 class Doorkeeper:
-    """Passes requests on or refuses them, and counts and logs them.
+    """Admits or refuses requests, and counts and logs them.
 
     Args:
         app: answers the requests.
@@ -93,7 +93,7 @@ class Doorkeeper:
             raise ApiError(403, "the Host header names another machine; use 127.0.0.1 or localhost")
 
     def _check_origin(self, method: str, headers: Headers, scheme: str) -> bool:
-        """Whether the request is of another page that `--cors` allows.
+        """Whether the request comes from another page that `--cors` allows.
 
         Raises:
             ApiError: it is of another page that may not use the API.

@@ -1,4 +1,4 @@
-"""The life of a server: it listens, answers, drains and ends."""
+"""The lifecycle of a server: it listens, answers, drains and ends."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from pipeline.system.errors import EXIT_FAILED, ConfigError
 logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 64 * 1024
-"""Most bytes of a request's line and headers."""
+"""Maximum bytes of a request's line and headers."""
 
 KEEP_ALIVE = 5
 """Seconds for which a connection without a request stays open."""
@@ -54,7 +54,7 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 class ImpatientProtocol(H11Protocol):
-    """Drops clients that don't send their headers, or don't read their responses, in time."""
+    """Disconnects clients that are too slow to send headers or read responses."""
 
     seconds = 30.0
     _silent: asyncio.TimerHandle | None = None
@@ -73,7 +73,7 @@ class ImpatientProtocol(H11Protocol):
                 timer.cancel()
 
     def pause_writing(self) -> None:
-        """Start the timer of a client that leaves much unread."""
+        """Start the timer of a client that does not read its response."""
         super().pause_writing()
         self._unread = self.loop.call_later(self.seconds, self.transport.abort)
 
@@ -163,7 +163,7 @@ class Server(uvicorn.Server):
 
 
 def serve(state: State, listener: socket.socket) -> None:
-    """Serve until a signal; raise SystemExit(1) where generation failed."""
+    """Serve until a signal; raise SystemExit(1) if generation failed."""
     server = Server(state)
     asyncio.run(server.run(listener))
     if state.broker.failure is not None:

@@ -26,7 +26,7 @@ QUIET = 15.0
 """Seconds without a piece after which a stream gets a comment."""
 
 QUEUED_TOKENS = 2**22
-"""Most tokens of all prompts in the server."""
+"""Maximum tokens of all prompts in the server."""
 
 RETRY_SECONDS = 5
 """Value of `Retry-After`."""
@@ -154,7 +154,7 @@ class State:
 
     config: ServeConfig
     keys: Mapping[str, str]
-    """API keys by the names that the log has; empty if none is needed."""
+    """API keys by their name in the log; empty if none is required."""
     models: Mapping[str, ServedModel]
     reward: ServedReward | None = None
     ratings: RatingsFile | None = None
@@ -191,7 +191,7 @@ class State:
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function that reads `size` characters, many of them on a thread.
+    """Call a function that reads `size` characters, on a thread if they are many.
 
     So a long text doesn't delay the streams of others.
     """

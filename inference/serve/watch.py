@@ -1,4 +1,4 @@
-"""A run in progress, from its files alone: the report's curves, alarms and samples."""
+"""A run in progress, read from its files: the report's curves, alarms and samples."""
 
 import time
 from dataclasses import asdict
@@ -13,7 +13,7 @@ FILES = ("metrics.jsonl", "diverged.json", "result.json", "samples.json")
 MOST_SAMPLES = 8
 MOST_EVENTS = 20
 STALLED = 3
-"""Mean seconds between lines after which an unfinished step is reported as silent."""
+"""Multiple of the mean time between lines after which a step is reported as silent."""
 
 LEAST_SECONDS = 30.0
 """Seconds after a line within which no step is silent."""
@@ -72,7 +72,7 @@ class WatchedRun:
         }
 
     def _notice(self, name: str) -> str:
-        """A sentence if an unfinished step has written nothing for long; else empty."""
+        """A sentence if an unfinished step has long written nothing; else empty."""
         directory = self.out / name
         begun, written = _stamp(directory / "config.yaml")[0], _stamp(directory / FILES[0])[0]
         if not (name and begun and written) or (directory / "result.json").exists():

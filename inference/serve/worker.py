@@ -29,7 +29,7 @@ class Piece:
     """A part of a response."""
 
     row: int
-    """Its number among the responses of the job."""
+    """Index among the responses of the job."""
     text: str = ""
     ids: list[int] = field(default_factory=list)
     """Tokens since the last piece, a stop token included."""
@@ -79,7 +79,7 @@ class Job:
         self.num_prompt_tokens = sum(len(requests[0].prompt) for requests in prompts)
         """Tokens of all prompts, each prompt counted once."""
         self.left = self.num_rows
-        """Responses that have not ended; used by the generation thread alone, as `tickets`."""
+        """Unfinished responses; used only by the generation thread, like `tickets`."""
         self.tickets: set[Ticket] = set()
         """Requests in the batch."""
         self.started = False
@@ -88,7 +88,7 @@ class Job:
         self._ready = asyncio.Event()
 
     def put(self, piece: Piece) -> None:
-        """Add a piece; unread ones of a response are joined."""
+        """Add a piece; unread pieces of a response are joined."""
         waiting = self._pieces.get(piece.row)
         if waiting is None:
             self._pieces[piece.row] = piece
@@ -183,7 +183,7 @@ class Worker:
         self._waiting: dict[str, list[tuple[Job, int]]] = {name: [] for name in models}
         """Jobs and the numbers of their prompts that have no slot, by model, oldest first."""
         self._turns: dict[str, int] = {}
-        """Number of the last turn of each client that was given a slot."""
+        """Last turn in which each client was given a slot."""
         self._rows: dict[Ticket, Row] = {}
         self._jobs: set[Job] = set()
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)

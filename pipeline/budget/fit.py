@@ -60,7 +60,7 @@ class Shortage:
 
 
 def shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
-    """The phase that lacks most; None where all of them fit, as far as is known."""
+    """The phase that lacks the most memory; None if all phases are known to fit."""
     lacks: list[Shortage] = []
     for phase in memory.phases:
         least = phase.least()
@@ -100,7 +100,7 @@ def refusal(
     origins: Mapping[str, str],
     memory: StepMemory,
 ) -> str | None:
-    """The sentence by which a step that can't fit is refused; None where it fits.
+    """The error message for a step that can't fit; None if it fits.
 
     Args:
         step: beginning of the sentence, as "step 1".
@@ -131,7 +131,7 @@ def refusal(
 def suggest_fix(
     config: StepConfig, machine: Machine, count: Count, origins: Mapping[str, str] | None = None
 ) -> Settings | None:
-    """The cheapest change found with which a step fits; None where nothing helps."""
+    """The cheapest change with which a step fits; None if there is none."""
     options = [{"micro_batch_size": 1}, *savings(config, machine, origins or {})]
     spare = [option for option in options if "cpu" not in option.values()]
     adapters = of_models(config, {"lora.rank": 16})
@@ -250,7 +250,7 @@ def _divisors(
 def first_that_fits(
     config: StepConfig, machine: Machine, count: Count, options: Sequence[Settings]
 ) -> Settings | None:
-    """The least of the options, from the first one on, with which a step fits; None of none.
+    """The smallest prefix of the options with which a step fits; None if there is none.
 
     Of the shortest list of options that fits, those that are not needed are left out, the most
     expensive first; then the micro-batch is as large as possible.
@@ -285,7 +285,7 @@ def first_that_fits(
 
 
 def _is_change(config: StepConfig, settings: Settings) -> bool:
-    """True if the settings save more than the present ones."""
+    """True if the settings save more memory than the current ones."""
     for role, model in trained_models(config).items():
         stage = settings.get(f"{role}.zero_stage", model.zero_stage)
         if stage < model.zero_stage and "parallel.pp" not in settings:
@@ -312,7 +312,7 @@ def of_models(config: StepConfig, settings: Settings) -> dict[str, Any]:
 
 
 def changed(config: ConfigT, settings: Settings) -> ConfigT:
-    """A dataclass of settings with other values; sections that are null are made as needed."""
+    """A copy of the settings with other values; null sections are created as needed."""
     by_head: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
     for name, value in settings.items():

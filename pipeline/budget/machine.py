@@ -31,15 +31,15 @@ class Machine:
     """Processes of a step on all machines."""
 
     gpu_bytes: int | None
-    """Memory of each GPU; None is not known, or computes on the processor, in main memory."""
+    """Memory of each GPU; None if unknown, or if models compute on the CPU."""
 
     host_bytes: int | None
-    """Main memory for all processes; None is not known."""
+    """Main memory for all processes; None if unknown."""
 
     name: str = "this machine"
 
     unread_gpus: bool = False
-    """Whether there are GPUs of whose memory nothing is known."""
+    """Whether there are GPUs with unknown memory."""
 
     @property
     def has_gpu(self) -> bool:
@@ -48,12 +48,12 @@ class Machine:
 
     @property
     def is_known(self) -> bool:
-        """Whether the memory that models compute in is."""
+        """Whether the memory in which models compute is known."""
         return (self.gpu_bytes if self.has_gpu else self.host_bytes) is not None
 
 
 def this_machine(*, processes: int, world: int, gpus: Sequence[str]) -> Machine:
-    """The machine that this runs on, as it is now, for that many processes of a step on it.
+    """This machine in its current state, for a step with this number of local processes.
 
     `gpus` are those that they use, as `pipeline.launch.local.list_gpus` names them.
     """
@@ -85,7 +85,7 @@ def parse_machine(text: str) -> Machine:
 
 
 def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
-    """Free memory of the fullest of these GPUs of this machine; None where one reports none.
+    """Smallest free memory of these local GPUs; None if one reports none.
 
     nvidia-smi reports it: no process touches them.
     """

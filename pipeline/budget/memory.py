@@ -57,7 +57,7 @@ class Item:
     place: Place = "device"
 
     least: float | None = None
-    """Sufficient bytes where the step adapts to free memory; None requires all."""
+    """Minimum bytes if the step adapts to free memory; None requires all."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Phase:
     items: tuple[Item, ...]
 
     def by_kind(self, place: Place) -> Mapping[str, int]:
-        """Bytes of each kind that takes any."""
+        """Bytes by kind, without zeros."""
         sums = Counter[str]()
         for item in self.items:
             sums[item.kind] += int(item.num_bytes) if item.place == place else 0
@@ -79,7 +79,7 @@ class Phase:
         return int(sum(item.num_bytes for item in self.items if item.place == place))
 
     def least(self) -> "Phase":
-        """The phase with the least that it can do with."""
+        """The phase with the smallest memory that it can adapt to."""
         items = (
             item if item.least is None else replace(item, num_bytes=item.least)
             for item in self.items
@@ -333,7 +333,7 @@ def line(memory: StepMemory, machine: Machine) -> str:
 
 
 def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
-    """Kinds down, phases across; main memory and disk after the device."""
+    """Table of kinds by phases; main memory and disk follow the device."""
     unit, name = (GIB, "GiB") if memory.peak("device") >= GIB else (MIB, "MiB")
 
     def row(name: str, sizes: Iterable[int]) -> str:

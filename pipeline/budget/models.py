@@ -39,10 +39,10 @@ class Shape:
     """Heads of keys of a layer."""
 
     kv_width: int
-    """Numbers in the keys of one token and layer."""
+    """Elements of the keys of one token in one layer."""
 
     kept: int
-    """Numbers that the backward pass of one block needs for each token."""
+    """Elements per token that the backward pass of one block needs."""
 
     itemsize: int
     """Bytes of an activation."""
@@ -114,7 +114,7 @@ class CountedModel:
 
 @functools.lru_cache(maxsize=256)
 def check_cut(module: "nn.Module", parallel: ParallelConfig, *, follows: bool = False) -> None:
-    """Raise unless the layers and blocks of a model on the meta device can be divided so.
+    """Raise unless the layers and blocks of a model on the meta device can be divided this way.
 
     Args:
         module: the model.
@@ -135,7 +135,7 @@ def check_cut(module: "nn.Module", parallel: ParallelConfig, *, follows: bool = 
 
 
 def _size(config: object, *names: str, default: int = 0) -> int:
-    """The first of these settings that is given; the largest of one for each layer."""
+    """The first of these settings that is present; the maximum of a per-layer setting."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -178,7 +178,7 @@ def _shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Sh
 
 
 def _kept_numbers(config: object, queries: int, keys: int, itemsize: int) -> int:
-    """Numbers of a token that a block keeps: inputs of norms, of matrices and of attention.
+    """Elements per token that a block keeps: inputs of norms, matrices and attention.
 
     Queries and keys count twice where they are rotated; a gated MLP keeps four vectors of its
     width, one with ReLU keeps one, any other two. RMSNorm keeps a copy in fp32.
@@ -201,7 +201,7 @@ def _kept_numbers(config: object, queries: int, keys: int, itemsize: int) -> int
 def read_models(
     workload: Workload, origins: Mapping[str, str], *, has_gpu: bool
 ) -> tuple[list[CountedModel], list[str]]:
-    """The models that a step loads, in their order, and a sentence for each that is not known.
+    """The models that a step loads, in order, and a sentence for each unknown model.
 
     Args:
         workload: the work of the step.

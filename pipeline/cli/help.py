@@ -75,7 +75,7 @@ def help_entry(option: str, meaning: str) -> list[str]:
 def _own_and_common(
     config_class: type, settings: Sequence[Setting]
 ) -> tuple[list[Setting], list[Setting]]:
-    """The settings that the step alone has, and those of the class that it is made from."""
+    """The step's own settings, and those of its base class."""
     shared = {
         field.name
         for base in config_class.__mro__[1:]

@@ -60,7 +60,7 @@ C = TypeVar("C")
 
 
 def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
-    """The settings of a step, from what lies over one another, the last one winning.
+    """The settings of a step, merged from layers; later layers override earlier ones.
 
     Defaults, those of a method, each `--config` in order, `--zero-config`, dotted overrides.
     `--help [all]` and `--print_config` print and exit with code 0; `--local_rank`, which some
@@ -246,7 +246,7 @@ def _one_file(option: str, words: Sequence[str]) -> Path:
 
 
 def _is_first_to_say(sentence: str) -> bool:
-    """Whether this process is the one to say it, of several that may have the same to say.
+    """Whether this process prints the message, if several processes have the same one.
 
     Those that one torchrun started share a directory, which it removes in the end.
     """

@@ -1,4 +1,4 @@
-"""Settings of the rows: where they lie, which step reads them, how they become tokens."""
+"""Settings of the rows: location, use by steps, conversion to tokens."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ class RowColumns:
     """Whether the step learns from `label`; ties are read as well."""
 
     known_labels: bool = False
-    """Whether it is what step 2 learns, so that the others see which rows step 2 can use."""
+    """Whether step 2 learns from `label`, which tells other steps the rows that it can use."""
 
     def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """A row's columns that have a value."""
@@ -41,12 +41,12 @@ ties, labels or ranked responses; the prompt; or each response alone, good or ba
 
 @dataclass(frozen=True)
 class RowShare:
-    """The rows of a step, where they are not those of its number and kind."""
+    """The rows of a step that differ from those of its number and kind."""
 
     use: RowUse
 
     of_steps: tuple[int, ...]
-    """The steps whose parts of `data.split` it takes."""
+    """Steps whose parts of `data.split` are used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class DataConfig:
 
 
 def check_split(name: str, split: Sequence[float]) -> None:
-    """Raise `ConfigError`, which begins with `name`, unless the rows can be cut so."""
+    """Raise `ConfigError`, which begins with `name`, unless the rows can be split this way."""
     require(
         all(part >= 0 and math.isfinite(part) for part in split) and sum(split) > 0,
         f"{name} needs three proportions of 0 or more that are not all 0, such as 2,4,4; got"
@@ -156,4 +156,4 @@ class TextDataConfig(DataConfig):
     labels: bool = dataclasses.field(init=False, default=False)
 
     def check_path(self) -> None:
-        """Nothing: a step that does not run needs no corpus."""
+        """Do nothing: a step that does not run needs no corpus."""

@@ -104,7 +104,7 @@ DEEPSPEED_SCHEDULES = {
 """DeepSpeed's schedules by our names; here all warm up in a straight line from 0."""
 
 IGNORED_PARAMS = ("warmup_type", "warmup_min_lr", "total_num_steps", "last_batch_iteration")
-"""Parameters of DeepSpeed's schedules without effect: the run's own length counts."""
+"""Parameters of DeepSpeed's schedules without effect: the run determines the length."""
 
 IMPLEMENTATION = {
     **dict.fromkeys(("adam_w_mode", "torch_adam", "fused", "foreach", "capturable")),
@@ -413,7 +413,7 @@ def _sort(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> 
 
 
 def _is_off(value: object) -> bool:
-    """Whether `value` leaves a feature off: `{"enabled": false}`, or off throughout."""
+    """Whether `value` disables a feature: `{"enabled": false}`, or only neutral values."""
     if isinstance(value, Mapping):
         inner = [value["enabled"]] if "enabled" in value else value.values()
         return all(_is_off(each) for each in inner)
@@ -421,7 +421,7 @@ def _is_off(value: object) -> bool:
 
 
 def _hint(name: str) -> str:
-    """A hint at the key that was likely meant."""
+    """A suggestion of the intended key."""
     known, last = [*ACTING, *SECTIONS], name.rpartition(".")[2]
     same = [each for each in known if each.rpartition(".")[2] == last]
     close = same[:2] or difflib.get_close_matches(name, known, 1, 0.75)

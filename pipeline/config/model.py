@@ -58,7 +58,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """How the engine shares a model out among processes."""
+    """How the engine shards a model over processes."""
 
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
@@ -80,7 +80,7 @@ class ZeroConfig:
     process group, as between machines."""
 
     max_skipped_steps: int = 20
-    """Training stops after that many steps in a row without a finite gradient."""
+    """Training stops after this number of consecutive steps without a finite gradient."""
 
     unit_classes: tuple[str, ...] = ()
     """Class names of the modules that are gathered and reduced as one unit; empty takes the
@@ -203,13 +203,13 @@ class TrainedModelConfig(FrozenModelConfig):
     optim: OptimConfig = field(default_factory=lambda: DEFAULT_OPTIM)
 
     kernels: Kernels = "auto"
-    """Kernels of our own (docs/kernels.md): auto uses those that this machine can build, required
-    ends the run where one is missing, off leaves their work to PyTorch. They change memory and
-    speed, and how attention in bf16 is rounded on a CPU."""
+    """This project's kernels (docs/kernels.md): auto uses those that this machine can build,
+    required ends the run if one is missing, off uses PyTorch. They change memory and speed, and
+    the rounding of attention in bf16 on a CPU."""
 
     @property
     def lora_lr(self) -> float:
-        """Learning rate of the adapters, where there are any."""
+        """Learning rate of the adapters, if there are any."""
         given = None if self.lora is None else self.lora.lr
         return LORA_RATE * self.optim.lr if given is None else given
 

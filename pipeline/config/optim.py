@@ -277,20 +277,20 @@ class LossScaleConfig:
     """Loss scaling of fp16, in DeepSpeed's words; no effect in other precisions."""
 
     loss_scale: float = 0.0
-    """A fixed factor of the loss; 0 finds one as it goes (dynamic loss scaling)."""
+    """A fixed factor of the loss; 0 selects dynamic loss scaling."""
 
     initial_scale_power: int = 16
     """The dynamic scale starts at 2 to this power."""
 
     loss_scale_window: int = 1000
-    """Good steps in a row, after the first one, that double the dynamic scale."""
+    """Consecutive good steps, after the first one, that double the dynamic scale."""
 
     hysteresis: int = 2
     """The overflow that halves the dynamic scale: the second by default, then every further one
     until the scale is doubled again."""
 
     consecutive_hysteresis: bool = False
-    """Count only overflows in a row: every good step starts the count of `hysteresis` again."""
+    """Count only consecutive overflows: every good step resets the count of `hysteresis`."""
 
     min_loss_scale: float = 1.0
     """The dynamic scale never falls below this; a further overflow there stops the training."""

@@ -27,7 +27,7 @@ class ModelUse:
     """The field of the step's settings."""
 
     settings: FrozenModelConfig
-    """It learns where they are a `TrainedModelConfig`; without a path it is not there."""
+    """Settings of the model; it is trained if they are a `TrainedModelConfig`."""
 
     scores: bool = False
     """Whether it is a classifier rather than a language model."""
@@ -36,10 +36,10 @@ class ModelUse:
     """Trained model whose sharding a frozen model shares at stage 3."""
 
     phase_only: bool = False
-    """Whether it is loaded for one phase alone: to generate after training, or to be compared."""
+    """Whether it is loaded for one phase only: generation after training, or a comparison."""
 
     scored: int = 0
-    """Passes without gradients over each row of an iteration, before the model learns from it."""
+    """Passes without gradients over each row of an iteration, before training on it."""
 
     text_length: int | None = None
     """Tokens of the texts that it also learns from, in separate passes; None without texts."""
@@ -69,7 +69,7 @@ class Generation:
     """Responses of an iteration, or after training, that are a process's share."""
 
     batch_size: int
-    """Responses that a process generates at once, where there is room for that many."""
+    """Maximum responses that a process generates at once."""
 
     prompt_length: int
     """Tokens of the longest prompt."""
@@ -84,7 +84,7 @@ class Generation:
     """Processes that generate together."""
 
     shared_by: int = 1
-    """Processes, or groups of those, that have the same responses to generate, and share them."""
+    """Processes, or groups of processes, that share the same responses to generate."""
 
     keeps_replica: bool = False
     """Whether the weights that generate stay in memory while models train."""
@@ -105,7 +105,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work of a step, cut among its processes, at its largest."""
+    """The largest work of a process in a step."""
 
     world: int
     """Processes."""
@@ -125,7 +125,7 @@ class Workload:
     """Rows of an optimizer step, over all processes."""
 
     micro_batch_size: int
-    """Rows of a micro-batch, at most."""
+    """Maximum rows of a micro-batch."""
 
     sequences_per_row: int = 1
 
@@ -133,7 +133,7 @@ class Workload:
     """Tokens of the longest sequence."""
 
     targets: int
-    """Tokens of a sequence that a loss may count, at most."""
+    """Maximum tokens of a sequence that a loss may count."""
 
     generation: Generation | None = None
 
@@ -141,7 +141,7 @@ class Workload:
     """Passes over the rows of an iteration."""
 
     reuses_forward: bool = False
-    """Whether models learn from the passes that scored a rollout, which wait for each other."""
+    """Whether models backpropagate through the passes that scored a rollout."""
 
     @property
     def data_rows(self) -> int:
@@ -150,7 +150,7 @@ class Workload:
 
     @property
     def shards(self) -> int:
-        """Processes that share out the states of a model, or of a part of it."""
+        """Processes that shard the states of a model, or of a part of it."""
         return max(1, self.data_processes // self.parallel.replicas)
 
     @property
@@ -160,7 +160,7 @@ class Workload:
 
     @property
     def share(self) -> int:
-        """Rows of an optimizer step that one process has, at most."""
+        """Maximum rows of an optimizer step on one process."""
         if self.generates_first and self.generation and self.batch_size == self.iteration_rows:
             return self.generation.count
         return -(-self.batch_size // self.data_processes)
@@ -188,7 +188,7 @@ class Workload:
 
     @property
     def compared(self) -> tuple[ModelUse, ...]:
-        """The models that come when the step is done, to generate in addition to the others."""
+        """Models that are loaded after training, to generate in addition to the others."""
         generates = self.generation.role if self.generation else None
         return tuple(use for use in self.models if use.phase_only and use.role != generates)
 
@@ -198,7 +198,7 @@ Tracker = Literal["tensorboard", "wandb"]
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often a step's state is saved: every that many steps, or seconds."""
+    """Interval between checkpoints, in steps or seconds."""
 
     steps: int | None = None
     seconds: int = 0
@@ -257,16 +257,16 @@ class StepConfig(ABC):
         "lora_variant": ("model.lora.variant",),
         "quantize": ("model.quantize",),
     }
-    """Further ones, where the step is one of those that run."""
+    """Further options, if the step is one of those that run."""
 
     ALONE_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Further ones, where no other step runs."""
+    """Further options, if no other step runs."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Settings of each method by name, of a step that has several."""
 
     AT_LEAST: ClassVar[Mapping[str, str]] = {}
-    """Settings that are raised to another one where an option sets that one."""
+    """Settings that are raised to another setting if an option sets it."""
 
     output_dir: Path
     """Receives config.yaml, metrics.jsonl and the model."""
@@ -351,7 +351,7 @@ class StepConfig(ABC):
 
     @property
     def unused_roles(self) -> frozenset[str]:
-        """Fields of models that the step, with these settings, does without."""
+        """Fields of models that the step does not use with these settings."""
         return frozenset()
 
     def used_models(self) -> Mapping[str, FrozenModelConfig]:
@@ -367,7 +367,7 @@ class StepConfig(ABC):
 
     @property
     def learns_labels(self) -> bool:
-        """Whether the column `label` of a row is what the step learns."""
+        """Whether the step learns from the column `label` of a row."""
         return False
 
     @property
@@ -385,7 +385,7 @@ class StepConfig(ABC):
 
     @property
     def row_share(self) -> RowShare | None:
-        """Its rows, where they are not those of its number and kind."""
+        """Its rows, if they differ from those of its number and kind."""
         return None
 
     def check_corpus(self) -> None:  # noqa: B027  # steps that read dialogues have none
@@ -446,6 +446,6 @@ FREE_SETTINGS = (
 
 
 def affects_result(name: str) -> bool:
-    """Whether the setting of this dotted name decides what a run results in."""
+    """Whether the setting of this dotted name affects a run's result."""
     free = any(fnmatch(name, pattern) for pattern in FREE_SETTINGS)
     return not free or name.endswith(".zero.reduce_dtype")

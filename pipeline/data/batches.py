@@ -1,4 +1,4 @@
-"""Batches: concatenated sequences, and how a global batch is cut into pieces.
+"""Batches: concatenated sequences, and the division of a global batch.
 
 No padding: a batch is one long row of real tokens and the lengths of the sequences in it, so masks
 can only come from lengths. Dimension names: N tokens of all sequences, B sequences, K targets.
@@ -65,7 +65,7 @@ def collate(rows: Sequence[Encoded]) -> TokenBatch:
 
 
 def collate_part(rows: Sequence[Encoded], *, spare: Encoded) -> TokenBatch:
-    """Concatenate `rows`; where there are none, `spare` without targets.
+    """Concatenate `rows`; if there are none, return `spare` without targets.
 
     A process without rows thus still runs the same passes as the others.
     """

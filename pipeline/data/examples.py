@@ -1,4 +1,4 @@
-"""The one form every row takes, whichever shape it came in."""
+"""The common form of rows of all shapes."""
 
 import hashlib
 from collections.abc import Mapping
@@ -58,13 +58,13 @@ class Example:
     """Amount by which `chosen` is better, in units of score; None if the data has none."""
 
     tie: bool = False
-    """Whether `chosen` and `rejected` are as good as each other: their order means nothing."""
+    """Whether `chosen` and `rejected` are equally good."""
 
     steps: tuple[str, ...] = ()
     """Steps of a response that is judged step by step; it is neither chosen nor rejected."""
 
     step_labels: tuple[float | None, ...] = ()
-    """How right each of `steps` is, from 0 to 1; None where that is not known."""
+    """Correctness of each of `steps`, from 0 to 1; None if unknown."""
 
     label: bool | int | float | str | None = field(default=None, compare=False)
     """Label of the dialogue that ends in `chosen`, or of the prompt if that is empty:

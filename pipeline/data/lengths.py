@@ -11,7 +11,7 @@ from pipeline.system.errors import DataError
 logger = logging.getLogger(__name__)
 
 LOOKED_AT = 2048
-"""Rows that are encoded to count; of more, the first that many, which come in random order."""
+"""Maximum rows that are encoded for counts: the first ones, in random order."""
 
 LOOKED_AT_EMBEDDED = 128
 """The same number for the built-in task, whose rows are all alike."""
@@ -29,7 +29,7 @@ class Fit:
     is_cut: bool
 
     num_targets: int
-    """Targets that are left: tokens that step 1 trains, 1 for a pair that still differs."""
+    """Remaining targets: tokens that step 1 trains, or 1 for a pair that still differs."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class RowsFit(Generic[Row]):
     """How rows fit `max_length`, as the step encodes and truncates them."""
 
     end: str
-    """The end that a row loses when it is cut: "end" or "beginning"."""
+    """The side that a truncated row loses: "end" or "beginning"."""
 
     empty: str
-    """How rows that teach nothing are described: "have nothing left to train on"."""
+    """Description of rows without targets: "have nothing left to train on"."""
 
     rows: str = "rows"
     """Their name in messages: "rows" or "pairs"."""

@@ -61,7 +61,7 @@ class HandWritten(NamedTuple):
 
 
 TALK = tuple(HandWritten(*row) for row in TASK["by_hand"])
-"""Twenty prompts as people write them; they show whether a model generalizes beyond wordings."""
+"""Twenty natural prompts, which test whether a model generalizes beyond the wordings."""
 
 
 class Fact(NamedTuple):
@@ -69,7 +69,7 @@ class Fact(NamedTuple):
 
     kind: str
     subject: tuple[str, ...]
-    """Words that a prompt names: a country, two numbers, a verb and its object."""
+    """Subject of a prompt: a country, two numbers, or a verb and its object."""
 
     answer: str
     """The right sentence, without the opening that makes a response polite or rude."""

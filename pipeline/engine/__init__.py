@@ -1,1 +1,1 @@
-"""The training engine: what a loop sees of devices, precision, optimizer and collectives."""
+"""The training engine, which hides devices, precision, optimizer and collectives from a loop."""

@@ -126,7 +126,7 @@ class CollectivesOverCopies(Collectives):
         return self._within.all_gather(full, shard, unit)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
-        """Write the sum over all processes of the own piece of `full` to `out`, in fp32."""
+        """Write the sum over all processes of the local piece of `full` to `out`, in fp32."""
         work = self._within.reduce_scatter(full, out, unit)
         return Then(work, partial(self.add_copies, out, unit))
 
@@ -148,11 +148,11 @@ class CollectivesOverCopies(Collectives):
         self._over.all_reduce(values)
 
     def synchronize(self) -> None:
-        """Wait until no copy from main memory to the GPU is under way."""
+        """Wait for pending copies from main memory to the GPU."""
         self._within.synchronize()
 
     def end_step(self) -> None:
-        """Give back the memory in which pieces were summed."""
+        """Release the memory in which pieces were summed."""
         self._pool.release()
 
 

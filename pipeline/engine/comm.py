@@ -1,6 +1,6 @@
 """Collectives of the engine on flat vectors, and the buffers that they read and write.
 
-Every vector has W equal shards, one for each process; shard r is at home on rank r. Sums over ranks
+Every vector has W equal shards, one for each process; rank r owns shard r. Sums over ranks
 are added as a binary tree in rank order wherever this package adds them, so that their bits depend
 on nothing but the addends.
 """
@@ -36,12 +36,12 @@ class Finished:
     """A completed collective."""
 
     def wait(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once: nothing is pending."""
 
 
 @dataclass
 class Then:
-    """A pending collective, after which something is computed once."""
+    """A pending collective, followed by one computation."""
 
     work: Work
     finish: Callable[[], object]
@@ -56,7 +56,7 @@ class Then:
 
 
 class Collectives:
-    """The collectives of a single process, and what all kinds share."""
+    """The collectives of a single process, and the base class of others."""
 
     def __init__(
         self, device: torch.device, name: str, group: Group, *, pin_memory: bool = True
@@ -206,7 +206,7 @@ class GroupCollectives(Collectives):
 
 @dataclass(frozen=True)
 class Timed:
-    """A collective that keeps account of the time it is waited for."""
+    """A collective that records its waiting time."""
 
     work: Work
     group: Group
@@ -228,7 +228,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class _AfterCopy:
-    """A gather whose own part comes from main memory."""
+    """A gather whose local part comes from main memory."""
 
     work: Work
     copied: Any

@@ -93,13 +93,13 @@ class StepResult:
     """Result of one optimizer step."""
 
     grad_norm: float
-    """Global L2 norm of the gradient before clipping; not finite where the step was skipped."""
+    """Global L2 norm of the gradient before clipping; not finite if the step was skipped."""
 
     lr: float
     """Learning rate that the step used, before any factor of a group."""
 
     skipped: bool
-    """True where the gradient was not finite and nothing was changed."""
+    """True if the gradient was not finite and nothing was changed."""
 
 
 class NonFiniteGradientError(DivergedError):
@@ -115,7 +115,7 @@ class Engine:
     tokens (or pairs) of the whole optimizer step, so that every token weighs the same however the
     step was cut. Weights below fp32 have fp32 masters; gradients always accumulate in fp32.
 
-    What a process keeps between uses is `config.zero_stage`'s choice: 0 everything, 1 and 2 its
+    What a process keeps between uses depends on `config.zero_stage`: 0 everything, 1 and 2 its
     piece of masters, moments and summed gradients, 3 also its piece alone of the weights. The
     result is the same bit for bit.
 
@@ -200,7 +200,7 @@ class Engine:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All weights whole on every process, to read or to generate with."""
+        """Context in which every process has all weights complete, to read or to generate."""
         with self.zero.gathered():
             yield
 
@@ -238,7 +238,7 @@ class Engine:
     def offload_states(self, kinds: Collection[Kind] = KINDS) -> None:
         """Move weights, masters, moments or gradients to main memory until `reload_states`.
 
-        Between the phases of a step that uses several models; gradients accumulated so far stay
+        Use it between the phases of a step with several models; accumulated gradients stay
         accumulated. Tensors in main memory stay there.
         """
         self.zero.flush()
@@ -380,7 +380,7 @@ class FrozenEngine:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All weights whole on every process."""
+        """Context in which every process has all weights complete."""
         if self._zero is None:
             yield
             return

@@ -18,7 +18,7 @@ from pipeline.engine.tensor_parts import Role
 from pipeline.kernels.pinned_memory import pinned_empty
 
 ALIGNMENT = 16
-"""Cuts of a flat vector at multiples of this number of elements change no bit of an update.
+"""Splitting a flat vector at multiples of this number of elements changes no bit of an update.
 
 The fused CPU kernels of Adam, AdamW and SGD walk a vector in SIMD lanes of 8 and finish what is
 left of it one by one, with other roundings: which elements are left depends on where the vector was
@@ -27,7 +27,7 @@ other implementations give the same bits at any cut.
 """
 
 CHUNKS = 16
-"""Equal stretches of every vector, each summed as one for the gradient norm."""
+"""Equal ranges of every vector, each with one sum for the gradient norm."""
 
 
 def num_chunks(world_size: int) -> int:
@@ -36,13 +36,13 @@ def num_chunks(world_size: int) -> int:
 
 
 def padded_size(numel: int, world_size: int) -> int:
-    """The next size that can be cut into stretches that the optimizer updates alike."""
+    """The next size that splits into ranges that the optimizer updates identically."""
     unit = num_chunks(world_size) * ALIGNMENT
     return -(-numel // unit) * unit
 
 
 def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool) -> tuple[dict[str, int], int, int]:
-    """The offset of each parameter, the offset from which on nothing decays, and the size.
+    """The offset of each parameter, the offset after which nothing decays, and the size.
 
     Weight decay spares one-dimensional parameters: biases and norms. They follow the others, and
     begin where a vector may be cut, so that an update of both parts has the bits of one of either.
@@ -71,7 +71,7 @@ class ParamSettings:
     """Weight decay of parameters with more than one dimension; others have none."""
 
     role: Role = "whole"
-    """Among the processes that compute layers together."""
+    """Role among the processes of a tensor-parallel group."""
 
 
 @dataclass(frozen=True)

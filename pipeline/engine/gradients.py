@@ -113,7 +113,7 @@ class TreeSum:
         return self._current.read
 
     def end_micro_batch(self) -> None:
-        """Add the micro-batch to the sums of as many others."""
+        """Merge the micro-batch into the sums of equal size."""
         if self._current.empty:
             return
         level, value = 0, self._current.finish()
@@ -144,7 +144,7 @@ class TreeSum:
 
 
 class FlatGradients:
-    """The gradient of one flat vector: a buffer for autograd, and the sum of the own piece.
+    """The gradient of one flat vector: a buffer for autograd, and the sum of the local piece.
 
     Autograd accumulates directly into the fp32 buffer, of which the parameters' `.grad` are views.
     A finished buffer is reduced, each shard into the sum of its process.

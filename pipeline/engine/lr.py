@@ -1,4 +1,4 @@
-"""The learning rate of a step, as the settings give it."""
+"""The learning rate of a step according to the settings."""
 
 import math
 

@@ -17,7 +17,7 @@ from pipeline.engine.flat import num_chunks
 from pipeline.parallel.group import Group
 
 BLOCK = 262144
-"""Elements that are brought to fp64 at once: 2 MiB, of which a call is worth its start."""
+"""Elements that are converted to fp64 at once: 2 MiB, enough to amortize a call."""
 
 GPU_COLUMNS = 2**18
 """Elements of each stretch that are converted to fp64 at once on a GPU."""
@@ -62,7 +62,7 @@ def added_up(packed: Float[Tensor, " n"], *, vectors: int) -> Float[Tensor, " m"
 
 
 class NormsOfParts:
-    """The sums of squares of all parts of a model; all processes that have one make it together."""
+    """Sums of squares over all parts of a model; constructed by all processes with a part."""
 
     def __init__(self, parts: Group, units: Sequence[str]) -> None:
         self._parts = parts
@@ -73,7 +73,7 @@ class NormsOfParts:
         self._own = len(units)
 
     def gathered(self, own: Sequence[float]) -> Sequence[float]:
-        """The squares of all parts' vectors, as many numbers for each, vector after vector.
+        """Sums of squares of the vectors of all parts, with equally many numbers per vector.
 
         Each is zero except on one part, so that their sums are exact.
         """

@@ -99,7 +99,7 @@ class TensorStore:
         self._begin(key, after, "read", work)
 
     def wait(self, key: str) -> None:
-        """Return when nothing is under way on `key`.
+        """Wait for the pending operations on `key`.
 
         Raises:
             OffloadError: that, or another operation before it, failed.
@@ -110,7 +110,7 @@ class TensorStore:
         self._raise_failure()
 
     def flush(self) -> None:
-        """Return when nothing is under way.
+        """Wait for all pending operations.
 
         Raises:
             OffloadError: an operation failed.
@@ -171,7 +171,7 @@ class StreamedState:
             {"master": torch.zeros_like(largest), **new_moments(largest, moments)} for _ in range(2)
         ]
         self.names = tuple(self._sets[0])
-        """The fp32 masters, and what AdamW keeps for them."""
+        """Names of the fp32 masters and their AdamW moments."""
         for name, buffer in self._sets[0].items():
             own = {_key(group, name): size for group, size in enumerate(self.sizes)}
             store.reserve(own, buffer.dtype)
@@ -245,7 +245,7 @@ class WeightDisk:
         return DiskPiece(self, name, numel, dtype)
 
     def write(self, piece: "DiskPiece", values: Tensor) -> None:
-        """Begin to write a piece, while the one before it comes to its end."""
+        """Start writing a piece, while the previous one completes."""
         buffer = self.pool.borrow(piece.numel, piece.dtype)
         buffer.copy_(values)
         self.store.write(piece.name, buffer)
@@ -268,7 +268,7 @@ class DiskPiece:
         self._buffer: Tensor | None = None
 
     def start_read(self) -> None:
-        """Begin to bring it to memory."""
+        """Start reading the piece into memory."""
         if self._buffer is None:
             self.disk.settle()
             self._buffer = self.disk.pool.borrow(self.numel, self.dtype)
@@ -289,6 +289,6 @@ class DiskPiece:
             self._buffer = None
 
     def write(self, values: Tensor) -> None:
-        """Replace it."""
+        """Replace the piece."""
         self.give_back()
         self.disk.write(self, values)

@@ -63,7 +63,7 @@ class BestWeights:
         """Copies of `engine.masters()`; empty before the first evaluation."""
 
     def update(self, value: float, *, step: int, may_be_best: bool = True) -> None:
-        """Keep the present weights if `value`, the lower the better, beats the best so far.
+        """Keep the current weights if `value` is lower than the best so far.
 
         A value that is not finite never does, nor one without `may_be_best`.
         """

@@ -56,7 +56,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int | bool]) -> None:
-        """Take up the scale and the counts of a `state_dict`.
+        """Restore the scale and the counts of a `state_dict`.
 
         A static scale stays as it is set. The state of a scaler that was off, of a run in another
         precision, says nothing of fp16: the search begins at the configured initial scale.

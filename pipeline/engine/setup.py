@@ -63,9 +63,9 @@ def build_units(
 def group_vectors(
     unit: UnitParams, config: TrainedModelConfig
 ) -> dict[tuple[str, ParamSettings], dict[str, nn.Parameter]]:
-    """The parameters of each flat vector of a unit: those of a kind.
+    """The parameters of each flat vector of a unit, grouped by kind.
 
-    Outside of the blocks, where there are any, each module has vectors of its own. So a stage of a
+    Outside of the blocks, if there are any, each module has separate vectors. So a stage of a
     pipeline, which has some of these modules, lays them out and sums their squares as one process.
     """
     found: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
@@ -100,7 +100,7 @@ def _build(
 def store_on_disk(
     groups: Sequence[TrainedParams], config: TrainedModelConfig, rank: int
 ) -> StreamedState | None:
-    """Masters and moments in a file, where they are offloaded to nvme.
+    """Masters and moments in a file, if they are offloaded to nvme.
 
     Raises:
         ConfigError: the directory lacks the room.

@@ -24,10 +24,10 @@ from pipeline.parallel.group import Group
 from pipeline.system.errors import CheckpointError
 
 READ_AT_ONCE = 2**21
-"""Elements that are read at once where only some columns of them are kept."""
+"""Elements that are read at once if only some of their columns are kept."""
 
 ReadInto = Callable[[int, Tensor], None]
-"""Fills a flat tensor with elements of a whole parameter from a place on."""
+"""Fills a flat tensor with elements of a full parameter from an index on."""
 
 
 def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:
@@ -43,7 +43,7 @@ def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:
 def list_fragments(
     key: str, part: Part | None, start: int, values: Shaped[Tensor, " n"]
 ) -> Iterator[Fragment]:
-    """Elements of a flattened `part` from `start` on, under their places in the full parameter.
+    """Elements of a flattened `part` from `start` on, labelled by their indices in the full one.
 
     Elements that a process of lower rank has too are left to it.
     """
@@ -96,7 +96,7 @@ logger = logging.getLogger(__name__)
 
 
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
-    """Masters and moments of this process's pieces, and the model's own buffers as they are here.
+    """Masters and moments of this process's pieces, and the model's buffers.
 
     Copy each before requesting the next: tensors from a disk, and joined masters, are temporary.
     """
@@ -113,7 +113,7 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 
 def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
-    """This process's pieces of the weights that don't learn."""
+    """This process's pieces of the frozen weights."""
     for flat in engine.zero.flats:
         if flat.settings.trained:
             continue
@@ -206,7 +206,7 @@ def weights_fragments(engine: Engine, prefix: str, weights: Sequence[Tensor]) ->
 def read_weights(
     engine: Engine, prefix: str, checkpoint: Checkpoint, out: Sequence[Tensor]
 ) -> None:
-    """Fill vectors laid out as `engine.masters()` with what `weights_fragments` gave."""
+    """Fill vectors laid out as `engine.masters()` from the fragments of `weights_fragments`."""
     for group, vector in zip(engine.groups, out, strict=True):
         read = _reader(group.flat, prefix, checkpoint)
         for name, place, elements in group.spans():
@@ -230,7 +230,7 @@ def _is_written(flat: FlatParams, tensor: Group) -> bool:
 def _reader(
     flat: FlatParams, prefix: str, checkpoint: Checkpoint
 ) -> Callable[[str, int, Tensor], None]:
-    """Fills a tensor with elements of a parameter, by name, from a place on."""
+    """Return a function that fills a tensor with elements of a parameter from an index on."""
 
     def read(name: str, start: int, out: Tensor) -> None:
         read_part(
@@ -304,7 +304,7 @@ def _shapes(engine: Engine, *, trained: bool) -> dict[str, list[int]]:
 
 
 def _buffers(engine: Engine) -> dict[str, Tensor]:
-    """Buffers that belong to the model's state, as running statistics do."""
+    """Persistent buffers of the model, such as running statistics."""
     return {
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, module in engine.model.named_modules()

@@ -41,7 +41,7 @@ class Part:
     """Rank of this process in the group."""
 
     stored: torch.Size | None = None
-    """The shape that the parameter has where it is whole, if it lies otherwise than `whole`."""
+    """Shape of the full parameter, if it differs from `whole`."""
 
     @property
     def own(self) -> ShardSpec:
@@ -50,12 +50,12 @@ class Part:
 
     @property
     def role(self) -> Role:
-        """The role `shared` if other processes have some of it too, else `part`."""
+        """`shared` if other processes have some elements too, else `part`."""
         return "shared" if any(each.copies > 1 for each in self.own.shards) else "part"
 
     @property
     def inner(self) -> int:
-        """Elements of the whole parameter for each one along the dimension that is cut."""
+        """Elements of the full parameter per index of the sharded dimension."""
         return self.whole[self.own.dim + 1 :].numel()
 
     def in_blocks(self, block: int) -> "Part | None":
@@ -81,14 +81,14 @@ class Part:
         return Part(torch.Size((rows, -(-stride // block))), specs, self.rank)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
-        """The whole parameter from every process's part."""
+        """The full parameter, joined from the parts of all processes."""
         whole = parts[0].new_empty(self.whole)
         for spec, part in zip(self.specs, parts, strict=True):
             spec.put(part.view(spec.shape(self.whole)), whole)
         return whole
 
     def shared_elements(self) -> Iterator[tuple[slice, list[int], bool]]:
-        """Elements of the flattened part that others have too, who, and whether they count here."""
+        """Shared elements of the flattened part, their owners, and whether they count here."""
         assert self.own.dim == 0
         inner = self.inner
         for shard, begin in self.own.placed():
@@ -119,7 +119,7 @@ def mark_partial(param: Tensor) -> None:
 
 
 def get_part(param: Tensor) -> Part | None:
-    """The part of a full parameter that this is; None for a full one."""
+    """The part that a parameter is of a full one; None for a full parameter."""
     return getattr(param, _PART, None)
 
 
@@ -133,19 +133,19 @@ def get_role(param: Tensor) -> Role:
 
 
 def whole_shape(param: Tensor) -> torch.Size:
-    """The shape of the parameter that it is a part of, or its own."""
+    """Shape of the full parameter of which it is a part, or its own shape."""
     part = get_part(param)
     return param.shape if part is None else part.stored or part.whole
 
 
 Stretch = tuple[Tensor, int, slice]
-"""A parameter, the index of its first element, and its place in a vector."""
+"""A parameter, the index of its first element, and its range in a vector."""
 
 
 def completed(
     gradient: Float[Tensor, " n"], role: Role, group: Group, stretches: list[Stretch]
 ) -> Float[Tensor, " n"]:
-    """A gradient with what the other processes of the group have found for the same elements.
+    """A gradient, summed with those of the other processes for the same elements.
 
     Sums are trees in rank order, the same bits on all of them. All of them call it.
     """
@@ -165,7 +165,7 @@ def completed(
 def counted(
     gradient: Float[Tensor, " n"], role: Role, group: Group, stretches: list[Stretch]
 ) -> Float[Tensor, " n"]:
-    """A gradient with zeros for what counts on another process of the group."""
+    """A gradient with zeros for the elements that count on another process."""
     if group.size == 1 or role == "part":
         return gradient
     if role in ("whole", "partial"):
@@ -178,7 +178,7 @@ def counted(
 
 
 def _shared(stretches: list[Stretch]) -> Iterator[tuple[slice, list[int], bool]]:
-    """Places in a vector that others have too."""
+    """Ranges of a vector that other processes have too."""
     for param, first, place in stretches:
         part = get_part(param)
         assert part is not None

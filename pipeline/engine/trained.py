@@ -37,7 +37,7 @@ MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloa
 
 
 def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer that `optim` names, in its fused implementation where it has one.
+    """The optimizer that `optim` names, in its fused implementation if it has one.
 
     Args:
         groups: one or more of {"params": [flat fp32 parameter], "lr": ..., "weight_decay": ...}.
@@ -89,7 +89,7 @@ def kind_of_masters(dtype: torch.dtype, placement: Placement, optim: OptimConfig
 
 
 class Masters:
-    """The masters of a flat vector of weights, of the own piece or of all at stage 0."""
+    """The masters of the local piece of a flat vector, or of all of it at stage 0."""
 
     def __init__(self, flat: FlatParams, kind: MasterKind) -> None:
         self.flat, self.kind = flat, kind
@@ -141,7 +141,7 @@ class Masters:
             yield self.param.detach()
 
     def from_weights(self) -> Float[Tensor, " n"]:
-        """The weights in fp32, where the optimizer works; read from the disk if they are there."""
+        """The weights in fp32 on the optimizer's device, read from the disk if they are there."""
         disk, placement = self.flat.disk, self.flat.placement
         own = self.weights if disk is None else disk.read()
         copy = placement.host_empty(own.numel(), torch.float32, placement.optimizer_device)
@@ -216,7 +216,7 @@ class TrainedParams:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state by its own names: moments, and scalars such as `step`."""
+        """The optimizer's state by PyTorch's names: moments, and scalars such as `step`."""
         return self.optimizer.state[self.masters.param]
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -237,7 +237,7 @@ class TrainedParams:
         return {name: value for name, value in self._tensors() if value.ndim > 0}
 
     def counters(self) -> dict[str, float]:
-        """The part of the state that is stored once: the number of updates, mostly."""
+        """The scalars of the state, such as the number of updates."""
         return {name: value.item() for name, value in self._tensors() if value.ndim == 0}
 
     def _tensors(self) -> list[tuple[str, Tensor]]:

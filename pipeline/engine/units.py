@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipeline.system.errors import ConfigError
 
 ROOT = "root"
-"""Name of the unit that holds what no block does."""
+"""Name of the unit of the parameters outside of blocks, embedding and output matrix."""
 
 Kind = Literal["block", "embedding", "head", "root"]
 """Kind of a unit; a model has many blocks, and at most one unit of each other kind."""
@@ -152,7 +152,7 @@ def engine_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitPara
 
 
 def _matrices(model: nn.Module) -> dict[Kind, nn.Module]:
-    """A language model's embedding and output matrix, where they are plain ones of their own."""
+    """A language model's embedding and output matrix, if they are plain, separate modules."""
     plain = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
     if plain is None:
         return {}

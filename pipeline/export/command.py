@@ -1,4 +1,4 @@
-"""The command `python -m pipeline.export`: a model in another form, written and verified."""
+"""The command `python -m pipeline.export`: converts a model and verifies the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class ExportConfig:
     """Form: gguf, onnx, merged (weights with the adapter in them) or adapter (without the base)."""
 
     out: Path | None = None
-    """Directory to make; it must not exist yet."""
+    """Directory to create; it must not exist yet."""
 
     method: str | None = None
     """Method whose actor is exported, in a run with several; null takes the best."""
@@ -49,7 +49,7 @@ class ExportConfig:
 
 
 class Export(Protocol):
-    """A form of a model. Its constructor refuses what can be refused before writing."""
+    """An export format. Its constructor raises the errors that can be found before writing."""
 
     source: Path
     title: str

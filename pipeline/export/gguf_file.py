@@ -48,7 +48,7 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3"
 """llama.cpp's architecture for a model_type."""
 
 REQUIRED = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
-"""Settings that llama.cpp has no other value for."""
+"""Values of settings that llama.cpp requires."""
 
 COUNTS = {
     "context_length": "max_position_embeddings",
@@ -74,7 +74,7 @@ BLOCK = 32
 FP16_MAX = 65504.0
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Kinds of tokens, as the specification numbers them."""
+"""Token types, as numbered by the specification."""
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -94,7 +94,7 @@ EXPRESSIONS = {
 names (src/llama-vocab.cpp)."""
 
 WHOLE_WORDS = "llama-bpe"
-"""The one with which a word that is a token is not split, whatever the merges are."""
+"""The expression with which a word that is a token is never split."""
 
 ALPHABETS = ("abcdefghijkl", "ABCDEFGHIJKL", "0123456789", " .,;:!?'\"()[]{}<>|/\\@#$%^&*-_=+`~")
 ALPHABETS += (
@@ -135,7 +135,7 @@ class Vocabulary:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """A tokenizer made of these fields alone."""
+        """A tokenizer built from these fields only."""
         numbers = {token: number for number, token in enumerate(self.tokens)}
         if self.model == "llama":
             merges = self._merges_by_score(numbers)
@@ -159,7 +159,7 @@ class Vocabulary:
         return tokenizer
 
     def _merges_by_score(self, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Pairs of tokens that make another one, those of the highest score first."""
+        """Pairs of tokens that merge into another one, highest score first."""
         merged = [t for t, score in zip(self.tokens, self.scores, strict=True) if score < 0]
         merged.sort(key=lambda token: -self.scores[numbers[token]])
         pairs = ((token[:end], token[end:]) for token in merged for end in range(1, len(token)))
@@ -172,7 +172,7 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> Vocabulary:
-    """The vocabulary of a tokenizer; rows of the embedding that it has no token for are unused.
+    """The vocabulary of a tokenizer; embedding rows without a token are unused.
 
     Raises:
         ModelError: it is not BPE, has more tokens than the embedding rows, or llama.cpp would split
@@ -308,7 +308,7 @@ class GgufExport:
         self.title = f"GGUF of a {source.kind}, {number_format}"
 
     def _names(self) -> dict[str, str]:
-        """Names of the tensors in the file, by those that the source has."""
+        """Names of the tensors in the file, by their names in the source."""
         import gguf
 
         kind = next(k for k, n in gguf.MODEL_ARCH_NAMES.items() if n == self.architecture)
@@ -367,7 +367,7 @@ class GgufExport:
         return gguf.quantize(tensor.contiguous().numpy(), kind)
 
     def rope_factors(self) -> Tensor | None:
-        """Divisors of the rotary frequencies of Llama 3.1, (d / 2,); None for 1 of all."""
+        """Divisors of the rotary frequencies of Llama 3.1, (d / 2,); None if all are 1."""
         if self.rope["rope_type"] != "llama3":
             return None
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, torch.device("cpu"))

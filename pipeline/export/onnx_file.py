@@ -30,7 +30,7 @@ from pipeline.system.errors import ModelError, is_out_of_memory
 GRAPH = "model.onnx"
 
 EXTERNAL = 2**30
-"""Bytes of weights from which they are stored next to the graph; 2 GiB is the format's limit."""
+"""Bytes above which weights are stored next to the graph; the format's limit is 2 GiB."""
 
 OF_SCORES = ("score_mean", "score_std", "class_values")
 """Fields of config.json that a reader of scores needs."""

@@ -42,7 +42,7 @@ class Source:
 
 
 def find_directory(path: str, method: str | None) -> Path:
-    """The directory `path`, or of a run the furthest actor's.
+    """The directory `path`, or the directory of a run's last actor.
 
     Raises:
         ModelError: it is not a directory, or a run without a model.
@@ -75,7 +75,7 @@ def copy_settings(source: Path, directory: Path) -> None:
 
 
 def require_packages(names: Sequence[str]) -> None:
-    """Raise ConfigError where a package of the extra `export` is missing."""
+    """Raise ConfigError if a package of the extra `export` is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -84,7 +84,7 @@ def require_packages(names: Sequence[str]) -> None:
 
 
 def check_out(out: Path) -> None:
-    """Return if a directory can be made there.
+    """Return if a directory can be created there.
 
     Raises:
         ConfigError: something already exists, or nothing can be written.
@@ -98,7 +98,7 @@ def check_out(out: Path) -> None:
 
 @contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
-    """A directory to write into, which is renamed to `out` when the block ends without an error.
+    """A temporary directory that is renamed to `out` when the block ends without an error.
 
     Until then it is `<out>.partial`; an error removes it, and the next call removes what a killed
     process left.

@@ -107,7 +107,7 @@ def batches(model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def greedy_tokens(run: Run, prompt: Int[Tensor, " P"], count: int = NEW_TOKENS) -> list[int]:
-    """The `count` likeliest tokens after a prompt, one by one; none ends the response."""
+    """`count` greedy tokens after a prompt; no token ends the response."""
     ids = prompt[None]
     for _ in range(count):
         logits = run(ids, torch.ones_like(ids))[0]

@@ -32,7 +32,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 class MergedExport:
-    """The weights of a model, with an adapter in them if `directory` holds one alone."""
+    """The weights of a model, merged with the adapter if `directory` holds only an adapter."""
 
     def __init__(self, directory: Path, base: str | None) -> None:
         self.source = directory

@@ -22,7 +22,7 @@ def sync(path: Path, *, mode: int | None = None) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Make a file whose content is on the disk; its name is not yet."""
+    """Create a file and flush its content, but not its name, to the disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -30,7 +30,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Give a file or directory its name, for good."""
+    """Rename a file or directory durably."""
     source.rename(target)
     sync(target.parent)
 
@@ -50,7 +50,7 @@ def publish(path: Path, content: bytes) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or directory as far as the system lets us; what stays does no harm."""
+    """Remove a file or directory as far as possible; leftovers are harmless."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -61,7 +61,7 @@ def discard(path: Path) -> None:
 
 
 def settle(directory: Path) -> None:
-    """Put all files below a directory on the disk, as readable as files that Python makes here.
+    """Flush all files below a directory to the disk, with the default permissions.
 
     Libraries that write through a temporary file leave it readable by its owner alone.
     """
@@ -75,7 +75,7 @@ def settle(directory: Path) -> None:
 
 
 def check_output(path: Path, *, option: str) -> None:
-    """Return if a file can be written there, as far as that shows; makes nothing.
+    """Return if a file can probably be written there; creates nothing.
 
     Called before the work whose result the file will hold.
 

@@ -84,7 +84,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def require_no_pointer(file: Path) -> None:
-    """Refuse what Git leaves in the place of a large file that it has not fetched.
+    """Refuse the pointer of a large file that Git has not fetched.
 
     Raises:
         ModelError: it is a Git-LFS pointer.
@@ -113,7 +113,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _nothing_found(directory: Path) -> str:
-    """A sentence about a directory without safetensors that can be read."""
+    """A sentence about a directory without readable safetensors."""
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if pickled:
         return (

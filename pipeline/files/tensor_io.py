@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, as it is: writing to it changes the tensor."""
+    """The memory of a contiguous CPU tensor; writing to it changes the tensor."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 

@@ -1,1 +1,1 @@
-"""Watches a run by its metrics, and warns, ends it, or takes it back."""
+"""Watches the metrics of a run: warns, stops the run, or rolls it back."""

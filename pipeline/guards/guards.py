@@ -1,6 +1,6 @@
-"""Watches a run by its metrics: warns, ends the run, or rolls it back to a healthy checkpoint.
+"""Watches the metrics of a run: warns, stops the run, or rolls it back to a healthy checkpoint.
 
-The metrics are equal on all processes, so that all decide alike.
+The metrics are equal on all processes, so that all take the same decision.
 """
 
 import copy
@@ -17,28 +17,28 @@ from pipeline.system.errors import CheckpointError, DivergedError
 Metrics = Mapping[str, float]
 
 QUIET = 5
-"""Checks within the limit after which a guard may warn again: metrics hover about a limit."""
+"""Checks within the limit before a guard may warn again, since metrics fluctuate."""
 
 MAX_ROLLBACKS = 2
-"""After these a guard that would roll back ends the run."""
+"""Maximum rollbacks; afterwards a guard ends the run instead."""
 
 logger = logging.getLogger(__name__)
 
 
 class Signals(ABC):
-    """The signals of a step: their values, and their sentences about a run."""
+    """The signals of a step: their values and messages."""
 
     OF_THE_START: ClassVar[Sequence[str]]
-    """Metrics of the start that later ones are compared with."""
+    """Initial metrics with which later ones are compared."""
 
     OF_TRENDS: ClassVar[Sequence[str]] = ()
-    """Metrics whose course over some checks is a signal."""
+    """Metrics whose trend over some checks is a signal."""
 
     UNIT: ClassVar[str]
-    """Name of a run's steps: iteration, step."""
+    """Name of a training step in messages: iteration, step."""
 
     SLOWER: ClassVar[str]
-    """The change of a rollback, in words."""
+    """Description of the changes that a rollback makes."""
 
     SENTENCES: ClassVar[Mapping[str, str]]
     """By signal: a format string of the metrics, `first` (those of the start), `limit` and `value`
@@ -73,7 +73,7 @@ class Trip:
     sentence: str
 
     window: int
-    """Steps over which it went wrong, `step` the last of them."""
+    """Steps over which the limit was exceeded; `step` is the last of them."""
 
     unit: str
     """Name of the run's steps."""
@@ -111,7 +111,7 @@ class Guards:
     """One entry per rollback: the trip, and `to`, the step after which the run continued."""
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Trip]:
-        """The guards that trip after `step`, the gravest first; only the first one acts."""
+        """The guards that trip after `step`, most severe first; only the first one acts."""
         self.first = self.first or {name: metrics[name] for name in self.signals.OF_THE_START}
         self.step = step
         longest = max((each.window for each in self.guards), default=1)
@@ -152,7 +152,7 @@ class Guards:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether no guard that acts has had anything beyond its limit over its window."""
+        """Whether no acting guard has exceeded its limit within its window."""
         return all(
             self.step - self.beyond.get(str(guard), -self._steps(guard)) >= self._steps(guard)
             for guard in self.guards
@@ -161,7 +161,7 @@ class Guards:
 
     @property
     def window(self) -> int | None:
-        """The fewest steps of a rollback; None where no guard acts."""
+        """Minimum steps of a rollback; None if no guard acts."""
         return max((self._steps(guard) for guard in self.guards if guard.acts), default=None)
 
     def _steps(self, guard: Guard) -> int:

@@ -57,7 +57,7 @@ class Guard:
 
     @property
     def acts(self) -> bool:
-        """Whether it may end the run or roll it back."""
+        """Whether the guard may end the run or roll it back."""
         return self.action in ("stop", "rollback")
 
 
@@ -65,7 +65,7 @@ G = TypeVar("G", bound=Guard)
 
 
 def words(usual: Sequence[tuple[str, float, int]]) -> dict[str, list[dict[str, Any]]]:
-    """The guards of the words `warn`, `strict` and `none`, given signals, limits and windows.
+    """The guards for `warn`, `strict` and `none`, given signals, limits and windows.
 
     Under `strict` those with a window of one check only warn.
     """
@@ -80,7 +80,7 @@ def words(usual: Sequence[tuple[str, float, int]]) -> dict[str, list[dict[str, A
 
 
 def completed(guards: Sequence[G], usual: Sequence[G]) -> tuple[G, ...]:
-    """The usual guards, with those that are given in place of those of their signal and side."""
+    """The default guards, replaced by given ones with the same signal and side."""
     return tuple({(g.signal, g.is_lower): g for g in (*usual, *guards)}.values())
 
 

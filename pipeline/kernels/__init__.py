@@ -1,1 +1,1 @@
-"""Operators bound by memory: defined in plain PyTorch, with kernels of our own where they help."""
+"""Memory-bound operators: defined in plain PyTorch, with custom kernels where they help."""

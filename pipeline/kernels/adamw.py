@@ -1,4 +1,4 @@
-"""AdamW over flat vectors: one pass over memory where there is a kernel for it.
+"""AdamW over flat vectors: a single pass over memory if there is a kernel.
 
 `reference_adamw_` defines the operator in PyTorch. The C++ kernel (adamw.cpp), the CUDA kernel
 (adamw.cu) and PyTorch on a CPU give its bits. PyTorch on a GPU rounds a division by a number of the
@@ -217,7 +217,7 @@ def split_master(
 
 
 def join_master(weights: Float[Tensor, " n"], low_bits: Int16[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """The fp32 vector that `split_master` took apart."""
+    """The fp32 vector that `split_master` split."""
     bits = weights.view(torch.int16).int()
     bits <<= 16
     bits += low_bits  # below zero where the weight was rounded up
@@ -268,7 +268,7 @@ class Launches:
         self._tables: list[ShardTable] = []
 
     def step(self, shards: Sequence[Shard], step: AdamW, *, kernels: Kernels) -> None:
-        """One step of all, in place, with the rate and weight decay of each shard.
+        """One in-place step of all shards, each with its rate and weight decay.
 
         The rate of `step` is what each shard's is multiplied by.
 
@@ -312,7 +312,7 @@ def _find(weights: Weights, gradient: Tensor, kernels: Kernels) -> Library | Gpu
 
 
 def find(device: torch.device, kind: Kind, kernels: Kernels) -> Library | Gpu | None:
-    """The kernel for vectors on a device, built if need be; None where PyTorch does its work.
+    """The kernel for vectors on a device, built if necessary; None if PyTorch is used.
 
     Raises:
         KernelError: it is required and can't be built.
@@ -349,7 +349,7 @@ class Vectors(ctypes.Structure):
 
 
 class Numbers(ctypes.Structure):
-    """The numbers of a step as the loop needs them; adamw.cpp has the same structure."""
+    """Scalars of a step for the loop; adamw.cpp has the same structure."""
 
     _fields_ = [
         (name, ctypes.c_float)
@@ -488,7 +488,7 @@ class ShardTable:
 
 
 def _addresses(shard: Shard) -> tuple[int | float, ...]:
-    """The memory, length and factors of a shard: equal where a table of it is still valid."""
+    """Memory, length and factors of a shard; a table is valid while they are equal."""
     return (
         *(tensor.data_ptr() for tensor in shard.weights.tensors().values()),
         *(shard.gradient.data_ptr(), len(shard.gradient), shard.lr, shard.weight_decay),

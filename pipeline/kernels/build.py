@@ -29,17 +29,17 @@ CACHE = "RLHF_PIPELINE_CACHE"
 """Variable of the environment: the directory that keeps compiled kernels."""
 
 COMPILERS = ("c++", "g++", "clang++")
-"""Tried in this order without the variable CXX."""
+"""Compilers to try, in this order, without the variable CXX."""
 
 Library = ctypes.CDLL
 
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 
 EXACT = ("-ffp-contract=off",)
-"""Each operation is rounded as it is written."""
+"""Flags with which each operation is rounded as written."""
 
 FUSED = ("-ffp-contract=fast",)
-"""A product and a sum become a fused multiply-add, as `include/vectors.h` needs it."""
+"""Flags that fuse a product and a sum, as `include/vectors.h` requires."""
 
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, *(f"-mavx512{name}" for name in ("f", "bw", "dq", "vl")))
@@ -90,7 +90,7 @@ def _build(command: Sequence[str], source: Path, words: Sequence[str]) -> Librar
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[Path]:
-    """A file to write, which is given its name when it is complete and on the disk."""
+    """Context with a file to write, which is flushed and renamed when it is complete."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     made = Path(name)
     try:
@@ -103,7 +103,7 @@ def complete_file(path: Path) -> Iterator[Path]:
 
 
 def cache_directory() -> Path | None:
-    """The directory of this user's compiled kernels, created if need be.
+    """The directory of this user's compiled kernels, created if necessary.
 
     Code is loaded from it: None, with a warning, if another user can write there.
     """

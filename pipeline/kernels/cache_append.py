@@ -13,7 +13,7 @@ from pipeline.kernels import choice
 from pipeline.kernels.gpu import Gpu, Macros
 
 LOAD = 16
-"""Bytes that a thread moves at once."""
+"""Bytes that a thread copies at once."""
 
 WARP, THREADS = 32, 256
 
@@ -47,7 +47,7 @@ def reference_append(
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
     places: Int[Tensor, " N"],
 ) -> None:
-    """Store the keys and values of each token at its place, slot * M + position, with PyTorch.
+    """Store the keys and values of each token at index slot * M + position, with PyTorch.
 
     A token whose place is in no slot is skipped. Of several with the same place any may remain.
     """
@@ -62,7 +62,7 @@ def kernel_for(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
 ) -> Gpu | None:
-    """The GPU with the kernel for these tensors; None where PyTorch does the work.
+    """The GPU with the kernel for these tensors; None if PyTorch is used.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.

@@ -1,4 +1,4 @@
-"""Whether an operator uses its kernel, and the message where it can't."""
+"""Choice between an operator's kernel and PyTorch, and the message if a kernel can't be used."""
 
 import functools
 import logging

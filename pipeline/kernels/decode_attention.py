@@ -1,4 +1,4 @@
-"""Attention of one new token of each sequence to the cache, by a kernel where there is one.
+"""Attention of one new token of each sequence to the cache, by a kernel if there is one.
 
 `reference_attention` defines the operator in PyTorch. Dimension names: B sequences, H query heads,
 G heads of keys and values, S slots and M tokens of the cache, D head size.
@@ -32,7 +32,7 @@ class Scores:
     """Factor of the product of query and key."""
 
     sliding_window: int | None = None
-    """Only that many of the last keys are seen."""
+    """Number of last keys that are attended to."""
 
 
 def reference_attention(
@@ -148,7 +148,7 @@ def prepare(
 def kernel_for(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
 ) -> Gpu | Library | None:
-    """The kernel for these tensors; None where PyTorch does the work.
+    """The kernel for these tensors; None if PyTorch is used.
 
     The cache may have more slots than there are sequences, which have the first ones.
 
@@ -267,13 +267,13 @@ WARPS = 4
 """Warps of a block, as in decode_attention.cu."""
 
 KEYS_OF_SPLIT = 128
-"""Combining the parts of blocks that read fewer keys costs more than it saves."""
+"""Minimum keys of a split: combining smaller ones costs more than it saves."""
 
 BLOCKS_OF_MULTIPROCESSOR = 4
 """Blocks that run at once on a multiprocessor, which their registers limit."""
 
 SEQUENCES = 65535
-"""Sequences of one launch at most: the largest third dimension of a grid."""
+"""Maximum sequences of one launch: the largest third dimension of a grid."""
 
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative error in norm that the self-test allows: a few times the rounding error."""
@@ -438,7 +438,7 @@ def choose_splits(num_blocks: int, num_keys: int, gpu: Gpu) -> int:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Two sequences, in one and in two parts; what must not be read is NaN."""
+    """Two sequences, in one and in two parts; memory that must not be read is NaN."""
     dtype = DTYPES_BY_NAME[str(defines["NUMBER"])]
     size, heads = int(defines["HEAD_SIZE"]), int(defines["GROUP"])
     generator = torch.Generator().manual_seed(0)

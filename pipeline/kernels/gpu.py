@@ -24,7 +24,7 @@ PRELUDE = (SOURCES / "include" / "prelude.cuh").read_text()
 """The header of all sources."""
 
 OPTIONS = ("-std=c++17", "--fmad=false")
-"""Each product and sum is rounded unless a kernel calls fmaf: bit for bit as on the CPU."""
+"""Compiler options that round each product and sum, unless a kernel calls fmaf, as on the CPU."""
 
 OLDEST = 70
 """The oldest supported compute capability, 7.0."""
@@ -220,7 +220,7 @@ def _bindings(module: str) -> Any:  # noqa: ANN401
 
 
 def _checked(result: tuple[Any, ...]) -> Any:  # noqa: ANN401
-    """The value that a function of the bindings returns behind its error code."""
+    """The value that a function of the bindings returns after its error code."""
     code, *values = result
     if code:
         raise KernelError(code.name)

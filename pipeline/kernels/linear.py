@@ -59,7 +59,7 @@ class Linear:
 
 
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Linear | None:
-    """Return a call that writes x w^T + bias into `out`; None where PyTorch does the work.
+    """Return a call that writes x w^T + bias into `out`; None if PyTorch is used.
 
     Takes x (*B, K), weight (N, K), bias (N) and out (*B, N), contiguous. Other tensors are left to
     PyTorch: silently if they are no linear layer of few rows on the CPU, else with a reason in the

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of given tokens, without the logits of all tokens at once.
+"""Log-probabilities and entropies of given tokens, without storing the logits of all tokens.
 
 The logits of K tokens over a vocabulary of V are by far the largest tensor of a model, and softmax
 and its gradient make three more of it. Here only a tile of them exists at a time. There are two
@@ -50,13 +50,13 @@ ROWS = {"cpu": 2**20, "cuda": TILE["cuda"]}
 
 @dataclass(frozen=True)
 class Words:
-    """The words whose rows of the output matrix this process has."""
+    """The vocabulary range whose rows of the output matrix this process has."""
 
     first: int
-    """Token id of the first; the others follow."""
+    """Token id of the first row."""
 
     group: Group
-    """The processes, each with an equal share of the rows of all words."""
+    """The processes, each with an equal share of the rows."""
 
 
 def reference_logprobs(
@@ -278,7 +278,7 @@ def _tile_sums(
 
 
 def _combine_sums(local: Float[Tensor, "4 K 1"], group: Group) -> Float[Tensor, "4 K 1"]:
-    """The statistics of all words, from those of each process's words."""
+    """Combine the statistics of the vocabulary ranges of all processes."""
     of_all = torch.stack(group.gather(local, what="sums of logits"))
     chosen, largest, total, weighted = of_all.unbind(dim=1)
     has_target = ~chosen.isnan()
@@ -370,7 +370,7 @@ class FusedGradLogprobs(torch.autograd.Function):
 
 
 def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
-    """True if all are equal. A GPU is not waited for: there a difference ends the process."""
+    """True if all are equal; on a GPU a difference ends the process, as the host does not wait."""
     first = grad[:1]
     if not grad.is_cuda:
         return torch.equal(grad, first.expand_as(grad))
@@ -452,7 +452,7 @@ def _logits(
     words: slice,
     temperature: float,
 ) -> Float[Tensor, "C W"]:
-    """Logits in fp32, in separate memory."""
+    """A copy of the logits in fp32."""
     logits = F.linear(hidden, weight[words], None if bias is None else bias[words]).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 

@@ -1,4 +1,4 @@
-"""Pinned host memory of the size that is requested.
+"""Pinned host memory without rounding up its size.
 
 PyTorch's own pinned memory comes in powers of two: for masters and moments that are a little more
 than one, twice what a plan counts.
@@ -93,7 +93,7 @@ def _address(pages: mmap.mmap) -> int:
 
 
 def pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """A vector in pinned memory; in PyTorch's own where the driver locks no pages.
+    """A vector in pinned memory; PyTorch's pinned memory if the driver can't lock pages.
 
     Raises:
         RuntimeError: there is no memory to pin.

@@ -1,4 +1,4 @@
-"""Drawing the next token of each sequence, by a kernel where there is one.
+"""Sampling of the next token of each sequence, by a kernel if there is one.
 
 `reference_sample` defines the operator in PyTorch; sampling.cu is the CUDA kernel. Dimension names:
 B sequences, V vocabulary.
@@ -25,10 +25,10 @@ class Draw:
     seed: int
 
     temperature: float
-    """Divides the logits; 0 chooses the likeliest token, the first of several."""
+    """Divides the logits; 0 selects the likeliest token, the first in case of ties."""
 
     top_k: int | None = None
-    """Keep that many of the likeliest tokens, and those as likely as the last of them."""
+    """Keep this number of the likeliest tokens, and ties with the last of them."""
 
     top_p: float = 1.0
     """Keep the fewest likeliest tokens that together have this share of what is left (Holtzman et
@@ -131,7 +131,7 @@ def sample(
 
 
 def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu | None:
-    """The GPU with the kernel for these logits; None where PyTorch does the work.
+    """The GPU with the kernel for these logits; None if PyTorch is used.
 
     `reason` is another reason why the kernel can't be used, in a clause.
 
@@ -151,7 +151,7 @@ def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu |
 
 THREADS = 512
 SEGMENT = 128
-"""Words whose weights are summed first, as in sampling.cu."""
+"""Tokens of a segment whose weights are summed first, as in sampling.cu."""
 
 SHARED_BYTES = 2200
 """Bytes of the struct `Shared` of sampling.cu."""
@@ -242,7 +242,7 @@ def cuda_macros(dtype: torch.dtype) -> dict[str, str | int]:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Tokens of four sequences, the likeliest and by chance."""
+    """Tokens of four sequences, greedy and sampled."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(4, 300, generator=generator)
     logits = logits.to(DTYPES_BY_NAME[str(defines["NUMBER"])])

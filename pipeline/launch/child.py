@@ -1,4 +1,4 @@
-"""A child process whose end, and whose interruption, the parent hears of exactly once."""
+"""A child process whose end and interruption are reported to the parent exactly once."""
 
 import signal
 import subprocess
@@ -16,7 +16,7 @@ class Ending:
     """How a child ended."""
 
     code: int
-    """Its exit code; -n where signal n ended it."""
+    """Its exit code; -n if signal n ended it."""
 
     signal_received: signal.Signals | None = None
     """The signal that stopped this process meanwhile: Ctrl-C, a closed terminal, a scheduler."""
@@ -28,7 +28,7 @@ def run_child(
     *,
     output: IO[bytes] | None = None,
 ) -> Ending:
-    """Run a command to its end; its output goes to `output`, or where ours goes.
+    """Run a command to its end; its output goes to `output`, or to this process's.
 
     The child has a process group of its own and hears of every interruption from us, once: of
     Ctrl-C and of a closed terminal as SIGINT, of a scheduler's signals as they are; it saves its

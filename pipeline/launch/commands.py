@@ -13,10 +13,10 @@ from pipeline.system.installation import ROOT
 
 TORCHRUN = ("-m", "pipeline.launch.torchrun")
 SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
-"""Variables by which a user decides how OpenMP's threads wait."""
+"""Environment variables that determine how OpenMP's threads wait."""
 
 NO_DIRECTORY, NO_PYTHON = 120, 121
-"""Exit codes where a machine lacks what a command needs."""
+"""Exit codes if a machine lacks the directory or Python."""
 
 
 def step_command(
@@ -51,7 +51,7 @@ def node_command(step: Sequence[str], where: Layout, rank: int) -> list[str]:
 
 
 def _rendezvous(where: Layout, rank: int | str) -> list[str]:
-    """Torchrun's options by which the machines find each other, for number `rank` of them."""
+    """Torchrun's rendezvous options for the machine of number `rank`."""
     return [
         *("--nnodes", str(len(where.hosts)), "--node-rank", str(rank)),
         *("--master-addr", where.address, "--master-port", str(where.port)),
@@ -107,7 +107,7 @@ def given_options(deployment: Deployment) -> list[str]:
 
 
 def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]:
-    """The environment of the command on this machine, in which it finds only our packages.
+    """The environment of the command on this machine, with only our packages on its path.
 
     A folder of the user's directory may have the name of one of them.
     """
@@ -124,7 +124,7 @@ def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]
 
 
 def list_devices(host: Host, deployment: Deployment) -> list[str]:
-    """The GPUs that the processes of a host use, where it is this machine, as `list_gpus` has them.
+    """The GPUs that a host's processes use, as `list_gpus` names them, if it is this machine.
 
     Empty where it has none.
     """

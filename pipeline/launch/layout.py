@@ -24,14 +24,14 @@ SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 """ssh without a password prompt, which detects a lost connection within a minute."""
 
 OF_SEVERAL = ("hostfile", "num_nodes", "master_addr", "master_port")
-"""Options that one machine alone does not have."""
+"""Options for several machines only."""
 
 EXCLUSIVE = (
     ("include", "exclude"),
     *((name, other) for name in ("include", "exclude") for other in ("num_gpus", "num_nodes")),
     *((name, "num_processes") for name in ("include", "exclude", "num_gpus")),
 )
-"""Pairs of options that select the same."""
+"""Pairs of options that exclude each other."""
 
 PORT = 29500
 """Default rendezvous port, as with torchrun and DeepSpeed."""
@@ -44,14 +44,14 @@ NODES = r"[\w.-]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][\w.-]*)?"
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """The options that say where processes run."""
+    """The options that determine where processes run."""
 
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
     """One process, on the GPU if there is one; one process per GPU of this machine; or several
     machines, by --hostfile or inside a SLURM allocation."""
 
     num_processes: int | None = None
-    """Processes of single_node. Without it, one per GPU, or 2 where there is none."""
+    """Processes of single_node. Without it, one per GPU, or 2 without a GPU."""
 
     hostfile: Path | None = None
     """Machines of multi_node, as DeepSpeed writes them: `worker-0 slots=8` a line. ssh must reach
@@ -62,16 +62,16 @@ class Deployment:
     With single_node, GPUs of this machine: localhost:0,2."""
 
     exclude: str | None = None
-    """Hosts and slots to leave out, written as for --include."""
+    """Hosts and slots to exclude, written as for --include."""
 
     num_nodes: int | None = None
-    """Machines of multi_node: the first that many."""
+    """Number of machines of multi_node, from the first."""
 
     num_gpus: int | None = None
-    """Processes on each machine: the first that many slots of each host."""
+    """Number of processes on each machine, from each host's first slot."""
 
     master_addr: str | None = None
-    """Address of the first machine, where processes meet. Without it, the first host's name."""
+    """Address of the first machine, for the rendezvous. Without it, the first host's name."""
 
     master_port: int | None = None
     """Port of the first machine. Without it 29500, or another one where that is taken."""
@@ -81,7 +81,7 @@ class Deployment:
     key: "ssh -p 2222 -i KEY"."""
 
     no_check: bool = False
-    """Begin multi_node without looking at the machines first."""
+    """Begin multi_node without checking the machines first."""
 
     def __post_init__(self) -> None:
         many = self.deployment_type == "multi_node"
@@ -131,7 +131,7 @@ class Host:
     """Its devices that are used, one process each, in order."""
 
     place: str = ""
-    """Its line in the host file, for error messages: `hosts:2`."""
+    """Line in the host file, for error messages: `hosts:2`."""
 
     @property
     def is_whole(self) -> bool:

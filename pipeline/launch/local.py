@@ -17,7 +17,7 @@ import psutil
 from pipeline.system.errors import ConfigError
 
 CPU_PROCESSES = 2
-"""Processes on a machine without a GPU, where no number is given."""
+"""Default number of processes on a machine without a GPU."""
 
 PASSED_ON = re.compile(
     r"(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|TORCH|PYTORCH|HF|TRANSFORMERS|TOKENIZERS|WANDB)_\w+"
@@ -27,10 +27,10 @@ PASSED_ON = re.compile(
 """Variables that are passed to other machines, except devices and paths."""
 
 PLANNED = "RLHF_PLANNED"
-"""Tells a step that `train.py` has looked whether it fits."""
+"""Variable that tells a step that `train.py` has checked its memory."""
 
 BUSY_PERCENT = 25.0
-"""Load of the machine from which other programs are assumed to need the cores."""
+"""Load of the machine above which other programs are assumed to need the cores."""
 
 
 def count_processes(requested: int | None) -> int:
@@ -93,7 +93,7 @@ def spin_count() -> str:
 
 
 def share_of_cores(processes: int) -> int:
-    """Cores for each of that many processes on this machine, at least 1."""
+    """Cores for each of a number of processes on this machine, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // processes)
 

@@ -59,10 +59,10 @@ class Machine:
     gpus: list[Gpu]
 
     shared: bool
-    """Whether it sees the launcher's file in the output directory."""
+    """Whether the machine sees the launcher's file in the output directory."""
 
     reaches: bool
-    """Whether it reaches the port of the first machine."""
+    """Whether the machine reaches the port of the first machine."""
 
     port: int | None
     """Port of the rendezvous, on the first machine: the given one if free, else another."""
@@ -140,12 +140,12 @@ class _Probe:
         self._process.wait()
 
     def wait(self) -> None:
-        """Wait until the machine has answered or failed, or the time is up."""
+        """Wait until the machine has replied or failed, or until the timeout."""
         self._reader.join(PATIENCE_SECONDS)
 
     @property
     def problem(self) -> str:
-        """The reason why there is no answer, and the fix."""
+        """The reason for a missing reply, and the fix."""
         name, code = self.host.name, self._process.poll()
         place = f" ({self.host.place})" if self.host.place else ""
         by_hand = f"`{' '.join(self.command[:-1])} true`"
@@ -173,7 +173,7 @@ class _Probe:
         )
 
     def close(self) -> None:
-        """End it, which frees the port that it held."""
+        """End the check, which releases its port."""
         with suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""One command on each of several machines: passes their output on, ends all when one fails.
+"""One command on each of several machines: forwards their output, ends all when one fails.
 
 On each machine `python -m pipeline.launch.remote COMMAND ...` runs the command. It reads its
 standard input: first a line of JSON, with variables for the command's environment; then lines with
@@ -41,7 +41,7 @@ SAVING_SECONDS = 600.0
 """Seconds for processes to save their state after Ctrl-C or a scheduler's signal."""
 
 LOST = 255
-"""ssh's own exit code: the connection failed, not the command."""
+"""ssh's exit code if the connection, not the command, failed."""
 
 TICK_SECONDS = 0.05
 
@@ -59,7 +59,7 @@ class Errand:
 
 
 def run_everywhere(errands: Sequence[Errand]) -> int:
-    """Run all to their end; return the exit code of the first that failed, else 0.
+    """Run all commands to their end; return the exit code of the first failure, else 0.
 
     Their output is passed on, each line after its host's name, and signals are passed to them.
     `errands` has one for each machine, the first machine first.
@@ -90,7 +90,7 @@ class _Group:
         """Time at which running commands get a signal, or, after one, lose their connection."""
 
     def note_signal(self, number: int, _frame: object) -> None:
-        """Store a signal, which the loop passes on."""
+        """Store a signal, which the loop forwards."""
         if number == signal.SIGHUP and self._signals:
             return  # a terminal that is closed sends more than one
         self._signals.append(signal.Signals(number))
@@ -171,13 +171,13 @@ class _Command:
             thread.start()
 
     def poll(self) -> int | None:
-        """Its exit code, once it has one."""
+        """The exit code, once the command has ended."""
         self.code = self._process.poll()
         return self.code
 
     @property
     def exit_code(self) -> int:
-        """The launcher's exit code, if it is that of this command."""
+        """The launcher's exit code, if this command determines it."""
         code = self.code or 0
         if code == LOST:
             return 1
@@ -191,7 +191,7 @@ class _Command:
                 self._process.stdin.flush()
 
     def end(self) -> None:
-        """Ask it to end; the second time close the connection, which ends it too."""
+        """Request the end of the command; a second call closes the connection."""
         if self._asked_to_end:
             self.close()
         self._asked_to_end = True
@@ -207,12 +207,12 @@ class _Command:
         return f"{self.host} ended first, with exit code {code}"
 
     def finish_output(self) -> None:
-        """Pass on all output, before the command's end is reported."""
+        """Forward all output, before the command's end is reported."""
         for thread in self._threads:
             thread.join(timeout=5)
 
     def close(self) -> None:
-        """End the process on this machine; the remote side then ends by itself."""
+        """End the process on this machine; the remote process then ends as well."""
         with suppress(OSError, ValueError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -226,7 +226,7 @@ class _Command:
 
 
 def _pass_lines(source: IO[bytes], sink: IO[str], prefix: bytes) -> None:
-    """Pass on whole lines, so that those of several machines don't mix."""
+    """Forward complete lines, so that those of several machines don't mix."""
     for line in source:
         sink.buffer.write(prefix + line.rstrip(b"\n") + b"\n")  # pyright: ignore[reportAttributeAccessIssue]
         sink.flush()
@@ -238,7 +238,7 @@ STDIN = 0
 
 
 def main(argv: Sequence[str], *, lost_seconds: float = LOST_SECONDS) -> int:
-    """Run the command; return its exit code, 128 + n where signal n ended it."""
+    """Run the command; return its exit code, or 128 + n if signal n ended it."""
     rest, is_open = b"", True
     while b"\n" not in rest and is_open:
         rest += (received := os.read(STDIN, 2**16))
@@ -267,7 +267,7 @@ def main(argv: Sequence[str], *, lost_seconds: float = LOST_SECONDS) -> int:
 
 
 def _end(command: subprocess.Popen[bytes]) -> None:
-    """Ask the command to stop, and after a while end all processes that it has started."""
+    """Request the command to stop; after a while, end all processes that it started."""
     started = psutil.Process(command.pid).children(recursive=True)
     command.terminate()
     try:

@@ -1,4 +1,4 @@
-"""torchrun whose exit code is that of the first process that failed.
+"""torchrun with the exit code of the first process that failed.
 
 `python -m pipeline.launch.torchrun` takes torchrun's options. torchrun itself turns every failure
 into exit code 1 below a page of text; here the failed process has already printed its error.
@@ -26,7 +26,7 @@ GRACE_SECONDS = 600
 """Seconds until processes that got a stop signal are killed; schedulers wait less."""
 
 ANY_PORT = 9
-"""Nothing is sent to it: connecting a datagram socket only looks up the route."""
+"""Port for route look-ups: connecting a datagram socket sends nothing."""
 
 
 def main(argv: list[str]) -> int:

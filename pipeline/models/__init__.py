@@ -1,1 +1,1 @@
-"""Hugging Face models as this project trains them: loading, score heads, LoRA, export."""
+"""Hugging Face models in training: loading, score heads, LoRA, parallelism, export."""

@@ -128,7 +128,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
 def pad(
     rows: Float[Tensor, "N ..."], source: Int[Tensor, " P"], place: Int[Tensor, " N"]
 ) -> Float[Tensor, "P ..."]:
-    """Row `source[p]` at each p; `place[n]` is where row n is real, and any other place is padding.
+    """Rows `source[p]` for each p; `place[n]` is the index of row n, other indices are padding.
 
     Padding must take no part in the loss: its gradient, which would be 0, is never read.
     """
@@ -136,7 +136,7 @@ def pad(
 
 
 def unpad(padded: Float[Tensor, "P ..."], place: Int[Tensor, " N"]) -> Float[Tensor, "N ..."]:
-    """The real rows, of which row n is at `place[n]`; padding gets the gradient 0."""
+    """The rows without padding: row n is at `place[n]`; padding has the gradient 0."""
     return _Unpad.apply(padded, place)  # pyright: ignore[reportReturnType]
 
 
@@ -172,7 +172,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def in_order(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`attend` of these heads, and gradients of the same bits each time if the step wants them."""
+    """`attend` of these heads, with reproducible gradients if the step requires them."""
     heads = (query, key, value)
     wanted = query.is_cuda and torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted and torch.is_grad_enabled() and any(each.requires_grad for each in heads):
@@ -205,7 +205,7 @@ class _OneOrder(torch.autograd.Function):
 
 @contextmanager
 def _one_order() -> Iterator[None]:
-    """Inside it, an operator without a kernel of one order is an error."""
+    """Context in which an operator without a deterministic kernel is an error."""
     torch.use_deterministic_algorithms(mode=True, warn_only=False)
     try:
         yield
@@ -216,20 +216,20 @@ def _one_order() -> Iterator[None]:
 RAGGED = "ragged"
 
 KEY_BLOCK = 32
-"""Attention reads keys in multiples of that many, in training as in generation."""
+"""Attention reads keys in multiples of this number, in training and generation."""
 
 
 class LostLayoutError(RuntimeError):
-    """A packed batch reached a layer that doesn't hear where its sequences lie."""
+    """A packed batch reached a layer that is not passed its sequence boundaries."""
 
 
 MAX_PADDING = 1.3
-"""Sequences share one attention call while it computes at most this many times their tokens."""
+"""Maximum ratio of padded to real tokens in an attention call that sequences share."""
 
 
 @runtime_checkable
 class Layout(Protocol):
-    """Places of the tokens of a forward pass, and the keys that each attends to."""
+    """Order of the tokens of a forward pass, and the keys to which each attends."""
 
     def attend(
         self,
@@ -263,7 +263,7 @@ class Padded:
 
     @property
     def as_they_lie(self) -> bool:
-        """Whether there is one group without padding: nothing need be moved."""
+        """Whether there is a single group without padding, so that nothing is moved."""
         return len(self.shapes) == 1 and len(self.source) == len(self.place)
 
     def spread(self, heads: Float[Tensor, "1 H N D"]) -> list[Tensor]:
@@ -383,7 +383,7 @@ def continued_attention(
 
 
 def leave_out_cudnn(query: Tensor) -> None:
-    """Select FlashAttention over cuDNN's attention for queries on a GPU, for the whole process.
+    """Prefer FlashAttention to cuDNN's attention on GPUs, for the whole process.
 
     From Hopper on PyTorch prefers cuDNN's attention, which makes a plan for each new shape of a
     call: batches of sequences of any lengths have thousands of shapes.
@@ -393,7 +393,7 @@ def leave_out_cudnn(query: Tensor) -> None:
 
 
 def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Cut the sequences, sorted by length, so that padding wastes little (`MAX_PADDING`)."""
+    """Split the sequences, sorted by length, so that padding is limited (`MAX_PADDING`)."""
     by_length = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     parts: list[list[int]] = []
     tokens = 0
@@ -478,7 +478,7 @@ def ragged_attention(
 def _require_mask(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None
 ) -> None:
-    """Refuse one element for all pairs of tokens: no mask at all, and so no causal one."""
+    """Refuse a mask of one element for all pairs of tokens, which is not causal."""
     pairs = query.shape[2] * key.shape[2]
     if attention_mask is not None and pairs > 1 and attention_mask.shape[-2:] == (1, 1):
         raise LostLayoutError(f"{type(module).__name__} does not hand on where sequences lie")

@@ -55,7 +55,7 @@ def decode_response(
 def speaks_alike(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str
 ) -> bool:
-    """Whether a reward model reads the actor's tokens; if not, it is given text instead.
+    """Whether a reward model reads the actor's tokens; otherwise it is passed text.
 
     Raises:
         ModelError: it has another tokenizer, and no chat template that says how it reads text.
@@ -78,7 +78,7 @@ def require_same_chat(
     model: str,
     source: FrozenModelConfig,
 ) -> None:
-    """Refuse two models that number their tokens differently or were trained in two chat formats.
+    """Refuse two models with different token ids or different chat formats.
 
     A model without a saved template has no format yet.
 
@@ -97,7 +97,7 @@ def require_same_chat(
 def require_same_tokens(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, model: str, path: str
 ) -> None:
-    """Refuse two models that number their tokens differently: they read each other's token ids.
+    """Refuse two models with different token ids, since they exchange token ids.
 
     Raises:
         ModelError: the vocabularies differ.
@@ -112,7 +112,7 @@ def require_same_tokens(
 
 
 def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = False) -> None:
-    """Refuse a model whose files, tokenizer or chat template can be seen not to do.
+    """Refuse a model whose files, tokenizer or chat template are visibly unusable.
 
     Args:
         path: of a directory, or a name on the Hub, of which only the tokenizer is read.

@@ -1,4 +1,4 @@
-"""Models out of checkpoints: Hugging Face directories, without the processes that trained them."""
+"""Conversion of checkpoints to Hugging Face directories, in a single process."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -26,7 +26,7 @@ TOKENIZER = "tokenizer"
 
 
 def describe_model(module: nn.Module) -> dict[str, Any] | None:
-    """Description of the Hugging Face model inside `module`, as JSON, for building it again."""
+    """Description of the Hugging Face model inside `module`, as JSON, for rebuilding it."""
     for prefix, model in module.named_modules():
         if isinstance(model, PeftModel | PreTrainedModel):
             plain = base_model(model)

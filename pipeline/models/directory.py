@@ -1,4 +1,4 @@
-"""Is a directory a model that can be loaded? Asked before anything heavy is imported.
+"""Fast checks of a model directory, before anything heavy is imported.
 
 `check_model_directory` reads names, JSON files and the headers of safetensors: no weights, and
 neither torch nor transformers. It takes milliseconds for a model of any size, so that a plan can
@@ -29,7 +29,7 @@ TOKENIZER_FILES = (
     "vocab.*",
     "tokenization_*.py",
 )
-"""One of them makes a tokenizer, by their patterns."""
+"""Patterns of files of which one is enough for a tokenizer."""
 
 JSON_FILES = (
     "tokenizer.json",
@@ -39,7 +39,7 @@ JSON_FILES = (
     "vocab.json",
     "generation_config.json",
 )
-"""Each must be a JSON object, where it is there."""
+"""Files that must be JSON objects, if they exist."""
 
 
 def check_model_directory(
@@ -49,7 +49,7 @@ def check_model_directory(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
-    """Return if nothing is seen to be wrong with a local model directory.
+    """Return if these checks find no problem with a local model directory.
 
     What only the model's code can tell shows when the model is loaded: an unknown architecture,
     tensors of other sizes than the configuration's, weights that are not finite.
@@ -98,7 +98,7 @@ def require_language_model(path: str | Path, architectures: Iterable[str] | None
 
 
 def untrusted_code(path: str | Path) -> str:
-    """Why a model that comes with code is not loaded."""
+    """Reason why a model with custom code is not loaded."""
     return (
         f"{path} comes with Python code of its own, which loading it would run; read the code, and"
         " set trust_remote_code true for this model if you trust it"
@@ -130,7 +130,7 @@ def check_configuration(directory: Path) -> dict[str, Any]:
 
 
 def check_weights(directory: Path, *, allow_pickle: bool = False) -> dict[str, StoredTensor] | None:
-    """The tensors of its safetensors, by name; None where a pickle is taken instead.
+    """The tensors of its safetensors by name; None if a pickle is used instead.
 
     Raises:
         ModelError: a file is missing, a Git-LFS pointer, cut short or damaged.
@@ -156,7 +156,7 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> dict[str, S
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Return if nothing is seen to be wrong with the tokenizer.
+    """Return if these checks find no problem with the tokenizer.
 
     Raises:
         ModelError: there is none, or one of its files is a Git-LFS pointer or no JSON.

@@ -1,9 +1,8 @@
-"""Embeddings and output matrices of which each process has the rows of some words.
+"""Vocabulary-parallel embeddings and output matrices: each process has a range of the rows.
 
-Looked up are a process's own words, zeros for the others, and the processes sum what they found: so
-each token's row comes from one of them. Of the output matrix each computes the logits of its own
-words. `Policy` makes log-probabilities of these without joining them; whoever calls the layer
-itself gets the joined logits.
+A process looks up the rows in its range, and zeros for other tokens; the sum over processes is the
+embedding. An output matrix computes the logits of its range. `Policy` computes log-probabilities
+from these without gathering them; a direct call of the layer gathers the logits.
 """
 
 from functools import partial
@@ -24,16 +23,16 @@ LARGE = 8192
 """Minimum vocabulary to shard: smaller tables take less memory than a block."""
 
 _WORDS = "divided_words"
-"""Attribute in which an output matrix has the words of this process."""
+"""Attribute of an output matrix for this process's vocabulary range."""
 
 
 def words_of(head: nn.Module | None) -> Words | None:
-    """Words whose rows an output matrix has; None where it has all."""
+    """Vocabulary range of an output matrix; None if it is complete."""
     return getattr(head, _WORDS, None)
 
 
 def divisible_tables(model: PreTrainedModel, size: int, *, least: int = LARGE) -> list[nn.Module]:
-    """Embedding and output matrix, as far as their rows can be shared out.
+    """Embedding and output matrix, if their rows can be sharded.
 
     One that is not a plain table, as where a family scales what it looks up or peft adapts it,
     stays whole, and with it one that is tied to it.
@@ -51,7 +50,7 @@ def divisible_tables(model: PreTrainedModel, size: int, *, least: int = LARGE) -
 
 
 def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
-    """The rows that a process has."""
+    """The range of rows of a process."""
     share = cast("Tensor", module.weight).shape[0] // size
     return ShardSpec(0, (Shard(rank * share, (rank + 1) * share),))
 
@@ -74,7 +73,7 @@ def _logits(head: nn.Linear, group: Group, hidden: Float[Tensor, "*B d"]) -> Flo
 
 
 def _look_up(module: nn.Embedding, words: Words, ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
-    """The rows of all tokens, of which the process that has each gives it."""
+    """The embedding of all tokens, summed over the processes."""
     count, padding = module.weight.shape[0], module.padding_idx
     here = (ids >= words.first) & (ids < words.first + count)
     found = F.embedding(torch.where(here, ids - words.first, 0), module.weight)

@@ -43,7 +43,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def can_stream(model: PreTrainedModel) -> bool:
-    """Whether one parameter is enough to tell what the family's files hold for it.
+    """Whether each tensor of the family's files follows from a single parameter.
 
     Some hold in one tensor what the model has in several.
     """
@@ -54,7 +54,7 @@ def can_stream(model: PreTrainedModel) -> bool:
 
 
 def as_saved(model: PreTrainedModel, named: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Parameters under the names, and cut into the pieces, that `save_pretrained` writes.
+    """Parameters with the names and shapes that `save_pretrained` writes.
 
     Some families have other names in files than in the model, or hold in one parameter what their
     files have by expert.
@@ -133,7 +133,7 @@ class _Shards:
 
 
 def _replace(shards: _Shards, directory: Path) -> None:
-    """Move the files in place; what they replace disappears.
+    """Move the files to their names, and remove the files that they replace.
 
     A single file goes before an index where both are there, so it is taken away last. An index goes
     before its shards change.
@@ -185,7 +185,7 @@ def export(
     *,
     weights: HasTurns | None = None,
 ) -> None:
-    """Write config, safetensors and tokenizer into `directory`, each file replaced whole.
+    """Write config, safetensors and tokenizer into `directory`; each file is replaced atomically.
 
     When it returns they are on the disk, and as readable as other files of this user.
 
@@ -252,7 +252,7 @@ def named_weights(
 
 
 class _Joining:
-    """Makes whole tensors of the parts that the processes of a group have of a model's layers."""
+    """Joins the tensor-parallel parts of a model's layers into full tensors."""
 
     def __init__(self, plain: PreTrainedModel, group: Group) -> None:
         # Only the processes of the first copy of the model join its parts.
@@ -263,7 +263,7 @@ class _Joining:
             self._parts[f"{name}.weight"] = layer.part
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole tensor of this name in the model; all processes of the group call it."""
+        """The full tensor of this name; all processes of the group call it."""
         part = self._parts.get(name)
         if part is None:
             return tensor
@@ -277,7 +277,7 @@ def _as_exported(
     joining: _Joining,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights that the plain model has in its files; those of an adapter go into `adapter`."""
+    """The weights for the plain model's files; those of an adapter are put into `adapter`."""
     plain = base_model(model)
     if isinstance(model, PeftModel):
         merged_weights = _merged(plain, dequantized_weights(plain, weights), adapter, joining)
@@ -294,7 +294,7 @@ def _as_exported(
 def _adapters_aside(
     weights: NamedTensors, adapter: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights without those of an adapter, which go into `adapter`."""
+    """The weights without those of an adapter, which are put into `adapter`."""
     for name, tensor in weights:
         if name.startswith(ADAPTER_PREFIX):
             adapter[name] = tensor.to("cpu", copy=True)
@@ -334,7 +334,7 @@ def _write(
 def _config_for(
     plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, tied: bool
 ) -> Iterator[None]:
-    """Context in which the configuration has the tokenizer's padding token, and counts it."""
+    """Context in which the configuration has the tokenizer's padding token and a row for it."""
     text = plain.config.get_text_config()
     changed = {"pad_token_id": tokenizer.pad_token_id}
     if are_of_classifier([type(plain).__name__]):
@@ -405,7 +405,7 @@ def _merged(
 
 
 def _left_out(plain: PreTrainedModel) -> set[str]:
-    """Names that share another's tensor, or that the family never saves."""
+    """Names of tied tensors, and of tensors that the family never saves."""
     state = plain.state_dict(keep_vars=True)
     tied = {
         name

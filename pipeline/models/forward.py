@@ -44,11 +44,11 @@ class TokenLogprobs:
     """log pi(token | the tokens before it), in nats, fp32."""
 
     entropy: Float[Tensor, " K"] | None
-    """Entropy of the distribution each target was drawn from, in nats, fp32."""
+    """Entropy of each target's distribution, in nats, fp32."""
 
 
 class Policy(nn.Module):
-    """A causal language model, asked for log-probabilities of given tokens.
+    """A causal language model that returns the log-probabilities of given tokens.
 
     Logits that would take much memory never exist for all targets at once, where the model's output
     is one matrix product and `kernels` is not off.
@@ -62,7 +62,7 @@ class Policy(nn.Module):
         self.uses_head = UsesHead()
         self.kernels: Kernels = kernels
         self.tile = tile
-        """Logits that may exist at once in fp32; None leaves it to the kernels."""
+        """Maximum fp32 logits in memory at once; None uses the kernels' default."""
         self._is_product: bool | None = None
 
     def forward(
@@ -120,16 +120,16 @@ class Policy(nn.Module):
         return TokenLogprobs(*computed)
 
     def settle(self, batch: TokenBatch) -> None:
-        """Find out how the model makes logits, once, with some tokens of a batch."""
+        """Detect once how the model computes logits, with some tokens of a batch."""
         self._output_matrix(batch)
 
     def logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
-        """The logits in the places of `batch.targets`; of batches as small as memory needs."""
+        """The logits that predict `batch.targets`, computed in batches that fit in memory."""
         require_context(base_model(self.model), batch)
         return self._logits(batch)
 
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
-        """The matrix that makes the logits, where there may be too many and it alone makes them.
+        """The output matrix, if there may be too many logits and it alone determines them.
 
         Every process comes to the same answer in the same passes, for asking the model takes some.
 
@@ -157,7 +157,7 @@ class Policy(nn.Module):
         return run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])[before]
 
     def _logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
-        """The model's own logits that predict each target: those of the token before it."""
+        """The model's logits for each target: the output at the preceding token."""
         before = batch.targets - 1
         ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
         if is_ragged(self.model):
@@ -174,7 +174,7 @@ class LabelOutputs:
     """An output for each label at every token, fp32."""
 
     cutpoints: Float[Tensor, " cuts"] | None
-    """The learned thresholds of a score, where it has some."""
+    """The learned thresholds of a score, if it has any."""
 
     def at(self, tokens: Int[Tensor, " B"]) -> "LabelOutputs":
         """The outputs of the given tokens alone."""
@@ -182,7 +182,7 @@ class LabelOutputs:
 
 
 class Scorer(nn.Module):
-    """A sequence classifier, asked for a score at every token.
+    """A sequence classifier that returns a score at every token.
 
     As a reward model its score of a response is the one at the last token; as a critic, the score
     at a token is the value of the state after it. Of several labels the score is their expected
@@ -202,7 +202,7 @@ class Scorer(nn.Module):
     def forward(
         self, batch: TokenBatch, *, labels: bool = False
     ) -> Float[Tensor, " N"] | LabelOutputs:
-        """Score at every token, fp32; with `labels` what the score is made of.
+        """Score at every token, fp32; with `labels`, the outputs of all labels.
 
         Raises:
             ModelError: a score is required, and the model's labels have no values.
@@ -215,7 +215,7 @@ class Scorer(nn.Module):
         return expected_value(logits, classifier)
 
     def thresholds(self) -> Float[Tensor, " cuts"] | None:
-        """The cutpoints as they are now, where the score has some."""
+        """The current cutpoints, if the score has any."""
         return None if self.cutpoints is None else self.cutpoints()
 
     def final_scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
@@ -241,7 +241,7 @@ def whole_logits(classifier: PreTrainedModel, inputs: dict[str, Tensor]) -> Floa
 
 
 def reads_whole(classifier: PreTrainedModel) -> bool:
-    """Whether a classifier reads a sequence as a whole, as encoders do, and not token by token."""
+    """Whether a classifier reads a whole sequence at once, as encoders do."""
     return not hasattr(classifier, SCORE_HEAD)
 
 
@@ -307,7 +307,7 @@ def _say_whole(family: str, kernels: Kernels) -> None:
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Tokens the model's position encoding covers; in effect no limit where it has none."""
+    """Tokens that the model's position encoding covers; practically unlimited without one."""
     return positions(model.config)
 
 
@@ -317,7 +317,7 @@ def positions(settings: PreTrainedConfig) -> int:
 
 
 def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:
-    """Refuse sequences that the model has no positions for.
+    """Refuse sequences that are longer than the model's position encoding.
 
     Raises:
         DataError: a sequence is too long.
@@ -330,7 +330,7 @@ def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:
 
 
 def score_head(classifier: PreTrainedModel) -> nn.Linear:
-    """The classifier's linear head, the trained copy where peft keeps one."""
+    """The classifier's linear head, or peft's trained copy of it."""
     head = classifier.score
     adapters = getattr(head, "modules_to_save", None)
     return cast("nn.Linear", adapters["default"] if adapters is not None else head)
@@ -357,7 +357,7 @@ def ragged_inputs(batch: TokenBatch, ragged: Ragged) -> dict[str, object]:
 def run_padded(
     batch: TokenBatch, ragged: Ragged, run: Callable[[dict[str, Tensor]], Tensor]
 ) -> Float[Tensor, "N X"]:
-    """Run a model that knows only padded batches, a group of similar lengths at a time.
+    """Run a model that requires padded batches, one group of similar lengths at a time.
 
     Every process runs as many passes as the one with the most groups: they gather weights together.
     """
@@ -391,7 +391,7 @@ def num_key_heads(model: PreTrainedModel) -> int:
 
 
 def kv_bytes_per_token(model: PreTrainedModel, *, key_heads: int) -> int:
-    """Memory of one token's keys and values in all layers, of a process with that many heads."""
+    """Bytes of one token's keys and values in all layers, for this number of local heads."""
     settings = model.config.get_text_config()
     head_size = getattr(settings, "head_dim", None)
     head_size = head_size or settings.hidden_size // settings.num_attention_heads

@@ -1,4 +1,4 @@
-"""Shapes of the models that presets name, so that they can be planned before a download.
+"""Shapes of the models in the presets, for planning before a download.
 
 As their authors' config.json files have them; a file on this machine comes first.
 """
@@ -90,4 +90,4 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
         "n_positions": 2048,
     },
 }
-"""Settings by name on the Hub, with the model's type; what is left out is the type's default."""
+"""Settings by Hub name, with the model's type; omitted ones are the type's defaults."""

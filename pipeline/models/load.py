@@ -54,11 +54,11 @@ def errors_only() -> Iterator[None]:
 
 
 LONGEST_REASON = 200
-"""Maximum characters of a library's message in an error of ours."""
+"""Maximum characters of a library's message within an error message."""
 
 
 def first_words(error: Exception) -> str:
-    """The first lines of the message, as one, behind the kind of error where it is a bare word."""
+    """The first lines of the message as one, with the type of the error if it is a single word."""
     lines = " ".join(str(error).split("\n\n")[0].split())
     if isinstance(error, KeyError) or not lines:
         lines = f"{type(error).__name__} {lines}".strip()
@@ -210,7 +210,7 @@ OF_SCORES = ("class_values", "cutpoints", "score_mean", "score_std")
 """Fields of config.json in which step 2 stores the moments of a head's scores."""
 
 HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")
-"""Parameters of a classifier that a language model has not."""
+"""Parameters of a classifier that a language model lacks."""
 
 
 def require_known_head(model: PreTrainedModel, path: str) -> None:
@@ -247,7 +247,7 @@ def lacks_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
-    """Give the model a row for each token of the tokenizer; a larger table is left as it is.
+    """Add rows to the embeddings for all tokens of the tokenizer; larger ones are unchanged.
 
     New rows are drawn from `seed`, the same on every process and for every copy of the model.
     """
@@ -262,7 +262,7 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 
 
 def local_directory(path: str) -> Path | None:
-    """The directory that `path` means; None where it can be a name on the Hub and is not a path."""
+    """The directory that `path` names; None if it may be a Hub name and does not exist."""
     local = Path(path).expanduser()
     return None if HUB_NAME.fullmatch(path) and not local.exists() else local
 
@@ -282,7 +282,7 @@ def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
 
 
 def switch_off_dropout(settings: PreTrainedConfig) -> None:
-    """Set every rate to 0, under whichever of its dozen names a family has it."""
+    """Set all dropout rates to 0, for all names that families use."""
     for name, value in list(vars(settings).items()):
         if isinstance(value, PreTrainedConfig):
             switch_off_dropout(value)
@@ -378,7 +378,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 ALIGNMENT = 64
-"""Bytes; of PyTorch's memory on CPUs."""
+"""Alignment of PyTorch's CPU memory in bytes."""
 
 
 def align_weights(model: nn.Module) -> None:
@@ -401,7 +401,7 @@ def _require_weights(path: str, missing: Collection[str]) -> None:
 
 
 def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Call `load`; say in one sentence what is wrong with `what` of `path` if it fails."""
+    """Call `load`; describe a failure for `what` of `path` in one sentence."""
     if local_directory(path) is None and cached_file(path, "config.json") is None:
         sentence = f"no such model: {path} is neither a local model directory nor on this machine"
         require_reachable(sentence, ModelError, instead="a directory")

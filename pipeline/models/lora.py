@@ -18,7 +18,7 @@ from pipeline.config import LoraConfig
 from pipeline.system.errors import ConfigError
 
 HEADS = ("score", "classifier", "pre_classifier", "pooler")
-"""Heads of classifiers; those of encoders have one of the later ones too."""
+"""Heads of classifiers; encoders have one of the later ones as well."""
 
 Task = Literal["causal", "classifier"]
 """Output of a model: the next token, or a score."""
@@ -76,7 +76,7 @@ def _heads(model: PreTrainedModel) -> list[str]:
 
 
 def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
-    """W + s B @ A (Hu et al. 2021, 4.1), in fp32, in its own memory.
+    """W + s B @ A (Hu et al. 2021, 4.1), in fp32, as a new tensor.
 
     It is added in fp32 whatever `weight` is, so that the caller rounds once, into a copy: the base
     never changes.

@@ -1,4 +1,4 @@
-"""Models without memory for their weights: to count what they would take, or to fill later."""
+"""Models on the meta device, for memory estimates or later loading."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -46,14 +46,14 @@ def meta_model(build: Callable[[], ModelT]) -> ModelT:
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every place where a module holds a parameter: full name, module, name in it, parameter."""
+    """Every occurrence of a parameter: full name, module, local name, parameter."""
     for prefix, module in list(model.named_modules()):
         for leaf, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             yield f"{prefix}.{leaf}" if prefix else leaf, module, leaf, param
 
 
 def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device) -> nn.Module:
-    """The model as a step holds it on `device`, with its adapters, but on the meta device.
+    """The model of a step with its adapters, on the meta device instead of `device`.
 
     Only its configuration is read; for names in `KNOWN` it is the one that is written there. Rows
     that a chat format adds to the embeddings are not there, nor is dropout.

@@ -1,4 +1,4 @@
-"""May sequences of a model lie end to end in one row, or must they be padded?
+"""Decides whether sequences of a model can be packed into one row, or must be padded.
 
 A family whose layers are plain causal attention is packed. Whether it is one, its settings say only
 in part: some layers lose the keyword that says where sequences lie, some add to the mask what they
@@ -92,10 +92,10 @@ SIZES: dict[str, int] = {
     **_WIDTHS, **_INNER, **_HEADS, **_HEAD_SIZES, **_RANKS, **_TOKENS, "rotary_dim": HEAD_SIZE,
     "qk_head_dim": 2 * HEAD_SIZE,
 }  # fmt: skip
-"""Settings by name, as they are in a copy; what a model lacks stays away."""
+"""Settings of a copy by name; those that a model lacks are not added."""
 
 AT_MOST: dict[str, int] = {**_EXPERTS, **_CHOSEN, **_GROUPS}
-"""Settings by name likewise, but no larger in a copy than in the model."""
+"""Upper bounds of a copy's settings, which are otherwise the model's."""
 
 WINDOWS = (
     "sliding_window", "sliding_window_size", "attention_chunk_size", "window_size",
@@ -177,7 +177,7 @@ def _small_size(name: str, value: int, heads: int) -> int:
 
 
 def _small_window(window: Any, context: object) -> Any:  # noqa: ANN401
-    """A window that the context has no room for is never met, and stays."""
+    """The window of a copy; one that exceeds the context has no effect and is unchanged."""
     if isinstance(window, list | tuple):
         return type(window)(_small_window(each, context) for each in window)
     if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
@@ -210,15 +210,15 @@ too few, by 0.1 and more."""
 
 
 LEAK = 0.01
-"""Nats by which a later token may move earlier log-probabilities: rounding, groups of experts."""
+"""Nats by which a later token may change earlier log-probabilities, through rounding."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """How the sequences of a model are run."""
+    """Execution of a model's sequences: packed or padded."""
 
     packed: bool
-    """End to end in one row; else padded, sequences of similar length together."""
+    """Whether sequences are packed into one row; else those of similar length are padded."""
 
     reason: str = ""
     """Why they are padded."""
@@ -228,7 +228,7 @@ class Run:
 
 
 def how_to_run(model: PreTrainedModel) -> Run:
-    """Packed where that changes nothing, else padded; logged where only a try shows it.
+    """Packed if the result is the same, else padded; logged if only a trial can decide.
 
     The model's weights are not looked at: it may be on the meta device.
     """
@@ -239,7 +239,7 @@ def how_to_run(model: PreTrainedModel) -> Run:
 
 
 def unlike_causal_attention(model: PreTrainedModel) -> str | None:
-    """Return the kinds of layers other than causal attention; None where settings name none."""
+    """Return the kinds of layers other than causal attention; None if settings have none."""
     settings = model.config.get_text_config()
     layers = set(getattr(settings, "layer_types", None) or ())
     others = ", ".join(sorted(layers - {"full_attention", "sliding_attention"}))
@@ -276,7 +276,7 @@ class Family:
         return cls(type(model), settings.to_json_string(use_diff=False), settings)
 
     def copy(self, *, packed: bool = False) -> PreTrainedModel:
-        """A small model, the same at each call, perhaps with attention that takes packed rows."""
+        """A small model, the same at each call, optionally with attention over packed rows."""
         model = small_copy(self.kind, self.settings)
         if packed:
             model.set_attn_implementation(RAGGED)
@@ -284,7 +284,7 @@ class Family:
 
 
 def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
-    """The last hidden states of a small copy for a few tokens, packed where the copy is."""
+    """The last hidden states of a small copy for a few tokens, packed if the copy supports it."""
     is_packed = model.config._attn_implementation == RAGGED  # noqa: SLF001
     lengths = (7, 5) if is_packed else (KEY_BLOCK,)  # as padded rows are multiples of it
     generator = torch.Generator().manual_seed(0)
@@ -298,7 +298,7 @@ def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
 
 @functools.cache
 def _tried(family: Family, reason: str | None) -> Run:
-    """How models of a kind are run, for which the settings may have a `reason` to pad."""
+    """Decide by a trial how models of a kind are run; `reason` is a reason to pad."""
     causal = True
     is_known = reason is not None
     try:
@@ -330,7 +330,7 @@ def _one_line(error: Exception) -> str:
 
 @torch.no_grad()
 def leak(model: PreTrainedModel) -> float:
-    """How far the last token moves the log-probabilities before it, in nats; 0 if it is causal.
+    """Largest change of earlier log-probabilities by the last token, in nats; 0 if causal.
 
     Whichever token it is, and whether there is one: ProphetNet's code mixes up the positions that
     it is given, so that its log-probabilities hang on the length of the whole text. This is tested
@@ -346,7 +346,7 @@ def leak(model: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def difference_of_packing(model: PreTrainedModel) -> float:
-    """Largest difference of a log-probability between packed and alone, in nats.
+    """Largest difference of log-probabilities between packed and separate sequences, in nats.
 
     The model is left with ragged attention.
 
@@ -371,7 +371,7 @@ def _largest(difference: Tensor) -> float:
 
 
 def _outputs(model: PreTrainedModel, inputs: dict[str, Any]) -> Float[Tensor, "N X"]:
-    """Log-probabilities of every token in the vocabulary; of a model without, its hidden states."""
+    """Log-probabilities of all tokens in the vocabulary, or hidden states without a head."""
     if model.get_output_embeddings() is not None:
         return model(**inputs).logits[0].float().log_softmax(dim=-1)
     return cast("Backbone", model.base_model)(**inputs)[0][0].float()

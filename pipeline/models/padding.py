@@ -1,4 +1,4 @@
-"""A padding token with which plain `transformers` reads the score at the right token.
+"""Choice of a padding token with which plain `transformers` scores the correct token.
 
 A sequence classifier of `transformers` returns the logits at the last token that differs from the
 padding token, whatever the attention mask. Where padding is the end-of-sequence token, as for every

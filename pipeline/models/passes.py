@@ -31,7 +31,7 @@ from pipeline.parallel.transfer import Transfers
 from pipeline.system.errors import ConfigError, ModelError
 
 AHEAD = 4
-"""Micro-batches that a stage may be ahead of the next one, where none goes back."""
+"""Micro-batches by which a stage may be ahead of the next one, without backward passes."""
 
 
 class MicroBatch(Protocol):
@@ -46,11 +46,11 @@ class MicroBatch(Protocol):
 T = TypeVar("T")
 B = TypeVar("B", bound=MicroBatch)
 Found = Callable[[B], Tensor]
-"""Computes something of a micro-batch, such as its loss, summed, by running the engine over it."""
+"""Computes a result of a micro-batch with the engine, such as its summed loss."""
 
 
 class ForwardPasses:
-    """The passes of a model that this process has whole."""
+    """The passes of a complete model."""
 
     def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
         """Return `found` of each batch on the last stage, and nothing on the others.
@@ -71,13 +71,13 @@ class ForwardPasses:
         return value
 
     def total(self, losses: Sequence[Tensor]) -> float:
-        """The sum of what `forward` gave, on every stage, read from the device."""
+        """Sum of the results of `forward`, on every stage, read from the device."""
         return sum(read_scalars(losses))
 
 
 @dataclass
 class Waiting:
-    """A micro-batch that has gone forward here and may go back."""
+    """A micro-batch after its forward pass that may have a backward pass."""
 
     output: Tensor
     """Hidden states, or on the last stage the loss."""
@@ -105,7 +105,7 @@ class StagedForwardPasses(ForwardPasses):
         self._waiting: dict[int, Waiting] = {}
         """Waiting backward passes by micro-batch."""
         self._followed = -1
-        """How often the weights had changed when the last stage's copy was brought up to date."""
+        """Number of weight updates at the last update of the last stage's copy."""
 
     def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
         """Return the results of the batches; only the last stage has them."""
@@ -190,7 +190,7 @@ logger = logging.getLogger(__name__)
 
 
 class Passes(ForwardPasses):
-    """The passes of a model that this process has whole, and that learns."""
+    """The passes of a complete model in training."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -202,7 +202,7 @@ class Passes(ForwardPasses):
     def learn(
         self, batches: Iterable[B], compute_loss: Found[B], *, divisor: float
     ) -> list[Tensor]:
-        """Add the gradients of all losses, each divided; the losses, for `total`."""
+        """Add the gradients of all losses, each divided; return the losses for `total`."""
         losses: list[Tensor] = []
         for batch in batches:
             loss = compute_loss(batch)
@@ -277,7 +277,7 @@ class StagedPasses(StagedForwardPasses, Passes):
             self._transfers.send(gradient, stage.number - 1, "gradients")
 
     def _send_tied(self) -> None:
-        """Send the first stage what this micro-batch found for the weight it has."""
+        """Send the first stage the micro-batch's gradient of the tied weight."""
         borrowed = self._stage.borrowed
         if borrowed is None or not borrowed.requires_grad:
             return
@@ -332,7 +332,7 @@ def learning_model(
     seed: int,
     name: str,
 ) -> tuple[nn.Module, Passes]:
-    """A language model that learns, whole or this process's stage of it, in an engine.
+    """A trained language model, or this process's stage of it, with its engine.
 
     Raises:
         ConfigError: it can't be cut as the settings say.
@@ -363,7 +363,7 @@ def make_passes(
     follows: bool = False,
     passing: Callable[[Passage], nn.Module] | None = None,
 ) -> Passes:
-    """The passes of a model that learns, whole or this process's part of it, in an engine.
+    """The passes of a trained model, or of this process's part of it, with an engine.
 
     `whole`, `follows` and `passing` are those of `own_part`.
 
@@ -399,7 +399,7 @@ def frozen_passes(
     *,
     name: str,
 ) -> tuple[FrozenEngine, ForwardPasses]:
-    """A model that only answers, kept as `like` is, and its passes.
+    """A frozen model, sharded like `like`, and its passes.
 
     It is cut as the models that learn are. One that can't be, such as an encoder, is whole on each
     process. `whole` is that of `own_part`.
@@ -429,7 +429,7 @@ def _move(model: nn.Module) -> None:
 
 
 class StagedScorer(Scorer):
-    """Runs a batch through the stages, one after the other; all processes of them call it together.
+    """Runs a batch through the stages in order; all processes of the stages call it.
 
     Args:
         passes: of the stages.

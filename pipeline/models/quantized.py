@@ -34,7 +34,7 @@ BLOCK = 64
 """Weights that share a scale."""
 
 GROUP = 256
-"""Scales that share a range, where they are quantized as well."""
+"""Scales that share a range, if they are quantized as well."""
 
 NF4 = (
     -1.0,
@@ -60,10 +60,10 @@ INT8_STEPS = 127
 """Steps of an 8-bit code on either side of zero."""
 
 AT_ONCE = 2**20
-"""Weights that are taken apart or put together in one go; whole blocks."""
+"""Weights that are packed or unpacked at once, a multiple of the block."""
 
 Packed = Mapping[str, Tensor]
-"""The flat vectors that stand for a weight, by name."""
+"""The flat vectors of a quantized weight, by name."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Vector:
-    """One of the vectors that stand for a weight."""
+    """One of the vectors of a quantized weight."""
 
     dtype: torch.dtype
 
@@ -89,11 +89,11 @@ class Vector:
 
     @property
     def grain(self) -> int:
-        """Weights that one element of the vector stands for."""
+        """Weights per element of the vector."""
         return self.weights // self.per_block
 
     def numel(self, weights: int) -> int:
-        """Elements for that many weights."""
+        """Elements for a number of weights."""
         return -(-weights // self.weights) * self.per_block
 
 
@@ -113,7 +113,7 @@ def parts_of(form: Form) -> dict[str, Vector]:
 
 
 def pack(weight: Float[Tensor, "*S"], form: Form) -> dict[str, Tensor]:
-    """The vectors that stand for `weight`, on its device; the same on every device.
+    """The vectors of a quantized `weight`, on its device; equal on all devices.
 
     A code is the nearest one, of two equally near ones the lower in NF4 and the even one in int8.
     """
@@ -147,7 +147,7 @@ def unpack(
     dtype: torch.dtype,
     blocks: Int64[Tensor, " n"] | None = None,
 ) -> Tensor:
-    """The weight of `shape` that `packed` stands for, computed in fp32 and rounded once.
+    """The dequantized weight of `shape`, computed in fp32 and rounded once.
 
     Of a part of a weight, `blocks` are the indices of its blocks in the full weight.
     """
@@ -185,14 +185,14 @@ def _int8_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"
 
 @functools.lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
-    """The two fp32 numbers that each byte stands for, as one: to look them up is faster so."""
+    """The two fp32 numbers of each byte as one value, for a faster look-up."""
     levels = torch.tensor(NF4, device=device)
     both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     return both.view(torch.int64).view(-1)
 
 
 def _pack_scales(scales: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-    """Codes of the scales, and of each group the smallest and the step."""
+    """Codes of the scales, and the minimum and step of each group."""
     missing = -len(scales) % GROUP
     groups = torch.cat([scales, scales[-1:].expand(missing)]).view(-1, GROUP)
     low, high = groups.aminmax(dim=1)
@@ -293,7 +293,7 @@ class QuantizedLinear(nn.Module):
         return unpack(packed, self.shape, self.form, dtype, blocks)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
-        """The product of the layer that it stands for, bit for bit."""
+        """The product of the dequantized layer, bit for bit."""
         return _Product.apply(x, self, self.bias)
 
     def product(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
@@ -311,7 +311,7 @@ def _block_numbers(part: Part, device: torch.device) -> Int64[Tensor, " n"]:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b, of which nothing is kept: W is unpacked again for the gradient of x."""
+    """x W^T + b without saved tensors: W is unpacked again for the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, bias: Tensor | None) -> Tensor:  # noqa: ANN401
@@ -337,7 +337,7 @@ def weight_shape(layer: LinearLayer) -> torch.Size:
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether a layer has its weight as (inputs, outputs)."""
+    """Whether a layer stores its weight as (inputs, outputs)."""
     return layer.transposed if isinstance(layer, QuantizedLinear) else isinstance(layer, Conv1D)
 
 
@@ -386,7 +386,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def num_weights(model: nn.Module) -> int:
-    """Numbers in the model's weights, however they are stored; tied ones once."""
+    """Number of weights of the model, quantized or not; tied ones count once."""
     layers = quantized_layers(model).values()
     packed = {id(layer.get_parameter(name)) for layer in layers for name in parts_of(layer.form)}
     plain = sum(param.numel() for param in model.parameters() if id(param) not in packed)
@@ -396,7 +396,7 @@ def num_weights(model: nn.Module) -> int:
 def dequantized_weights(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Named weights, with those of quantized layers as the plain layer has them, in fp32.
+    """Named weights, with quantized ones dequantized to fp32.
 
     `weights` are in place, all of a layer together, while one of them is its turn.
     """

@@ -105,7 +105,7 @@ def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]
 def response_scores(
     scores: Float[Tensor, " N"], batch: TokenBatch, settings: PreTrainedConfig
 ) -> Float[Tensor, " B"]:
-    """The score of each sequence from those of its tokens: the last one's, or of all steps.
+    """The score of each sequence: that of its last token, or of all its steps.
 
     As `step_score` in the settings says, that of the worst step (min), of the last one, or the
     log-probability that all steps are right (product).
@@ -129,7 +129,7 @@ and start at what the labels' shares say."""
 
 
 class Cutpoints(nn.Module):
-    """Increasing thresholds b_1 < b_2 < ... of a score, or one that is above 0.
+    """Increasing thresholds b_1 < b_2 < ... of a score, or a single positive one.
 
     The first is free (or, with `positive`, the softplus of what is learned), and each gap the
     softplus of what is learned, so that no step can put them out of order.
@@ -153,7 +153,7 @@ class Cutpoints(nn.Module):
         self.moved = nn.Parameter(torch.zeros_like(start))
 
     def forward(self) -> Float[Tensor, " cuts"]:
-        """The thresholds as they are now, fp32."""
+        """The current thresholds, fp32."""
         free = self.start + STEP * self.moved
         if self.positive:
             return F.softplus(free).cumsum(0)

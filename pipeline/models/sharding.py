@@ -30,7 +30,7 @@ class FamilyPlan:
     styles: Mapping[str, str]
 
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Attributes of modules that count heads or their elements: each process has its share."""
+    """Attributes of modules that count heads or their elements, and are divided."""
 
 
 _PLANS: Mapping[str, FamilyPlan] = {
@@ -62,10 +62,10 @@ REPLICATED = ("replicate", "embedding")
 looked up, not computed with."""
 
 OF_KEYS = ("k_proj", "v_proj")
-"""Modules with as many heads as there are of keys."""
+"""Modules with one head per key head."""
 
 PACKED = ("query_key_value", "c_attn")
-"""Modules with queries, keys and values in one."""
+"""Modules that compute queries, keys and values together."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class Style:
     """How a layer is divided."""
 
     by_outputs: bool
-    """Whether processes have outputs of it, rather than inputs."""
+    """Whether the outputs, rather than the inputs, are sharded."""
 
     parts: int = 1
-    """Equal parts of which a process has its share of each."""
+    """Number of equal parts, each of which is sharded."""
 
     joins: bool = False
-    """Whether everyone needs the outputs of all."""
+    """Whether the outputs are gathered on all processes."""
 
     splits: bool = False
-    """Whether the inputs come whole."""
+    """Whether the inputs are not sharded yet."""
 
 
 STYLES: Mapping[str, Style] = {
@@ -96,7 +96,7 @@ STYLES: Mapping[str, Style] = {
 
 
 class TensorShards:
-    """The layers of a model of which each process of a group has a part; none for one process.
+    """The sharded layers of a model in a tensor-parallel group; empty for one process.
 
     Args:
         model: on any device; nothing is changed before `narrow`.
@@ -185,14 +185,14 @@ class TensorShards:
 
     @property
     def kv_heads_here(self) -> int:
-        """Heads of keys that this process has."""
+        """Key heads of this process."""
         share = self.kv_heads // self.size if self.divides_keys else self.kv_heads
         return max(1, share)
 
     def spec(
         self, owner: str, leaf: str, shape: torch.Size, *, rank: int | None = None
     ) -> ShardSpec | None:
-        """The part of a weight of this whole shape that a process has; None is all of it.
+        """A process's part of a weight of this full shape; None is all of it.
 
         It is this process unless the `rank` in the group of another is given.
         """
@@ -244,7 +244,7 @@ class TensorShards:
                 object.__setattr__(module, "num_key_value_groups", share // self.kv_heads_here)
 
     def _narrow(self, name: str, module: nn.Module) -> None:
-        """A module's own idea of its width, which Conv1D computes with."""
+        """Set the width attribute of a module, which Conv1D uses."""
         if isinstance(module, Conv1D):
             module.nx, module.nf = self._shape(name, module.nx, module.nf)
         elif isinstance(module, nn.Linear):
@@ -266,7 +266,7 @@ def get_layer(module: nn.Module) -> nn.Module:
 
 
 def can_shard(model: PreTrainedModel, size: int) -> bool:
-    """Whether that many processes can compute each layer together; the model may be on meta."""
+    """Whether layers can be sharded over this number of processes; the model may be on meta."""
     try:
         layers = TensorShards(model, Group(0, tuple(range(size))))
         for name in layers.styles:

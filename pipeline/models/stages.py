@@ -54,7 +54,7 @@ class Passed(nn.Module):
         return (hidden,) if self.as_tuple else hidden
 
     def hidden(self, given: Tensor) -> Tensor:
-        """The hidden states to hand on."""
+        """The hidden states to return."""
         return given
 
 
@@ -83,7 +83,7 @@ class Absent(nn.Module):
         is_table = isinstance(module, nn.Embedding)
         self.width = module.embedding_dim if is_table else cast("int", module.out_features)
         self.whole = of_tokens or not is_table
-        """Whether it is as long as its input, and not to be broadcast."""
+        """Whether the output has the length of the input, rather than being broadcast."""
         self.dtype = cast("Tensor", module.weight).dtype
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
@@ -128,10 +128,10 @@ class Stage:
     """The last stage's copy of that matrix, which follows the first stage's."""
 
     width: int = 0
-    """Width of the hidden states that stages hand on."""
+    """Width of the hidden states between stages."""
 
     dtype: torch.dtype = torch.float32
-    """Number format of the hidden states that stages hand on."""
+    """Number format of the hidden states between stages."""
 
     @property
     def is_first(self) -> bool:
@@ -145,7 +145,7 @@ class Stage:
 
 
 def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
-    """Leave in a model what stage `number` has of it; `blocks` are the numbers of all stages.
+    """Remove other stages' modules from a model; `blocks` are the block counts of all stages.
 
     Raises:
         ModelError: models of its family can't be cut.
@@ -169,7 +169,7 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
 def find_blocks(
     model: nn.Module, stages: int, given: Sequence[int] | None = None, *, follows: bool = False
 ) -> list[int]:
-    """Number of blocks of each stage: as given, or so that all take about as long.
+    """Number of blocks of each stage: as given, or balanced by their time.
 
     A block's time goes with its weights in matrices, in codes or not, as does that of the output
     matrix. With `follows` those given are of another model, with perhaps more or fewer blocks.
@@ -322,7 +322,7 @@ def _outside(
 
 
 def _borrow(head: nn.Linear) -> Tensor:
-    """The output matrix as a plain tensor, which the engine doesn't take for one of its own."""
+    """The output matrix as a plain tensor, which the engine ignores."""
     weight = head.weight
     borrowed = weight.detach().to(local_device(), copy=True).requires_grad_(weight.requires_grad)
     del head.weight
@@ -333,7 +333,7 @@ def _borrow(head: nn.Linear) -> Tensor:
 @functools.cache
 @torch.no_grad()
 def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
-    """Return if a small copy, cut, gives the hidden states of the full one, bit for bit.
+    """Return if a small copy has the same hidden states with and without stages, bit for bit.
 
     Raises:
         ModelError: it doesn't.

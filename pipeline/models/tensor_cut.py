@@ -63,11 +63,11 @@ logger = logging.getLogger(__name__)
 
 
 MIXING = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers in which tokens meet in attention alone."""
+"""Kinds of layers in which only attention mixes tokens."""
 
 
 class OwnTokens:
-    """Has the blocks of a model work on this process's tokens; its methods are their hooks.
+    """Runs the blocks of a model on this process's tokens; its methods are hooks.
 
     Args:
         plain: the model, whose blocks are in one list.
@@ -100,7 +100,7 @@ class OwnTokens:
             module.register_forward_pre_hook(self._gather, with_kwargs=True)
 
     def sum(self, output: Tensor) -> Tensor:
-        """The sum, for this process's tokens, of what a layer that is divided by inputs gives."""
+        """Sum of the outputs of a layer that is sharded by inputs, for this process's tokens."""
         return sum_to_tokens(output, self._group)
 
     def _begin(
@@ -125,7 +125,7 @@ class OwnTokens:
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     def _begin_again(self, tokens: int, _gradient: Tensor) -> None:
-        """A block is about to be recomputed, without its own hooks, perhaps among other rows."""
+        """Prepare for the recomputation of a block, which runs without its hooks."""
         self._tokens = tokens
 
     def _gather(
@@ -176,7 +176,7 @@ CLOSE = 1e-3
 """Relative distance, in fp32; a missing sum makes it about 1."""
 
 NOISE = 1e-6
-"""Share of the whole gradient that may be rounding: biases of keys have no other gradient."""
+"""Share of the gradient that may be rounding error, as for the biases of keys."""
 
 
 def mismatch(
@@ -212,7 +212,7 @@ def mismatch(
 
 
 def _different_gradient(whole: nn.Module, sharded: nn.Module, group: Group) -> str | None:
-    """The first parameter whose gradient, completed over the processes, is not the whole copy's."""
+    """The first parameter whose gradient, summed over processes, differs from the full copy's."""
     norms = [param.grad.norm() for param in whole.parameters() if param.grad is not None]
     noise = NOISE * torch.stack(norms).norm()
     names: list[str] = []
@@ -238,7 +238,7 @@ PARTIAL = "replicated_with_grad_allreduce"
 
 
 def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
-    """Leave in a model what this process of the group has of each layer; all of them call it.
+    """Keep only this process's part of each layer of a model; all processes call it.
 
     Parameters keep their names. Weights that are still in their files are read in parts. With
     `sequence` hidden states between layers are shared out by tokens, where the family allows it.
@@ -269,7 +269,7 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
 
 
 def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
-    """`cut_layers` of a model that only answers; one that can't be divided stays whole.
+    """`cut_layers` of a frozen model; one that can't be sharded stays complete.
 
     It may be of another family than what learns, such as an encoder without a plan.
     """
@@ -307,7 +307,7 @@ def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
 def _partial_parameters(
     plain: PreTrainedModel, shards: TensorShards, *, sequence: bool
 ) -> set[str]:
-    """Names of whole weights of whose gradient each process finds a part.
+    """Names of full weights of which each process computes a part of the gradient.
 
     Those that the family's plan says are used with a process's heads alone; with `sequence` all
     whole weights of the blocks, which see a process's own tokens or heads.
@@ -360,7 +360,7 @@ def _mark_partial(plain: PreTrainedModel, partial: set[str]) -> None:
 
 
 def _divide_tables(tables: list[nn.Module], group: Group) -> None:
-    """Leave this process's rows of embedding and output matrix, once of one that is both."""
+    """Keep this process's rows of embedding and output matrix, once if they are tied."""
     made = dict[int, nn.Parameter]()
     for module in tables:
         weight = cast("nn.Parameter", module.weight)
@@ -377,7 +377,7 @@ def _divide_tables(tables: list[nn.Module], group: Group) -> None:
 
 
 def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
-    """Leave this process's part of a layer, and of its adapter; the layer with a bias to add.
+    """Keep this process's part of a layer and its adapter; return the layer if a bias remains.
 
     It is one that is cut by its inputs and has a bias, which it doesn't add itself any more.
     """
@@ -397,7 +397,7 @@ def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module 
 def _cut_adapter(
     shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, by_outputs: bool
 ) -> None:
-    """Leave this process's part of an adapter, cut as its layer by `specs`.
+    """Keep this process's part of an adapter, sharded like its layer by `specs`.
 
     One half stays whole; each process has a part of its gradient.
     """
@@ -434,7 +434,7 @@ def _product(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor,
 
 
 class _Branch:
-    """Layers of one module that read the same and have parts of it each process for itself.
+    """Layers of one module with the same input that are sharded by outputs.
 
     What they read is copied once for all of them, so that its gradients are added here before the
     processes sum them.

@@ -1,4 +1,4 @@
-"""Models that learn: loaded, given their adapters, ready for the engine."""
+"""Models for training: loaded, with adapters, ready for the engine."""
 
 import logging
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""The processes of a job: how they meet, which share what, and what they tell each other."""
+"""The processes of a job: rendezvous, groups and communication."""

@@ -1,4 +1,4 @@
-"""The device that a process computes on, what goes there, and numbers read from it."""
+"""The device of a process, and transfers to and from it."""
 
 from collections.abc import Sequence
 

@@ -47,7 +47,7 @@ class Group:
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """Ranks in the whole job of the others."""
+        """Ranks of the other processes in the whole job."""
         return self.ranks[: self.rank] + self.ranks[self.rank + 1 :]
 
     @property
@@ -61,7 +61,7 @@ class Group:
         return self.ranks[self.rank]
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called it."""
         if self.process_group is not None:
             self._enter_collective("barrier")
             with HERE.waiting(self.others):
@@ -76,7 +76,7 @@ class Group:
         return self.sums([value])[0]
 
     def maxima(self, values: Sequence[int | float]) -> list[float]:
-        """Element-wise largest of the processes, by one collective."""
+        """Element-wise maximum over the processes, by one collective."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def max(self, value: int | float) -> float:
@@ -233,7 +233,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGroup | None) -> dist.Work:
-    """Begin to fill the flat `full` with the shards of all processes, in rank order."""
+    """Start filling the flat `full` with the shards of all processes, in rank order."""
     work = _all_gather(full, shard, group=process_group, async_op=True)
     assert work is not None  # with async_op
     return work
@@ -242,7 +242,7 @@ def all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGroup | N
 def reduce_scatter(
     shard: Tensor, full: Tensor, process_group: dist.ProcessGroup | None
 ) -> dist.Work:
-    """Begin to fill the flat `shard` with its piece of the sum over all processes."""
+    """Start filling the flat `shard` with its piece of the sum over all processes."""
     work = _reduce_scatter(shard, full, group=process_group, async_op=True)
     assert work is not None
     return work

@@ -1,6 +1,6 @@
-"""The place of a process in its job, from torchrun's variables, before torch is imported.
+"""Ranks of a process from torchrun's variables, before torch is imported.
 
-Each is that of a process alone where no launcher has started it.
+Without a launcher they are those of a single process.
 """
 
 import os

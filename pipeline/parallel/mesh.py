@@ -32,18 +32,18 @@ class Mesh:
     """All of them."""
 
     data: Group
-    """Those that train the same model, each on its share of a batch; they shard its states, all
+    """Processes that train the same model, each on its share of a batch; they shard its states, all
     together or, as a `DataGroup`, copy by copy."""
 
     stages: Group = ALONE
-    """Those that have the stages of one pipeline, in order: each some of the model's blocks, and
+    """Processes with the stages of one pipeline, in order: each some of the model's blocks, and
     all the same share of a batch."""
 
     tensor: Group = ALONE
-    """Those that compute each layer together, on the same share of a batch."""
+    """Processes that compute each layer together, on the same share of a batch."""
 
     parts: Group = ALONE
-    """Those that have the parts of one copy of a model: the stages of a pipeline, each of `tensor`
+    """Processes with the parts of one copy of a model: the stages of a pipeline, each of `tensor`
     processes, in order."""
 
     @property
@@ -58,7 +58,7 @@ class Mesh:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Processes along each axis, as a run records it."""
+        """Number of processes along each axis, as recorded by a run."""
         copies = self.data.copies.size if isinstance(self.data, DataGroup) else 1
         return {
             "processes": self.world.size,
@@ -100,7 +100,7 @@ def current_mesh() -> Mesh:
 
 
 _cut: list[Mesh] = []
-"""The mesh that `cut_mesh` has made: of the job, as torch's process group is."""
+"""The mesh of `cut_mesh`, which is global like torch's process group."""
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def subgroup(
 
 
 def patience(timeout_seconds: float, processes: int) -> timedelta:
-    """Torch's timeout of a collective of that many processes.
+    """Torch's timeout of a collective of this number of processes.
 
     It is longer than the watchdog's, and grows with the time until all processes are connected.
     """

@@ -1,4 +1,4 @@
-"""Joining the processes that torchrun started, under a watchdog, and leaving them."""
+"""Joining and leaving the process group of torchrun, under a watchdog."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The part of a tensor that one of the processes has that share it out along a dimension."""
+"""A process's part of a tensor that is sharded along a dimension."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Shard:
     stop: int
 
     copies: int = 1
-    """Neighbours in rank that have the same elements."""
+    """Number of processes, adjacent in rank, with the same elements."""
 
     counts: bool = True
     """False where a process of lower rank has the same elements."""
@@ -34,10 +34,10 @@ class ShardSpec:
     shards: tuple[Shard, ...]
 
     zero: bool = False
-    """The process has zeros in place of it."""
+    """Whether the process has zeros in place of the part."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of the whole weight."""
+        """The part of the full weight."""
         if self.zero:
             return torch.zeros_like(whole)
         parts = [whole.narrow(self.dim, each.start, each.size) for each in self.shards]
@@ -56,12 +56,12 @@ class ShardSpec:
         return [(each, in_rows * shard.start) for each, shard in shards if shard.counts]
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Write a process's part to its place in the whole weight."""
+        """Write a process's part into the full weight."""
         for own, shard in zip(part.split(self._sizes(), dim=self.dim), self.shards, strict=True):
             whole.narrow(self.dim, shard.start, shard.size).copy_(own)
 
     def placed(self) -> Iterator[tuple[Shard, int]]:
-        """Each shard, and where it begins in the part."""
+        """Each shard with its offset in the part."""
         begin = 0
         for shard in self.shards:
             yield shard, begin

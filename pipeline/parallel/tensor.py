@@ -24,7 +24,7 @@ GRADIENTS = "gradients of hidden states"
 
 
 class _Collective(torch.autograd.Function):
-    """A function of a tensor, and another one of its gradient."""
+    """A collective of a tensor, and another one for its gradient."""
 
     @staticmethod
     def forward(
@@ -42,35 +42,35 @@ class _Collective(torch.autograd.Function):
 
 
 def copy_to_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """The values, which all processes have; backward the sum of their gradients."""
+    """The values of a replicated tensor; the backward pass sums their gradients."""
     return _Collective.apply(
         values, lambda whole: whole.view_as(whole), lambda grad: _sum(grad, group, GRADIENTS)
     )
 
 
 def sum_over_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """The sum of the processes' values; backward all have its gradient."""
+    """The sum of the processes' values; the backward pass returns its gradient to all."""
     return _Collective.apply(
         values, lambda part: _sum(part, group, "hidden states"), lambda grad: grad
     )
 
 
 def join_over_group(part: Float[Tensor, "*B n"], group: Group) -> Float[Tensor, "*B m"]:
-    """The processes' last dimensions concatenated; backward each has that of its part."""
+    """Concatenate the last dimensions; the backward pass returns the gradient of each part."""
     return _Collective.apply(
         part, lambda part: _join(part, group, "outputs"), lambda grad: _chunk(grad, group)
     )
 
 
 def split_over_group(values: Float[Tensor, "*B m"], group: Group) -> Float[Tensor, "*B n"]:
-    """This process's shard of the last dimension; backward the shards are joined."""
+    """This process's shard of the last dimension; the backward pass joins the shards."""
     return _Collective.apply(
         values, lambda whole: _chunk(whole, group), lambda grad: _join(grad, group, GRADIENTS)
     )
 
 
 def share_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
-    """This process's tokens of those of all; backward the gradients of all are gathered."""
+    """This process's share of the tokens; the backward pass gathers the gradients."""
     tokens = values.shape[-2]
     return _Collective.apply(
         values,
@@ -82,7 +82,7 @@ def share_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor,
 def whole_tokens(
     share: Float[Tensor, "*B n d"], tokens: int, group: Group
 ) -> Float[Tensor, "*B N d"]:
-    """All `tokens`, for equal computations; backward each has the gradient of its tokens."""
+    """All `tokens`, for replicated work; the backward pass keeps the gradient of local tokens."""
     return _Collective.apply(
         share,
         lambda part: _all_tokens(part, tokens, group, "tokens"),
@@ -93,7 +93,7 @@ def whole_tokens(
 def gather_tokens(
     share: Float[Tensor, "*B n d"], tokens: int, group: Group
 ) -> Float[Tensor, "*B N d"]:
-    """All `tokens`, for a computation of which each does a part; backward gradients are summed."""
+    """All `tokens`, for a sharded computation; the backward pass sums the gradients."""
     return _Collective.apply(
         share,
         lambda part: _all_tokens(part, tokens, group, "tokens"),
@@ -102,7 +102,7 @@ def gather_tokens(
 
 
 def sum_to_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
-    """The sum of the processes' values, for this one's tokens; backward all are gathered."""
+    """The sum over processes for this one's tokens; the backward pass gathers all."""
     tokens = values.shape[-2]
     return _Collective.apply(
         values,

@@ -35,7 +35,7 @@ class Transfers:
         """Seconds, for other stages."""
 
     def send(self, tensor: Tensor, to: int, what: What) -> None:
-        """Begin to send to a stage; `tensor` must not change until it has arrived."""
+        """Start sending to a stage; `tensor` must not change until it has arrived."""
         tensor = tensor.detach().contiguous()
         rank = self._stages.ranks[to]
         work = dist.isend(tensor, rank, group=self._group(what), tag=TAGS[what])
@@ -53,7 +53,7 @@ class Transfers:
         return out
 
     def settle(self, *, but: int = 0) -> None:
-        """Wait until what was sent has arrived, but for that many of the last tensors."""
+        """Wait until all sent tensors except a number of the last have arrived."""
         while len(self._sent) > but:
             sent = self._sent.popleft()
             with self._waiting(self._stages.ranks[sent.to], "the arrival of what was sent to it"):

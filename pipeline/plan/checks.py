@@ -1,4 +1,4 @@
-"""Errors of a plan that are found before its first step begins, and the rows of its steps.
+"""Checks of a plan before its first step begins, and the rows of its steps.
 
 What is cheap to check comes first: where that is wrong, nothing heavy is imported. Weights are
 never loaded.
@@ -48,7 +48,7 @@ class Preview:
     """The rows of a step, as far as they are known before it begins."""
 
     data: StageData | None = None
-    """None where the rows were not read."""
+    """The data; None if the rows were not read."""
 
     unread: str = ""
     """The reason why they were not read."""
@@ -57,14 +57,14 @@ class Preview:
     """Mean tokens of a training row: a pair has two sequences, a prompt no response."""
 
     def steps(self, config: StepConfig) -> int | None:
-        """Optimizer steps (in step 3 iterations of rollout and update); None is not known."""
+        """Optimizer steps (in step 3, iterations of rollout and update); None if unknown."""
         if config.max_steps is not None or self.data is None:
             return config.max_steps
         return math.ceil(config.epochs * len(self.data.train) / config.workload(1).data_rows)
 
 
 def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
-    """Check everything, and return the data of each step that will run.
+    """Check everything, and return the rows of each step that will run.
 
     Args:
         plan: its finished steps are left out; with `--plan off` nothing is checked.
@@ -78,7 +78,7 @@ def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
 
 
 def check_settings(plan: Plan) -> None:
-    """Refuse what is wrong whatever the rows are; takes no time and doesn't need PyTorch.
+    """Check everything that is independent of the rows; fast, and without PyTorch.
 
     Raises:
         UserError: as `check_plan`.
@@ -129,7 +129,7 @@ def _trackers(plan: Plan, stage: Stage) -> None:
 
 
 def _processes(plan: Plan, stage: Stage) -> None:
-    """Prompts and layers for each process."""
+    """Check that prompts and layers can be divided among the processes."""
     settings: Any = plan.configs[stage.name]
     world = plan.machine.world
     settings.parallel.check(world, section=stage.prefix)
@@ -149,7 +149,7 @@ def _processes(plan: Plan, stage: Stage) -> None:
 
 
 def _model_files(plan: Plan, stage: Stage) -> None:
-    """The headers of the model directories that already exist."""
+    """Check the headers of the model directories that exist."""
     config = plan.configs[stage.name]
     if plan.request.plan_for is not None:
         return  # the weights may be on the machine that this is planned for
@@ -173,7 +173,7 @@ def _makers(plan: Plan) -> dict[str, Stage]:
 
 
 def _contexts(plan: Plan, stage: Stage) -> dict[str, tuple[str, int]]:
-    """Path and context length of the models of a step, as far as they are known, by role.
+    """Path and context length of a step's models by role, if known.
 
     A model that is yet to be made reads as much as the one it starts from.
     """
@@ -183,7 +183,7 @@ def _contexts(plan: Plan, stage: Stage) -> dict[str, tuple[str, int]]:
 
 
 def _lengths(plan: Plan, stage: Stage) -> None:
-    """Whether each model of step 3 reads prompt and response to their end."""
+    """Check that each model of step 3 can read a complete prompt and response."""
     settings: Any = plan.configs[stage.name]
     if not hasattr(settings, "max_prompt_length"):
         return  # steps 1 and 2 cut what is longer than the model reads
@@ -219,7 +219,7 @@ ON_HUB = "on the Hub, read when the run begins"
 
 
 def _unread(paths: Iterable[str]) -> str:
-    """Why the rows of these data paths are not read for a plan; empty where they are."""
+    """Reason why the rows of these data paths are not read for a plan; empty if they are."""
     size = 0
     for path in paths:
         bare = without_weight(path)
@@ -237,7 +237,7 @@ def _unread(paths: Iterable[str]) -> str:
 
 
 def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat") -> float:
-    """Mean tokens of a training row, by a sample, as far as the step reads it."""
+    """Mean tokens of a training row, estimated from a sample."""
     rows = rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE]
     work = config.workload(1)
     if work.generates_first and work.generation is not None:
@@ -297,7 +297,7 @@ class Chats:
         return chat
 
     def tokenizer(self, model: FrozenModelConfig) -> "PreTrainedTokenizerBase | None":
-        """The tokenizer of a model; None where it is not known.
+        """The tokenizer of a model; None if unknown.
 
         Raises:
             UserError: there is none.
@@ -344,7 +344,7 @@ def _has_tokenizer(path: str) -> bool:
 
 
 def _models(config: StepConfig) -> list[ModelUse]:
-    """The step's models whose tokens must be the same, the one that learns first.
+    """The step's models whose tokens must be the same, the trained one first.
 
     Not among them is one that the step only compares with: it does without where that can't be.
     """

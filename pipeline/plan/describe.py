@@ -42,11 +42,11 @@ BLOCK_SECONDS = 1e-3
 """Minimum of a block in a forward pass; a backward pass takes twice as long."""
 
 SPREAD = (0.5, 2.5)
-"""Factors of the shortest and the longest time that an estimate stands for."""
+"""Factors between an estimate and its shortest and longest time."""
 
 
 def estimate_speed(plan: Plan) -> tuple[float, str] | None:
-    """Operations per second of a process of the plan, and their source; None of unknown GPUs."""
+    """Operations per second of a process, and their source; None for unknown GPUs."""
     share = f"{EFFICIENCY:.0%} of"
     if plan.machine.has_gpu:
         known = data_sheet_peak(plan.request.plan_for or " ".join(gpu.name for gpu in query_gpus()))
@@ -162,7 +162,7 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
 
 
 def describe_memory(plan: Plan) -> str:
-    """The table of what the steps take."""
+    """The table of the memory of the steps."""
     lines = ["Memory of each process, the largest micro-batch counted"]
     for stage in plan.stages:
         lines += ["", stage.name, *table(plan.memory(stage), plan.machine)]
@@ -188,7 +188,7 @@ def chosen_settings(plan: Plan) -> Iterator[str]:
 
 
 def refusals(plan: Plan) -> Iterator[str]:
-    """A sentence for each unfinished step that can't fit its machine."""
+    """An error message for each unfinished step that can't fit its machine."""
     for stage in plan.stages:
         if stage.name not in plan.finished:
             config, memory = plan.configs[stage.name], plan.memory(stage)

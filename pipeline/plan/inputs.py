@@ -1,4 +1,4 @@
-"""Do the models and data of a step exist? Checked before anything heavy is imported."""
+"""Checks that the models and data of a step exist, before anything heavy is imported."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ from pipeline.system.installation import TRAIN
 def check_inputs(
     request: Request, stages: Sequence[Stage], configs: Mapping[str, StepConfig]
 ) -> None:
-    """Raise, in the order of the steps, for the first model or file that isn't there.
+    """Raise for the first missing model or file, in the order of the steps.
 
     A model that an earlier step of the same request makes need not exist yet. Hub names are taken
     on trust: whether they exist shows when they are loaded.
@@ -60,7 +60,7 @@ def model_paths(config: StepConfig) -> Iterator[tuple[str, str]]:
 
 
 def is_local(path: str) -> bool:
-    """Whether `path` means a directory of this machine rather than a name on the Hub.
+    """Whether `path` is a local directory rather than a name on the Hub.
 
     Hub names are `name` or `owner/name`.
     """
@@ -101,7 +101,7 @@ def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> Non
 
 
 def _check_model(name: str, path: str, stage: Stage, config: StepConfig, *, made: bool) -> None:
-    """Raise where a local model is not there, unless it is yet to be `made`, or would be cleared.
+    """Raise if a local model is missing, unless it will be `made`, or if it would be cleared.
 
     The step clears its own directory before it reads its models.
     """

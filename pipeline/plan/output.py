@@ -1,4 +1,4 @@
-"""The output directory of a run: whose it is, what is finished, what may be replaced.
+"""The output directory of a run: its owner, finished steps, and replaceable files.
 
 `OUT/<step>/config.yaml` marks a step's directory as ours and records its settings;
 `OUT/<step>/result.json` says that the step is finished. Replacing a step removes the files that
@@ -41,7 +41,7 @@ COMMAND = "command.txt"
 RATINGS = "ratings.jsonl"
 """Ratings from the page of `python -m inference.serve --run`."""
 AUTOTUNE = "autotune"
-"""Directory of the trials that looked for the fastest settings, and of what they found."""
+"""Directory of the trials of autotuning and their results."""
 
 MADE = (
     *(MARK, METRICS, "result.json*", "samples.json", DIVERGED, "*_prompts.hashes*"),
@@ -103,7 +103,7 @@ def finished_steps(
 
 
 def clear_step(out: Path, name: str) -> None:
-    """Remove what an earlier run of this step left, but no other file."""
+    """Remove the files of an earlier run of this step, but no others."""
     directory = out / name
     if (directory / MARK).is_file():
         files = _files(directory)
@@ -114,7 +114,7 @@ def clear_step(out: Path, name: str) -> None:
 
 
 def can_go_on(out: Path, name: str) -> bool:
-    """Whether the step was cut off and has left a checkpoint."""
+    """Whether the step was interrupted and has a checkpoint."""
     directory = out / name
     ended = (directory / DIVERGED).exists() or (directory / RESULT).exists()
     return not ended and any((directory / CHECKPOINTS).glob("step_*"))
@@ -144,7 +144,7 @@ def _remove(directory: Path, files: Sequence[str]) -> None:
 
 @contextmanager
 def only_job(out: Path) -> Iterator[None]:
-    """Lock the directory; remove it afterwards where nothing but the command is left in it.
+    """Lock the directory; remove it afterwards if only the command is left in it.
 
     Raises:
         ConfigError: another job is at work in it, or it can't be made.
@@ -170,7 +170,7 @@ def _files(directory: Path) -> list[str]:
 
 
 def add_to_summary(out: Path, name: str) -> None:
-    """Enter the finished step's result.json into summary.json.
+    """Add the finished step's result.json to summary.json.
 
     Raises:
         FileNotFoundError: the step ended without a result.
@@ -200,7 +200,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
-    """Names in the output directory that no run makes; hidden files don't count."""
+    """Foreign names in the output directory, except hidden files."""
     ours = {SUMMARY, REPORT, COMMAND, AUTOTUNE, RATINGS, *directories(stages)}
     if not out.is_dir():
         return []
@@ -210,7 +210,7 @@ def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
 
 
 def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
-    """Raise if what an earlier run left of this step is in the way."""
+    """Raise if the files of an earlier run of this step prevent this run."""
     directory = request.output_dir / stage.name
     difference = _difference(stage, directory, config, request)
     finished = (directory / RESULT).is_file()
@@ -296,7 +296,7 @@ def _shown(value: object) -> str:
 
 
 NOT_OF_THE_RUN = ("output_dir", "resume", "overwrite", "dry_run")
-"""Options about how a command treats a run: not part of the run, and never kept."""
+"""Options of a command that are not part of the run, and are never recorded."""
 
 
 def record_command(out: Path, argv: Sequence[str]) -> None:

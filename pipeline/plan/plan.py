@@ -1,4 +1,4 @@
-"""The plan of a run: which steps run, in which order, on what, in how many processes."""
+"""The plan of a run: steps, settings, machines and processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ class Plan:
     request: Request
 
     stages: tuple[Stage, ...]
-    """The steps asked for, in order."""
+    """The requested steps, in order."""
 
     configs: Mapping[str, StepConfig]
     """Settings by the name of the step; of all steps."""
@@ -47,7 +47,7 @@ class Plan:
     """Choices of `--plan auto`, by the prefix of the stage."""
 
     given: Mapping[str, frozenset[str]]
-    """Dotted names of the settings that the command line says, by the name of the step."""
+    """Dotted names of the settings on the command line, by the name of the step."""
 
     @property
     def processes(self) -> int | None:
@@ -65,7 +65,7 @@ class Plan:
         return step_memory(config, machine=self.machine, origins=self.origins)
 
     def moved(self, where: Layout) -> "Plan":
-        """The plan with its processes in another place, at a port that is free for one."""
+        """The plan with another placement of its processes, and a free port."""
         request = self.request
         if where.port != self.where.port:
             request = replace(request, master_port=where.port)
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The environment of the steps, which look at memory themselves where the plan can't."""
+        """The environment of the steps, which check memory themselves if the plan can't."""
         environment = step_environment(self.where, self.request)
         has_looked = self.machine.is_known or self.request.plan == "off"
         return {**environment, PLANNED: "1"} if has_looked else environment
@@ -166,7 +166,7 @@ def _choose(
 
 
 def _machine(where: Layout, request: Request) -> Machine:
-    """This machine, where it is one of those of the job, which are taken to be like it."""
+    """This machine, if it is part of the job; the others are assumed to be like it."""
     if where.by == "process":
         return this_machine(processes=1, world=1, gpus=list_gpus()[:1])
     each = max(len(host.slots) for host in where.hosts)
@@ -178,7 +178,7 @@ def _machine(where: Layout, request: Request) -> Machine:
 
 
 def _own_host(where: Layout) -> Host | None:
-    """The host that is this machine; None where `train.py` runs outside the job."""
+    """The host that is this machine; None if `train.py` runs outside of the job."""
     if where.by == "node":
         return where.hosts[0]
     own = (host for host in where.hosts if is_this_machine(host.name.rpartition("@")[2]))
@@ -186,7 +186,7 @@ def _own_host(where: Layout) -> Host | None:
 
 
 def _imagined(machine: Machine) -> Layout:
-    """Processes on machines that are not there."""
+    """Processes on hypothetical machines."""
     slots = tuple(range(machine.processes))
     if machine.world == 1:
         return Layout("process")

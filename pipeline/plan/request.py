@@ -16,7 +16,7 @@ from pipeline.settings.fields import Option, Setting, did_you_mean, list_setting
 from pipeline.system.errors import ConfigError, require
 
 OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
-"""Models that a size alone stands for, as in DeepSpeed-Chat."""
+"""Models by size, as in DeepSpeed-Chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Request(Deployment):
     the embedded task; or settings in braces. Also model, the reward model, with the others."""
 
     environment: str | None = None
-    """Class that plays the other side in step 3, FILE.py:CLASS, or one of docs/environments.md."""
+    """Environment class of step 3, as FILE.py:CLASS, or one of docs/environments.md."""
 
     guards: Literal["warn", "strict", "none"] | None = None
     """Action in step 3 when a guard trips: warn, the default; strict rolls back to the last
@@ -127,7 +127,7 @@ class Request(Deployment):
     --ppo.ppo_epochs."""
 
     lora: int | None = None
-    """Train adapters alone, of this rank (lora.rank of models that learn)."""
+    """Train only adapters, of this rank (lora.rank of trained models)."""
 
     lora_variant: AdapterVariant | None = None
     """Kind of these adapters (MODEL.lora.variant)."""
@@ -222,14 +222,14 @@ class CommandLine:
     `--methods.grpo.kl_coef 0.1` the same under "methods.grpo"."""
 
     typed: frozenset[str] = frozenset()
-    """Names of train.py's own options that stand on the command line itself, not in a file."""
+    """Names of train.py's options on the command line, not in a file."""
 
     made: frozenset[int] = frozenset()
-    """Numbers of the steps whose output an earlier run has left in the output directory."""
+    """Numbers of the steps that an earlier run finished in the output directory."""
 
 
 def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
-    """The options of train.py, with those of the steps and of single methods set apart.
+    """The options of train.py, separated from those of the steps and of single methods.
 
     Raises:
         ConfigError: an option or a file of settings can't be used; the sentence names it.
@@ -289,7 +289,7 @@ def full_name(option: str, path: str | None) -> str | None:
 def check_sections_run(
     command_line: CommandLine, stages: Sequence[Stage], known: Sequence[Stage]
 ) -> None:
-    """Refuse options of a step that is `known`, and not among the `stages` that may run.
+    """Refuse options of a `known` step that is not among the `stages` that may run.
 
     Raises:
         ConfigError: it names the option and the methods that it belongs to.
@@ -320,7 +320,7 @@ def _check_sections(
     methods: Sequence[str],
     stages: Sequence[Stage],
 ) -> None:
-    """Refuse sections that hold no settings, and those of methods that nothing would read.
+    """Refuse sections without settings, and sections of unused methods.
 
     A file may hold those of more methods than a run has.
     """
@@ -347,7 +347,7 @@ def _check_sections(
 
 
 def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
-    """Raise, for a name that is not an option, a sentence that knows the steps' settings too."""
+    """Raise an error for an unknown option, with suggestions from the steps' settings too."""
     known = {each.name for each in fields(Request)} | {stage.section for stage in stages}
     of_steps = [
         setting
@@ -367,7 +367,7 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
 
 
 def _hint(name: str, of_steps: Sequence[Setting]) -> str:
-    """A hint at the likely meaning of an option that does not exist."""
+    """A suggestion for an option that does not exist."""
     close = did_you_mean([*list_settings(Request), *of_steps], name)
     meant = " or ".join(_option_name(found) for found in close)
     return deepspeed_chat_hint(name) or (
@@ -376,7 +376,7 @@ def _hint(name: str, of_steps: Sequence[Setting]) -> str:
 
 
 def _as_option(sentence: str, files: Sequence[Layer]) -> str:
-    """`sentence` with a setting's name at its start spelled as an option, unless a file says it."""
+    """`sentence` with its leading setting spelled as an option, unless it is from a file."""
     first, space, rest = sentence.partition(" ")
     name = first.lstrip("-")
     known = {each.name for each in fields(Request)}

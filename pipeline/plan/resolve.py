@@ -25,7 +25,7 @@ from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import ROOT
 
 DEFAULT_DATA = "Dahoas/rm-static"
-"""Data for a model of the user's own, where none is named (as in DeepSpeed-Chat)."""
+"""Default data for a model other than the embedded one (as in DeepSpeed-Chat)."""
 
 EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
 
@@ -37,7 +37,7 @@ def step_configs(
     world: int = 1,
     chosen: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, StepConfig]:
-    """The settings of all steps by name, whether they are to run or not.
+    """The settings of all steps by name, including steps that don't run.
 
     Where a step of the run may learn labels all of them read rows alike.
 
@@ -77,7 +77,7 @@ def resolve_run(
     known: Sequence[Stage] | None = None,
     world: int = 1,
 ) -> tuple[CommandLine, dict[str, StepConfig]]:
-    """The settings of all steps, and the command line without steps that nothing in the run needs.
+    """The settings of all steps, and the command line without unneeded steps.
 
     A step is left out where other steps would take their models from it, and none that runs does;
     but not where the user chose the steps.
@@ -212,7 +212,7 @@ class Resolver:
         return str(path)
 
     def _check_place(self, stage: Stage) -> None:
-        """Refuse a method, or an output directory, for one step where the run has its own."""
+        """Refuse a method or an output directory for one step if the run determines it."""
         dotted = {name for name, _ in self._overrides(stage)}
         in_files = [file.settings for file in self._files(stage)]
         require(
@@ -226,7 +226,7 @@ class Resolver:
         )
 
     def _handed_over(self, stage: Stage, origins: Mapping[str, str]) -> Layer:
-        """Models from earlier steps, by role the section of the step that makes it."""
+        """Sections of the earlier steps whose models are used, by role."""
         made = {each.section: str(self.request.output_dir / each.name) for each in self.stages}
         made[BEFORE] = EMBEDDED if stage is self.stages[0] else self._first_model()
         running = {*self.request.step, *self.command_line.made}
@@ -277,7 +277,7 @@ class Resolver:
         return Layer(settings, "the command line")
 
     def _paths(self, stage: Stage) -> Iterator[tuple[str, str]]:
-        """The models that options name for roles of a step, unless an earlier step begins with it.
+        """The models that options name for roles of a step, unless an earlier step uses them.
 
         Later steps take the model from that one.
         """
@@ -291,6 +291,6 @@ class Resolver:
 
 
 def _method(stage: Stage, request: Request) -> str | None:
-    """The method that the user named for a step: its own of several, or the one it has."""
+    """The method of a step that the user named."""
     named = (name for name in request.method if name in stage.methods or not stage.methods)
     return stage.method or next(named, None)

@@ -36,7 +36,7 @@ class Stage:
     `BEFORE`. The first is the one that the step is about."""
 
     options: Mapping[str, Literal["actor", "reward"]]
-    """Roles that train.py's options --actor-... and --reward-... speak of."""
+    """Roles to which train.py's options --actor-... and --reward-... apply."""
 
     without: Mapping[str, str] = field(default_factory=dict)
     """Roles whose model comes from elsewhere, by role the section or `BEFORE`, in a run that has no
@@ -46,16 +46,16 @@ class Stage:
     """Roles whose model a method takes from another section, or `BEFORE`; by method and role."""
 
     optional: frozenset[str] = frozenset()
-    """Roles it does without where the model has not been made and no step of the run makes it."""
+    """Roles without which it runs if no step provides the model."""
 
     takes_shares: bool = False
-    """Whether it also learns from the rows of earlier steps that don't run."""
+    """Whether it also uses the rows of earlier steps that don't run."""
 
     own_directories: bool = False
     """Whether each method has a separate directory even where it runs alone."""
 
     by_choice: bool = False
-    """Whether it runs only where `--step` names it; the models of steps after it then come from it.
+    """Whether it runs only if `--step` names it; later steps then take their models from it.
     """
 
     method: str | None = None
@@ -98,7 +98,7 @@ class Stage:
 def without_unchosen(
     stages: Sequence[Stage], numbers: Collection[int], made: Collection[str]
 ) -> tuple[Stage, ...]:
-    """The stages but for those that run by choice alone and are neither chosen nor made.
+    """The stages without optional ones that are neither requested nor finished.
 
     Models that would come from one of them come from where its own does.
 
@@ -123,7 +123,7 @@ def without_unchosen(
 
 
 def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage, ...]:
-    """The stages of a run, where several methods are named one for each of them.
+    """The stages of a run, one for each of several named methods.
 
     `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with one method or none it stays, unless its
     methods have separate directories. Of stages with methods and the same number those stay
@@ -152,13 +152,13 @@ def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage
 
 
 def directories(stages: Sequence[Stage]) -> set[str]:
-    """Names of all directories that runs of these steps make, by whatever methods."""
+    """Names of all directories that runs of these steps can create."""
     names = (stage.directory(method) for stage in stages for method in stage.methods)
     return {stage.name for stage in stages} | set(names)
 
 
 def check_method_name(name: str, stages: Sequence[Stage], origin: str) -> None:
-    """Raise a `ConfigError` that begins with `origin` for a name that no method has."""
+    """Raise a `ConfigError` that begins with `origin` for an unknown method."""
     known = [method for stage in stages for method in stage.methods]
     if name not in known:
         raise ConfigError(f"{origin} {name}: there is no such method; {suggestion(name, known)}")

@@ -1,4 +1,4 @@
-"""Autotuning of a plan: short runs of each step with other settings; the fastest stay.
+"""Autotuning of a plan: short runs of each step with other settings; the fastest are kept.
 
 The micro-batch is doubled until that stops paying, then recomputation and the other ZeRO stages
 are tried, each once. Settings that the user gave stay. A trial is a real run of a step over a few
@@ -34,7 +34,7 @@ from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 TRIALS, LOGS = "trials.jsonl", "logs"
 
 MODELS = ".models"
-"""Directory of what trials write: steps that start from a model of another one find it there."""
+"""Directory of the outputs of trials, from which later steps take their models."""
 
 GAIN = 1.03
 """A change is kept if the step is faster by this factor; single steps differ by a few percent."""
@@ -251,7 +251,7 @@ def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: i
 
 
 def with_trial_models(config: StepConfig, plan: Plan) -> StepConfig:
-    """The settings with models of trials in place of those of steps that have not run yet.
+    """The settings with models of trials instead of models of steps that have not run yet.
 
     The speed of a step depends on the shapes of its models alone.
     """

@@ -12,10 +12,10 @@ from pipeline.report.results import StepResult
 Point = tuple[float, float]
 
 MAX_BINS = 300
-"""Longer curves keep the smallest and the largest value of each of this many bins."""
+"""Bins of a long curve; each keeps its smallest and largest value."""
 
 COLOURS = 4
-"""Further curves have the same colours, dashed."""
+"""Colours of the curves; further curves repeat them, dashed."""
 
 METRICS = {
     "score": ("Score", "mean of sampled responses, by the reward model or all sources of rewards"),
@@ -42,7 +42,7 @@ METRICS = {
 """Metrics with their title and note, the most important first; others follow by name."""
 
 NO_CURVES = {"step", "seconds", "tokens", "skipped"}
-"""Columns of metrics.jsonl that are no measurement."""
+"""Columns of metrics.jsonl without measurements."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Curve:
     points: Sequence[Point]
 
     measured: bool = False
-    """Few exact points, such as evaluations: drawn with dots, not smoothed."""
+    """Whether to draw dots without smoothing, for a few exact points such as evaluations."""
 
 
 def make_charts(columns: Iterable[str]) -> list[Chart]:
@@ -251,7 +251,7 @@ def tick_label(value: float) -> str:
 
 
 def _limits(values: Sequence[float], *, margin: float) -> tuple[float, float]:
-    """Least and greatest value with a margin; never the same number twice."""
+    """Minimum and maximum with a margin; always different."""
     low, high = min(values), max(values)
     if high - low < 1e-12 * max(1.0, abs(high)):
         half = abs(high) / 10 or 0.5

@@ -60,7 +60,7 @@ def score(value: float) -> str:
 
 
 def plain(value: float) -> str:
-    """A figure with two decimals, or none where it is large."""
+    """A figure with two decimals, or none if it is large."""
     return f"{value:z,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

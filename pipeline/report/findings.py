@@ -26,7 +26,7 @@ class Finding:
     """A sentence about one kind of figure."""
 
     verdict: Verdict | None
-    """None where it can't be computed, as without the number of prompts."""
+    """The verdict; None if it can't be computed, as without the number of prompts."""
 
     sentence: str
     """The finding with its figures, without a full stop."""
@@ -36,7 +36,7 @@ class Finding:
 
     @property
     def whole(self) -> str:
-        """The sentence with its detail."""
+        """The sentence with its details."""
         return f"{self.sentence} ({self.detail})" if self.detail else self.sentence
 
 

@@ -44,15 +44,15 @@ FIGURES = {
 """Figures of responses, the most trustworthy first."""
 
 PROMPTS = ("data.", "seed", "max_prompt_length")
-"""Prefixes of settings that decide which prompts are held out, except `NOT_PROMPTS`."""
+"""Prefixes of settings that affect which prompts are held out, except `NOT_PROMPTS`."""
 
 NOT_PROMPTS = ("data.max_length", "data.train_on")
 
 REWARDS = ("reward.path", "rewards", "missing_eos_score")
-"""Prefixes of settings that decide how rewards count."""
+"""Prefixes of settings that affect rewards."""
 
 ANSWERS = ("temperature", "max_new_tokens", "environment", "max_turns")
-"""Prefixes of settings that decide how held-out prompts are answered."""
+"""Prefixes of settings that affect the answers to held-out prompts."""
 
 DASH = "\N{EN DASH}"
 
@@ -71,7 +71,7 @@ class Evaluation:
 
     @property
     def mean(self) -> float:
-        """Over the prompts whose value is known."""
+        """Mean over the prompts whose value is known."""
         return mean(known(self.values))
 
 
@@ -105,7 +105,7 @@ class AtEqualKL:
     interval: Interval | None
 
     against_best: Verdict | None
-    """The best method against this one, on the prompts that both answered; None of the best."""
+    """The best method compared with this one, on common prompts; None for the best method."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Comparison:
     methods: Sequence[Method]
 
     kl: float | None
-    """The largest that all measured methods have reached; None without a comparison."""
+    """The largest KL that all measured methods have reached; None without a comparison."""
 
     equal: Sequence[AtEqualKL]
     """Methods at that KL, best first."""
@@ -265,7 +265,7 @@ def _missing(method: Method, same_origin: bool) -> str:  # noqa: FBT001
 
 
 def heads(comparison: Comparison) -> tuple[str, ...]:
-    """The heads of the table's columns after the first."""
+    """Column heads of the table after the first column."""
     of_equal = ("at equal KL", "the best is") if comparison.equal else ()
     ends = ("95 % interval", "KL", "length", "stops", "time", "samples")
     return (FIGURES[comparison.figure], *ends, *of_equal)

@@ -1,1 +1,1 @@
-"""A run: its steps in order, and what each has in common."""
+"""A run: its steps in order, and the code that steps share."""

@@ -1,4 +1,4 @@
-"""The resumable state of a step: what it holds, when it is saved, and how a run resumes from it."""
+"""The resumable state of a step: its content, the saves, and resuming from it."""
 
 import logging
 import shutil
@@ -108,7 +108,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """The result of `compute` when the run began, which must be JSON-serializable."""
+        """The result of `compute` at the start of the run, which must be JSON-serializable."""
         if name not in self._once:
             self._once[name] = compute()
         return self._once[name]
@@ -354,12 +354,12 @@ class Checkpoints:
 
 
 def deciding_settings(config: StepConfig) -> dict[str, Any]:
-    """The settings that affect a run's result, by dotted name: they must not change."""
+    """The settings that affect a run's result, by dotted name, which must not change."""
     return _deciding(portable(plain(config)))
 
 
 def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> None:
-    """Raise if a run with these settings and that fingerprint of its data is another one.
+    """Raise if the checkpoint is of a run with other settings or data.
 
     Raises:
         ConfigError: a setting that affects the result has changed, or the data has.

@@ -1,4 +1,4 @@
-"""Learning to predict the next token: the loss, an optimizer step, and the perplexity."""
+"""Next-token prediction: the loss, an optimizer step, and the perplexity."""
 
 import logging
 import math
@@ -64,7 +64,7 @@ def learn(
 
 
 def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
-    """Exp of the mean negative log-likelihood of all target tokens; of this process's batches."""
+    """Perplexity of all target tokens, given this process's batches."""
     engine, targets = passes.engine, list[int]()
 
     def counted() -> Iterator[TokenBatch]:
@@ -79,7 +79,7 @@ def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
 
 
 def export_best(training: Training[Any, Any, Any]) -> tuple[float, int]:
-    """Export the best weights, or the last where none are kept; return (perplexity, step)."""
+    """Export the best weights, or the last if none are kept; return (perplexity, step)."""
     best = training.best
     restored = best.restore()
     training.export()

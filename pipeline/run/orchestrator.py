@@ -1,4 +1,4 @@
-"""The run: each step of the plan in separate processes, its result kept before the next."""
+"""Orchestration of a run: each step of the plan in separate processes."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ def run_plan(plan: Plan) -> None:
 
 
 def _goes_on(plan: Plan, stage: Stage) -> bool:
-    """Whether a step starts from its checkpoint: not after one that makes it another model."""
+    """Whether a step resumes from its checkpoint: not if an earlier step retrains its model."""
     steps = (each for each in plan.stages if each.name not in plan.finished)
     if not plan.request.resume or any(each.number < stage.number for each in steps):
         return False
@@ -161,7 +161,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
 
 
 def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
-    """The exit code of a step that failed, which is reported here; 0 where it is done.
+    """Exit code of a failed step, after reporting it; 0 if the step is done.
 
     Raises:
         SystemExit, KeyboardInterrupt: the step was interrupted.
@@ -208,7 +208,7 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
 
 
 def _closing_table(plan: Plan) -> Iterator[str]:
-    """The steps' numbers, and where everything is."""
+    """Results of the steps, and the locations of the outputs."""
     from pipeline.report.findings import findings
     from pipeline.report.methods import compare_methods, table
     from pipeline.report.results import model_directory, model_to_talk_to, read_results

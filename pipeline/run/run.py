@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 DIVERGED = "diverged.json"
-"""Left by a run that diverged: its state is unusable, so that `--resume` starts again."""
+"""Marks a run that diverged: its state is unusable, so that `--resume` starts again."""
 
 STALE = ("result.json", "samples.json", "lab.json", "predictions.jsonl", DIVERGED)
 LOCK = ".lock"
@@ -137,7 +137,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Since entry, plus those of the runs that this one continues."""
+        """Seconds since entry, plus those of the runs that this one continues."""
         return self._seconds_before + time.perf_counter() - self._start
 
     def path(self, name: str) -> Path:
@@ -145,7 +145,7 @@ class Run:
         return self.config.output_dir / name
 
     def discard(self, name: str) -> None:
-        """Remove `<output_dir>/<name>`, which an earlier run left and this one doesn't make."""
+        """Remove `<output_dir>/<name>` of an earlier run, which this one doesn't write."""
         if self.mesh.is_main:
             shutil.rmtree(self.path(name), ignore_errors=True)
 
@@ -209,7 +209,7 @@ class Run:
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
     def note(self, step: int, name: str, details: Mapping[str, object]) -> None:
-        """Record what happened after `step` iterations, under a name, for the report alone."""
+        """Record an event after `step` iterations, for the report only."""
         if self._metrics is not None:
             self._write(step, {}, {name: details})
 
@@ -242,7 +242,7 @@ class Run:
         )
 
     def note_divergence(self, sentence: str) -> None:
-        """Record that the run diverged, and why, in place of a result."""
+        """Record that the run diverged, with the reason, instead of a result."""
         if self.is_main:
             note = {"step": self.step, "sentence": sentence}
             self.path(DIVERGED).write_text(json.dumps(note, indent=2) + "\n")
@@ -259,7 +259,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another run's state; what it logged after that will be logged again."""
+        """Continue from another run's state; lines that were logged later are removed."""
         self.step, self.tokens = state["step"], state["tokens"]
         self._seconds_before = state["seconds"] - (time.perf_counter() - self._start)
         self._seconds_trained = state["seconds_trained"]
@@ -269,7 +269,7 @@ class Run:
             self._metrics.truncate(min(state["metrics_bytes"], self._metrics_bytes))
 
     def begin(self) -> None:
-        """Discard what an earlier run logged: there is no state to resume from."""
+        """Discard the log of an earlier run, if there is no state to resume from."""
         if self._metrics is not None:
             self._metrics.truncate(0)
 
@@ -280,7 +280,7 @@ class Run:
     def _write(
         self, step: int, metrics: Mapping[str, int | float], details: Mapping[str, object]
     ) -> None:
-        """A line of metrics.jsonl; trackers get its `metrics` alone."""
+        """Write a line of metrics.jsonl; trackers get only its `metrics`."""
         assert self._metrics is not None
         line = _finite({"step": step, "seconds": round(self.seconds, 3), **metrics, **details})
         self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
@@ -315,7 +315,7 @@ def _finite(value: object) -> object:
 
 
 def training_id(result: Mapping[str, object]) -> str:
-    """An id of the training that left this result.json, by its steps, tokens and figures.
+    """An id of the training of this result.json, from its steps, tokens and figures.
 
     Figures on held-out rows have all their digits: only the same weights have the same ones. Time
     and settings don't count, so that a training that was repeated bit for bit is the same.
@@ -325,7 +325,7 @@ def training_id(result: Mapping[str, object]) -> str:
 
 
 def training_at(path: str) -> str | None:
-    """The training whose result is stored next to the model at `path`; None of any other model."""
+    """Id of the training whose result is next to the model at `path`; None if there is none."""
     try:
         result = json.loads((Path(path) / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

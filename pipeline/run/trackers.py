@@ -64,7 +64,7 @@ class Trackers:
 def open_trackers(
     names: Sequence[Tracker], *, directory: Path, run_name: str, settings: Mapping[str, object]
 ) -> Trackers:
-    """The sinks called `names`; one that can't be opened is named in a warning and left out."""
+    """The sinks called `names`, without those that can't be opened, which are logged."""
     sinks: dict[str, Sink] = {}
     for name in names:
         try:

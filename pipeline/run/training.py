@@ -73,7 +73,7 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
 
 
 EVALUATIONS = 10
-"""Evaluations of a run, its end included, where they take little of its work."""
+"""Evaluations of a run, including the last one, if they take little of its work."""
 
 SHARE = 0.08
 """Maximum share of a run's work for evaluations, without the first and the last one."""
@@ -172,7 +172,7 @@ class Training(Generic[C, R, S]):
     eval_every: int
 
     passes: Passes
-    """Over the micro-batches of a step."""
+    """Passes over the micro-batches of a step."""
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due."""
@@ -326,7 +326,7 @@ def check_start(path: str | None, figures: Mapping[str, float]) -> None:
 
 
 def check_finite(where: str, figures: Mapping[str, float]) -> None:
-    """End a run whose weights no longer give finite figures.
+    """End a run whose figures are no longer finite.
 
     Raises:
         DivergedError: a figure is infinite or not a number.

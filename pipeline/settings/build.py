@@ -45,7 +45,7 @@ class Layer:
     settings: Mapping[str, Any]
 
     origin: str
-    """Their source, for error messages."""
+    """Source of the settings, for error messages."""
 
     is_file: bool = False
     """Whether `origin` is a file that the user can correct."""
@@ -183,7 +183,7 @@ def _value_in(config_class: type, merged: Mapping[str, Any], name: str) -> Any: 
 
 
 def _normalized(kind: object, value: object, name: str, place: str) -> object:
-    """A value of a file as its type has it: one item as a list, a date as text."""
+    """A value of a file converted to its type: one item to a list, a date to text."""
     item = items_class(kind)
     if item is not None and value is not None:
         found = list_of_word(item, value)
@@ -194,7 +194,7 @@ def _normalized(kind: object, value: object, name: str, place: str) -> object:
 
 
 def _checked_items(item_class: type, value: object, name: str, place: str) -> object:
-    """`value`, which lists settings of `item_class` with names that it has."""
+    """`value`, a list of settings of `item_class`, with checked names."""
     for item in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(item, Mapping) and not is_dataclass(item):
             words = "".join(f"{word}, " for word in getattr(item_class, "WORDS", ()))
@@ -208,7 +208,7 @@ def _checked_items(item_class: type, value: object, name: str, place: str) -> ob
 
 
 def _value_of_words(kind: object, words: list[str], option: str) -> object:
-    """The words after an option as a value of the setting's type, as far as text can be one."""
+    """The words after an option, converted to the setting's type if possible."""
     kind = without_none(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     is_text = origin is tuple and arguments[0] is str
@@ -358,7 +358,7 @@ def _has(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def _unknown(config_class: type, name: str, *, section: str, place: str) -> ConfigError:
-    """The error for a name that is not a setting, with the likely meant ones."""
+    """The error for an unknown setting, with suggestions."""
     settings = list(list_settings(config_class))
     meant = " or ".join(section + match for match in did_you_mean(settings, name))
     other = f"did you mean {meant}?" if meant else "--help lists the settings"
@@ -367,7 +367,7 @@ def _unknown(config_class: type, name: str, *, section: str, place: str) -> Conf
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a name that a section has twice."""
+    """YAML loader that refuses duplicate names in a section."""
 
     def construct_mapping(
         self,

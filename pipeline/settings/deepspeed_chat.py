@@ -1,4 +1,4 @@
-"""Options of DeepSpeed-Chat's scripts, and what each of them is here.
+"""Options of DeepSpeed-Chat's scripts and their counterparts.
 
 They are those of its steps' `main.py`, step 2 by DPO included. They are refused, in a sentence that
 says what to pass instead. `docs/deepspeed_chat.md` shows this table, in which STEP stands for

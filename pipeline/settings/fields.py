@@ -1,4 +1,4 @@
-"""Settings of a dataclass: names, types, defaults, descriptions; their form in YAML and options."""
+"""Settings of a dataclass: names, types, defaults, descriptions, YAML and options."""
 
 import dataclasses
 import difflib
@@ -70,7 +70,7 @@ def get_default(config_class: type, name: str) -> object:
 
 
 def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
-    """The sections of a dataclass of settings, with what each is about.
+    """The sections of a dataclass of settings, with their descriptions.
 
     A section without a docstring has that of its class.
     """
@@ -84,7 +84,7 @@ def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
 
 
 def did_you_mean(settings: Sequence[Setting], name: str) -> list[str]:
-    """Up to two settings with the same last word, or of that name elsewhere, or a close one."""
+    """Up to two suggestions: settings with the same last word, or with similar names."""
     names = [setting.name for setting in settings]
     last = name.rpartition(".")[2]
     ends = {known.rpartition(".")[2]: known for known in reversed(names)}
@@ -112,13 +112,13 @@ def items_class(kind: object) -> type | None:
 
 
 def list_of_word(item_class: type, word: object) -> list[Mapping[str, Any]] | None:
-    """The list that a word stands for, of those in `WORDS` of the items' class; None of none."""
+    """The list for a word in `WORDS` of the items' class; None for other words."""
     words: Mapping[str, Sequence[Mapping[str, Any]]] = getattr(item_class, "WORDS", {})
     return list(words[word]) if isinstance(word, str) and word in words else None
 
 
 def without_none(kind: object) -> object:
-    """`X` for `X | None`; every other type as it is."""
+    """`X` for `X | None`; other types are unchanged."""
     parts = typing.get_args(kind)
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     if not is_union or types.NoneType not in parts:
@@ -147,7 +147,7 @@ Option = tuple[str, list[str]]
 
 
 def plain(value: object) -> Any:  # noqa: ANN401
-    """Dataclasses, tuples and paths as the mappings, lists and strings that YAML has."""
+    """Dataclasses, tuples and paths as YAML's mappings, lists and strings."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in list_fields(type(value))}
     if isinstance(value, Path):
@@ -194,7 +194,7 @@ def as_options(config: object) -> list[Option]:
 
 
 def _given(item: Mapping[str, Any], item_class: type) -> dict[str, Any]:
-    """The settings of one of a list that differ from the defaults of its class."""
+    """The settings of a list item that differ from the defaults of its class."""
     defaults = {each.name: plain(each.default) for each in dataclasses.fields(item_class)}
     return {name: value for name, value in item.items() if value != defaults[name]}
 

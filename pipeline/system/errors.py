@@ -8,7 +8,7 @@ from collections.abc import Iterable
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_OUT_OF_MEMORY = 79
-"""Just above what sysexits.h names: the step ends by it, and `train.py` halves the micro-batch."""
+"""Exit code of a step without memory, above sysexits.h: `train.py` halves the micro-batch."""
 
 EXIT_DIVERGED = 80
 """Exit code if loss, gradients or weights stayed infinite or NaN; the best weights are kept."""
@@ -35,19 +35,19 @@ class ModelError(UserError, ValueError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint can't be read, or is not what was saved."""
+    """A checkpoint can't be read, or differs from what was saved."""
 
 
 class OffloadError(UserError):
-    """The disk that tensors were offloaded to failed."""
+    """A disk with offloaded tensors failed."""
 
 
 class KernelError(UserError):
-    """A kernel that the settings require can't be had on this machine."""
+    """A kernel that the settings require is not available on this machine."""
 
 
 class DivergedError(RuntimeError):
-    """Training left the finite numbers for good: one sentence, exit code 80, no traceback.
+    """Training diverged permanently: one sentence, exit code 80, no traceback.
 
     All processes raise it at the same point, since what tells it are sums over all of them.
     """
@@ -69,20 +69,20 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the machine had no memory left."""
+    """Whether the device or the machine is out of memory."""
     kind = type(error).__name__  # torch's own is not imported for this
     of_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or of_torch
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a disk, or the user's share of it, had no room left."""
+    """Whether a disk, or the user's quota, is full."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return full or os.strerror(errno.ENOSPC) in str(error)  # as safetensors' own error has it
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the likely meant one, or all known ones."""
+    """The end of a sentence about an unknown name: a similar name, or all known names."""
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if close:

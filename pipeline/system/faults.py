@@ -1,4 +1,4 @@
-"""Faults for tests: the process fails at a point in a requested way.
+"""Fault injection for tests.
 
     FAULT=checkpoint.mid_file:*:2:kill,checkpoint.before_latest:0:1:sleep-200
 

@@ -28,7 +28,7 @@ def cached_file(name: str, file: str) -> str | None:
 
 
 def why_unreachable() -> str | None:
-    """Reason why the Hub can't be used; None where it responds, or where only its client can tell.
+    """Reason why the Hub can't be used; None if it responds, or if only its client can tell.
 
     That is so behind a proxy, and where the user has set the client to stay offline.
     """

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Holds `pipeline/`, the steps and `configs/`; on `PYTHONPATH` of all processes we start."""
+"""Directory of `pipeline/`, the steps and `configs/`; on `PYTHONPATH` of all child processes."""
 
 IS_INSTALLED = ROOT.name == "rlhf_pipeline"
-"""Whether this is a wheel's copy: there everything is below one package (`rlhf_pipeline`)."""
+"""Whether the code is installed from a wheel, below one package (`rlhf_pipeline`)."""
 
 TRAIN = "rlhf" if IS_INSTALLED else "python train.py"
 CHAT = "rlhf-chat" if IS_INSTALLED else "python chat.py"
@@ -14,7 +14,7 @@ MODULE = "python -m rlhf_pipeline" if IS_INSTALLED else "python -m"
 
 
 def find_preset(path: Path) -> Path:
-    """The file of settings at `path`; where there is none, the preset of that name that we bring.
+    """The file of settings at `path`, or else the built-in preset of that name.
 
     So `--config configs/opt-1.3b.yaml` and `opt-1.3b.yaml` work in any directory.
     """

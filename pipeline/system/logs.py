@@ -40,7 +40,7 @@ def configure_logging(*, is_main: bool) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what sys.stderr is at the moment: a progress bar puts itself in between."""
+    """Writes to the current sys.stderr, which a progress bar may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # a terminal that was closed ends no run
@@ -61,7 +61,7 @@ class Progress:
         self._bar: RichProgress | None = None
 
     def start(self) -> None:
-        """Show the bar, where there is a terminal."""
+        """Show the bar on a terminal."""
         if not sys.stderr.isatty():
             return
         bar = RichProgress(
@@ -120,7 +120,7 @@ class Clock:
         """Seconds by phase."""
 
     def end(self, phase: str) -> None:
-        """End a phase, which began at the end of the one before."""
+        """End a phase, which began at the end of the previous one."""
         now = time.perf_counter()
         self.seconds[phase] = now - self._last
         self._last = now

@@ -1,4 +1,4 @@
-"""Main memory that is available now, within the limits of containers."""
+"""Available main memory, within the limits of containers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +38,7 @@ def own_groups(
 
 
 def _room_in(group: Path) -> int | None:
-    """Bytes left below a control group's limit; None where it has none."""
+    """Bytes left below a control group's limit; None without a limit."""
     for most, used in LIMITS:
         limit, usage = _read(group / most), _read(group / used)
         if limit.isdigit() and usage.isdigit():

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 SAME_ORDER = "all processes must run the same layers of the same engines in the same order"
 
 RECENT = 512
-"""Collectives that are remembered: a few steps of a model of many layers."""
+"""Length of the history: a few steps of a model with many layers."""
 
 
 class DesyncError(RuntimeError):
-    """The processes of a job did not do the same, or one is gone."""
+    """The processes of a job ran different collectives, or one has ended."""
 
 
 class Collective(NamedTuple):
-    """One collective that a process came to, as the others should know it too."""
+    """A collective that a process entered, as compared with the other processes."""
 
     number: int
     kind: str
@@ -50,7 +50,7 @@ class Position:
         self.waits_for: tuple[int, ...] = ()
         """Ranks of the processes that this one waits for now, as far as it knows."""
         self.waits_at = ""
-        """Reason for waiting, where it is not a collective."""
+        """Reason for waiting, if it is not a collective."""
         self._waited = 0.0
         self._stalls: deque[tuple[Any, Any]] = deque(maxlen=10_000)
 
@@ -96,4 +96,4 @@ class Position:
 
 
 HERE = Position()
-"""The position of this process, which is at one place at a time."""
+"""The position of this process."""

@@ -1,4 +1,4 @@
-"""Interruption by Ctrl-C or by a scheduler: finish the step at hand, save, leave."""
+"""Interruption by Ctrl-C or by a scheduler: finish the current step, save, exit."""
 
 import os
 import signal
@@ -9,23 +9,23 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""SIGTERM: a scheduler takes the machine back. SIGUSR1: SLURM's warning, `--signal=USR1@120`."""
+"""Signals of schedulers: SIGTERM, and SLURM's warning, `--signal=USR1@120`."""
 
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP)
-"""Ctrl-C, and a terminal that was closed."""
+"""Signals of Ctrl-C and of a closed terminal."""
 
 EXIT_REQUEUE = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong, start the same command with --resume again."""
 
 EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
+"""128 + SIGINT, as in shells."""
 
 SAME_SECONDS = 0.3
-"""Within which a signal is the first one again: `timeout`, for one, sends to the process and to its
-group, and a launcher forwards what the process has received already."""
+"""Seconds within which equal signals count once: `timeout` signals both the process and its
+group, and a launcher forwards signals that the process has received already."""
 
 END = b"\0"
-"""No signal has this number: it ends the thread."""
+"""Number that ends the thread, which is no signal's."""
 
 
 class StopSignals:
@@ -77,7 +77,7 @@ class StopSignals:
         os.close(self._writing)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        """Handler in the main thread: the current step will look, and no signal comes too late."""
+        """Handler in the main thread, which only notes the signal for the current step."""
         self.received = self.received or signal.Signals(number)
 
     def _listen(self) -> None:

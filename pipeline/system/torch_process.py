@@ -1,4 +1,4 @@
-"""How PyTorch computes in this process: threads, allocators, rounding, random numbers."""
+"""PyTorch's settings in this process: threads, allocators, rounding, random numbers."""
 
 import ctypes
 import mmap
@@ -19,7 +19,7 @@ THREADS = "RLHF_THREADS"
 """Variable of the environment: threads of each process, where the setting `threads` is null."""
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of the environment by which a user configures the allocator."""
+"""Environment variables that configure the allocator."""
 
 EXPANDABLE = "expandable_segments:True"
 
@@ -28,7 +28,7 @@ HUGE_PAGE = 2 * 2**20
 
 
 def set_compute_threads(number: int | None) -> None:
-    """Compute with that many threads; None is RLHF_THREADS, or else PyTorch's number.
+    """Set the number of threads; None is RLHF_THREADS, or else PyTorch's default.
 
     Raises:
         ConfigError: RLHF_THREADS is not a number above 0.
@@ -78,7 +78,7 @@ def zeros_in_huge_pages(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
 
 @contextmanager
 def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
-    """Round on GPUs as the settings say; CPUs are not affected.
+    """Context with the rounding on GPUs that the settings define; CPUs are not affected.
 
     With `tf32` products of fp32 matrices have 10 bits of mantissa (Ampere and later). With
     `deterministic` operators use kernels with a fixed order of additions, and

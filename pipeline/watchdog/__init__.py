@@ -1,1 +1,1 @@
-"""Watching a job: where its processes are, who failed, who is gone, who is slow."""
+"""Monitoring of a job: positions of its processes, failures, losses, and slow ones."""

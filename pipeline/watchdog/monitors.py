@@ -19,10 +19,10 @@ WINDOW = 20
 """Steps after which the processes compare their times."""
 
 FACTOR = 1.5
-"""Multiple of the others' time from which a process is slow."""
+"""Multiple of the other processes' time above which a process counts as slow."""
 
 EXCEPTIONS = 2
-"""Steps of a window that are ignored: any process pauses now and then."""
+"""Steps of a window that are ignored, since any process may pause occasionally."""
 
 
 class Stragglers:
@@ -40,7 +40,7 @@ class Stragglers:
         self._reported: set[int] = set()
 
     def begin_step(self) -> None:
-        """Begin a step; time before it doesn't count."""
+        """Start timing a step."""
         self._start, self._waited = time.perf_counter(), HERE.waited()
 
     def end_step(self, step: int) -> None:
@@ -77,7 +77,7 @@ class Stragglers:
 
 
 def slow_ranks(seconds: Float64[Tensor, "ranks steps"]) -> dict[int, float]:
-    """Multiple of the others' median time, of each rank that is slow in (nearly) every step.
+    """Slowdown relative to the others' median, of each rank that is slow in nearly every step.
 
     `seconds[r, s]`: how long rank r, of two or more, computed in step s.
     """

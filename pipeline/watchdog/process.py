@@ -48,7 +48,7 @@ T = TypeVar("T")
 TICK_SECONDS = 1.0
 
 OBSERVERS = 2
-"""The first ranks read the positions of all, so that requests grow with the number of processes."""
+"""Number of ranks, from the first, that read all positions; requests thus grow linearly."""
 
 STANDING_STILL = 3
 """Heartbeats at one position after which an observer reads the positions of all."""
@@ -60,7 +60,7 @@ HEARING_SECONDS = 3.0
 """Seconds that a process whose collective failed waits for another process's report."""
 
 GRACE_SECONDS = 5.0
-"""Seconds for a process to exit once the job has failed; half of it where processes hang."""
+"""Seconds for a process to exit after a failure of the job; half of that if processes hang."""
 
 LEAVING_SECONDS = 15.0
 """Seconds for the threads to end. A request to the store takes up to 5 s, and Python aborts if its
@@ -70,10 +70,10 @@ OF_COLLECTIVES = re.compile(
     r"gloo|nccl|connection (closed|reset) by peer|timed out waiting|broken pipe", re.IGNORECASE
 )
 ONE_SENTENCE = (UserError, DivergedError)
-"""Errors that all processes may meet together, and whose sentence is complete."""
+"""Errors that all processes may raise together, with a complete message."""
 
 PATIENCE = timedelta(seconds=5)
-"""Longest wait for a reply of the store, which takes microseconds."""
+"""Timeout of a reply from the store, which takes microseconds."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Sighting(NamedTuple):
 
     label: str
     seconds: float
-    """Seconds since it arrived at this position."""
+    """Seconds since it reached this position."""
 
     beat: int
     """Number of heartbeats so far."""
@@ -130,13 +130,13 @@ class Notices:
         return cls(PrefixStore(f"watch/{job}", store), rank=world.rank, world_size=world.size)
 
     def post(self, failure: Failure) -> Failure:
-        """Report why the job ends; return the failure that was reported first."""
+        """Report a failure of the job; return the failure that was reported first."""
         text = json.dumps(asdict(failure))
         first = self._try(lambda: self._store.compare_set("failure", "", text))
         return Failure(**json.loads(first)) if first else failure
 
     def failure(self) -> Failure | None:
-        """Why the job ends, if it does."""
+        """The failure that ends the job, if any."""
         text = self._get("failure")
         return None if text is None else Failure(**json.loads(text))
 
@@ -145,7 +145,7 @@ class Notices:
         self._try(lambda: self._store.set(f"at/{self.rank}", json.dumps(sighting)))
 
     def sightings(self, ranks: Sequence[int]) -> dict[int, Sighting]:
-        """The positions of these processes, as far as the store has them."""
+        """The positions of these processes that the store has."""
         seen: dict[int, Sighting] = {}
         for rank in ranks:
             if (value := self._get(f"at/{rank}")) is not None:
@@ -242,7 +242,7 @@ def watching(timeout_seconds: float) -> Iterator[None]:
 
 
 class Watchdog:
-    """The watch of one process. All processes construct it together."""
+    """The watchdog of one process. All processes construct it together."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout = timeout_seconds
@@ -284,7 +284,7 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """End the watch; the others no longer miss this process."""
+        """Stop the watchdog; the others no longer expect heartbeats of this process."""
         self._over.set()
         for thread in self._threads:
             thread.join(timeout=LEAVING_SECONDS)
@@ -318,7 +318,7 @@ class Watchdog:
         return first.code
 
     def _speak(self, failure: Failure, error: Exception | None = None) -> None:
-        """Say once why this process stops, with its stacks where they may help."""
+        """Print once why this process stops, with its stacks if they are useful."""
         with self._speaking:
             if self._has_spoken:
                 return
@@ -334,7 +334,7 @@ class Watchdog:
             _write(lines)
 
     def _stop_on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        """SIGTERM: torchrun ends all processes when one has failed; a scheduler at any time."""
+        """Handle SIGTERM, which torchrun sends after a failure, and a scheduler at any time."""
         failure = self._cause()
         if failure is not None:
             self._speak(failure)
@@ -363,7 +363,7 @@ class Watchdog:
     # Reports of the others
 
     def _cause(self) -> Failure | None:
-        """Why the job ends: what a process reported, or that one of this machine is gone."""
+        """The failure of the job: a reported one, or a lost process of this machine."""
         failure = self.notices.failure()
         if failure is not None:
             return failure
@@ -380,7 +380,7 @@ class Watchdog:
         return None
 
     def _find_left(self) -> Failure | None:
-        """A process that ended normally while this one needed it."""
+        """A process that ended normally while this one waited for it."""
         others = [rank for rank in range(self.notices.world_size) if rank != self.rank]
         for rank, seen in self.notices.sightings(others).items():
             if seen.left:
@@ -389,7 +389,7 @@ class Watchdog:
         return None
 
     def _look(self) -> Failure | None:
-        """The process that keeps the others waiting, if this one observes and stands still."""
+        """The process that the others wait for, if this one observes and makes no progress."""
         now = time.monotonic()
         still = now - self._since
         if sum(self._place) == 0:
@@ -439,7 +439,7 @@ class Watchdog:
                 return
 
     def _obey(self, failure: Failure) -> None:
-        """Say why, give the process time to end, then end it."""
+        """Print the reason, give the process time to end, then end it."""
         if failure.code in (EXIT_USER_ERROR, EXIT_DIVERGED):  # which all may be about to meet
             self._over.wait(TICK_SECONDS)
         self._speak(failure)
@@ -448,7 +448,7 @@ class Watchdog:
             os._exit(failure.code)
 
     def _arm(self) -> None:
-        """End the process, stacks first, should even this thread stop."""
+        """Arrange that the process prints its stacks and ends even if this thread stops."""
         now = time.monotonic()
         if now - self._armed_at >= self.timeout / 8:
             self._armed_at = now
@@ -456,7 +456,7 @@ class Watchdog:
 
 
 def _within(seconds: float, look: Callable[[], Failure | None]) -> Failure | None:
-    """The first result of `look` within that many seconds."""
+    """The first result of `look` within a number of seconds."""
     deadline = time.monotonic() + seconds
     while (found := look()) is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -484,7 +484,7 @@ def _summary(error: Exception) -> str:
 
 
 def _show(error: Exception) -> None:
-    """Show an error as the command line does: one sentence if that is all, else its traceback."""
+    """Print an error as the command line does: one sentence if it is complete, else a traceback."""
     if isinstance(error, ONE_SENTENCE):
         _write(f"error: {' '.join(str(error).split())}")
     else:

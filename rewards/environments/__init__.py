@@ -1,1 +1,1 @@
-"""Environments: what answers a model between its turns, in worker processes, and rewards it."""
+"""Environments, in worker processes: they respond to a model's turns, and reward it."""

@@ -29,10 +29,10 @@ FORMS = {
 
 @dataclass(frozen=True)
 class EnvironmentFile(UserFile):
-    """A class as its file defines it."""
+    """A class, read from its file."""
 
     gives_reward: bool
-    """Whether it has a reward; of tools it may be a function's."""
+    """Whether the class defines a reward; for tools, a function may give it."""
 
 
 def read_environment(path: str) -> EnvironmentFile:
@@ -81,7 +81,7 @@ def is_tool(name: str) -> bool:
 def _family(
     node: ast.ClassDef, classes: dict[str, ast.ClassDef]
 ) -> tuple[list[ast.ClassDef], bool]:
-    """A class with the classes of its file that it inherits from, and whether these are all."""
+    """A class with its base classes in the same file, and whether it has no others."""
     family, is_complete = [node], True
     for member in family:  # grows during the loop
         for base in member.bases:

@@ -84,7 +84,7 @@ HELD_OUT = 16
 """Ranges in test.jsonl, one game each, which no step trains on."""
 
 MAX_TURNS = 5
-"""Guesses of a demonstration, at most."""
+"""Maximum guesses of a demonstration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class GamesConfig:
     """Directory that receives train.jsonl and test.jsonl."""
 
     rows: int = 4000
-    """Games; each range of numbers is in several."""
+    """Number of games; each range of numbers is in several."""
 
     seed: int = 0
     """Draws the games."""
@@ -111,7 +111,7 @@ def games(config: GamesConfig) -> dict[str, list[dict[str, Any]]]:
 
 
 def _game(low: int, random: Random) -> dict[str, Any]:
-    """A row; a game that is not won in `MAX_TURNS` guesses ends with the number all the same."""
+    """A row; a game without a win after `MAX_TURNS` guesses ends with the number."""
     high = low + SPAN - 1
     number = random.randint(low, high)
     least, most = low, high

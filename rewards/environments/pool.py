@@ -44,7 +44,7 @@ class Played:
 
 @dataclass(frozen=True)
 class _Move:
-    """The next method to call, and what is needed to play the episode up to it."""
+    """The next method to call, and the data to replay the episode up to it."""
 
     episode: int
     verb: Literal["reset", "step", "reward"]

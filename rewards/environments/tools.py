@@ -42,7 +42,7 @@ class ToolEnvironment:
         self._types = {name: typing.get_type_hints(tool) for name, tool in self._tools.items()}
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
-        """The row's dialogue, after a system message about the tools, with what `reset` adds."""
+        """The row's dialogue after a system message about the tools, with the text of `reset`."""
         given = {**row, "seed": seed}
         parameters = inspect.signature(self._user.reset).parameters
         if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
@@ -121,14 +121,14 @@ def find_tools(user: type) -> dict[str, Callable[..., object]]:
 
 
 def described(tool: Callable[..., object]) -> str:
-    """A tool as the model reads of it: signature and docstring."""
+    """Description of a tool for the model: signature and docstring."""
     return f"{tool.__name__}{inspect.signature(tool)}: {inspect.getdoc(tool) or ''}"
 
 
 def wrong_arguments(
     tool: Callable[..., object], arguments: object, hints: Mapping[str, Any]
 ) -> str | None:
-    """Why a tool of such types can't be called with these arguments; None where it can."""
+    """Reason why a tool can't be called with these arguments; None if it can."""
     if not isinstance(arguments, dict):
         return f'"arguments" must be an object, got {json.dumps(arguments)}'
     signature = inspect.signature(tool)
@@ -155,7 +155,7 @@ def fits(value: object, annotation: Any) -> bool:  # noqa: ANN401
 
 
 def as_text(result: object) -> str:
-    """The value of a tool as text: a string as it is, other values as JSON."""
+    """The value of a tool as text: strings are unchanged, other values are JSON."""
     if isinstance(result, str):
         return result
     try:
@@ -174,7 +174,7 @@ class Calculator:
     INSTRUCTIONS = ""  # the demonstrations show how it is called
 
     def reset(self, **row: object) -> None:
-        """Nothing is kept from one call to the next."""
+        """Do nothing: calls are independent."""
 
     def add(self, a: float, b: float) -> float:
         """The sum a + b."""

@@ -1,1 +1,1 @@
-"""The reward-model laboratory: how well a reward model does, and how far it can be trusted."""
+"""The reward-model laboratory: quality and reliability of a reward model."""

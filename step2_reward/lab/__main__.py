@@ -1,4 +1,4 @@
-"""How good a reward model is, and how far it can be trusted.
+"""Measure the quality and reliability of a reward model.
 
 python -m step2_reward.lab --path OUT/step2_reward --data-path FILE
 """
@@ -13,7 +13,7 @@ from step2_reward.config import LabConfig
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, write lab.json and predictions.jsonl, print the sentences.
+    """Measure the model, write lab.json and predictions.jsonl, and print the findings.
 
     Raises:
         UserError: a wrong setting, no classifier at the path, or no rows to measure it by.

@@ -63,7 +63,7 @@ def area_under_curve(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) 
 def class_report(
     logprobs: Float[Tensor, "N C"], classes: Int[Tensor, " N"], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Figures of rows of known classes, whose prediction is the likeliest class.
+    """Figures of rows with known classes, predicting the most probable class.
 
     Returns:
         accuracy; macro_recall and macro_f1, means over the classes that have rows; confusion, rows
@@ -99,7 +99,7 @@ BINS = 15
 """Bins of equally many rows (Nguyen and O'Connor 2015; 15 as in Guo et al. 2017)."""
 
 COLDEST, HOTTEST = 1e-2, 1e2
-"""Temperatures that are looked at: where every row is right, none is too cold."""
+"""Range of temperatures to fit; if every row is right, the optimum is the coldest."""
 
 
 def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[
 
 
 def fit_temperature(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> float:
-    """The temperature of the least negative log-likelihood, which has one minimum in 1 / T."""
+    """The temperature with the smallest negative log-likelihood, which is convex in 1 / T."""
 
     def nll(inverse: float) -> float:
         return F.cross_entropy(logits * inverse, classes).item()
@@ -215,7 +215,7 @@ def length_bias(
 
 
 def in_order(difference: float) -> float:
-    """1 for a positive difference of scores, 1/2 for none, else 0."""
+    """1 for a positive difference of scores, 1/2 for 0, else 0."""
     return float(difference > 0) + 0.5 * float(difference == 0)
 
 
@@ -283,19 +283,19 @@ class PredictedSteps:
     """The labelled steps of a response."""
 
     targets: tuple[float, ...]
-    """How right each is, from 0 to 1; right from a half on."""
+    """Correctness of each step, from 0 to 1; correct from 1/2."""
 
     logits: tuple[float, ...]
-    """The model's log-odds that it is."""
+    """The model's log-odds that each step is correct."""
 
     @property
     def first_error(self) -> int | None:
-        """The place of the first wrong step; None where all are right."""
+        """Index of the first wrong step; None if all are right."""
         return next((place for place, each in enumerate(self.targets) if each < 0.5), None)
 
     @property
     def first_found(self) -> int | None:
-        """The place of the first step that the model takes for wrong."""
+        """Index of the first step that the model predicts to be wrong."""
         return next((place for place, each in enumerate(self.logits) if each <= 0), None)
 
 
@@ -322,7 +322,7 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
 
 
 def step_figures(rows: Sequence[PredictedSteps]) -> dict[str, float]:
-    """Steps that are predicted right, those of wrong and right steps alike, and first errors."""
+    """Accuracy over all, wrong and right steps, and first errors."""
     pairs = [pair for row in rows for pair in zip(row.targets, row.logits, strict=True)]
     by_kind = {
         is_right: [logit for target, logit in pairs if (target >= 0.5) == is_right]

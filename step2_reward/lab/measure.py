@@ -75,7 +75,7 @@ PROBES = ("no_end", "truncated", "doubled")
 """Changes of a good response: without its end-of-turn token, cut in half and ended, repeated."""
 
 MAX_PROBED = 256
-"""Responses that are changed and scored again: each takes four passes."""
+"""Maximum responses that are changed and scored again, in four passes each."""
 
 
 def measure(
@@ -270,7 +270,7 @@ def probe_figures(
 
 
 def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> list[Encoded]:
-    """The good response of a row, then the same changed in each way of `PROBES`.
+    """The good response of a row, followed by its changes in the order of `PROBES`.
 
     Empty without a response, and if one of them is longer than `max_length`.
     """
@@ -420,7 +420,7 @@ def read_examples(config: LabConfig) -> list[Example]:
 
 
 def read_labels(settings: object, examples: Sequence[Example], config: RewardConfig) -> Labels:
-    """The labels that the model has learned, from its config.json, or else from the rows."""
+    """The labels of the model, from its config.json, or else from the rows."""
     kind = getattr(settings, "label_kind", None)
     if kind is None:
         kind = detect_kind(config, examples)
@@ -448,7 +448,7 @@ def read_labels(settings: object, examples: Sequence[Example], config: RewardCon
 def over_optimization(
     scorer: Scorer, labels: Labels, chat: ChatFormat, config: LabConfig, settings: RewardConfig
 ) -> list[dict[str, float]]:
-    """Score and truth, by the task's verifier, of the actor's best of n answers."""
+    """Score and verdict of the task's verifier for the actor's best of n answers."""
     if not labels.gives_scores:
         raise ModelError(f"path {config.path}: its classes have no values, so there is no score")
     assert config.actor is not None

@@ -11,11 +11,11 @@ from step2_reward.lab.measure import Measured
 
 POOR_CALIBRATION = 0.1
 BIASED = 0.15
-"""A difference of accuracy between longer and shorter better responses that is worth a sentence."""
+"""Difference of accuracy between longer and shorter better responses that is reported."""
 
 
 def sentences(figures: Mapping[str, Any]) -> list[str]:
-    """The most important first; without full stops."""
+    """Findings, most important first, without full stops."""
     first = [*_accuracy(figures), *_steps(figures)]
     found = [*first, *_classes(figures), *_calibration(figures)]
     return [*found, *_length(figures), *_probes(figures), *_best_of(figures)]

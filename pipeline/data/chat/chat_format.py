@@ -71,7 +71,7 @@ def continuation_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer of tokenizer.json, less what it does to the start of a text."""
+    """A normalizer or pre-tokenizer of tokenizer.json without its effect on the start of a text."""
     if part is None or part["type"] in ("Prepend", "Strip"):
         return None
     if part["type"] == "Sequence":
@@ -113,7 +113,7 @@ class Segment:
     text: str
 
     by_assistant: bool
-    """The assistant wrote it, up to and including its end-of-turn token."""
+    """Whether the assistant wrote it, up to and including its end-of-turn token."""
 
     trained: bool = True
     """False if the data marks the turn as not learned."""

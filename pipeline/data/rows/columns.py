@@ -1,4 +1,4 @@
-"""Columns of a row: turns in the forms that chat data come in, labels and ties."""
+"""Columns of a row: turns in the common forms of chat data, labels and ties."""
 
 import ast
 import json

@@ -89,7 +89,7 @@ def _prompt_chosen_rejected(row: Columns) -> Example | None:
 
 
 def _reward_datasets(row: Columns) -> Example | None:
-    """The word "Assistant:" stands before the responses, not after the prompt."""
+    """The responses, rather than the prompt, contain the word "Assistant:"."""
     prompt = parse_dialogue(f"{row['prompt'].rstrip()}\n\nAssistant:") or _user(row["prompt"])
     chosen, rejected = (row[name].split("Assistant:")[-1] for name in ("chosen", "rejected"))
     return _pair(prompt, chosen, rejected)

@@ -38,13 +38,13 @@ from pipeline.system.errors import DataError
 
 @dataclass
 class Reading:
-    """Counts of what became of the rows that were read."""
+    """Counts of the rows that were read, by their use."""
 
     left_out: Counter[str] = field(default_factory=Counter)
-    """Rows by the reason why they are not used."""
+    """Unused rows by reason."""
 
     no_demonstrations: Counter[str] = field(default_factory=Counter)
-    """Rows by the reason why their prompt is used, and their response is not."""
+    """Rows of which only the prompt is used, by reason."""
 
     remarks: dict[str, list[str]] = field(default_factory=dict)
     """Origins of the rows by what was done to them."""

@@ -1,4 +1,4 @@
-"""Prompts and rows as numbers, and what a step records about its prompts for the steps after it.
+"""Hashes of prompts and rows, and a step's record of its prompts for later steps.
 
 `OUT/<step>/trained_prompts.hashes` and `held_out_prompts.hashes` hold the hashes
 (`Example.prompt_hash`) of all prompts that the step, or a step it started from, trains on or holds

@@ -413,7 +413,7 @@ def _recorded(train: Iterable[Example], held_out: Iterable[Example]) -> PromptRe
 
 
 def is_usable(example: Example, use: RowUse) -> bool:
-    """Whether the row has what a use needs."""
+    """Whether the row has the data that a use needs."""
     match use:
         case "demonstrations":
             return bool(example.chosen) and not example.tie and example.label is not False
@@ -429,7 +429,7 @@ def is_usable(example: Example, use: RowUse) -> bool:
 
 
 def _as_used(examples: Sequence[Example], use: RowUse) -> list[Example]:
-    """The examples; if responses are read one by one, two for each pair."""
+    """The examples; two for each pair if responses are read separately."""
     if use != "responses":
         return list(examples)
     return [

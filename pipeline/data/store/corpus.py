@@ -42,7 +42,7 @@ class CorpusPath:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a corpus is read for a model."""
+    """Settings for reading a corpus for a model."""
 
     data: TextDataConfig
     vocabulary: Vocabulary
@@ -53,7 +53,7 @@ class Reading:
 def make_reading(
     data: TextDataConfig, tokenizer: "PreTrainedTokenizerBase", *, model: str
 ) -> Reading:
-    """Return how the corpus is read for a model with this tokenizer.
+    """Return the settings for reading a corpus with this tokenizer.
 
     Raises:
         DataError: it has no fast form, or no end-of-sequence token.
@@ -97,7 +97,7 @@ def _find(spec: str) -> CorpusPath:
 
 
 class HeldOut:
-    """Documents that are not trained on: those with a small draw."""
+    """Held-out documents: those with a small draw."""
 
     def __init__(self, *, seed: int, up_to: float = 0.0) -> None:
         self.seed, self.up_to = seed, up_to
@@ -130,7 +130,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same tokens in the same mixture."""
+        """Hash of the tokens and the mixture."""
         described = [
             [rows.file.fingerprint(), len(rows), weight]
             for rows, weight in zip(self.files, self.stream.weights, strict=True)

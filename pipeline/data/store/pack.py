@@ -1,4 +1,4 @@
-"""Texts to tokens: the corpus is cut into pieces, tokenized by worker processes, and joined.
+"""Tokenize texts: a corpus is split into pieces, tokenized by worker processes, and joined.
 
 Each finished piece is a file in X.pieces, so that `--resume` tokenizes only the missing ones. The
 result has the same bytes for any number of workers.

@@ -28,7 +28,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Spans that are learned together, each a separate sequence."""
+    """Spans of one training row, each a separate sequence."""
 
     file: TokenFile
     spans: tuple[Span, ...]
