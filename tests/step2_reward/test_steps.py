@@ -30,7 +30,6 @@ from step2_reward.train import train
 from step3_ppo.models import RewardModel
 from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
 
-TOKENIZER = build_tokenizer()
 CPU = torch.device("cpu")
 
 
@@ -121,7 +120,7 @@ def test_rl_is_given_the_worst_step_or_the_last_or_all_of_them(trained: RewardCo
     response = "Sure! It is 3.\nGo away. It is 3.\nIt is 3."
     whole = chat.encode(prompt, (Message("assistant", response),))
     batch = collate([whole, whole.head(len(whole) - 1)])
-    separators = separator_ids(TOKENIZER, "\n")
+    separators = separator_ids(build_tokenizer(), "\n")
     first, second = step_ends(batch, separators)
     with torch.no_grad():
         logits = scorer(batch)

@@ -2,20 +2,23 @@
 
 import copy
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 import torch
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from transformers import AutoModelForCausalLM
 
 from inference.serve.models import ServedModel
 from tests.inference.serve.serving import COMPLETIONS, Running, chat, events, post, serving
 
+if TYPE_CHECKING:  # importing it takes half a second, also where tests are only collected
+    import openai
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-def make_client(server: Running) -> openai.OpenAI:
+
+def make_client(server: Running) -> "openai.OpenAI":
+    import openai
+
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
@@ -30,8 +33,10 @@ def plain_copy(served: ServedModel) -> Any:
 MESSAGES: Any = [{"role": "user", "content": "What is 2 plus 2?"}]
 
 
-def ask(server: Running, **fields: Any) -> ChatCompletion:
+def ask(server: Running, **fields: Any) -> "ChatCompletion":
     """A chat completion, held to the types of the client."""
+    from openai.types.chat import ChatCompletion
+
     with make_client(server) as client:
         raw = client.chat.completions.with_raw_response.create(
             model="tiny", messages=MESSAGES, **fields
@@ -39,7 +44,9 @@ def ask(server: Running, **fields: Any) -> ChatCompletion:
     return ChatCompletion.model_validate_json(raw.text, strict=True)
 
 
-def stream(server: Running, **fields: Any) -> list[ChatCompletionChunk]:
+def stream(server: Running, **fields: Any) -> "list[ChatCompletionChunk]":
+    from openai.types.chat import ChatCompletionChunk
+
     answer = post(server, "/v1/chat/completions", chat(stream=True, **fields))
     assert answer.headers["content-type"].startswith("text/event-stream")
     return [
@@ -116,6 +123,8 @@ def test_temperature_0_is_the_greedy_response_of_transformers(server: Running) -
 
 
 def test_completions_continue_texts_and_token_ids(server: Running) -> None:
+    from openai.types import Completion
+
     served = server.state.models["tiny"]
     prompts = ["The sun", "It rains"]
     with make_client(server) as client:
@@ -149,6 +158,8 @@ def test_completions_continue_texts_and_token_ids(server: Running) -> None:
 
 
 def test_errors_become_the_exceptions_of_the_client(server: Running) -> None:
+    import openai
+
     with make_client(server) as client:
         with pytest.raises(openai.NotFoundError) as missing:
             client.chat.completions.create(model="other", messages=MESSAGES)
@@ -171,6 +182,8 @@ def test_errors_become_the_exceptions_of_the_client(server: Running) -> None:
 
 
 def test_a_wrong_key_is_an_authentication_error_and_a_full_queue_a_rate_limit() -> None:
+    import openai
+
     with serving(api_key=("secret-key",), queue=1) as server:
         with make_client(server) as client, pytest.raises(openai.AuthenticationError):
             client.models.list()

@@ -1,13 +1,15 @@
 """Later turns reuse keys and values of earlier ones: same responses, reported token counts."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai.types.chat import ChatCompletion
 
 from tests.inference.serve.serving import COMPLETIONS, Running, post, serving
+
+if TYPE_CHECKING:  # importing it takes half a second, also where tests are only collected
+    import openai
+    from openai.types.chat import ChatCompletion
 
 Turn = dict[str, str]
 SYSTEM = "You are polite, brief and right. You add numbers of two digits and show no work at all."
@@ -27,11 +29,15 @@ def anew() -> Iterator[Running]:
         yield running
 
 
-def make_client(server: Running) -> openai.OpenAI:
+def make_client(server: Running) -> "openai.OpenAI":
+    import openai
+
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def answer(server: Running, messages: Any, **fields: Any) -> ChatCompletion:
+def answer(server: Running, messages: Any, **fields: Any) -> "ChatCompletion":
+    from openai.types.chat import ChatCompletion
+
     with make_client(server) as client:
         raw = client.chat.completions.with_raw_response.create(
             model="tiny",
@@ -41,7 +47,7 @@ def answer(server: Running, messages: Any, **fields: Any) -> ChatCompletion:
     return ChatCompletion.model_validate_json(raw.text, strict=True)
 
 
-def cached(completion: ChatCompletion) -> int:
+def cached(completion: "ChatCompletion") -> int:
     assert completion.usage is not None
     assert completion.usage.prompt_tokens_details is not None
     count = completion.usage.prompt_tokens_details.cached_tokens
@@ -49,7 +55,7 @@ def cached(completion: ChatCompletion) -> int:
     return count
 
 
-def num_prompt(completion: ChatCompletion) -> int:
+def num_prompt(completion: "ChatCompletion") -> int:
     assert completion.usage is not None
     return completion.usage.prompt_tokens
 

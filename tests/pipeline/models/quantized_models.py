@@ -12,7 +12,7 @@ from pipeline.config import (
     TrainedModelConfig,
 )
 from pipeline.data.batches import collate
-from pipeline.demo.model import build_tokenizer
+from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.forward import Policy, base_model
 from pipeline.models.quantized import QuantizedLinear
@@ -21,8 +21,6 @@ from tests.distributed import rank, world_size
 from tests.families import random_rows, saved, tiny_causal_lm
 
 CPU = torch.device("cpu")
-TOKENIZER = build_tokenizer()
-VOCAB = len(TOKENIZER)
 BATCH = collate(random_rows((9, 4, 7)))
 MICRO_BATCHES = (BATCH, collate(random_rows((3, 8))))
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -37,12 +35,12 @@ def settings(path: str, **changes: Any) -> TrainedModelConfig:
 
 
 def base(family: str, directory: Path, **changes: Any) -> str:
-    return saved(tiny_causal_lm(family, vocab_size=VOCAB, **changes), directory)
+    return saved(tiny_causal_lm(family, vocab_size=VOCABULARY, **changes), directory)
 
 
 def learned(config: TrainedModelConfig, *, steps: int = 3) -> tuple[nn.Module, Engine]:
     """A model, after a few steps of two micro-batches that the processes share."""
-    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
+    model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
     engine = Engine(Policy(model), config, total_steps=steps)
     for _ in range(steps):
         for batch in MICRO_BATCHES[rank() :: world_size()]:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.config import LoraConfig, Precision, TrainedModelConfig
-from pipeline.demo.model import build_tokenizer
+from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.forward import Policy, Scorer, base_model
 from pipeline.models.trained import trained_causal_lm, trained_classifier
@@ -19,8 +19,6 @@ from tests.distributed import run_ranks
 from tests.families import saved, tiny_causal_lm, tiny_classifier
 
 CPU = torch.device("cpu")
-TOKENIZER = build_tokenizer()
-VOCAB = len(TOKENIZER)
 LORA = LoraConfig(rank=4, alpha=8.0)
 FAMILIES = ("opt", "gpt2", "llama")
 BUILD: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], nn.Module]]] = {
@@ -95,23 +93,23 @@ def test_models_mapped_from_files_are_those_loaded_in_full(tmp_path: Path) -> No
     for family in FAMILIES:
         untied, tied = (
             saved(
-                tiny_causal_lm(family, vocab_size=VOCAB, tie_word_embeddings=tie),
+                tiny_causal_lm(family, vocab_size=VOCABULARY, tie_word_embeddings=tie),
                 tmp_path / f"{family} {tie}",
             )
             for tie in (False, True)
         )
         cases += [
             (settings(untied), "causal", larger_tokenizer()),
-            (settings(untied, lora=LORA), "classifier", TOKENIZER),
-            (settings(tied), "causal", TOKENIZER),
-            (settings(tied, precision="bf16", lora=LORA), "causal", TOKENIZER),
+            (settings(untied, lora=LORA), "classifier", build_tokenizer()),
+            (settings(tied), "causal", build_tokenizer()),
+            (settings(tied, precision="bf16", lora=LORA), "causal", build_tokenizer()),
         ]
     tied = str(tmp_path / "llama True")
     cases.append((settings(tied, precision="bf16"), "causal", larger_tokenizer()))
-    reward = saved(tiny_classifier("llama", vocab_size=VOCAB), tmp_path / "reward")
+    reward = saved(tiny_classifier("llama", vocab_size=VOCABULARY), tmp_path / "reward")
     cases += [
-        (settings(reward), "classifier", TOKENIZER),
-        (settings(reward, lora=LORA), "classifier", TOKENIZER),
+        (settings(reward), "classifier", build_tokenizer()),
+        (settings(reward, lora=LORA), "classifier", build_tokenizer()),
         (settings(reward), "classifier", larger_tokenizer()),
     ]
 
@@ -123,9 +121,11 @@ def test_models_mapped_from_files_are_those_loaded_in_full(tmp_path: Path) -> No
 def test_weights_stay_in_the_files_pages_where_they_have_the_wanted_format(
     precision: Precision, tmp_path: Path
 ) -> None:
-    path = saved(tiny_causal_lm("llama", vocab_size=VOCAB), tmp_path)
+    path = saved(tiny_causal_lm("llama", vocab_size=VOCABULARY), tmp_path)
 
-    model = trained_causal_lm(settings(path, precision=precision), TOKENIZER, device=CPU, seed=0)
+    model = trained_causal_lm(
+        settings(path, precision=precision), build_tokenizer(), device=CPU, seed=0
+    )
 
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [line.split()[0].split("-") for line in lines if "model.safetensors" in line]

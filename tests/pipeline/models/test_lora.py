@@ -14,7 +14,7 @@ from pipeline.config import (
     TrainedModelConfig,
 )
 from pipeline.data.batches import collate
-from pipeline.demo.model import build_tokenizer
+from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.export import export
 from pipeline.models.forward import Policy, Scorer
@@ -22,15 +22,13 @@ from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.families import random_rows, saved, tiny_causal_lm
 
 CPU = torch.device("cpu")
-TOKENIZER = build_tokenizer()
-VOCAB = len(TOKENIZER)
 LORA = LoraConfig(rank=4, alpha=8.0)
 BATCH = collate(random_rows((9, 4, 7)))
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
 def base(family: str, directory: Path, **changes: object) -> str:
-    return saved(tiny_causal_lm(family, vocab_size=VOCAB, **changes), directory)
+    return saved(tiny_causal_lm(family, vocab_size=VOCABULARY, **changes), directory)
 
 
 def settings(path: str, **changes: object) -> TrainedModelConfig:
@@ -62,12 +60,12 @@ def test_the_export_is_the_merged_model_and_the_adapter_loads_on_the_base(
     family: str, tmp_path: Path
 ) -> None:
     config = settings(base(family, tmp_path / "base"))
-    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
+    model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
     frozen = plain_weights(model)
     with torch.enable_grad():
         learned(Policy(model), config)
 
-    export(model, TOKENIZER, tmp_path / "out")
+    export(model, build_tokenizer(), tmp_path / "out")
 
     adapted = model(input_ids=IDS).logits
     original = AutoModelForCausalLM.from_pretrained(config.path)
@@ -93,13 +91,13 @@ def test_rslora_scales_by_the_root_of_the_rank_in_training_and_what_is_exported(
 ) -> None:
     lora = LoraConfig(rank=4, alpha=8.0, variant="rslora")
     config = settings(base("llama", tmp_path / "base"), lora=lora)
-    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
+    model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
     with torch.enable_grad():
         learned(Policy(model), config)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
     before = layer.base_layer.weight.clone()
 
-    export(model, TOKENIZER, tmp_path / "out")
+    export(model, build_tokenizer(), tmp_path / "out")
 
     update = 8.0 / 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -115,13 +113,13 @@ def test_rslora_scales_by_the_root_of_the_rank_in_training_and_what_is_exported(
 @torch.no_grad()
 def test_a_reward_models_head_is_trained_and_exported_with_its_adapter(tmp_path: Path) -> None:
     config = settings(base("llama", tmp_path / "base"))
-    model = trained_classifier(config, TOKENIZER, device=CPU, seed=0)
+    model = trained_classifier(config, build_tokenizer(), device=CPU, seed=0)
     head = model.base_model.model.score.modules_to_save["default"].weight
     before = head.clone()
     with torch.enable_grad():
         learned(Scorer(model), config)
 
-    export(model, TOKENIZER, tmp_path / "out")
+    export(model, build_tokenizer(), tmp_path / "out")
 
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     fresh = AutoModelForSequenceClassification.from_pretrained(config.path, num_labels=1)

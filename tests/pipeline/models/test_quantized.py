@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
+from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
 from pipeline.engine.state import frozen_fragments, trained_fragments
-from pipeline.models.consolidate import TOKENIZER as TOKENIZER_DIRECTORY
-from pipeline.models.consolidate import consolidate, describe_model
+from pipeline.models.consolidate import TOKENIZER, consolidate, describe_model
 from pipeline.models.export import export
 from pipeline.models.forward import Scorer
 from pipeline.models.quantized import Form, QuantizedLinear
@@ -26,8 +26,6 @@ from tests.pipeline.models.quantized_models import (
     CPU,
     IDS,
     NF4,
-    TOKENIZER,
-    VOCAB,
     WAYS,
     base,
     get_layers,
@@ -75,7 +73,7 @@ def test_the_export_is_the_dequantized_base_and_the_adapter_added_in_fp32_and_ro
     config = settings(base("llama", tmp_path / "base"), precision=precision, **way)
     with torch.enable_grad():
         model, engine = learned(config)
-    export(model, TOKENIZER, tmp_path / "out", weights=engine)
+    export(model, build_tokenizer(), tmp_path / "out", weights=engine)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
 
     assert not any("codes" in name or "scale" in name for name in merged.state_dict())
@@ -105,8 +103,8 @@ def test_a_checkpoint_holds_the_codes_and_gives_the_model_that_the_run_exports(
     writer.save_base("base-test", frozen_fragments(engine, "model"))
     writer.save(1, trained_fragments(engine, "model"), document, base="base-test")
     writer.close()
-    TOKENIZER.save_pretrained(tmp_path / "saved" / TOKENIZER_DIRECTORY)
-    export(model, TOKENIZER, tmp_path / "expected", weights=engine)
+    build_tokenizer().save_pretrained(tmp_path / "saved" / TOKENIZER)
+    export(model, build_tokenizer(), tmp_path / "expected", weights=engine)
     checkpoint = Checkpoint.open(tmp_path / "saved" / "step_00000001")
 
     keys = set(checkpoint.keys())
@@ -123,14 +121,14 @@ def test_a_checkpoint_holds_the_codes_and_gives_the_model_that_the_run_exports(
 
 
 def test_a_reward_model_learns_its_head_whole_over_a_quantized_base(tmp_path: Path) -> None:
-    path = saved(tiny_classifier("llama", vocab_size=VOCAB), tmp_path / "base")
+    path = saved(tiny_classifier("llama", vocab_size=VOCABULARY), tmp_path / "base")
     config = settings(path, **NF4)
-    model = trained_classifier(config, TOKENIZER, device=CPU, seed=0)
+    model = trained_classifier(config, build_tokenizer(), device=CPU, seed=0)
     engine = Engine(Scorer(model), config, total_steps=1)
     before = get_module(model, "score").modules_to_save.default.weight.clone()
     engine.backward(engine(BATCH).square().mean())
     engine.step()
-    export(model, TOKENIZER, tmp_path / "out", weights=engine)
+    export(model, build_tokenizer(), tmp_path / "out", weights=engine)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
 
     assert plain_names(model)
