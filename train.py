@@ -46,7 +46,8 @@ STAGES = (
         RewardConfig,
         "step2_reward.train",
         models={"model": "sft", "actor": "sft"},
-        options={"model": "reward"},
+        options={"model": "reward", "actor": "actor"},
+        optional=frozenset({"actor"}),
     ),
     Stage(
         3,
@@ -55,7 +56,7 @@ STAGES = (
         PPOConfig,
         "step3_ppo.train",
         models={"actor": "sft", "critic": "reward", "reward": "reward", "base": BEFORE},
-        options={"actor": "actor", "critic": "reward"},
+        options={"actor": "actor", "critic": "reward", "reward": "reward"},
         without={"critic": "sft"},
     ),
     Stage(

@@ -205,6 +205,13 @@ class HeldOutPrompts(ABC):
 T = TypeVar("T")
 
 
+def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
+    """Name in figures of the model in `path`, with which step 3 began: base, step1_sft or start."""
+    if path == base.path:
+        return "base"
+    return "step1_sft" if Path(str(path)).name == "step1_sft" else "start"
+
+
 def responses_of_base(
     held_out: HeldOutPrompts, base: FrozenModelConfig
 ) -> list[ScoredResponse] | None:

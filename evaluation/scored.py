@@ -108,7 +108,7 @@ def summarize(
     """The `eval` object of step 3: greedy responses, except for the KL.
 
     Args:
-        before: those of step 1's model.
+        before: those of the model that step 3 began with.
         after: those of the exported one.
         name: what scores are called: `reward` where sources give them.
     """

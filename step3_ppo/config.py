@@ -85,13 +85,13 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     actor: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=adam(LEARNING_RATES["actor"]))
     )
-    """The policy; a null path starts from step 1's output."""
+    """The policy; a null path starts from step 1's output, or without one from --actor-model."""
 
     critic: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=adam(LEARNING_RATES["critic"]))
     )
     """The value model; a null path starts from step 2's output, or without a reward model from
-    step 1's."""
+    the actor's model."""
 
     reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reference of the KL penalty; a null path is the initial actor."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from evaluation.evaluate import Chat, TaskEvaluations
-from evaluation.held_out import HeldOutPrompts, Prompt, conclude, responses_of_base
+from evaluation.held_out import HeldOutPrompts, Prompt, conclude, name_start, responses_of_base
 from evaluation.scored import (
     HeldOutResponses,
     ScoredResponse,
@@ -232,12 +232,12 @@ class Evaluator:
             config, Chat(models.tokenizer, models.chat), models.hybrid_engine.generating
         )
         self.start = 0.0
-        """The objective of step 1's model."""
+        """The objective of the starting model."""
         self.least_gold = -math.inf
         """Minimum gold of the best actor, whatever its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
-        """Evaluate step 1's model on all held-out prompts; it is the first candidate.
+        """Let the starting model answer all held-out prompts; it is the first candidate.
 
         Raises:
             ModelError: its figures are not finite.
@@ -303,8 +303,9 @@ class Evaluator:
         run.evaluated(run.step, evaluation, details={"eval_by_prompt": exported})
         changed = self.best.step != self.best.last_step or guards.stopped
         tasks = self.tasks.summary(self.first, changed=changed)
-        sampled = {"step1_sft": self.before.sampled, self.config.step_name: after.sampled}
-        base = responses_of_base(self.held_out, self.config.base)
+        before = name_start(self.config.actor.path, self.config.base)
+        sampled = {before: self.before.sampled, self.config.step_name: after.sampled}
+        base = None if before == "base" else responses_of_base(self.held_out, self.config.base)
         if base is not None:
             sampled = {"base": base, **sampled}
         verification = conclude(self.held_out, sampled, run.path("samples.json"))
@@ -315,7 +316,7 @@ class Evaluator:
         )
 
     def _figures(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
-        """Figures of sampled responses to the watched prompts; the win rate is against step 1's."""
+        """Figures of sampled responses to the watched prompts; wins are over the start's."""
         return {
             "objective": self.watched.objective(responses, kl=kl),
             f"sampled_{self._score_name}": mean_score(responses),
@@ -346,7 +347,7 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
 
 
 def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> None:
-    """Warn if the actor did not improve on step 1's model, or if it got worse again.
+    """Warn where the actor did not get better than the starting model, or got worse again.
 
     Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
     """
@@ -354,18 +355,18 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
     method = method_title(config.method_name)
     if best.step == 0:
         logger.warning(
-            "%s made the actor no better than step 1's model on held-out prompts (%.3g, at first"
-            " %.3g)%s: lower ppo.actor.optim.lr, or look at the %s",
+            "%s made the actor no better than the starting model on held-out prompts (%.3g, at"
+            " first %.3g)%s: lower ppo.actor.optim.lr, or look at the %s",
             method,
             now,
             start,
-            ", and step 1's weights are exported" if best.keep else "",
+            ", and the starting weights are exported" if best.keep else "",
             "reward model" if config.uses_reward_model else "rewards",
         )
     elif now < start:
         logger.warning(
-            "%s made the actor worse than step 1's model in the end (%.3g on held-out prompts, at"
-            " first %.3g)%s: lower ppo.actor.optim.lr",
+            "%s made the actor worse than the starting model in the end (%.3g on held-out prompts,"
+            " at first %.3g)%s: lower ppo.actor.optim.lr",
             method,
             now,
             start,

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from evaluation.evaluate import Chat, Generating, TaskEvaluations, generating_from
-from evaluation.held_out import HeldOutPrompts, Prompt, conclude, encode_prompts, responses_of_base
+from evaluation.held_out import (
+    HeldOutPrompts,
+    Prompt,
+    conclude,
+    encode_prompts,
+    name_start,
+    responses_of_base,
+)
 from evaluation.scored import (
     HeldOutResponses,
     ScoredResponse,
@@ -311,10 +318,9 @@ class Evaluator:
         tasks = self.tasks.summary(
             self.first_tasks, changed=best.step != best.last_step or guards.stopped
         )
-        begins_with_base = config.model.path == config.base.path
-        before = "base" if begins_with_base else "step1_sft"
+        before = name_start(config.model.path, config.base)
         sampled = {before: self.before.sampled, config.step_name: after.sampled}
-        base = None if begins_with_base else responses_of_base(self.held_out, config.base)
+        base = None if before == "base" else responses_of_base(self.held_out, config.base)
         if base is not None:
             sampled = {"base": base, **sampled}
         verification = conclude(self.held_out, sampled, run.path("samples.json"))

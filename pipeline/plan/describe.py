@@ -132,7 +132,8 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
     steps = "step" if len(plan.stages) == 1 else "steps"
     lines = [
         f"The plan: {len(plan.stages)} {steps}, {plan.where}, into"
-        f" {plan.request.output_dir}. Nothing is run."
+        f" {plan.request.output_dir}. Nothing is run.",
+        *plan.notes,
     ]
     times: list[float] = []
     speed = estimate_speed(plan) if previews else None

@@ -289,6 +289,28 @@ def _recorded(directory: Path) -> dict[str, Any]:
     return portable(settings)
 
 
+def recorded_model(path: str) -> str | None:
+    """The model that a step of a run made this one from; None for a model of other origin."""
+    directory = Path(path).parent if Path(path).name in ("actor", "ema") else Path(path)
+    if not path:
+        return None
+    try:
+        settings = yaml.safe_load((directory / MARK).read_text(encoding="utf-8"))
+        model = settings.get("model") or settings.get("actor")
+        return str(model["path"])
+    except (OSError, ValueError, yaml.YAMLError, AttributeError, TypeError, KeyError):
+        return None
+
+
+def recorded_start(path: str, within: Path | None = None) -> str:
+    """The model that the runs which led to this one, or those in a directory, began with."""
+    for _ in range(100):  # records may name each other
+        if within is not None and not Path(path).is_relative_to(within):
+            break
+        path = recorded_model(path) or path
+    return path
+
+
 def _shown(value: object) -> str:
     if value is None:
         return "null"

@@ -1,6 +1,6 @@
 """The plan of a run: steps, settings, machines and processes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from pipeline.launch.local import PLANNED, list_gpus
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import MARK, RESULT, finished_steps
 from pipeline.plan.request import Request, check_sections_run, parse_request
-from pipeline.plan.resolve import Resolver, resolve_run, step_configs
+from pipeline.plan.resolve import EMBEDDED_PRESET, Resolver, resolve_run, step_configs
 from pipeline.plan.stage import Stage, side_by_side, without_unchosen
 from pipeline.system.errors import ModelError, require
+from pipeline.system.installation import ROOT
 
 Settings = Mapping[str, Any]
 """Values by dotted name, as in a file of settings."""
@@ -48,6 +49,9 @@ class Plan:
 
     given: Mapping[str, frozenset[str]]
     """Dotted names of the settings on the command line, by the name of the step."""
+
+    notes: tuple[str, ...] = ()
+    """Sentences on where models and settings that no option names come from."""
 
     @property
     def processes(self) -> int | None:
@@ -102,7 +106,9 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     command_line = parse_request(argv, stages)
     request, known, out = command_line.request, stages, command_line.request.output_dir
     left = {each.name for each in known if (out / each.name / RESULT).is_file()}
-    stages = side_by_side(without_unchosen(known, request.step, left), request.method)
+    replaced = _replaced(request, known)
+    stages = without_unchosen(known, request.step, left, replaced)
+    stages = side_by_side(stages, request.method)
     check_sections_run(command_line, stages, known)
     made = {each.number for each in stages if (out / each.name / RESULT).is_file()}
     command_line = replace(command_line, made=frozenset(made))
@@ -122,7 +128,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         configs = step_configs(command_line, stages, world=machine.world, chosen=chosen)
     finished = finished_steps(request, stages, configs, known=known)
     check_inputs(request, stages, configs)
-    return Plan(
+    plan = Plan(
         request=request,
         stages=requested,
         configs=configs,
@@ -132,6 +138,40 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         chosen=chosen,
         given={stage.name: resolver.given(stage, files=False) for stage in stages},
     )
+    return replace(plan, notes=tuple(_notes(plan, resolver, replaced, known)))
+
+
+def _replaced(request: Request, stages: Sequence[Stage]) -> dict[str, Stage]:
+    """By section, earlier steps without output that --actor-model or --reward-model replaces."""
+    models = {"actor": request.actor_model, "reward": request.reward_model}
+    return {
+        stage.section: stage
+        for stage in stages
+        if models.get(stage.options.get(stage.main_role, "")) is not None
+        and not stage.by_choice
+        and stage.number < max(request.step)
+        and stage.number not in request.step
+        and not (request.output_dir / stage.name / MARK).is_file()
+    }
+
+
+def _notes(
+    plan: Plan, resolver: Resolver, replaced: Mapping[str, Stage], known: Sequence[Stage]
+) -> Iterator[str]:
+    """Sentences on the models that replace steps, and on the preset."""
+    models = {each.section: each.models for each in known}
+    for stage in plan.stages:
+        for role, model in plan.configs[stage.name].used_models().items():
+            earlier = replaced.get(models[stage.section].get(role, ""))
+            if earlier is not None:
+                yield (
+                    f"{stage.title} takes {model.path} as its {role}: {plan.request.output_dir} has"
+                    f" no output of step {earlier.number}"
+                )
+    preset = [stage.title for stage in plan.stages if resolver.has_preset(stage)]
+    if preset:
+        name = EMBEDDED_PRESET.relative_to(ROOT)
+        yield f"preset {name}, for the embedded model: {', '.join(preset)}"
 
 
 def _choose(

@@ -39,11 +39,11 @@ class Request(Deployment):
     actor_model: str | None = None
     """Model that becomes the chat model: Hugging Face id, local directory, or a size of OPT as
     DeepSpeed-Chat writes it: 1.3b is facebook/opt-1.3b. Without it, the embedded model, 1M
-    parameters."""
+    parameters. Without output of step 1, step 3 alone starts from it."""
 
     reward_model: str | None = None
     """Model the reward model starts from, written as for --actor-model. Without it, step 1's
-    output."""
+    output. Without output of step 2, PPO alone takes it as the reward model."""
 
     reward_function: tuple[str, ...] = ()
     """Python functions that give the rewards of step 3, each as FILE.py:NAME, in place of a reward
@@ -297,7 +297,8 @@ def check_sections_run(
     present = {stage.section for stage in stages}
     for stage in known:
         options = command_line.overrides.get(stage.section, ())
-        if options and stage.section not in present:
+        is_chosen = stage.by_choice or stage.number in command_line.request.step
+        if options and stage.section not in present and is_chosen:
             how = f"methods {', '.join(stage.methods)}, none of which runs; name one with --method"
             if stage.by_choice:
                 how = f"step {stage.number}, which is not named; add --step {stage.number}"

@@ -1,7 +1,7 @@
 """The settings of the steps: one list of layers for each, merged once; later ones win.
 
 1. models that earlier steps hand over;
-2. `configs/embedded.yaml` where the run begins with the embedded model, else the default data;
+2. `configs/embedded.yaml` for models that come from the embedded one, else the default data;
 3. the row of settings that the method names;
 4. what `--plan auto` chose;
 5. each `--config` in order: its settings of the step, then those of the step's method;
@@ -12,14 +12,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from pipeline.cli.options import read_layers
 from pipeline.config import EMBEDDED, StepConfig
 from pipeline.config.deepspeed import deepspeed_layer
+from pipeline.plan.output import recorded_model, recorded_start
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, METHODS, Stage
-from pipeline.settings.build import Layer, build_config, method_layer
+from pipeline.settings.build import Layer, build_config, merge, method_layer
 from pipeline.settings.fields import Option, flatten, get_default, nested
 from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import ROOT
@@ -28,6 +30,9 @@ DEFAULT_DATA = "Dahoas/rm-static"
 """Default data for a model other than the embedded one (as in DeepSpeed-Chat)."""
 
 EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
+
+BASE = "base"
+"""Role of the model before the steps that made the main one, for comparison."""
 
 
 def step_configs(
@@ -157,17 +162,62 @@ class Resolver:
         names = {name for layer in layers for name in flatten(layer.settings)}
         return frozenset(names | {name for name, _ in self._overrides(stage)})
 
+    def start(self, stage: Stage, role: str = "") -> str:
+        """The model that the weights of a role, else of the main one, come from before all steps.
+
+        Empty where there is none.
+        """
+        role, out = role or stage.main_role, self.request.output_dir
+        origin = stage.origins(stage.models, _method(stage, self.request))[role]
+        is_there = role not in stage.optional or origin in self._present
+        path = self._path(stage, role, self._made(origin) if is_there else "")
+        for each in self.stages:
+            is_made = each.number not in self.request.step and recorded_model(path) is not None
+            if each.number < stage.number and Path(path) == out / each.name and not is_made:
+                return self.start(each)
+        return recorded_start(path, within=out)
+
+    def has_preset(self, stage: Stage, role: str = "") -> bool:
+        """Whether the model of a role, else of the main one, comes from the embedded model."""
+        return recorded_start(self.start(stage, role)) == EMBEDDED
+
+    def _path(self, stage: Stage, role: str, default: str) -> str:
+        """The path that files and options give the model of a role."""
+        layers = [Layer({role: {"path": default}}, "train.py"), *self._files(stage)]
+        layers.append(self._options(stage))
+        section = f"{stage.section}."
+        model = merge(stage.config_class, layers, self._overrides(stage), section=section)[role]
+        return str((model or {}).get("path") or "")
+
+    def _made(self, origin: str) -> str:
+        """The model of a step, by its section, or the one that the first step begins with."""
+        if origin == BEFORE:
+            first, default = self.stages[0], self.request.actor_model or EMBEDDED
+            return self._path(first, first.main_role, default)
+        name = next(each.name for each in self.stages if each.section == origin)
+        return str(self.request.output_dir / name)
+
+    @property
+    def _present(self) -> set[str]:
+        """Origins of models that are there, or that steps of the run make."""
+        running = {*self.request.step, *self.command_line.made}
+        return {each.section for each in self.stages if each.number in running} | {BEFORE}
+
     def _usual(self, stage: Stage) -> list[Layer]:
         """Layers 2 to 4."""
-        base = Layer({}, "nothing")
-        if self._first_model() == EMBEDDED:
+        layers: list[Layer] = []
+        if self.has_preset(stage):
             (preset,) = read_layers([str(EMBEDDED_PRESET)])
-            base = replace(preset, settings=preset.settings.get(stage.section, {}))
-        elif stage.config_class.reads_dialogues:
-            base = Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py")
-        layers = [base, *self._files(stage), self._options(stage)]
-        row = method_layer(stage.config_class, layers, self._overrides(stage))
-        return [base, row, Layer(nested(self.chosen.get(stage.prefix, {})), "--plan auto")]
+            settings = preset.settings.get(stage.section, {})
+            others = {role for role in stage.models if not self.has_preset(stage, role)}
+            settings = {name: value for name, value in settings.items() if name not in others}
+            layers.append(replace(preset, settings=settings))
+        actor = "actor" if "actor" in stage.models and self.start(stage, "actor") else ""
+        if stage.config_class.reads_dialogues and not self.has_preset(stage, actor):
+            layers.append(Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py"))
+        given = [*layers, *self._files(stage), self._options(stage)]
+        row = method_layer(stage.config_class, given, self._overrides(stage))
+        return [*layers, row, Layer(nested(self.chosen.get(stage.prefix, {})), "--plan auto")]
 
     def _given(self, stage: Stage) -> list[Layer]:
         """Layers 5 to 7."""
@@ -200,17 +250,6 @@ class Resolver:
         method = f"{METHODS}.{_method(stage, self.request)}" if stage.methods else ""
         return *overrides.get(stage.section, ()), *overrides.get(method, ())
 
-    def _first_model(self) -> str:
-        """The model that the first step begins with."""
-        first, path = self.stages[0], EMBEDDED
-        for layer in self.command_line.files:
-            model = layer.settings.get(first.section, {}).get(first.main_role)
-            path = model.get("path", path) if isinstance(model, Mapping) else path
-        path = self.request.actor_model or path
-        for name, words in self.command_line.overrides[first.section]:
-            path = words[0] if name == f"{first.main_role}.path" and words else path
-        return str(path)
-
     def _check_place(self, stage: Stage) -> None:
         """Refuse a method or an output directory for one step if the run determines it."""
         dotted = {name for name, _ in self._overrides(stage)}
@@ -226,21 +265,24 @@ class Resolver:
         )
 
     def _handed_over(self, stage: Stage, origins: Mapping[str, str]) -> Layer:
-        """Sections of the earlier steps whose models are used, by role."""
-        made = {each.section: str(self.request.output_dir / each.name) for each in self.stages}
-        made[BEFORE] = EMBEDDED if stage is self.stages[0] else self._first_model()
-        running = {*self.request.step, *self.command_line.made}
-        present = {each.section for each in self.stages if each.number in running} | {BEFORE}
-        settings: dict[str, Any] = {
-            role: {"path": made[origin]}
+        """Models from earlier steps, by role the section of the step that makes it."""
+        made = {
+            role: self._made(origin)
             for role, origin in origins.items()
-            if role not in stage.optional or origin in present
+            if role not in stage.optional or origin in self._present
         }
+        main_role = stage.main_role
+        main = self._path(stage, main_role, made[main_role])
+        made |= {role: main for role in stage.without if origins[role] != stage.models[role]}
+        if BASE in made:
+            start = self.start(stage)
+            skips = stage.models[main_role] != BEFORE == origins[main_role] and main == made[BASE]
+            made[BASE] = start if start != main or skips else ""
+        settings: dict[str, Any] = {role: {"path": path or None} for role, path in made.items()}
         if stage.takes_shares:
-            needed = {each for role, each in origins.items() if role not in stage.optional}
-            read = {each.number for each in self.stages if each.section in needed}
-            earlier = set(range(1, stage.number)) - read - running
-            settings["shares"] = sorted({stage.number, *earlier})
+            given = {*self._present, origins[main_role] if main == made[main_role] else ""}
+            taken = {each.number for each in self.stages if each.section in given}
+            settings["shares"] = sorted({stage.number, *set(range(1, stage.number)) - taken})
         return Layer(settings, "train.py")
 
     def _options(self, stage: Stage) -> Layer:

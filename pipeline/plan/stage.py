@@ -96,9 +96,12 @@ class Stage:
 
 
 def without_unchosen(
-    stages: Sequence[Stage], numbers: Collection[int], made: Collection[str]
+    stages: Sequence[Stage],
+    numbers: Collection[int],
+    made: Collection[str],
+    replaced: Collection[str] = (),
 ) -> tuple[Stage, ...]:
-    """The stages without optional ones that are neither requested nor finished.
+    """The stages but for those not chosen that run by choice alone and aren't made, or `replaced`.
 
     Models that would come from one of them come from where its own does.
 
@@ -106,17 +109,23 @@ def without_unchosen(
         stages: all stages.
         numbers: those that `--step` names.
         made: names of those whose output is there.
+        replaced: sections of those that a model of the user's replaces.
     """
-    left_out = {
-        stage.section: stage.models[stage.main_role]
-        for stage in stages
-        if stage.by_choice and stage.number not in numbers and stage.name not in made
-    }
+    left_out: dict[str, str] = {}
+    for stage in stages:
+        is_absent = stage.section in replaced or (stage.by_choice and stage.name not in made)
+        if stage.number not in numbers and is_absent:
+            origin = stage.models[stage.main_role]
+            left_out[stage.section] = left_out.get(origin, origin)
+
+    def kept(stage: Stage, origins: Mapping[str, str]) -> Mapping[str, str]:
+        return {
+            role: origin if role in stage.optional else left_out.get(origin, origin)
+            for role, origin in origins.items()
+        }
+
     return tuple(
-        replace(
-            stage,
-            models={role: left_out.get(origin, origin) for role, origin in stage.models.items()},
-        )
+        replace(stage, models=kept(stage, stage.models), without=kept(stage, stage.without))
         for stage in stages
         if stage.section not in left_out
     )

@@ -16,8 +16,12 @@ Z = 1.959964
 BASE = "base"
 """The model before the first step."""
 
+START = "start"
+"""The model that step 3 began with, where no step of the run made it."""
+
 TITLES = {
     BASE: "Base",
+    START: "Starting model",
     "pretrain": "Continued pre-training",
     "sft": "Supervised fine-tuning",
     "reward": "Reward model",

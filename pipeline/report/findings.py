@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pipeline.report.figures import (
     BASE,
+    START,
     Verdict,
     change_interval,
     nats,
@@ -76,14 +77,12 @@ def _by_verifier(results: Results) -> Finding | None:
     if len(rates) < 2:
         return None
 
-    def number(model: str) -> str:
-        return model.split("_", maxsplit=1)[0].replace("step", "step ")
+    def origin(model: str) -> str:
+        named = {BASE: "from the base model", START: "from the starting model"}
+        return named.get(model) or "after " + model.partition("_")[0].replace("step", "step ")
 
     *earlier, (_, last) = rates.items()
-    before = " and ".join(
-        f"{percent(rate)} {'from the base model' if model == BASE else f'after {number(model)}'}"
-        for model, rate in reversed(earlier)
-    )
+    before = " and ".join(f"{percent(rate)} {origin(model)}" for model, rate in reversed(earlier))
     sentence = f"{percent(last)} of answers are correct and polite, against {before}"
     step = results.evaluated_by("judge_counts")
     counts = mapping(step.eval.get("judge_counts")) if step else {}
@@ -93,7 +92,7 @@ def _by_verifier(results: Results) -> Finding | None:
     change = change_interval(gained, lost, count)
     low, high = change
     start, _ = earlier[-1]
-    since = "" if start == BASE else f" from {number(start)}"
+    since = "" if start in (BASE, START) else f" from {origin(start).removeprefix('after ')}"
     return Finding(
         verdict_of(change),
         sentence,
@@ -112,7 +111,8 @@ def _by_reward(results: Results) -> Finding | None:
         if before is None or after is None:
             return None
         sentence = f"Answers to held-out prompts have a mean {what} of {score(after)}, against"
-        return Finding(None, f"{sentence} {score(before)} after step 1")
+        origin = "after step 1" if step.start == "step 1" else f"from {step.start}"
+        return Finding(None, f"{sentence} {score(before)} {origin}")
     return None
 
 
@@ -125,15 +125,18 @@ def _by_win_rate(results: Results) -> Finding | None:
     kl = step.number("kl")
     price = f", at a KL of {nats(kl)} per answer" if kl is not None else ""
     name = title(step.name, results)
-    start = f"{name}'s answers score higher than step 1's on {percent(win_rate)} of"
+    start = f"{name}'s answers score higher than {step.start}'s on"
     if wins is None or losses is None or not count:
-        return Finding(None, f"{start} held-out prompts{price}")
+        return Finding(None, f"{start} {percent(win_rate)} of held-out prompts{price}")
     # A win rate with ties counted half is 1/2 and half of the change in wins.
     change = change_interval(int(wins), int(losses), int(count))
     low, high = (0.5 + end / 2 for end in change)
-    sentence = f"{start} {count:,.0f} held-out prompts{price}"
-    detail = f"95 % interval {percent(low)} to {percent(high)}"
-    return Finding(verdict_of(change), sentence, detail)
+    sentence = (
+        f"{start} {wins:,.0f} of {count:,.0f} held-out prompts, equally on"
+        f" {count - wins - losses:,.0f} and lower on {losses:,.0f}{price}"
+    )
+    rate = f"win rate {percent(win_rate)}, ties counted half; 95 % interval"
+    return Finding(verdict_of(change), sentence, f"{rate} {percent(low)} to {percent(high)}")
 
 
 def _of_preferences(results: Results) -> Iterator[Finding]:

@@ -105,6 +105,12 @@ class StepResult:
         return next((origin for origin in origins if isinstance(origin, str)), None)
 
     @property
+    def start(self) -> str:
+        """The model that step 3 began with, in words."""
+        path = str(self.settings.get("actor.path", self.settings.get("model.path", "step1_sft")))
+        return "step 1" if Path(path).name == "step1_sft" else "the starting model"
+
+    @property
     def exported(self) -> tuple[str, list[float | None]] | None:
         """(figure, value for each held-out prompt) of the exported model."""
         for line in reversed(self.metrics):

@@ -113,6 +113,8 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     else:
         from pipeline.plan.checks import check_rows, check_settings
 
+        for note in plan.notes:
+            say(note)
         check_settings(plan)
         # What can't fit is refused before anything is fetched to look at the rows.
         if plan.request.plan != "off" and plan.request.autotune is None:

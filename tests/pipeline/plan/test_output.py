@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from tests.pipeline.stages import THREE_STEPS
 
 def finished(out: Path, *argv: str) -> set[str]:
     parsed = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
+    made = {each.number for each in THREE_STEPS if (out / each.name / "result.json").is_file()}
+    parsed = replace(parsed, made=frozenset(made))
     return finished_steps(parsed.request, THREE_STEPS, step_configs(parsed, THREE_STEPS))
 
 

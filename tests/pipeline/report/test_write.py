@@ -76,8 +76,9 @@ def test_the_judge_has_the_first_word(tmp_path: Path) -> None:
         "200 held-out prompts; 95 % interval of the change from step 1: +35.2 to +50.0 points"
     )
     assert [finding.whole.replace("\u202f", " ") for finding in others] == [
-        "PPO's answers score higher than step 1's on 87.1 % of 62 held-out prompts, at a KL"
-        " of 4.02 nats per answer (95 % interval 77.6 % to 94.3 %)",
+        "PPO's answers score higher than step 1's on 54 of 62 held-out prompts, equally on 0 and"
+        " lower on 8, at a KL of 4.02 nats per answer (win rate 87.1 %, ties counted half; 95 %"
+        " interval 77.6 % to 94.3 %)",
         "The reward model is right on 94.3 % of 212 held-out pairs, 51.2 % before training"
         " (95 % interval 90.3 % to 96.7 %)",
         "Perplexity on 300 held-out answers fell from 1,102 to 2.31",
@@ -92,6 +93,44 @@ def test_a_perplexity_that_is_written_alike_before_and_after_did_not_change(tmp_
 
     assert finding.sentence == "Perplexity on 300 held-out answers did not change: 42,077"
     assert finding.verdict == "not told apart"
+
+
+def test_a_win_rate_of_ties_and_a_loss_claims_no_win(tmp_path: Path) -> None:
+    figures = {"win_rate": 0.4375, "prompts": 8, "wins": 0, "losses": 1}
+    write_summary(tmp_path, step3_ppo={**PPO_EVAL, **figures, "score_after": -0.9})
+
+    first = findings(read_results(tmp_path))[0].whole.replace("\u202f", " ")
+
+    assert "score higher than step 1's on 0 of 8 held-out prompts, equally on 7 and lower" in first
+    assert "(win rate 43.8 %, ties counted half; 95 % interval" in first
+    assert "rise" not in Page(write_report(tmp_path)).text  # the score fell from -0.6
+
+
+@pytest.mark.parametrize("model", ["DIR/my-model", "meta/model"])
+def test_a_run_without_step_1_is_compared_with_its_starting_model(
+    tmp_path: Path, model: str
+) -> None:
+    judge = {"start": 0.41, "step3_grpo": 0.84}
+    grpo = {"judge": judge, "judge_counts": COUNTS, "reward_before": 0.25, "reward_after": 0.5}
+    write_summary(tmp_path, step3_grpo={**PPO_EVAL, **grpo})
+    (tmp_path / "step3_grpo").mkdir()
+    (tmp_path / "step3_grpo" / "config.yaml").write_text(f"actor: {{path: {model}}}")
+    texts = {name: {"text": "Hi.", "score": 1.0, "stopped": True} for name in judge}
+    rows = [{"prompt": [{"role": "user", "content": "Hello"}], "answers": texts}]
+    write(tmp_path / "step3_grpo/samples.json", {"models": list(judge), "rows": rows})
+
+    sentences = [each.whole.replace("\u202f", " ") for each in findings(read_results(tmp_path))]
+    page = Page(write_report(tmp_path)).text
+
+    assert sentences[0].startswith(
+        "84 % of answers are correct and polite, against 41 % from the starting model (200"
+        " held-out prompts; 95 % interval of the change: "
+    )
+    assert sentences[1].endswith("mean reward of +0.50, against +0.25 from the starting model")
+    assert sentences[2].startswith("GRPO's answers score higher than the starting model's on 54")
+    assert "Starting model" in page
+    assert "step 1" not in page
+    assert "Supervised" not in page
 
 
 def test_what_models_and_data_say_is_escaped(tmp_path: Path) -> None:
