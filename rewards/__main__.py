@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeline.cli.options import read_command, run_main, say
+from pipeline.config import RowColumns, find_column
 from pipeline.data.rows.shapes import check_columns, read_row
 from pipeline.data.rows.sources import Row, read_source
 from pipeline.system.errors import EXIT_FAILED, DataError, require
@@ -53,8 +54,8 @@ def main(argv: Sequence[str]) -> None:
     kept = row_columns(read_sources(configs))  # which checks them before the rows are read
     column = next((each.reads_column for each in configs if each.reads_column is not None), None)
     rows = read_source(config.data_path).train[: config.limit]
-    check_columns({name for row in rows for name in row.columns}, config.fields, kept)
-    responses = [(row, _read_response(row, config, column)) for row in rows]
+    check_columns([row.columns for row in rows], config.fields, kept)
+    responses = [(row, _read_response(row, config, column, kept)) for row in rows]
     origins = [row.origin for row, episode in responses if episode is not None]
     episodes = [episode for _, episode in responses if episode is not None]
     if not episodes:
@@ -62,9 +63,7 @@ def main(argv: Sequence[str]) -> None:
             'no row has a response to score; name its column: --fields \'{"response": "COLUMN"}\''
         )
     with Rewards(
-        configs,
-        timeout_seconds=config.timeout_seconds,
-        workers=config.workers,
+        configs, timeout_seconds=config.timeout_seconds, workers=config.workers
     ) as rewards:
         for note in rewards.notes:
             say(note)
@@ -81,17 +80,22 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(EXIT_FAILED)
 
 
-def _read_response(row: Row, config: VerifyConfig, column: str | None) -> Episode | None:
+def _read_response(
+    row: Row, config: VerifyConfig, column: str | None, kept: RowColumns
+) -> Episode | None:
     """The row's response as an episode; None if it has none."""
     example = read_row(row, config.fields)
     if example is None:
         return None
-    response = example.chosen[-1].content if example.chosen else row.columns.get(column or "")
+    response = (
+        example.chosen[-1].content if example.chosen else find_column(row.columns, column or "")
+    )
     if response is None:
         return None
     # Without a model there is no tokenizer: words stand for tokens.
     num_tokens = len(str(response).split())
-    return Episode(example.prompt, str(response), extra=dict(row.columns), num_tokens=num_tokens)
+    extra = kept.of(row.columns)
+    return Episode(example.prompt, str(response), extra=extra, num_tokens=num_tokens)
 
 
 def _table(results: dict[str, Scored]) -> Iterator[str]:

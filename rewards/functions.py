@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.config import find_column
 from pipeline.data.examples import Message
 from pipeline.system.errors import ConfigError, suggestion
 from rewards.config import Form, RewardConfig
@@ -31,6 +32,12 @@ _GIVEN = {
     "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
 }
 """Parameters by form, without TRL's columns."""
+
+_ANSWERS = {"openrlhf": {"labels": "label"}, "verl": {"ground_truth": "ground_truth"}}
+"""By form, the parameter that the setting `column` is for, and its usual column."""
+
+_GENERATED = {"episodes", "prompts", "completions", "queries", "solution_str"}
+"""Parameters that no column gives."""
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -80,8 +87,19 @@ class FunctionFile(UserFile):
     """Never auto."""
 
     parameters: tuple[str, ...]
+    optional: frozenset[str]
+    """Those with a default."""
+
+    needed: tuple[str, ...]
+    """Those without one that its code reads and a column of the rows gives."""
+
     takes_any: bool
     """Whether it has **parameters."""
+
+    def column(self, parameter: str, config: RewardConfig) -> str:
+        """The column that a parameter receives."""
+        usual = _ANSWERS.get(self.form, {}).get(parameter)
+        return parameter if usual is None else config.column or usual
 
 
 def read_definition(
@@ -153,8 +171,10 @@ def read_function(config: RewardConfig) -> FunctionFile:
             f" that no form of reward function has ({', '.join(sorted(unknown)) or 'all'}); write"
             f" (episodes), or use {', '.join(FORMS[each] for each in ('trl', 'openrlhf', 'verl'))}"
         )
-    takes_any = arguments.kwarg is not None
-    return FunctionFile(file.file, file.name, file.text, form, names, takes_any)
+    read = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    needed = tuple(name for name in names if name in read - optional - _GENERATED)
+    given = (form, names, frozenset(optional), needed, arguments.kwarg is not None)
+    return FunctionFile(file.file, file.name, file.text, *given)
 
 
 def _used_by(node: ast.stmt, tree: ast.Module) -> list[ast.stmt]:
@@ -186,14 +206,14 @@ def _form(names: Collection[str], code: Iterable[ast.stmt]) -> Form | None:
     return "trl_conversational" if reads_messages else "trl"
 
 
-def function_scorer(file: FunctionFile, column: str | None) -> Scorer:
+def function_scorer(file: FunctionFile, config: RewardConfig) -> Scorer:
     """Score episodes by a user's function: all at once, or in verl's form one episode."""
     function = file.load()
     family = file.form.partition("_")[0]
     results_in = {"openrlhf": ("rewards", "scores"), "verl": ("score",)}.get(family, ())
 
     def score(episodes: Sequence[Episode]) -> list[Outcome]:
-        arguments = _arguments(file, column, episodes)
+        arguments = _arguments(file, config, episodes)
         if not file.takes_any:
             arguments = {name: arguments[name] for name in file.parameters if name in arguments}
         returned = function(**arguments)
@@ -211,30 +231,28 @@ async def _result(returned: Awaitable[Any]) -> Any:  # noqa: ANN401
 
 
 def _arguments(
-    file: FunctionFile, column: str | None, episodes: Sequence[Episode]
+    file: FunctionFile, config: RewardConfig, episodes: Sequence[Episode]
 ) -> dict[str, Any]:
     if file.form == "episodes":
         return {"episodes": list(episodes)}
-    if file.form == "verl":
-        (episode,) = episodes
-        return {
-            "data_source": episode.extra.get("data_source"),
-            "solution_str": episode.response,
-            "ground_truth": episode.extra.get(column or "ground_truth"),
-            "extra_info": episode.extra.get("extra_info"),
-        }
+    family = file.form.partition("_")[0]
+    names = {*_GIVEN[family], *file.parameters} - _TRAINERS_OWN - _GENERATED
+    if family == "trl":  # its functions receive every column of the rows
+        names |= {name for episode in episodes for name in episode.extra}
+    columns = {
+        name: [find_column(episode.extra, file.column(name, config)) for episode in episodes]
+        for name in names
+    }
+    for name in file.optional:  # a default stands where no row has the column
+        if all(value is None for value in columns.get(name, ())):
+            columns.pop(name, None)
     prompts = [prompt_text(episode.prompt) for episode in episodes]
     responses = [episode.response for episode in episodes]
+    if file.form == "verl":
+        return {name: value for name, (value,) in columns.items()} | {"solution_str": responses[0]}
     if file.form == "openrlhf":
-        return {
-            "queries": [p + response for p, response in zip(prompts, responses, strict=True)],
-            "prompts": prompts,
-            "labels": [episode.extra.get(column or "label") for episode in episodes],
-        }
-    # TRL's functions receive every column of the rows.
-    names = {name for episode in episodes for name in episode.extra}
-    names |= {*file.parameters} - _TRAINERS_OWN
-    columns = {name: [episode.extra.get(name) for episode in episodes] for name in names}
+        queries = [p + response for p, response in zip(prompts, responses, strict=True)]
+        return {**columns, "queries": queries, "prompts": prompts}
     if file.form == "trl":
         return {**columns, "prompts": prompts, "completions": responses}
     dialogues = [

@@ -59,11 +59,7 @@ def question(config: RewardConfig, template: str, episode: Episode) -> str:
     low, high = config.scale
     columns = {name: episode.extra.get(name, "") for name in columns_in(template, config.name)}
     return template.format(
-        **columns,
-        prompt=prompt_text(episode.prompt),
-        response=episode.response,
-        low=low,
-        high=high,
+        **columns, prompt=prompt_text(episode.prompt), response=episode.response, low=low, high=high
     )
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
@@ -124,12 +123,7 @@ class Rewards:
     def __enter__(self) -> "Rewards":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns
 from pipeline.data.examples import Example
@@ -44,8 +44,7 @@ class ScoringConfig:
             option = name.replace("_", "-")
             require(value is None or value > 0, f"--{option} must be above 0, got {value}")
         require(
-            self.timeout_seconds > 0,
-            f"timeout_seconds must be above 0, got {self.timeout_seconds}",
+            self.timeout_seconds > 0, f"timeout_seconds must be above 0, got {self.timeout_seconds}"
         )
         require(self.workers >= 1, f"workers must be 1 or more, got {self.workers}")
 
@@ -98,7 +97,7 @@ def read_prompts(
         DataError: they can't be read, or none has a prompt.
     """
     if config.prompts == EMBEDDED:
-        kept = RowColumns(all=True)
+        kept = replace(columns, all=True)
         parts = load_examples(DataConfig(), step=3, seed=config.seed, kept=kept)
         examples = parts.eval if held_out else parts.train
     else:

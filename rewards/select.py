@@ -153,9 +153,7 @@ def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, C
 
 
 def select(
-    examples: Sequence[Example],
-    candidates: Sequence[Sequence[Candidate]],
-    config: SelectConfig,
+    examples: Sequence[Example], candidates: Sequence[Sequence[Candidate]], config: SelectConfig
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """The rows to write, and the number of prompts that give none, by reason."""
     rows: list[dict[str, Any]] = []

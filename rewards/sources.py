@@ -12,19 +12,10 @@ from rewards.config import RewardConfig
 from rewards.contract import Scorer
 from rewards.endpoint import Endpoint, make_endpoint, remote_scorer
 from rewards.functions import FORMS, FunctionFile, function_scorer, read_function, read_text
-from rewards.judge import (
-    TEMPLATE,
-    columns_in,
-    judge_scorer,
-)
+from rewards.judge import TEMPLATE, columns_in, judge_scorer
 from rewards.math_answers import math_scorer
 from rewards.sandbox import check_sandbox, code_scorer
-from rewards.verifiers import (
-    exact_scorer,
-    length_scorer,
-    regex_scorer,
-    verifier_scorer,
-)
+from rewards.verifiers import exact_scorer, length_scorer, regex_scorer, verifier_scorer
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,9 @@ class Source:
         """Columns that the rows must have; a function receives all existing ones."""
         if self.config.kind == "judge":
             return columns_in(self.text or "", self.name)
-        column = None if self.function is not None else self.config.reads_column
+        if self.function is not None:
+            return frozenset(self.function.column(n, self.config) for n in self.function.needed)
+        column = self.config.reads_column
         return frozenset() if column is None else frozenset({column})
 
     @property
@@ -152,7 +145,7 @@ def scorer_of(source: Source) -> Scorer:
     """
     config = source.config
     if source.function is not None:
-        return function_scorer(source.function, config.column)
+        return function_scorer(source.function, config)
     if config.kind == "remote":
         return remote_scorer(config, source.endpoint)
     if config.kind == "judge":

@@ -248,53 +248,46 @@ _WORKERS: set[int] = set()
 """Pids of the workers, which their threads wait for."""
 
 
+@dataclass
 class _Worker:
     """A worker process, in the supervisor: `run` passes it calls, in a separate thread."""
 
-    def __init__(
-        self,
-        name: str,
-        load: bytes,
-        calls: "SimpleQueue[_Call]",
-        loaded: "SimpleQueue[str | None]",
-        results: "SimpleQueue[_Result]",
-    ) -> None:
-        self._loading = f"loading {name}"
-        self._load = load
-        self._calls = calls
-        self._loaded = loaded
-        self._results = results
-        self._process: subprocess.Popen[bytes] | None = None
+    name: str
+    load: bytes
+    calls: "SimpleQueue[_Call]"
+    loaded: "SimpleQueue[str | None]"
+    results: "SimpleQueue[_Result]"
+    process: "subprocess.Popen[bytes] | None" = None
 
     def run(self) -> None:
         """Start the worker, then run calls until the supervisor ends."""
-        self._loaded.put(self._start())
+        self.loaded.put(self._start())
         while True:
-            call = self._calls.get()
-            error = self._start() if self._process is None else None
+            call = self.calls.get()
+            error = self._start() if self.process is None else None
             if error is not None:
                 self._fail_all(call, f"its worker can't be started: {error}")
                 continue
             result = self._exchange(call.request, call.seconds, name=call.name)
-            self._results.put((call.number, *result))
-            if self._process is None:
+            self.results.put((call.number, *result))
+            if self.process is None:
                 self._start()  # before it takes a call that another worker could run at once
 
     def _fail_all(self, call: _Call, failure: str) -> None:
         """Fail a call and all that wait: another worker would fail to start as well."""
         with contextlib.suppress(Empty):
             while True:
-                self._results.put((call.number, None, failure))
-                call = self._calls.get_nowait()
+                self.results.put((call.number, None, failure))
+                call = self.calls.get_nowait()
 
     def _start(self) -> str | None:
         """Start the worker; return the reason if its code can't be loaded."""
         self._connection, remote = Pipe()
         with _SPAWN:
-            self._process = _start_python("work", remote)
-            _WORKERS.add(self._process.pid)
+            self.process = _start_python("work", remote)
+            _WORKERS.add(self.process.pid)
         remote.close()
-        _, failure = self._exchange(self._load, LOAD_SECONDS, name=self._loading)
+        _, failure = self._exchange(self.load, LOAD_SECONDS, name=f"loading {self.name}")
         if failure is not None:
             self._stop()
         return failure
@@ -303,7 +296,7 @@ class _Worker:
         self, request: bytes, seconds: float, *, name: str
     ) -> tuple[bytes | None, str | None]:
         """Send a request and wait for its value or failure; a process that gives none is ended."""
-        assert self._process is not None
+        assert self.process is not None
         connection = self._connection
         try:
             connection.send((name, request))
@@ -316,24 +309,24 @@ class _Worker:
             failure = f"{name} took longer than {seconds:g} s"
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-            failure = f"{name} ended its process, with code {self._process.returncode}"
+                self.process.wait(1.0)
+            failure = f"{name} ended its process, with code {self.process.returncode}"
         self._stop()
         return None, failure
 
     def _stop(self) -> None:
         """End the worker and its descendants."""
-        if self._process is None:
+        if self.process is None:
             return
-        kill_tree(self._process.pid)
-        self._process.wait()
+        kill_tree(self.process.pid)
+        self.process.wait()
         self._connection.close()
         with _SPAWN:
-            _WORKERS.discard(self._process.pid)
+            _WORKERS.discard(self.process.pid)
             for child in psutil.Process().children():
                 if child.pid not in _WORKERS:
                     _reap(child.pid)
-        self._process = None
+        self.process = None
 
 
 def work() -> None:

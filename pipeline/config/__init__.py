@@ -11,6 +11,7 @@ from pipeline.config.data import (
     RowUse,
     TextDataConfig,
     check_split,
+    find_column,
 )
 from pipeline.config.model import (
     LORA_RATE,
@@ -65,4 +66,5 @@ __all__ = [
     "ZeroConfig",
     "affects_result",
     "check_split",
+    "find_column",
 ]

@@ -30,8 +30,18 @@ class RowColumns:
 
     def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """A row's columns that have a value."""
-        names = columns.keys() if self.all else self.needed & columns.keys()
-        return {name: columns[name] for name in sorted(names) if columns[name] is not None}
+        names = self.needed | (columns.keys() if self.all else set())
+        values = {name: find_column(columns, name) for name in sorted(names)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def find_column(columns: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
+    """A row's column, or an entry of a nested one: OUTER.INNER, or as verl's rows have it."""
+    outer, _, inner = name.partition(".")
+    nested = [(columns.get(each), name) for each in ("reward_model", "extra_info")]
+    places = [(columns, name), (columns.get(outer), inner), *nested]
+    values = (place.get(key) for place, key in places if isinstance(place, Mapping))
+    return next((value for value in values if value is not None), None)
 
 
 RowUse = Literal["demonstrations", "pairs", "labels", "prompts", "responses"]

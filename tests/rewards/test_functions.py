@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.system.errors import ConfigError
+from pipeline.data.examples import Message
+from pipeline.data.rows.shapes import check_columns
+from pipeline.system.errors import ConfigError, DataError
 from rewards.config import RewardConfig
+from rewards.contract import Episode, Outcome
 from rewards.functions import FunctionFile, read_function
+from rewards.sources import Source, row_columns, scorer_of
 
 
 def read(tmp_path: Path, text: str) -> FunctionFile:
@@ -68,3 +72,61 @@ def test_reading_a_function_runs_nothing_of_its_file(tmp_path: Path) -> None:
     read(tmp_path, text)
 
     assert not (tmp_path / "ran").exists()
+
+
+VERL_ROW = {
+    "data_source": "toy",
+    "reward_model": {"style": "rule", "ground_truth": "7"},
+    "extra_info": {"index": 3, "answer": "seven"},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "reward"),
+    [
+        # verl's rows hold the right answer in reward_model.
+        (
+            "def score(data_source, solution_str, ground_truth, extra_info):\n"
+            "    return 10.0 * int(ground_truth) + extra_info['index']",
+            {"ground_truth", "extra_info"},
+            73.0,
+        ),
+        (
+            "def score(completions, answer, index):\n"
+            "    return [len(a) + i for a, i in zip(answer, index)]",
+            {"answer", "index"},
+            8.0,
+        ),
+        ("def score(queries, prompts, labels): return [float(labels[0])]", {"label"}, None),
+        # A parameter that the code ignores needs no column, and a default is kept without one.
+        ("def score(data_source, solution_str, ground_truth): return 1.0", set(), 1.0),
+        ("def score(completions, scale=2.0): return [scale]", set(), 2.0),
+        ("def score(solution_str, ground_truth=None, scale=3.0): return scale", set(), 3.0),
+        ("def score(completions, missing): return [0.0 for _ in missing]", {"missing"}, None),
+    ],
+)
+def test_required_parameters_are_columns_also_of_nested_ones(
+    tmp_path: Path, text: str, columns: set[str], reward: float | None
+) -> None:
+    file = read(tmp_path, text)
+    config = RewardConfig(name="mine", kind="function", path=f"{file.file}:score")
+    source = Source(config, file)
+    kept = row_columns([source])
+
+    assert source.columns == columns
+    if reward is None:
+        (name,) = columns
+        with pytest.raises(DataError, match=f"no row has the column {name}, which a reward reads"):
+            check_columns([VERL_ROW], {}, kept)
+        return
+    check_columns([VERL_ROW], {}, kept)
+    episode = Episode((Message("user", "3 + 4?"),), "7", extra=kept.of(VERL_ROW))
+    assert scorer_of(source)([episode]) == [Outcome(reward)]
+
+
+def test_a_setting_may_name_an_entry_of_a_nested_column() -> None:
+    source = Source(RewardConfig(name="math", kind="math", column="reward_model.ground_truth"))
+    episode = Episode((), "It is 7.", extra=row_columns([source]).of(VERL_ROW))
+
+    assert episode.extra == {"reward_model.ground_truth": "7"}
+    assert scorer_of(source)([episode]) == [Outcome(1.0)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.config import RowColumns
+from pipeline.config import RowColumns, find_column
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.columns import (
     EMPTY_RESPONSE,
@@ -382,14 +382,15 @@ def _unknown_shape(row: Row, columns: Collection[str]) -> str:
 
 
 def check_columns(
-    columns: Collection[str], fields: Mapping[str, str], kept: RowColumns | None = None
+    rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str], kept: RowColumns | None = None
 ) -> None:
-    """Check that rows with these columns have the required ones.
+    """Check that some row has each of the required columns.
 
     Raises:
         DataError: no shape reads a name in `fields`, or no row has a column that is needed.
     """
     known = {name for shape in SHAPES for name in shape.reads}
+    columns = {name for row in rows for name in row}
     for ours, theirs in fields.items():
         if ours not in known:
             raise DataError(f"fields: {ours} is not a name we know; use one of {names(known)}")
@@ -398,8 +399,8 @@ def check_columns(
                 f"fields: no row has the column {theirs} (for {ours}); there are {names(columns)}"
             )
     for name in sorted(kept.needed if kept else ()):
-        if name not in columns:
+        if all(find_column(row, name) is None for row in rows):
             raise DataError(
-                f"no row has the column {name}, which a reward reads; there are"
-                f" {names(columns)}: name another one as the reward's column"
+                f"no row has the column {name}, which a reward reads; there are {names(columns)}:"
+                " rename one, or name another one as the reward's column"
             )

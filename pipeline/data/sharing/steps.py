@@ -182,7 +182,7 @@ def _embedded(
             f"data path {EMBEDDED} is the built-in task and can't be mixed with other data;"
             " give either it or your own paths"
         )
-    check_columns(["answer"], {}, kept)
+    check_columns([{"answer": ""}], {}, kept)
     prompts: list[Example] = []
     train, held_out = embedded_examples(
         step=step, seed=seed, of_steps=share.of_steps if share else None
