@@ -132,8 +132,8 @@ class LoraConfig:
     """Module names that get an adapter, as peft's target_modules (lora_module_name)."""
 
     lr: float | None = None
-    """Learning rate of the adapters (lora_learning_rate); null is 10 times `optim.lr`, the rate of
-    whole weights, as adapters need it."""
+    """Learning rate of the adapters (lora_learning_rate), as train.py's --lr sets it; null is 10
+    times `optim.lr`, the rate of whole weights."""
 
     def __post_init__(self) -> None:
         require(self.rank > 0, f"lora.rank must be above 0, got {self.rank}")
@@ -208,10 +208,11 @@ class TrainedModelConfig(FrozenModelConfig):
     the rounding of attention in bf16 on a CPU."""
 
     @property
-    def lora_lr(self) -> float:
-        """Learning rate of the adapters, if there are any."""
-        given = None if self.lora is None else self.lora.lr
-        return LORA_RATE * self.optim.lr if given is None else given
+    def rate(self) -> tuple[str, float]:
+        """Name and value of the peak learning rate of the weights that train, such as adapters."""
+        if self.lora is None:
+            return "optim.lr", self.optim.lr
+        return "lora.lr", self.lora.lr or LORA_RATE * self.optim.lr
 
     def __post_init__(self) -> None:
         super().__post_init__()

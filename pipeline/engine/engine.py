@@ -96,7 +96,7 @@ class StepResult:
     """Global L2 norm of the gradient before clipping; not finite if the step was skipped."""
 
     lr: float
-    """Learning rate that the step used, before any factor of a group."""
+    """Learning rate of the step: of the adapters where there are any, not of a new head."""
 
     skipped: bool
     """True if the gradient was not finite and nothing was changed."""
@@ -141,6 +141,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.optim: OptimConfig = config.optim
+        _, self.rate = config.rate
         self.total_steps = total_steps
         self.lr_scale = 1.0
         """Factor of the scheduled learning rates, set by the training loop."""
@@ -229,7 +230,7 @@ class Engine:
         self.pool.release()
         self.comm.end_step()
         self._stop_if_hopeless(finite=finite, worst=worst)
-        return StepResult(grad_norm=grad_norm, lr=self.optim.lr * factor, skipped=not finite)
+        return StepResult(grad_norm=grad_norm, lr=self.rate * factor, skipped=not finite)
 
     def discard(self) -> None:
         """Discard the accumulated gradients."""

@@ -131,7 +131,7 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         )
     lr = None
     if ".lora_" in name:
-        lr = config.lora_lr
+        _, lr = config.rate
     elif {"score", "classifier"} & {*name.split(".")}:
         lr = config.head_lr
     together = uses_adamw_kernel(config.optim)

@@ -27,13 +27,7 @@ def next_token_nll(logprobs: Float[Tensor, " K"]) -> Float[Tensor, ""]:
 
 
 def learn(
-    passes: Passes,
-    batches: Iterable[TokenBatch],
-    run: Run,
-    *,
-    step: int,
-    tokens: int,
-    targets: int,
+    passes: Passes, batches: Iterable[TokenBatch], run: Run, *, step: int, tokens: int, targets: int
 ) -> None:
     """Take one optimizer step on this process's micro-batches, and log it.
 
@@ -47,9 +41,7 @@ def learn(
     """
     engine, targets = passes.engine, max(1, targets)
     losses = passes.learn(
-        batches,
-        lambda batch: next_token_nll(engine(batch, uniform=True).logprobs),
-        divisor=targets,
+        batches, lambda batch: next_token_nll(engine(batch, uniform=True).logprobs), divisor=targets
     )
     result = engine.step()
     run.log(
@@ -91,8 +83,8 @@ def warn_unless_better(training: Training[Any, Any, Any], step: int, before: flo
     if step == 0:
         logger.warning(
             "no evaluation was better than the model before training (perplexity %.4g, in the"
-            " end %.4g), whose weights are exported: lower model.optim.lr, now %g",
+            " end %.4g), whose weights are exported: lower model.%s, now %g",
             before,
             training.best.last,
-            training.config.model.optim.lr,
+            *training.config.model.rate,
         )

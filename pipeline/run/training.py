@@ -31,11 +31,7 @@ from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.run import Run
 from pipeline.system.errors import DivergedError, ModelError
 from pipeline.system.logs import configure_logging
-from pipeline.system.torch_process import (
-    gpu_numerics,
-    set_compute_threads,
-    use_expandable_segments,
-)
+from pipeline.system.torch_process import gpu_numerics, set_compute_threads, use_expandable_segments
 from pipeline.watchdog.process import watching
 
 logger = logging.getLogger(__name__)
@@ -303,10 +299,9 @@ def keeping_best(
             export()
             kept = f"the weights after step {best.step}, the best evaluated, are exported"
         ((name, model),) = trained.items()
-        rate = f"{name}.optim.lr is {model.optim.lr:g}"
-        if model.lora is not None:
-            rate = f"adapters train at a rate of {model.lora_lr:g}, see {name}.lora.lr"
-        sentence = f"{run.name} diverged after step {run.step}: {error} ({rate}); {kept}"
+        setting, rate = model.rate
+        where = f"{run.name} diverged after step {run.step}"
+        sentence = f"{where}: {error} ({name}.{setting} is {rate:g}); {kept}"
         run.note_divergence(sentence)
         raise DivergedError(sentence) from None
 

@@ -141,6 +141,26 @@ def test_adapters_have_their_own_learning_rate() -> None:
     assert sizes == {1e-3: 1, 1e-2: 2 * 2 * 7}  # A and B of seven linear layers in two blocks
 
 
+@pytest.mark.parametrize(("lr", "applied"), [(None, 1e-3), (3e-4, 3e-4)])
+def test_the_reported_rate_is_the_one_that_adapters_move_at(
+    lr: float | None, applied: float
+) -> None:
+    lora = LoraConfig(rank=2, lr=lr)
+    model = add_lora(tiny_causal_lm("llama"), lora, task="causal", seed=0)
+    optim = OptimConfig(lr=1e-4, schedule="constant", warmup_ratio=0.0, weight_decay=0.0, eps=1e-12)
+    engine = Engine(model, TrainedModelConfig(optim=optim, lora=lora), total_steps=1)
+
+    engine.backward(engine(input_ids=torch.tensor([[1, 2, 3, 4]])).logits.float().square().sum())
+    result = engine.step()
+
+    # Adam's first step is the rate, with the sign of the gradient, from B = 0.
+    moved = [
+        param.abs().max().item() for name, param in model.named_parameters() if "lora_B" in name
+    ]
+    assert result.lr == pytest.approx(applied)
+    assert moved == pytest.approx([applied] * len(moved), rel=1e-3)
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_score_head_has_its_own_learning_rate(*, adapted: bool) -> None:
     model = tiny_classifier("llama")
