@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -206,10 +207,11 @@ T = TypeVar("T")
 
 
 def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
-    """Name in figures of the model in `path`, with which step 3 began: base, step1_sft or start."""
+    """Name in figures of the model in `path`, which step 3 began with: base, its step, or start."""
     if path == base.path:
         return "base"
-    return "step1_sft" if Path(str(path)).name == "step1_sft" else "start"
+    name = Path(str(path)).name
+    return name if re.fullmatch(r"step\d_\w+", name) else "start"
 
 
 def responses_of_base(

@@ -18,7 +18,8 @@ from tests.test_end_to_end import SHORT
 ROOT = Path(__file__).resolve().parent.parent
 
 STEP3 = [
-    *("--step", "3", "--plan", "off", "--ppo.max_steps", "3", "--ppo.eval_every", "1"),
+    *("--config", "embedded.yaml", "--data-path", "embedded", "--step", "3", "--plan", "off"),
+    *("--ppo.max_steps", "3", "--ppo.eval_every", "1"),
     *("--ppo.rollout_size", "8", "--ppo.batch_size", "8", "--ppo.max_new_tokens", "6"),
     *("--ppo.data.max_eval_rows", "8", "--ppo.base.path", "null", "--ppo.keep_best", "false"),
     *("--ppo.actor.optim.lr", "1e-2", "--methods.rloo.kl_coef", "0.01"),
@@ -71,7 +72,7 @@ def test_methods_of_one_run_are_compared_and_end_as_alone(tmp_path: Path) -> Non
     assert "The methods side by side" in page
     assert "At equal KL of " in page
     samples = json.loads((out / "step3_rloo" / "samples.json").read_text())
-    assert samples["models"] == ["step1_sft", "step3_rloo"]
+    assert samples["models"] == ["start", "step3_rloo"]
 
     before = (weights(out / "step3_rloo"), metrics(out / "step3_rloo"))
     more = run(out, "--method", "ppo", "rloo", "raft", *STEP3, *models, "--resume")

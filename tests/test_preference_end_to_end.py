@@ -41,7 +41,7 @@ def test_dpo_beside_ppo_is_compared_at_equal_kl_and_judged_by_program_and_reward
     assert summary(out).keys() == {"step3_ppo", "step3_dpo"}
     assert "At equal KL of " in both.stdout
     figures = summary(out)["step3_dpo"]["eval"]
-    assert figures["judge"].keys() == {"step1_sft", "step3_dpo"}
+    assert figures["judge"].keys() == {"start", "step3_dpo"}
     assert figures["kl"] > 0
     assert {"score_before", "score_after", "win_rate", "margin_after"} <= figures.keys()
     page = (out / "report.html").read_text()

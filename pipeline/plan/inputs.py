@@ -13,11 +13,12 @@ from pipeline.data.rows.sources import (
     is_pair_of_files,
     split_name,
 )
-from pipeline.plan.output import MARK, RESULT
+from pipeline.plan.output import MARK, RESULT, last_steps
 from pipeline.plan.request import Request
 from pipeline.plan.stage import Stage
+from pipeline.settings.fields import as_options
 from pipeline.system.errors import DataError, ModelError, UserError, require
-from pipeline.system.installation import TRAIN
+from pipeline.system.installation import MODULE, TRAIN
 
 
 def check_inputs(
@@ -86,17 +87,21 @@ def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> Non
     is_ours = (path / MARK).is_file()
     if (path / "config.json").is_file() and ((path / RESULT).is_file() or not is_ours):
         return
+    out = str(request.output_dir)
+    kept = {"actor_model", "data_path", "eval_path", "data_split", "data_seed", "fields", "format"}
+    kept |= {"seed", *(["reward_model"] if maker.number == 2 else [])}
     words = ["--step", str(maker.number)]
-    if request.actor_model is not None:
-        words += ["--actor-model", request.actor_model]
-    if request.reward_model is not None and maker.number == 2:
-        words += ["--reward-model", request.reward_model]
-    if request.data_path:
-        words += ["--data-path", *request.data_path]
-    command = f"{TRAIN} {shlex.join([*words, '--output-dir', str(request.output_dir)])}"
-    there = f"there is none in {path}; make it with `{command}`"
+    for name, given in as_options(request):
+        words += [f"--{name.replace('_', '-')}", *given] if name in kept else []
+    there = f"there is none in {path}; make it with `"
+    command = [TRAIN, shlex.join([*words, "--output-dir", out])]
     if is_ours:
-        there = f"{path} holds an unfinished one; finish it with `{command} --resume`"
+        there = f"{path} holds an unfinished one; finish it with `"
+        # Only with the settings that it has.
+        command = [MODULE, shlex.join([maker.module, "--config", str(path / MARK), "--resume"])]
+        if maker.number in last_steps(request.output_dir):
+            command = [TRAIN, shlex.join(["--output-dir", out, "--resume"])]
+    there += " ".join(command) + "`"
     raise ModelError(f"step {stage.number} needs the model of step {maker.number}, and {there}")
 
 

@@ -98,7 +98,8 @@ def finished_steps(
         )
     if not request.overwrite:
         for stage in present:
-            _check_step(request, stage, configs[stage.name])
+            learns = next((each for each in stages if each.number in request.step), stage)
+            _check_step(request, stage, configs[stage.name], learns)
     return _skipped(request, stages)
 
 
@@ -209,8 +210,8 @@ def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     return sorted(name for name in names if name not in ours and not name.startswith("."))
 
 
-def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
-    """Raise if the files of an earlier run of this step prevent this run."""
+def _check_step(request: Request, stage: Stage, config: StepConfig, learns: Stage) -> None:
+    """Raise if what an earlier run left of this step is in the way of the first that `learns`."""
     directory = request.output_dir / stage.name
     difference = _difference(stage, directory, config, request)
     finished = (directory / RESULT).is_file()
@@ -224,9 +225,12 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
                 " --overwrite"
             )
     elif difference:
+        name = difference.partition(" ")[0].partition(".")[2]
+        rows = f", with --{learns.section}.{name} for other rows in {learns.title} alone"
         raise ConfigError(
             f"--output-dir {request.output_dir} holds another run, with {difference}; repeat that"
-            " setting, choose another directory, or pass --overwrite"
+            f" setting{rows if name in ('data.path', 'data.eval_path') and not chosen else ''},"
+            " choose another directory, or pass --overwrite"
         )
     elif chosen:
         goes_on = can_go_on(request.output_dir, stage.name)
@@ -330,6 +334,13 @@ def record_command(out: Path, argv: Sequence[str]) -> None:
             kept = word[2:].partition("=")[0].replace("-", "_") not in NOT_OF_THE_RUN
         words += [word] if kept else []
     _write(out / COMMAND, " ".join([TRAIN, shlex.join(words)]).rstrip() + "\n")
+
+
+def last_steps(out: Path) -> set[int]:
+    """Numbers of the steps of the last run in the output directory `out`."""
+    given = dict(split_options(with_last_options(["--resume", "--output-dir", str(out)])))
+    steps = given.get("step", ["1", "2", "3"])
+    return {int(word) for word in steps if word.isdigit()} if (out / COMMAND).is_file() else set()
 
 
 def with_last_options(argv: Sequence[str]) -> list[str]:

@@ -175,10 +175,7 @@ def _notes(
 
 
 def _choose(
-    resolver: Resolver,
-    stages: Sequence[Stage],
-    configs: Mapping[str, StepConfig],
-    machine: Machine,
+    resolver: Resolver, stages: Sequence[Stage], configs: Mapping[str, StepConfig], machine: Machine
 ) -> Mapping[str, Settings]:
     """The choice of `--plan auto`: settings by the prefix of their stage.
 

@@ -114,7 +114,8 @@ class Request(Deployment):
 
     lr: float | None = None
     """Peak learning rate of the steps that run: model.optim.lr of each, and in step 3 the actor's,
-    --ppo.actor.optim.lr or --preference.model.optim.lr; the critic keeps its own."""
+    --ppo.actor.optim.lr or --preference.model.optim.lr; of adapters MODEL.lora.lr. The critic keeps
+    its own."""
 
     batch_size: int | None = None
     """Sequences in an optimizer step of the steps that run: --sft.batch_size, --reward.batch_size

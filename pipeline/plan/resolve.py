@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli.options import read_layers
-from pipeline.config import EMBEDDED, StepConfig
+from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed import deepspeed_layer
 from pipeline.plan.output import recorded_model, recorded_start
 from pipeline.plan.request import CommandLine, Request
@@ -150,7 +150,16 @@ class Resolver:
         # Which models a step uses follows from its settings; some origins follow from that.
         config = build(stage.models)
         origins = stage.origins(config.used_models().keys(), _method(stage, self.request))
-        return config if origins == stage.models else build(origins)
+        return self._with_rate(stage, config if origins == stage.models else build(origins))
+
+    def _with_rate(self, stage: Stage, config: StepConfig) -> StepConfig:
+        """The settings with --lr as the rate of adapters too, whose usual one is a multiple."""
+        role, _, name = stage.config_class.RUN_OPTIONS["lr"][0].partition(".")
+        model: TrainedModelConfig = getattr(config, role)
+        given = flatten(self._options(stage).settings).get(f"{role}.{name}")
+        if model.lora is None or model.lora.lr is not None or given != model.optim.lr:
+            return config
+        return replace(config, **{role: replace(model, lora=replace(model.lora, lr=given))})
 
     def given(self, stage: Stage, *, files: bool = True) -> frozenset[str]:
         """Dotted names of the settings that the user gave, in options or also in files.

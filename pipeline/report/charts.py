@@ -181,10 +181,7 @@ def _drawn(curve: Curve, number: int, x: Scale, y: Scale) -> list[Markup]:
         return Markup('<path class="{} {}"{} d="M{}"/>').format(kind, style, dashes, corners)
 
     if not curve.measured:
-        return [
-            path(thinned(curve.points), "raw"),
-            path(thinned(smoothed(curve.points)), "line"),
-        ]
+        return [path(thinned(curve.points), "raw"), path(thinned(smoothed(curve.points)), "line")]
     dot = Markup('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="3"><title>{}</title></circle>')
     dots = [
         dot.format(style, x(one), y(two), f"{curve.name}, {one:g}: {two:.4g}")

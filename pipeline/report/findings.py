@@ -111,7 +111,7 @@ def _by_reward(results: Results) -> Finding | None:
         if before is None or after is None:
             return None
         sentence = f"Answers to held-out prompts have a mean {what} of {score(after)}, against"
-        origin = "after step 1" if step.start == "step 1" else f"from {step.start}"
+        origin = f"{'after' if step.start.startswith('step') else 'from'} {step.start}"
         return Finding(None, f"{sentence} {score(before)} {origin}")
     return None
 

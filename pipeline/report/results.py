@@ -107,8 +107,10 @@ class StepResult:
     @property
     def start(self) -> str:
         """The model that step 3 began with, in words."""
-        path = str(self.settings.get("actor.path", self.settings.get("model.path", "step1_sft")))
-        return "step 1" if Path(path).name == "step1_sft" else "the starting model"
+        path = str(self.settings.get("actor.path", self.settings.get("model.path", "")))
+        name = Path(path).name if self.settings else "step1_"
+        is_step = re.fullmatch(r"step\d_.*", name) is not None
+        return f"step {name[4]}" if is_step else "the starting model"
 
     @property
     def exported(self) -> tuple[str, list[float | None]] | None:

@@ -149,14 +149,7 @@ class Run:
         if self.mesh.is_main:
             shutil.rmtree(self.path(name), ignore_errors=True)
 
-    def log(
-        self,
-        step: int,
-        /,
-        *,
-        tokens: int = 0,
-        **metrics: int | float,
-    ) -> None:
+    def log(self, step: int, /, *, tokens: int = 0, **metrics: int | float) -> None:
         """Record that `step` optimizer steps are done, the last one over `tokens` tokens.
 
         Call it after every step: each moves the progress bar; every `config.log_every`-th and the

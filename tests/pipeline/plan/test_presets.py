@@ -1,14 +1,17 @@
 """The embedded model's preset is for that model alone, however a step's model is named."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
-from pipeline.cli.options import write_config
+from pipeline.cli.options import parse_step, write_config
 from pipeline.config import StepConfig
+from pipeline.plan.output import record_command, with_last_options
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.settings.fields import flatten, plain
+from pipeline.system.errors import ConfigError, ModelError
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_preference.config import PreferenceConfig
@@ -134,3 +137,37 @@ def test_an_output_of_step_1_wins_over_the_model_it_started_from(tmp_path: Path)
     assert settings["step3_ppo"]["actor.path"] == str(tmp_path / "step1_sft")
     assert settings["step3_ppo"]["base.path"] == OWN
     assert plan.notes == ()
+
+
+def test_the_command_that_finishes_a_step_has_the_settings_it_began_with(tmp_path: Path) -> None:
+    models = ("--output-dir", str(tmp_path), "--actor-model", OWN)
+    begun = [*models, "--step", "2", "--lr", "3e-4", "--eval-path", "d/e"]
+    plan = make_plan(begun, STAGES)
+    file = tmp_path / "step2_reward" / "config.yaml"
+    write_config(plan.configs["step2_reward"], file)
+
+    def hint() -> list[str]:
+        with pytest.raises(ModelError, match="holds an unfinished one; finish it with") as error:
+            make_plan([*models, "--step", "3", "--eval-path", "d/e"], STAGES)
+        return shlex.split(str(error.value).split("`")[1])
+
+    assert hint() == ["python", "-m", "step2_reward.train", "--config", str(file), "--resume"]
+    assert parse_step(RewardConfig, ["--config", str(file)]) == plan.configs["step2_reward"]
+    record_command(tmp_path, begun)
+    _, program, *options = hint()
+    resumed = make_plan(with_last_options(options), STAGES)
+    assert (program, options) == ("train.py", ["--output-dir", str(tmp_path), "--resume"])
+    assert [stage.name for stage in resumed.stages] == ["step2_reward"]
+    assert resumed.configs == plan.configs
+
+
+def test_other_rows_for_step_3_name_its_own_setting(tmp_path: Path) -> None:
+    models = ("--actor-model", OWN, "--data-path", "a/b", "--eval-path", "d/e")
+    record(tmp_path, planned(tmp_path, *models)[0])
+    dpo = ("--step", "3", "--method", "dpo")
+
+    with pytest.raises(ConfigError, match=r"with --preference\.data\.eval_path for other rows"):
+        planned(tmp_path, *dpo, *models[:-1], "f/g")
+
+    own = ("--preference.data.path", "x/y", "--preference.data.eval_path", "f/g")
+    assert planned(tmp_path, *dpo, *models, *own)[1]["step3_dpo"]["data.path"] == ["x/y"]
