@@ -96,8 +96,8 @@ def test_a_perplexity_that_is_written_alike_before_and_after_did_not_change(tmp_
 
 
 def test_a_win_rate_of_ties_and_a_loss_claims_no_win(tmp_path: Path) -> None:
-    figures: dict[str, object] = {"win_rate": 0.4375, "prompts": 8, "wins": 0, "losses": 1}
-    write_summary(tmp_path, step3_ppo={**PPO_EVAL, **figures, "score_after": -0.9})
+    figures: dict[str, object] = {**PPO_EVAL, "win_rate": 0.4375, "score_after": -0.9}
+    write_summary(tmp_path, step3_ppo=figures | {"prompts": 8, "wins": 0, "losses": 1})
 
     first = findings(read_results(tmp_path))[0].whole.replace("\u202f", " ")
 
