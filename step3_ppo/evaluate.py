@@ -237,7 +237,7 @@ class Evaluator:
         """Minimum gold of the best actor, whatever its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
-        """Let the starting model answer all held-out prompts; it is the first candidate.
+        """Evaluate the starting model on all held-out prompts; it is the first candidate.
 
         Raises:
             ModelError: its figures are not finite.
@@ -347,7 +347,7 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
 
 
 def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> None:
-    """Warn where the actor did not get better than the starting model, or got worse again.
+    """Warn if the actor did not improve on the starting model, or if it got worse again.
 
     Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
     """

@@ -274,7 +274,7 @@ class Resolver:
         )
 
     def _handed_over(self, stage: Stage, origins: Mapping[str, str]) -> Layer:
-        """Models from earlier steps, by role the section of the step that makes it."""
+        """Models from earlier steps, by role."""
         made = {
             role: self._made(origin)
             for role, origin in origins.items()

@@ -101,7 +101,7 @@ def without_unchosen(
     made: Collection[str],
     replaced: Collection[str] = (),
 ) -> tuple[Stage, ...]:
-    """The stages but for those not chosen that run by choice alone and aren't made, or `replaced`.
+    """The stages without those not requested that are optional and unfinished, or `replaced`.
 
     Models that would come from one of them come from where its own does.
 
