@@ -92,8 +92,11 @@ END_OF_THINK = "\n</think>\n\n"
 """How an answer without thinking closes the block that a generation prompt has opened: after
 `<think>` and a line's end it is the empty block that models of the Qwen3 family were trained on."""
 
+_OPENED = re.compile(r"<think>(?P<space>\s*)\Z")
 _BLOCK = re.compile(r"(<think>\s*)?(</think>\s*)?\Z")
-"""A thinking block that a generation prompt opens, or an empty one, at its end."""
+_EMPTY = re.compile(r"\s*<think>\s*</think>")
+"""A thinking block that a generation prompt opens, or an empty one too, at its end; an empty one at
+the beginning of a turn."""
 
 LOST_TEXT = "leaves out a part of the response, which is trained as given behind the prompt"
 LOST_REASONING = "has no place for reasoning, which is left out; write it into the content"
@@ -237,8 +240,7 @@ class ChatFormat:
             prompt = self.render(messages[:at], generation_prompt=True)
             turn = self._turn(so_far, prompt)
             body = turn.removesuffix(self._end_of_turn)
-            if not text.startswith((prompt + body, _without_block(prompt))):
-                raise self._unstable()
+            self._common(messages[: at + 1], prompt, text)
             if not text.startswith(prompt + body):
                 if message.trained:
                     self._report(origin, LOST_HISTORY)
@@ -286,36 +288,52 @@ class ChatFormat:
             DataError: the template isn't stable, or closes the thinking of a row in its prompts.
         """
         text = self.render(messages, generation_prompt=False)
-        base = _without_block(prompt)
-        if not text.startswith(base):
-            raise self._unstable()
-        message, written = messages[-1], text[len(base) :]
-        if "think>" not in self.template and not _has(written, message.reasoning):
+        message = messages[-1]
+        written = text[len(self._common(messages, prompt, text)) :]
+        knows_blocks = "think>" in self.template
+        if not knows_blocks and not _has(written, message.reasoning):
             self._report(origin, LOST_REASONING)
             message = replace(message, reasoning="")
-        thinks = bool(message.reasoning) or END_THINK in message.content
-        if origin and message.trained and thinks and prompt.rstrip().endswith(END_THINK):
+        thinks, is_behind = _thinks(message), text.startswith(prompt)
+        closed = prompt.rstrip().endswith(END_THINK) or not (is_behind or knows_blocks)
+        if origin and message.trained and thinks and closed:
             raise DataError(
                 f"{self.title} closes the thinking in its prompts, and this response thinks; set an"
                 ' argument of the template, such as --sft.data.template_args \'{"enable_thinking":'
                 " true}', or remove the thinking"
             )
+        opened = bool(_OPENED.search(prompt))
         kept = _keeps(message, written)
-        if text.startswith(prompt) and kept:
-            return self._ended(text[len(prompt) :], message.content.strip())
-        given = self._as_given(message, prompt)
+        if is_behind and kept and _block_fits(text[len(prompt) :], opened=opened, thinks=thinks):
+            return self._ended(text[len(prompt) :], message.content)
+        if opened and kept and written.lstrip().startswith(END_THINK):
+            return self._ended(written, message.content)
         if not kept:
             self._report(origin, LOST_TEXT)
-        return given + self._end_of_turn
+        return self._as_given(message, prompt) + self._end_of_turn
+
+    def _common(self, messages: Messages, prompt: str, text: str) -> str:
+        """The text before the last turn, the same in a prompt and in the text of the dialogue.
+
+        Raises:
+            DataError: they differ in more than the generation prompt and the thinking in turns.
+        """
+        for common in (_without_block(prompt), self.render(messages[:-1], generation_prompt=False)):
+            if text.startswith(common):
+                return common
+        if not any(_thinks(message) for message in messages):
+            raise self._unstable()
+        return ""
 
     def _as_given(self, message: Message, prompt: str) -> str:
         """The text of a turn as the row has it, behind a prompt that may have opened thinking."""
         text = message.content.strip()
         if message.reasoning and END_THINK not in text:
             text = f"{THINK}\n{message.reasoning.strip()}{END_OF_THINK}{text}"
-        _, opens, after = prompt.rpartition(THINK)
-        if not opens or after.strip():
+        opened = _OPENED.search(prompt)
+        if not opened:
             return text
+        after = opened["space"]
         if THINK not in text and END_THINK not in text:
             return (END_OF_THINK.lstrip("\n") if after == "\n\n" else END_OF_THINK) + text
         text = text.removeprefix(THINK)
@@ -323,7 +341,9 @@ class ChatFormat:
 
     def _ended(self, region: str, content: str) -> str:
         """A last turn up to its end-of-turn token, which is added where the template has none."""
-        end = region.find(self._end_of_turn, max(0, region.rfind(content)) + len(content))
+        answer = content.rpartition(END_THINK)[2].strip()  # thinking may be rendered otherwise
+        found = region.rfind(answer)
+        end = region.find(self._end_of_turn, found + len(answer) if found >= 0 else 0)
         return (region[:end] if end >= 0 else region.rstrip()) + self._end_of_turn
 
     def _unstable(self) -> DataError:
@@ -520,6 +540,17 @@ def _named(origin: str) -> Iterator[None]:
 def _without_block(prompt: str) -> str:
     """A generation prompt without the thinking block at its end, opened or empty."""
     return _BLOCK.sub("", prompt, count=1)
+
+
+def _thinks(message: Message) -> bool:
+    return bool(message.reasoning) or END_THINK in message.content
+
+
+def _block_fits(turn: str, *, opened: bool, thinks: bool) -> bool:
+    """Whether a rendered turn closes the block that its prompt opened, and thinks in no other."""
+    if opened:
+        return END_THINK in turn and not turn.lstrip().startswith(THINK)
+    return not (thinks and _EMPTY.match(turn))
 
 
 def _keeps(message: Message, region: str) -> bool:

@@ -384,3 +384,87 @@ def test_a_prompt_may_have_the_beginning_of_thinking() -> None:
         assert learned(chat_format, prompt, Message("assistant", rest)) == [f"{rest}<|im_end|>"]
         text = str(chat_format.tokenizer.decode(chat_format.encode_prompt(prompt)))
         assert text.endswith("<|im_start|>assistant\n<think>\nWeigh")
+
+
+def turn_template(turn: str, prompt: str) -> str:
+    """A template of ChatML's structure with another assistant turn and generation prompt."""
+    return (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' -}}"
+        "{%- set c = m.content -%}{%- set thought = m.reasoning_content | default('') -%}"
+        "{%- if m.role == 'assistant' and '</think>' in c and PARSES -%}"
+        "{%- set thought = c.split('</think>')[0].split('<think>')[-1].strip() -%}"
+        "{%- set c = c.split('</think>')[-1].strip() %}{% endif -%}"
+        f"{{%- if m.role == 'assistant' %}}{turn}{{% else %}}{{{{- c }}}}{{% endif -%}}"
+        "{{- '<|im_end|>\\n' }}{% endfor -%}"
+        "{%- if add_generation_prompt -%}"
+        f"{{{{- '<|im_start|>assistant\\n{prompt}' }}}}{{% endif -%}}"
+    )
+
+
+WHOLE_BLOCK = "{{- '<think>\\n' + thought + '\\n</think>\\n\\n' + c }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "plain"),
+    [
+        (  # Qwen3.5 and Nemotron 3: the last turn has a block, which the prompt opens
+            turn_template(WHOLE_BLOCK, "<think>\\n").replace("PARSES", "true"),
+            "Weigh it.\n</think>\n\nBlue.",
+            "\n</think>\n\nBlue.",
+        ),
+        (  # GLM-4.7: an answer without thinking closes the block at once
+            turn_template(
+                "{{- ('<think>' + thought if thought else '') + '</think>' + c }}", "<think>"
+            ).replace("PARSES", "true"),
+            "Weigh it.</think>Blue.",
+            "</think>Blue.",
+        ),
+        (  # Nemotron Nano 2: a last turn is written into the opened block, whatever it has
+            turn_template("{{- '<think>\\n' + c }}", "<think>\\n").replace("PARSES", "false"),
+            "Weigh it.\n</think>\n\nBlue.",
+            "\n</think>\n\nBlue.",
+        ),
+        (  # Kimi K2 Thinking: only reasoning apart from the content fills the block
+            turn_template("{{- '<think>' + thought + '</think>' + c }}", "").replace(
+                "PARSES", "false"
+            ),
+            THOUGHT,
+            "<think></think>Blue.",
+        ),
+    ],
+    ids=["Qwen3.5", "GLM-4.7", "Nemotron", "Kimi"],
+)
+def test_a_thinking_block_is_written_once(template: str, thinking: str, plain: str) -> None:
+    chat_format = with_chatml_tokens(template)
+
+    for content, target in ((THOUGHT, thinking), ("Blue.", plain)):
+        runs = learned(chat_format, (USER,), Message("assistant", content))
+        assert runs == [f"{target}<|im_end|>"]
+
+
+def test_a_prompt_that_keeps_the_thinking_before_it_is_trained_as_it_is_generated_from() -> None:
+    # LFM2.5-Instruct: thinking is stripped from every answer but the last, answered or not.
+    chat_format = with_chatml_tokens(
+        STRIPS_EARLIER.replace("m.role == 'user'", "m.role == 'assistant'")
+    )
+
+    runs = learned(chat_format, ASKED, Message("assistant", "Yes."))
+
+    assert runs == [f"{THOUGHT}<|im_end|>", "Yes.<|im_end|>"]
+
+
+GEMMA4 = """{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.thinking is defined %}{{- '<|channel>' + m.thinking + '<channel|>' }}{% endif -%}
+{{- m.content + '<|im_end|>\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<|channel><channel|>' }}{% endif -%}"""
+"""As Gemma 4's: its prompts have an empty thinking channel, which its answers don't."""
+
+
+def test_an_empty_channel_of_another_name_in_the_prompt_takes_no_thinking() -> None:
+    tokens = ("<|im_start|>", "<|im_end|>", "<|channel>", "<channel|>")
+    chat_format = with_tokens(GEMMA4, *tokens)
+
+    assert learned(chat_format, (USER,), Message("assistant", "Blue.")) == ["Blue.<|im_end|>"]
+    with pytest.raises(DataError, match="closes the thinking"):
+        learned(chat_format, (USER,), Message("assistant", "Blue.", reasoning="Weigh it."))
