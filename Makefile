@@ -29,31 +29,30 @@ demo:
 	@echo "Chat, compare and rate: .venv/bin/python -m inference.serve --run $(OUTPUT)"
 
 test:
-	$(call install,.test-venv,.[dev])
+	$(call install,.test-venv,.[dev],--no-compile)
 	PATH="$(CURDIR)/.test-venv/bin:$$PATH" $(MAKE) check
 
 test-jobs: export PYTHONDONTWRITEBYTECODE =
 test-jobs:
-	$(call install,.test-venv,.[dev])
+	$(call install,.test-venv,.[dev],--no-compile)
 	.test-venv/bin/python -m pytest --numprocesses 2 --dist loadfile -m "jobs and $(CI_TIERS)"
 
 test-faults: export PYTHONDONTWRITEBYTECODE =
 test-faults:
-	$(call install,.test-venv,.[dev])
+	$(call install,.test-venv,.[dev],--no-compile)
 	.test-venv/bin/python -m pytest -m faults
 
 test-grid: export PYTHONDONTWRITEBYTECODE =
 test-grid:
-	$(call install,.test-venv,.[dev])
+	$(call install,.test-venv,.[dev],--no-compile)
 	.test-venv/bin/python -m pytest -m grid
 
 test-serve: export PYTHONDONTWRITEBYTECODE =
 test-serve:
-	$(call install,.test-venv,.[dev])
+	$(call install,.test-venv,.[dev],--no-compile)
 	.test-venv/bin/python -m pytest -m serve
 
-# Bytecode is kept, whatever the environment says: the tests start hundreds of processes. Two workers,
-# because most tests use one core and some use two.
+# Bytecode is kept, whatever the environment says: the tests start hundreds of processes.
 check: export PYTHONDONTWRITEBYTECODE =
 check:
 	ruff check .
@@ -61,10 +60,11 @@ check:
 	pyright
 	python -m pytest --numprocesses 2 --dist loadfile -m "$(TIERS)"
 
-# torch comes first and alone, so that nothing else decides its build.
+# torch comes first and alone, so that nothing else decides its build. $(3) are further options of pip:
+# the tests compile the modules that they import, a quarter of all.
 define install
 	$(PYTHON) -m venv --clear $(1)
 	grep -v '^torch==' requirements.lock > $(1)/constraints.txt
-	$(1)/bin/python -m pip install --quiet --constraint $(1)/constraints.txt $(TORCH)
-	$(1)/bin/python -m pip install --quiet --constraint $(1)/constraints.txt --editable '$(2)'
+	$(1)/bin/python -m pip install --quiet $(3) --constraint $(1)/constraints.txt $(TORCH)
+	$(1)/bin/python -m pip install --quiet $(3) --constraint $(1)/constraints.txt --editable '$(2)'
 endef
