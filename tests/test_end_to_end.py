@@ -157,20 +157,21 @@ def test_resume_skips_what_is_finished(finished: Path) -> None:
     )
 
 
-@pytest.mark.jobs
-def test_the_step_with_its_recorded_settings_repeats_the_run(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    first = run("train.py", "--step", "1", "--output-dir", str(out), *SHORT)
-    assert first.returncode == 0, first.stderr
-    again = tmp_path / "again"
+def test_a_step_with_its_recorded_settings_repeats_the_run(finished: Path, tmp_path: Path) -> None:
+    recorded, again = finished / "step1_sft", tmp_path / "again"
+    processes = json.loads((recorded / "result.json").read_text())["mesh"]["processes"]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
 
-    config = str(out / "step1_sft/config.yaml")
-    done = run("-m", "step1_sft.train", "--config", config, "--output_dir", str(again))
+    done = run(
+        *(torchrun if processes > 1 else ()),
+        *("-m", "step1_sft.train", "--config", str(recorded / "config.yaml")),
+        *("--output_dir", str(again)),
+    )
 
     assert done.returncode == 0, done.stderr
     weights = "model.safetensors"
-    assert (again / weights).read_bytes() == (out / "step1_sft" / weights).read_bytes()
+    assert (again / weights).read_bytes() == (recorded / weights).read_bytes()
     losses = [line["loss"] for line in metrics(again / "metrics.jsonl") if "loss" in line]
     assert losses == [
-        line["loss"] for line in metrics(out / "step1_sft/metrics.jsonl") if "loss" in line
+        line["loss"] for line in metrics(recorded / "metrics.jsonl") if "loss" in line
     ]
