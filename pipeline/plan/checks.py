@@ -250,14 +250,10 @@ def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat")
 def _row_lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
     """Tokens of each sequence of a row."""
     responses = [each for each in (row.chosen, row.rejected) if each]
-    return [
-        len(
-            chat.encode(row.prompt, response, origin=row.origin)
-            if response
-            else chat.encode_prompt(row.prompt, origin=row.origin)
-        )
-        for response in (responses or [()])[:sequences]
-    ]
+    if not responses:
+        return [len(chat.encode_prompt(row.prompt, origin=row.origin))]
+    encoded = (chat.encode(row.prompt, each, origin=row.origin) for each in responses[:sequences])
+    return list(map(len, encoded))
 
 
 class Chats:

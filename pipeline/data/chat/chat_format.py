@@ -59,10 +59,7 @@ def continuation_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
         "normalizer": _without_prefix(state["normalizer"]),
         "pre_tokenizer": _without_prefix(state["pre_tokenizer"]),
     }
-    if (bare["normalizer"], bare["pre_tokenizer"]) == (
-        state["normalizer"],
-        state["pre_tokenizer"],
-    ):
+    if all(bare[part] == state[part] for part in ("normalizer", "pre_tokenizer")):
         return beginning_encoder(tokenizer)
     from tokenizers import Tokenizer
 
@@ -276,13 +273,8 @@ class ChatFormat:
     def _turn(self, messages: Messages, prompt: str, origin: str = "") -> str:
         """The text of the last of `messages` with its end of turn, as the model is to write it.
 
-        It is the template's where that keeps the turn's text behind the generation prompt, and the
-        response as given where it doesn't.
-
-        Args:
-            messages: a dialogue that ends in an assistant turn.
-            prompt: the text of the turns before it, with the generation prompt.
-            origin: of the row that is learned.
+        It is the template's where that keeps the turn's text behind `prompt`, the text of the turns
+        before it with the generation prompt, and the response as given where it doesn't.
 
         Raises:
             DataError: the template isn't stable, or closes the thinking of a row in its prompts.
@@ -313,11 +305,7 @@ class ChatFormat:
         return self._as_given(message, prompt) + self._end_of_turn
 
     def _common(self, messages: Messages, prompt: str, text: str) -> str:
-        """The text before the last turn, the same in a prompt and in the text of the dialogue.
-
-        Raises:
-            DataError: they differ in more than the generation prompt and the thinking in turns.
-        """
+        """The text before the last turn that a prompt and the text of the dialogue share."""
         for common in (_without_block(prompt), self.render(messages[:-1], generation_prompt=False)):
             if text.startswith(common):
                 return common
@@ -371,30 +359,25 @@ class ChatFormat:
         Raises:
             DataError: the template can't render it.
         """
+        if not messages:
+            raise DataError("a prompt must have a turn")
+        continues = messages[-1].role == "assistant"
+        before = messages[:-1] if continues else messages
         with _named(origin):
-            if not messages:
-                raise DataError("a prompt must have a turn")
-            if messages[-1].role == "assistant":
-                text = self.render(messages[:-1], generation_prompt=True)
-                segments = self._history(messages[:-1], text, origin)
-                segments.append(Segment(self._prefill(messages, text), by_assistant=False))
-            else:
-                segments = self.segments(messages, origin)
-                if not generation_prompt:
-                    segments[-1] = self._unopened(messages, segments[-1])
+            full = self.render(before, generation_prompt=True)
+            segments = self._history(before, full, origin)
+            if continues:
+                segments.append(Segment(self._prefill(messages, full), by_assistant=False))
+            elif not generation_prompt:
+                text, last = self.render(messages, generation_prompt=False), segments[-1].text
+                opening = full[len(text) :]
+                if not (full.startswith(text) and last.endswith(opening)):
+                    raise DataError(
+                        f"{self.title} renders a dialogue differently without its generation"
+                        " prompt; request it with the prompt"
+                    )
+                segments[-1] = Segment(last[: len(last) - len(opening)], by_assistant=False)
         return [token for ids in self._ids(segments) for token in ids]
-
-    def _unopened(self, messages: Messages, last: Segment) -> Segment:
-        """The last segment of a prompt without the generation prompt."""
-        text = self.render(messages, generation_prompt=False)
-        full = self.render(messages, generation_prompt=True)
-        opening = full[len(text) :]
-        if not (full.startswith(text) and last.text.endswith(opening)):
-            raise DataError(
-                f"{self.title} renders a dialogue differently without its generation prompt;"
-                " request it with the prompt"
-            )
-        return Segment(last.text[: len(last.text) - len(opening)], by_assistant=False)
 
     def encode(
         self,
@@ -409,11 +392,8 @@ class ChatFormat:
         Trained are the texts of all assistant turns and the tokens that end them; with "all",
         every token. Turns that are not `trained`, and the first token, never are.
 
-        Args:
-            prompt: the dialogue before the response; an assistant turn at its end is continued.
-            response: turns, the first and the last of them the assistant's.
-            train_on: what is trained.
-            origin: of the row that is learned: errors and warnings name it.
+        An assistant turn at the end of the prompt is continued. Errors and warnings name `origin`,
+        the row that is learned.
 
         Raises:
             DataError: the template can't render the dialogue; or, with `origin`, its prompts close

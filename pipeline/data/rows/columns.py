@@ -205,10 +205,10 @@ def from_first_user(row: Row, dialogue: Turns) -> Turns:
 
 def _turn(row: Row, name: str, item: object) -> Message:
     turn: dict[str, Any] = item if isinstance(item, dict) else {"": item}
-    given = turn.get("role", turn.get("from"))
+    given = str(turn.get("role", turn.get("from")))
     if given in _TOOL_ROLES or any(turn.get(key) for key in _TOOL_KEYS):
         raise LeftOut("with tool calls, which no step trains on")
-    role = ROLES.get(given) if isinstance(given, str) else None
+    role = ROLES.get(given)
     content, reasoning = _texts(turn)
     if role is None or content is None or reasoning is None:
         raise DataError(
@@ -216,7 +216,8 @@ def _turn(row: Row, name: str, item: object) -> Message:
             f' {{"from": ..., "value": ...}} with text and a role of {names(ROLES)}, got'
             f" {str(turn)[:80]}"
         )
-    row.unused.update(f"{name}[].{key}" for key in turn.keys() - _KEYS if turn[key] is not None)
+    keys = _KEYS if role == "assistant" else _KEYS.difference(REASONING)
+    row.unused.update(f"{name}[].{key}" for key in turn.keys() - keys if turn[key] is not None)
     learned = {key: turn[key] for key in _LEARNED if turn.get(key) is not None}
     wrong = [f"{key} {value!r}" for key, value in learned.items() if value not in (0, 1)]
     if wrong:
@@ -237,15 +238,13 @@ def _texts(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
     reasoning = next((turn[key] for key in REASONING if turn.get(key)), "")
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {"text": part} for part in content]
-        thoughts = [part["thinking"] for part in parts if part.get("type") == "thinking"]
+        thoughts = [part.get("thinking") for part in parts if part.get("type") == "thinking"]
         texts = [part.get("text") for part in parts if part.get("type") != "thinking"]
         if not all(isinstance(each, str) for each in (*thoughts, *texts)):
             return None, None
-        content, reasoning = "".join(map(str, texts)), reasoning or "".join(thoughts)
-    return (
-        content if isinstance(content, str) else None,
-        reasoning if isinstance(reasoning, str) else None,
-    )
+        content, reasoning = "".join(map(str, texts)), reasoning or "".join(map(str, thoughts))
+    both = isinstance(content, str) and isinstance(reasoning, str)
+    return (content, reasoning) if both else (None, None)
 
 
 def prompt(row: Row, name: str = "prompt") -> Turns:
@@ -282,9 +281,9 @@ def response(row: Row, name: str, question: Turns) -> Turns:
     """
     if _items(row, name) is not None:
         return turns(row, name)
+    content = text(row, name).rstrip()
     begun = bool(question) and question[-1].role == "assistant"
-    content = text(row, name)
-    return (Message("assistant", content.rstrip() if begun else content.strip()),)
+    return (Message("assistant", content if begun else content.lstrip()),)
 
 
 def dialogue(row: Row, name: str) -> Turns | None:
@@ -349,11 +348,7 @@ def number(row: Row, name: str) -> float:
 
 def read_tie(row: Row) -> bool:
     """Whether the column `tie` marks the two responses as equally good."""
-    value = row.columns.get("tie", False)
-    match str(value).strip().lower():
-        case "true" | "1":
-            return True
-        case "false" | "0":
-            return False
-        case _:
-            raise DataError(f"{row.origin}: tie must be true or false, got {value!r}")
+    word = str(row.columns.get("tie", False)).strip().lower()
+    if word not in ("true", "1", "false", "0"):
+        raise DataError(f"{row.origin}: tie must be true or false, got {word!r}")
+    return word in ("true", "1")
