@@ -63,14 +63,6 @@ class EpisodeResponse(Response):
         return len(self.sequence) - self.sequence.trained.index(True) - len(self.ids)
 
 
-def whole_sequence(prompt: Sequence[int], response: Response) -> Encoded:
-    """A prompt with its response, whose tokens are trained."""
-    if isinstance(response, EpisodeResponse):
-        return response.sequence
-    trained = [False] * len(prompt) + [True] * len(response.ids)
-    return Encoded([*prompt, *response.ids], trained)
-
-
 def episode_seed(seed: int, group: int) -> int:
     """Seed of an environment, the same for all episodes of a group."""
     digest = hashlib.blake2b(f"{seed} episode {group}".encode(), digest_size=7).digest()

@@ -26,10 +26,9 @@ from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.advantages import ESTIMATORS, Estimate, Rewarded
 from step3_ppo.config import PPOConfig
-from step3_ppo.episodes import whole_sequence
 from step3_ppo.losses import correction_weights, overlong_penalty, token_rewards, whiten
 from step3_ppo.methods import ESTIMATOR_NEEDS
-from step3_ppo.models import Models, own_micro_batches
+from step3_ppo.models import Models, own_micro_batches, whole_sequence
 from step3_ppo.rewards import raw_scores
 
 logger = logging.getLogger(__name__)

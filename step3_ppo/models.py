@@ -43,6 +43,14 @@ from step3_ppo.reward_sources import RewardSources
 logger = logging.getLogger(__name__)
 
 
+def whole_sequence(prompt: Sequence[int], response: Response) -> Encoded:
+    """A prompt with its response, whose tokens are trained."""
+    if isinstance(response, EpisodeResponse):
+        return response.sequence
+    trained = [False] * len(prompt) + [True] * len(response.ids)
+    return Encoded([*prompt, *response.ids], trained)
+
+
 class RewardText:
     """Converts the actor's tokens, via text, into the reward model's tokens.
 

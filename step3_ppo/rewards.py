@@ -19,8 +19,7 @@ from pipeline.parallel.mesh import current_mesh
 from rewards.contract import Scored
 from rewards.mixture import GOLD, check_failures, weighted_sum, without_failures
 from step3_ppo.config import PPOConfig
-from step3_ppo.episodes import whole_sequence
-from step3_ppo.models import Models, own_micro_batches
+from step3_ppo.models import Models, own_micro_batches, whole_sequence
 from step3_ppo.reward_settings import ENVIRONMENT, MODEL
 
 logger = logging.getLogger(__name__)

@@ -220,6 +220,17 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0
     """Clip the global gradient L2 norm to this value; null turns clipping off."""
 
+    def lr_share(self, step: int, *, total_steps: int) -> float:
+        """Share of the peak learning rate that applied step `step` (from 0) uses.
+
+        Skipped steps do not count.
+        """
+        warmup = self.warmup_steps
+        if warmup is None:
+            warmup = math.ceil(self.warmup_ratio * total_steps)
+        span = Span(total_steps=total_steps, warmup_steps=warmup, final_ratio=self.final_lr_ratio)
+        return SCHEDULES[self.schedule](step, span, **self.schedule_params)
+
     def __post_init__(self) -> None:
         check_optimizer(self.name, self.params)
         require(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from pipeline.config import Kernels, OptimConfig, TrainedModelConfig
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.comm import BufferPool
-from pipeline.engine.lr import lr_factor
 from pipeline.engine.norms import NormsOfParts, added_up, squares_of_pieces
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.setup import build_units, get_placement, keep_freed_memory, store_on_disk
@@ -218,8 +217,7 @@ class Engine:
         self.zero.reduce()
         grad_norm, worst = self._grad_norm()
         finite = grad_norm < float("inf")  # False for NaN as well
-        scheduled = lr_factor(self.steps, total_steps=self.total_steps, optim=self.optim)
-        factor = scheduled * self.lr_scale
+        factor = self.optim.lr_share(self.steps, total_steps=self.total_steps) * self.lr_scale
         if finite:
             self._update(grad_norm, factor)
             self.steps += 1

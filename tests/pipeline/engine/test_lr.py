@@ -11,7 +11,6 @@ import torch
 from transformers import get_scheduler
 
 from pipeline.config import OptimConfig
-from pipeline.engine.lr import lr_factor
 
 
 def optim(schedule: str, **settings: object) -> OptimConfig:
@@ -20,7 +19,7 @@ def optim(schedule: str, **settings: object) -> OptimConfig:
 
 def factors(total_steps: int, schedule: str, **settings: object) -> list[float]:
     config = optim(schedule, **settings)
-    return [lr_factor(step, total_steps=total_steps, optim=config) for step in range(total_steps)]
+    return [config.lr_share(step, total_steps=total_steps) for step in range(total_steps)]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup"])
@@ -39,7 +38,7 @@ def test_a_number_of_warm_up_steps_overrides_the_ratio() -> None:
 def test_the_schedule_ends_at_its_final_share(schedule: str, params: Mapping[str, int]) -> None:
     config = optim(schedule, warmup_ratio=0.0, final_lr_ratio=0.2, schedule_params=params)
 
-    shares = [lr_factor(step, total_steps=4, optim=config) for step in (0, 4, 9)]
+    shares = [config.lr_share(step, total_steps=4) for step in (0, 4, 9)]
 
     assert shares == pytest.approx([1.0, 0.2, 0.2])
 
