@@ -105,7 +105,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: give a model directory")
-        require(bool(self.tasks), "--tasks is missing: give one or more, as embedded or gsm8k")
+        require(bool(self.tasks), "--tasks is missing: give one or more, such as embedded or gsm8k")
         selected = tasks_named(self.tasks, self.paths, setting="--data")
         require(
             bool(self.k) and all(k > 0 for k in self.k),

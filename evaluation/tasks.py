@@ -156,7 +156,7 @@ def paths_in(words: Sequence[str], *, setting: str) -> dict[str, str]:
         task, equals, path = word.partition("=")
         require(
             bool(task and equals and path),
-            f"{setting} {word}: give the task and its rows, as gsm8k=rows.jsonl",
+            f"{setting} {word}: give the task and its rows, such as gsm8k=rows.jsonl",
         )
         paths[task] = path
     return paths

@@ -54,7 +54,9 @@ class WinrateConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(len(self.paths) > 1, "--paths needs two or more models to compare, as --paths A B")
+        require(
+            len(self.paths) > 1, "--paths needs two or more models to compare, such as --paths A B"
+        )
         for path in self.paths:
             require(self.paths.count(path) == 1, f"--paths names {path} twice; name it once")
         require(
@@ -120,7 +122,7 @@ def main(argv: Sequence[str]) -> None:
         if not len(match.known):
             raise DataError(
                 f"no response of {config.paths[match.ours]} or {config.paths[match.theirs]} has a"
-                " verdict: the judge applies to none of the prompts; look at the columns it reads"
+                " verdict: the judge applies to none of the prompts; check the columns it reads"
             )
     say("\n".join(_lines(found, config)))
     text = json.dumps(_document(found, config), indent=2)

@@ -151,7 +151,7 @@ def fit_turns(
         if num_tokens <= max_tokens:
             return token_ids, start
     raise DataError(
-        f"the message has {num_tokens} tokens, and {max_tokens} fit beside a response"
+        f"the message has {num_tokens} tokens, and {max_tokens} fit next to a response"
         " in the model's context; shorten it"
     )
 

@@ -38,7 +38,9 @@ class VerifyConfig(ScoringConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.reward), "--reward is missing: give file.py:function, or a kind as math")
+        require(
+            bool(self.reward), "--reward is missing: give file.py:function, or a kind such as math"
+        )
         require(bool(self.data_path), "--data-path is missing: give a file of rows")
 
 

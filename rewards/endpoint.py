@@ -88,7 +88,7 @@ class Endpoint:
             content = response.read(LARGEST_REPLY + 1)
         except TimeoutError:
             raise _TransientError(
-                f"{self.url} gave no answer within {self.timeout_seconds:g} s"
+                f"{self.url} did not reply within {self.timeout_seconds:g} s"
             ) from None
         except (OSError, http.client.HTTPException) as error:
             raise _TransientError(f"{self.url} can't be reached: {error or type(error)}") from None
@@ -108,11 +108,11 @@ class Endpoint:
         if response.status != 200:
             raise EndpointError(f"{replied}: {text}")
         if len(content) > LARGEST_REPLY:
-            raise EndpointError(f"{self.url} answered more than {LARGEST_REPLY >> 20} MiB")
+            raise EndpointError(f"{self.url} returned more than {LARGEST_REPLY >> 20} MiB")
         try:
             return json.loads(content)
         except ValueError:
-            raise EndpointError(f"{self.url} answered what is not JSON: {text}") from None
+            raise EndpointError(f"{self.url} returned invalid JSON: {text}") from None
 
 
 def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> Endpoint:
@@ -129,7 +129,7 @@ def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> End
         local = _is_local(parts.hostname or "") and (parts.port or 1) > 0
     except ValueError:
         known = local = False
-    require(known, f"{where}.path must be an address as https://HOST/PATH, got {url}")
+    require(known, f"{where}.path must be an address such as https://HOST/PATH, got {url}")
     require(
         parts.username is None,
         f"{where}.path holds a password; name the environment variable of a key in key_variable",

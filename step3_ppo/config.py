@@ -527,8 +527,8 @@ def _check_groups(config: PPOConfig, needs: Needs) -> None:
     )
     require(
         config.baseline == "none" or config.advantage == "reinforce_pp",
-        f"ppo.baseline {config.baseline} is of ppo.advantage reinforce_pp; {config.advantage} has a"
-        " baseline of its own",
+        f"ppo.baseline {config.baseline} belongs to ppo.advantage reinforce_pp;"
+        f" {config.advantage} has a separate baseline",
     )
     require(
         config.baseline == "none" or grouped,
@@ -537,8 +537,8 @@ def _check_groups(config: PPOConfig, needs: Needs) -> None:
     )
     require(
         config.baseline == "none" or not config.whiten_rewards,
-        "ppo.whiten_rewards changes the unit of rewards, and ppo.baseline group takes scores off"
-        " them; omit one",
+        "ppo.whiten_rewards changes the unit of rewards, and ppo.baseline group subtracts"
+        " scores from them; omit one",
     )
     require(
         config.dynamic_sampling == 0 or grouped,
@@ -584,7 +584,7 @@ def _check_kl(config: PPOConfig) -> None:
     estimator = config.kl_estimator
     require(
         not (config.kl_in == "loss" and estimator == "k1"),
-        "ppo.kl_estimator k1 in the loss has an expected gradient of 0 and holds nothing: take"
+        "ppo.kl_estimator k1 in the loss has an expected gradient of 0 and has no effect: take"
         " k3_is or k2, or set ppo.kl_in reward",
     )
     require(
@@ -639,7 +639,7 @@ def check_environment(config: PPOConfig) -> None:
     names = [source.name for source in config.rewards]
     require(
         all(names.count(source.name) == 1 for source in sources),
-        "ppo.rewards: the environment's source has the name of another one; rename one",
+        "ppo.rewards: the environment's source has the name of another source; rename one",
     )
     require(
         config.gold is None or config.gold.kind != ENVIRONMENT,
@@ -677,7 +677,7 @@ def check_rewards(config: PPOConfig) -> None:
         value, usual = getattr(config, name), getattr(type(config), name)
         require(
             config.uses_reward_model or value in (None, usual),
-            f"ppo.{name} is of a reward model's score, and ppo.rewards has none; what the sources"
-            " give counts as it is: a source of kind length, or a function that looks at `stopped`,"
+            f"ppo.{name} applies to a reward model's score, and ppo.rewards has none; other rewards"
+            " are used unchanged: a source of kind length, or a function that looks at `stopped`,"
             " can make up for a missing end",
         )

@@ -252,7 +252,7 @@ class Evaluator:
         require(
             any(response.score is not None for response in responses),
             "no response to a held-out prompt has a reward: no source of ppo.rewards applies to"
-            " one; look at the columns that they read, such as an answer that is not a number",
+            " one; check the columns that they read, such as an answer that is not a number",
         )
         figures = self._figures(responses, kl=self.before.kl)
         check_start(self.config.actor.path, figures)

@@ -434,9 +434,9 @@ def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> No
     mean_limit, token_limit = GAP_LIMITS[_is_fp32(models)]
     if not (gap <= mean_limit and largest <= token_limit):
         raise OffPolicyError(
-            f"generation's log-probabilities lie {gap:.2g} nats from training's in the mean and"
-            f" {largest:.2g} at a token, more than {mean_limit} and {token_limit}: the answers are"
-            " of another policy than the one that learns from them; please report the model, and"
+            f"log-probabilities of generation and training differ by {gap:.2g} nats on average and"
+            f" {largest:.2g} at a token, more than {mean_limit} and {token_limit}: the responses"
+            " are not those of the policy in training; please report the model, and"
             " set ppo.inference_tp_size 1 if it is not"
         )
 

@@ -404,7 +404,7 @@ def load_reward(
         require_context(base_model(reward), "reward", config)
         return RewardModel(reward, layout, parallel=config.parallel)
     logger.info(
-        "%s has a tokenizer or a chat template of its own: it is given the text of answers",
+        "%s has a different tokenizer or chat template: it reads the text of answers",
         settings.path,
     )
     text = RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))

@@ -136,8 +136,8 @@ class RewardSources:
         for name, fingerprint in first.items():
             if any(each.get(name) != fingerprint for each in others):
                 raise ConfigError(
-                    f"processes have read different files of {_what(name)}; bring the same one to"
-                    " all machines, leave it alone until the step has begun, and start again"
+                    f"processes have read different files of {_what(name)}; copy the same one to"
+                    " all machines, leave it unchanged, and start again"
                 )
 
     def __enter__(self) -> "RewardSources":

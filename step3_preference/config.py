@@ -303,7 +303,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         for name, value in (*only_dpo.items(), ("robust", self.robust)):
             require(
                 not value or self.loss == "dpo",
-                f"preference.{name} is of loss dpo; leave it out with loss {self.loss}",
+                f"preference.{name} belongs to loss dpo; leave it out with loss {self.loss}",
             )
         require(
             not self.robust or self.label_smoothing > 0,
@@ -349,7 +349,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             )
             require(
                 value == 1 or self.loss == "kto",
-                f"preference.{name} is of loss kto; leave it out with loss {self.loss}",
+                f"preference.{name} belongs to loss kto; leave it out with loss {self.loss}",
             )
         require(
             self.loss != "orpo" or (self.is_mean and self.reference_free),

@@ -397,7 +397,7 @@ def warn_if_not_improved(
     if fell["logp_chosen"] > 0.1 * abs(before["logp_chosen"]) and fell["logp_rejected"] > 0:
         logger.warning(
             "held-out chosen responses have become less likely, too: %.3g nats per token, at first"
-            " %.3g; preference.nll_coef holds them up",
+            " %.3g; preference.nll_coef counteracts this",
             after["logp_chosen"],
             before["logp_chosen"],
         )

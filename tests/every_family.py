@@ -112,7 +112,7 @@ AFTER: dict[str, dict[str, Any]] = {
 }
 """Of small settings, what must fit the others for a model to be read again from its files."""
 
-_NOT_CAUSAL = "what it says of a token depends on what follows, and it is refused"
+_NOT_CAUSAL = "its outputs depend on later tokens, and it is refused"
 _HELPS = "it drafts for another model, whose hidden states it reads"
 _NO_SMALL_ONE = "its defaults make no small model to try"
 _NOT_ALONE = "transformers makes no language model of its settings alone"

@@ -297,4 +297,4 @@ def drain(tickets: deque[Ticket]) -> list[Ticket]:
 
 @cache
 def _log_padded(kind: str) -> None:
-    logger.info("%s has its own kind of attention: it generates in padded batches", kind)
+    logger.info("%s has special attention: it generates in padded batches", kind)

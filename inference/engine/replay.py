@@ -211,7 +211,7 @@ class _NoNumbers(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         if func.__name__ in TO_PYTHON:
-            raise ReplayError(f"{func.__name__} hands numbers to Python")
+            raise ReplayError(f"{func.__name__} returns numbers to Python")
         return func(*args, **(kwargs or {}))
 
 
@@ -276,7 +276,7 @@ def require_replayable(call: Call, result: object) -> None:
             it copies between the host and a device.
     """
     if isinstance(result, (bool, int, float)) and any(True for _ in call.read()):
-        raise ReplayError(f"{call.name} hands a number to Python")
+        raise ReplayError(f"{call.name} returns a number to Python")
     # Dropout without a probability is a view.
     if any(tag in call.operator.tags for tag in UNREPLAYABLE) and not call.is_view:
         raise ReplayError(f"{call.name} can't be repeated")

@@ -137,7 +137,7 @@ class ServeConfig:
         for origin in self.cors:
             require(
                 origin.startswith(("http://", "https://")) and origin.count("/") == 2,
-                f"cors takes origins, as https://example.org, got {origin}",
+                f"cors takes origins, such as https://example.org, got {origin}",
             )
 
     @property
@@ -170,8 +170,8 @@ def read_keys(config: ServeConfig) -> dict[str, str]:
         )
     if not config.is_local and not keys and not config.insecure_no_key:
         raise ConfigError(
-            f"--host {config.host} lets other machines in; give --api-key-file FILE, or"
-            " --insecure-no-key to let everybody use the models"
+            f"--host {config.host} accepts other machines; give --api-key-file FILE, or"
+            " --insecure-no-key to serve requests without a key"
         )
     return keys
 

@@ -109,7 +109,7 @@ async def read_body(request: Request) -> dict[str, Any]:
         async with asyncio.timeout(seconds):
             body = await _read(request, config.max_body)
     except TimeoutError:
-        raise ApiError(400, f"the body did not come within {seconds:g} seconds") from None
+        raise ApiError(400, f"the body was not received within {seconds:g} seconds") from None
     except ClientDisconnect:
         raise ApiError(400, "the body ended before it was complete") from None
     try:

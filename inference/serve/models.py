@@ -223,7 +223,7 @@ def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
     for name in names:
         require(
             names.count(name) == 1,
-            f"--path: two models are called {name}; name them, as sft=OUT/step1_sft",
+            f"--path: two models are called {name}; name them, such as sft=OUT/step1_sft",
         )
     return paths
 

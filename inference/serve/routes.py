@@ -89,7 +89,7 @@ async def _leave(*_: object) -> Response:
 
 
 async def _fail(*_: object) -> Response:
-    return ApiError(500, "the server failed; its log says why").response
+    return ApiError(500, "the server failed; see its log").response
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:

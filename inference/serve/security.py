@@ -105,7 +105,8 @@ class Doorkeeper:
         cross = origin is not None and origin.lower() != own.lower()
         if method not in SAFE and (cross or headers.get("sec-fetch-site") == "cross-site"):
             raise ApiError(
-                403, "another page asks; start the server with --cors ORIGIN to let it in"
+                403,
+                "the request comes from another page; to allow it, start with --cors ORIGIN",
             )
         return False
 

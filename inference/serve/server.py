@@ -148,7 +148,7 @@ class Server(uvicorn.Server):
         while self.state.broker.num_open and time.monotonic() < end:
             await asyncio.sleep(0.05)
         if self.state.broker.num_open:
-            logger.warning("%d requests are cut off", self.state.broker.num_open)
+            logger.warning("%d requests are aborted", self.state.broker.num_open)
         self.should_exit = True
 
     def _on_signal(self, number: int) -> None:

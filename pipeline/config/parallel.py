@@ -48,7 +48,7 @@ class ParallelConfig:
             )
         require(
             self.partition is None or self.pp > 1,
-            "parallel.partition says which stage has which blocks, and needs parallel.pp above 1",
+            "parallel.partition assigns blocks to stages, and needs parallel.pp above 1",
         )
         require(
             self.partition is None or len(self.partition) == self.pp,
@@ -112,5 +112,5 @@ class ParallelConfig:
         )
         require(
             self.pp == 1 or "nvme" not in vars(model.zero.offload).values(),
-            f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
+            f"{role}.zero.offload to nvme is not supported with parallel.pp {self.pp}; take cpu",
         )

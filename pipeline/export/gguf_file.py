@@ -187,7 +187,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
     if max(numbered.values(), default=0) >= rows:
         raise ModelError(
             f"the tokenizer of {path} has {max(numbered.values()) + 1} tokens and the model rows"
-            f" for {rows}; they are not of one model"
+            f" for {rows}; they belong to different models"
         )
     by_scores = bool(model.get("byte_fallback"))
     tokens, kinds = [f"[PAD{number}]" for number in range(rows)], [UNUSED] * rows

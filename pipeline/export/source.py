@@ -49,7 +49,7 @@ def find_directory(path: str, method: str | None) -> Path:
     """
     directory = Path(find_model(path, method)).expanduser()
     if not directory.is_dir():
-        raise ModelError(f"no such model: {directory} is not a directory; give that of a model")
+        raise ModelError(f"no such model: {directory} is not a directory; give a model directory")
     return directory
 
 

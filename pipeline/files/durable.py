@@ -94,7 +94,7 @@ def check_output(path: Path, *, option: str) -> None:
     if not above.is_dir():
         raise ConfigError(f"{option} {path} can't be written: {above} is a file")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {path} can't be written: {above} is not yours to write to")
+        raise ConfigError(f"{option} {path} can't be written: {above} is not writable")
 
 
 def write_output(texts: Mapping[Path, str], *, option: str) -> None:

@@ -57,8 +57,8 @@ def accept(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T 
         return kernel
     if (kernels or kernel_mode()) == "required":
         raise KernelError(
-            f"the kernel of {operator} is not available: {kernel}; fix that, or let PyTorch do its"
-            f" work: set kernels auto, and {SWITCH}=auto for generation"
+            f"the kernel of {operator} is not available: {kernel}; fix that, or use PyTorch:"
+            f" set kernels auto, and {SWITCH}=auto for generation"
         )
     _log_once(operator, kernel)
     return None
@@ -89,4 +89,4 @@ def _compiled(
 
 @functools.cache
 def _log_once(operator: str, reason: str) -> None:
-    logger.info("PyTorch does the work of the kernel of %s: %s", operator, reason)
+    logger.info("PyTorch is used instead of the kernel of %s: %s", operator, reason)

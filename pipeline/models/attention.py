@@ -481,7 +481,7 @@ def _require_mask(
     """Refuse a mask of one element for all pairs of tokens, which is not causal."""
     pairs = query.shape[2] * key.shape[2]
     if attention_mask is not None and pairs > 1 and attention_mask.shape[-2:] == (1, 1):
-        raise LostLayoutError(f"{type(module).__name__} does not hand on where sequences lie")
+        raise LostLayoutError(f"{type(module).__name__} does not pass on the sequence boundaries")
 
 
 def window_mask(

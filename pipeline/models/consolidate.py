@@ -98,7 +98,7 @@ def _build(
     if model_class is None:
         raise CheckpointError(
             f"the model of {checkpoint.path} is a {described['class']}, which this transformers"
-            f" {transformers.__version__} does not have; go on with the run, which exports it"
+            f" {transformers.__version__} does not have; continue the run, which exports it"
         )
     config = model_class.config_class.from_dict(described["config"])
     plain: PreTrainedModel = meta_model(lambda: model_class(config))

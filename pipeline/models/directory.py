@@ -123,7 +123,7 @@ def check_configuration(directory: Path) -> dict[str, Any]:
     settings = _read_json(directory / "config.json")
     if not isinstance(settings.get("model_type"), str):
         raise ModelError(
-            f"{directory / 'config.json'} says no model_type; take the config.json that the"
+            f"{directory / 'config.json'} has no model_type; take the config.json that the"
             " model came with"
         )
     return settings

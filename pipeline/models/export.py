@@ -79,7 +79,7 @@ def stream_export(
     loss of power, leaves the old ones, the new ones or none, but no mixture.
 
     Raises:
-        ValueError: a name came twice.
+        ValueError: a name was passed twice.
     """
     max_shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
     directory.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class _Shards:
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor of the next file to the CPU."""
         if name in self.shard_of:
-            raise ValueError(f"{name} came twice")
+            raise ValueError(f"{name} was passed twice")
         self.shard_of[name] = len(self.files)
         self.pending_bytes += tensor.nbytes
         self.total_size += tensor.nbytes

@@ -136,8 +136,8 @@ def load_causal_lm(
         _require_weights(path, missing)
     if not how_to_run(model).causal:
         raise ModelError(
-            f"{path} is not a causal language model: what {model.config.model_type} says of a token"
-            " depends on what follows it; take another model, or set is_decoder true in its"
+            f"{path} is not a causal language model: the outputs of {model.config.model_type}"
+            " depend on later tokens; take another model, or set is_decoder true in its"
             " config.json if it was trained to generate"
         )
     return _prepared(model, config, device, defer=defer)
@@ -221,8 +221,8 @@ def require_known_head(model: PreTrainedModel, path: str) -> None:
     """
     if not hasattr(model, "score") and not hasattr(model, "classifier"):
         raise ModelError(
-            f"{path}: classifiers of its family ({model.config.model_type}) have a head of their"
-            " own kind; start from another model"
+            f"{path}: classifiers of its family ({model.config.model_type}) have a special"
+            " head; start from another model"
         )
 
 
@@ -320,7 +320,7 @@ def _build(
     for name, stored, expected in sorted(each for each in mismatched if each[0] not in heads)[:1]:
         raise ModelError(
             f"{path} holds {name} of shape {tuple(stored)}, but the model of its config.json has it"
-            f" of shape {tuple(expected)}; config.json and weights are not of one model"
+            f" of shape {tuple(expected)}; config.json and weights belong to different models"
         )
     return model, set(info["missing_keys"]) | heads
 
@@ -412,7 +412,7 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
         raise
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"{path} holds a pickle that does more than to store tensors, and is not loaded"
+            f"{path} holds a pickle that does more than store tensors, and is not loaded"
         ) from error
     except Exception as error:  # transformers and tokenizers raise any kind, bare ones too
         if is_out_of_memory(error):

@@ -413,7 +413,7 @@ def frozen_passes(
     try:
         part, stage = own_part(model, parallel, stages, whole, kernels=like.kernels, follows=True)
     except (ConfigError, ModelError) as error:
-        logger.info("each process has the %s whole: %s", name, error)
+        logger.info("each process has a full copy of the %s: %s", name, error)
         part, stage = whole(model), Stage()
     _move(model)
     engine = FrozenEngine(part, like, name=name)

@@ -277,7 +277,7 @@ def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) 
         cut_layers(model, group, sequence=sequence)
     else:
         logger.info(
-            "%s models have no layers to divide among %d processes: each has this one whole",
+            "%s models have no layers to divide among %d processes: each has a complete copy",
             model.config.model_type,
             group.size,
         )

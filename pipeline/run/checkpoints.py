@@ -240,7 +240,7 @@ class Checkpoints:
         self._writer.wait()
         saved = self._writer.failure is None
         logger.info(
-            "%s was told to stop after step %d of %d and %s; --resume %s",
+            "%s stopped after step %d of %d and %s; --resume %s",
             self.run.name,
             self.done,
             self.run.total_steps,

@@ -187,7 +187,7 @@ def parse_messages(verb: str, returned: object) -> tuple[Message, ...]:
         raise WrongReturnError(f"{verb} returned {described(returned)}, not a list of messages")
     messages = tuple(_message(verb, message) for message in returned)
     if not messages or messages[-1].role != "user":
-        raise WrongReturnError(f"{verb} returned no message of the user at the end")
+        raise WrongReturnError(f"{verb} did not return a user message at the end")
     if verb == "step" and any(message.role == "assistant" for message in messages):
         raise WrongReturnError("step returned a message of the assistant, which the model writes")
     return messages

@@ -85,7 +85,7 @@ def test_a_signal_in_the_loop_saves_the_step_at_hand(
     step = assert_prefix(tmp_path, long_reference)
     assert step >= 3
     assert (
-        f"was told to stop after step {step} of {STEPS} and has saved its state;"
+        f"stopped after step {step} of {STEPS} and has saved its state;"
         f" --resume goes on after step {step}\n" in output
     )
     assert [line["step"] for line in metrics(tmp_path)][-1] == step  # not one step more

@@ -116,7 +116,7 @@ def test_a_service_gets_openrlhfs_form_and_its_null_is_no_reward() -> None:
         ({"rewards": [1.0]}, "it returned 1 results for 2 responses"),
         ({"scores": [1.0, 2.0]}, "it returned dict"),
         ({"rewards": ["1", "1"]}, "it gave str '1' where a number or None belongs"),
-        (b"<html>", "answered what is not JSON: <html>"),
+        (b"<html>", "returned invalid JSON: <html>"),
         (b'{"rewards": [NaN, NaN]}', "it gave nan, which is not finite"),
     ],
 )

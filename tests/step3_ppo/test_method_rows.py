@@ -54,7 +54,7 @@ def test_every_name_is_a_choice_of_its_setting() -> None:
         ({"overlong_buffer": 9.0}, "ppo.overlong_buffer must lie between 0 and"),
         ({"correction_cap": 0.5}, "ppo.correction_cap must be at least 1"),
         ({"advantage": "dr_grpo", "group_size": 1}, "set ppo.group_size to 2 or more"),
-        ({"baseline": "group"}, "ppo.baseline group is of ppo.advantage reinforce_pp"),
+        ({"baseline": "group"}, "ppo.baseline group belongs to ppo.advantage reinforce_pp"),
         (
             {"advantage": "reinforce_pp", "baseline": "group", "group_size": 1},
             "ppo.baseline group is the mean",

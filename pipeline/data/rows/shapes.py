@@ -393,7 +393,7 @@ def check_columns(
     columns = {name for row in rows for name in row}
     for ours, theirs in fields.items():
         if ours not in known:
-            raise DataError(f"fields: {ours} is not a name we know; use one of {names(known)}")
+            raise DataError(f"fields: {ours} is unknown; use one of {names(known)}")
         if theirs not in columns:
             raise DataError(
                 f"fields: no row has the column {theirs} (for {ours}); there are {names(columns)}"

@@ -307,7 +307,7 @@ class _Sharing:
         if any(drop):
             self.notes.append(f"left out {num_rows(sum(drop))} {why}")
         if rows and all(drop):
-            raise DataError(f"nothing is left without the {num_rows(len(rows))} {why}; {fix}")
+            raise DataError(f"nothing remains without the {num_rows(len(rows))} {why}; {fix}")
         return [row for row, dropped in zip(rows, drop, strict=True) if not dropped]
 
     def own_rows(self, rows: Sequence[Example]) -> list[Example]:

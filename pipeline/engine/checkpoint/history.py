@@ -67,7 +67,7 @@ def newest_on_all(
         if checkpoint is not None and not problems:
             return checkpoint
         skipped.append(problems[0])
-        logger.warning("%s; trying the checkpoint before", problems[0])
+        logger.warning("%s; trying the previous checkpoint", problems[0])
     if skipped:
         raise CheckpointError(
             f"none of the {len(skipped)} checkpoints in {root} can be used: {skipped[0]};"

@@ -68,7 +68,7 @@ IN_FILES: list[tuple[Spoil, str]] = [
     (lambda d: (d / SINGLE).write_bytes(b"\x8f" * 5000), "model.safetensors can't be read"),
     (write("config.json", "[" * 5000 + "]" * 5000), "config.json is not JSON"),
     (write("config.json", "{'a': 1}"), "config.json is not JSON"),
-    (write("config.json", "{}"), "config.json says no model_type"),
+    (write("config.json", "{}"), "config.json has no model_type"),
     (remove("config.json"), "has no config.json"),
     (remove("*"), "the directory is empty"),
     (remove(SINGLE), "holds no weights"),

@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
     "mixtral": (_EXPERTS, None),
     "nemotron": (
         {},
-        "NemotronAttention does not hand on where sequences lie, and",
+        "NemotronAttention does not pass on the sequence boundaries, and",
     ),
     "doge": ({"keep_window_size": 6}, "packed, log-probabilities of a small copy differ by"),
     "phimoe": (
@@ -101,7 +101,7 @@ def test_no_family_sees_another_sequence_and_the_log_says_which_are_padded(
         alone = logprobs_alone(plain, rows)
         path = saved(plain, tmp_path / family)
         if looks_ahead(plain):
-            with pytest.raises(ModelError, match=f"what {family} says of a token depends on what"):
+            with pytest.raises(ModelError, match=f"outputs of {family} depend on later tokens"):
                 load_causal_lm(FrozenModelConfig(path=path), device=CPU)
             continue
         caplog.clear()
