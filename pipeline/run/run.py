@@ -119,7 +119,7 @@ class Run:
         """The effect of `--resume`, as the end of a sentence."""
         newest = next(iter(candidates(self.path(CHECKPOINTS))), None)
         step = None if newest is None else step_of(newest)
-        return "begins at step 1" if step is None else f"goes on after step {step}"
+        return "begins at step 1" if step is None else f"continues after step {step}"
 
     def _spare_what_was_cut_off(self) -> None:
         """Refuse to overwrite the checkpoints of an unfinished run.

@@ -86,7 +86,7 @@ def test_a_signal_in_the_loop_saves_the_step_at_hand(
     assert step >= 3
     assert (
         f"stopped after step {step} of {STEPS} and has saved its state;"
-        f" --resume goes on after step {step}\n" in output
+        f" --resume continues after step {step}\n" in output
     )
     assert [line["step"] for line in metrics(tmp_path)][-1] == step  # not one step more
     with Forked(replace(config, resume=True)) as job:
@@ -149,7 +149,7 @@ def test_ctrl_c_while_the_model_is_written_loses_no_step(
         job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * processes
-        assert "step1_sft stopped after step 8 of 8; --resume goes on after step 8" in job.output()
+        assert "step1_sft stopped after step 8 of 8; --resume continues after step 8" in job.output()
         assert "Traceback" not in job.output()
 
     with Forked(replace(config, resume=True), world_size=processes) as job:
@@ -199,7 +199,7 @@ def test_the_real_commands_save_and_go_on(
         job.process.send_signal(number)
         assert job.wait() == exit_code(number), job.output()
         step = assert_prefix(out, whole)
-        assert f"--resume goes on after step {step}\n" in job.output()
+        assert f"--resume continues after step {step}\n" in job.output()
     assert [line["step"] for line in metrics(out)][-1] == step
 
     with Command(*words, "--resume") as job:
