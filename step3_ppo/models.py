@@ -30,7 +30,7 @@ from pipeline.models.forward import Policy, Scorer, base_model, context_length, 
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.passes import ForwardPasses, Passes, frozen_passes, make_passes
 from pipeline.models.scores import require_score, response_scores
-from pipeline.models.stages import Passage
+from pipeline.models.stages import StageModule
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -199,7 +199,7 @@ class Critic(nn.Module):
 class CriticStage(nn.Module):
     """A stage of the critic other than the last; its parameters have the critic's names."""
 
-    def __init__(self, passage: Passage) -> None:
+    def __init__(self, passage: StageModule) -> None:
         super().__init__()
         self.scorer = passage
 

@@ -20,7 +20,7 @@ from pipeline.engine.engine import Engine, FrozenEngine
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import align_weights
 from pipeline.models.scores import Cutpoints
-from pipeline.models.stages import Passage, Stage, cut_stage, find_blocks
+from pipeline.models.stages import Stage, StageModule, cut_stage, find_blocks
 from pipeline.models.tensor_cut import cut_layers, cut_where_possible
 from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device, read_scalars
@@ -294,7 +294,7 @@ def own_part(
     *,
     kernels: Kernels,
     follows: bool = False,
-    passing: Callable[[Passage], nn.Module] | None = None,
+    passing: Callable[[StageModule], nn.Module] | None = None,
 ) -> tuple[nn.Module, Stage]:
     """The module that this process's engine trains, and its stage; `model` loses the other stages.
 
@@ -318,7 +318,7 @@ def own_part(
     stage = cut_stage(model, number=stages.rank, blocks=blocks)
     if stage.is_last:
         return whole(model), stage
-    passage = Passage(model, kernels=kernels)
+    passage = StageModule(model, kernels=kernels)
     return (passage if passing is None else passing(passage)), stage
 
 
@@ -361,7 +361,7 @@ def make_passes(
     total_steps: int,
     name: str,
     follows: bool = False,
-    passing: Callable[[Passage], nn.Module] | None = None,
+    passing: Callable[[StageModule], nn.Module] | None = None,
 ) -> Passes:
     """The passes of a trained model, or of this process's part of it, with an engine.
 

@@ -94,7 +94,7 @@ class Absent(nn.Module):
         return torch.zeros(*shape, self.width, dtype=self.dtype, device=given.device)
 
 
-class Passage(nn.Module):
+class StageModule(nn.Module):
     """A stage that isn't the last one: token ids and received hidden states to hidden states."""
 
     def __init__(self, model: nn.Module, *, kernels: Kernels) -> None:

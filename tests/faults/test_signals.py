@@ -149,7 +149,9 @@ def test_ctrl_c_while_the_model_is_written_loses_no_step(
         job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * processes
-        assert "step1_sft stopped after step 8 of 8; --resume continues after step 8" in job.output()
+        assert (
+            "step1_sft stopped after step 8 of 8; --resume continues after step 8" in job.output()
+        )
         assert "Traceback" not in job.output()
 
     with Forked(replace(config, resume=True), world_size=processes) as job:

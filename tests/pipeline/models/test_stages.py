@@ -10,7 +10,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.models.attention import RAGGED
 from pipeline.models.forward import Policy
 from pipeline.models.packing import how_to_run
-from pipeline.models.stages import Passage, cut_stage
+from pipeline.models.stages import StageModule, cut_stage
 from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
 
 PROJECTIONS = "opt with projections"
@@ -52,7 +52,7 @@ def test_stages_of_every_packed_family_say_what_the_whole_model_says(family: str
             if stage.is_last:
                 found = Policy(part, kernels="off")(batch()).logprobs
             else:
-                hidden = Passage(part, kernels="off")(batch())
+                hidden = StageModule(part, kernels="off")(batch())
 
     assert torch.equal(found, expected)
     assert sorted(seen) == sorted(names)  # each parameter once, under its own name
