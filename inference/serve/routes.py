@@ -34,7 +34,7 @@ from inference.serve.schema import (
     UndoRequest,
     read_request,
 )
-from inference.serve.security import Doorkeeper
+from inference.serve.security import AccessControl
 from inference.serve.state import State, client_of, get_state, off_loop, size_of
 from inference.text import plain_text
 from pipeline import __version__
@@ -76,7 +76,7 @@ def build_app(state: State) -> ASGIApp:
         },
     )
     app.state.server = state
-    return Doorkeeper(app, state, frozenset({"/health", *(route.path for route in pages)}))
+    return AccessControl(app, state, frozenset({"/health", *(route.path for route in pages)}))
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

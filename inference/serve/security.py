@@ -29,7 +29,7 @@ HEADERS = {
 }
 
 
-class Doorkeeper:
+class AccessControl:
     """Admits or refuses requests, and counts and logs them.
 
     Args:
