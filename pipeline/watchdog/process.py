@@ -93,7 +93,7 @@ class Failure:
     """Whether every process shows the stacks of its threads."""
 
 
-class Sighting(NamedTuple):
+class Heartbeat(NamedTuple):
     """The position of a process at its last heartbeat."""
 
     number: int
@@ -140,17 +140,17 @@ class Notices:
         text = self._get("failure")
         return None if text is None else Failure(**json.loads(text))
 
-    def appear(self, sighting: Sighting) -> None:
+    def appear(self, sighting: Heartbeat) -> None:
         """Report the position of this process."""
         self._try(lambda: self._store.set(f"at/{self.rank}", json.dumps(sighting)))
 
-    def sightings(self, ranks: Sequence[int]) -> dict[int, Sighting]:
+    def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         """The positions of these processes that the store has."""
-        seen: dict[int, Sighting] = {}
+        seen: dict[int, Heartbeat] = {}
         for rank in ranks:
             if (value := self._get(f"at/{rank}")) is not None:
                 *fields, waits_for = json.loads(value)
-                seen[rank] = Sighting(*fields, waits_for=tuple(waits_for))
+                seen[rank] = Heartbeat(*fields, waits_for=tuple(waits_for))
         return seen
 
     def _get(self, key: str) -> bytes | None:
@@ -168,7 +168,7 @@ class Notices:
         return None
 
 
-def find_late(seen: Mapping[int, Sighting], timeout: float) -> Failure | None:
+def find_late(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
     """The process that is furthest behind, if one that is ahead has waited for `timeout` seconds.
 
     Args:
@@ -188,7 +188,7 @@ def find_late(seen: Mapping[int, Sighting], timeout: float) -> Failure | None:
     return Failure(rank, what, 1, stacks=True)
 
 
-def find_hanging_stage(seen: Mapping[int, Sighting], timeout: float) -> Failure | None:
+def find_hanging_stage(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
     """The process at the end of the chain of those that wait for each other in a pipeline.
 
     Args:
@@ -217,7 +217,7 @@ def find_hanging_stage(seen: Mapping[int, Sighting], timeout: float) -> Failure 
     return Failure(rank, what, 1, stacks=True)
 
 
-def whereabouts(seen: Sighting) -> str:
+def whereabouts(seen: Heartbeat) -> str:
     """The position of a process, as a clause."""
     if seen.number == 0:
         return "it has entered no collective yet"
@@ -251,7 +251,7 @@ class Watchdog:
         self.notices = Notices.of_job(world.gather_objects(uuid.uuid4().hex)[0], world)
         self.tick = min(TICK_SECONDS, timeout_seconds / 4)
         self._beats, self._place, self._since = 0, (0, 0), time.monotonic()
-        self.notices.appear(Sighting(0, "none yet", 0.0, 0))
+        self.notices.appear(Heartbeat(0, "none yet", 0.0, 0))
         host = os.uname().nodename
         pids = world.gather_objects((host, os.getpid()))
         self._local = {
@@ -350,7 +350,7 @@ class Watchdog:
         self._beats += 1
         in_stages = current_mesh().stages.size > 1
         self.notices.appear(
-            Sighting(
+            Heartbeat(
                 number=last.number,
                 label=HERE.waits_at or str(last),
                 seconds=round(now - self._since, 3),
@@ -373,7 +373,7 @@ class Watchdog:
             # A process reports before it ends, so the store is read after it was found to be gone.
             if (failure := self.notices.failure()) is not None:
                 return failure
-            seen = self.notices.sightings([rank]).get(rank)
+            seen = self.notices.heartbeats([rank]).get(rank)
             if seen is None or not seen.left:
                 what = f"rank {rank} was lost (killed? out of memory?) while rank {self.rank} was"
                 return self.notices.post(Failure(rank, f"{what} at {HERE.last}", 1))
@@ -382,7 +382,7 @@ class Watchdog:
     def _find_left(self) -> Failure | None:
         """A process that ended normally while this one waited for it."""
         others = [rank for rank in range(self.notices.world_size) if rank != self.rank]
-        for rank, seen in self.notices.sightings(others).items():
+        for rank, seen in self.notices.heartbeats(others).items():
             if seen.left:
                 what = f"rank {rank} left while rank {self.rank} waited for it at {HERE.last}"
                 return self.notices.post(Failure(rank, what, 1))
@@ -402,12 +402,12 @@ class Watchdog:
             return Failure(0, what, 1, stacks=True)
         if self.rank >= OBSERVERS:
             return None
-        seen = self.notices.sightings(range(self.notices.world_size))
+        seen = self.notices.heartbeats(range(self.notices.world_size))
         in_stages = current_mesh().stages.size > 1
         find = find_hanging_stage if in_stages else find_late
         return find(seen, self.timeout) or self._find_silent(seen, now)
 
-    def _find_silent(self, seen: dict[int, Sighting], now: float) -> Failure | None:
+    def _find_silent(self, seen: dict[int, Heartbeat], now: float) -> Failure | None:
         for rank, each in seen.items():
             beat, since = self._heard.get(rank, (each.beat, now))
             self._heard[rank] = each.beat, since if beat == each.beat else now

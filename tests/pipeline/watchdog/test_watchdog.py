@@ -14,7 +14,7 @@ from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
 from pipeline.watchdog.monitors import WINDOW, slow_ranks
-from pipeline.watchdog.process import Sighting, find_late
+from pipeline.watchdog.process import Heartbeat, find_late
 from tests.distributed import rank
 from tests.jobs import Job, run_job
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
@@ -149,9 +149,9 @@ def test_a_step_under_torchrun_ends_with_the_code_of_the_rank_that_failed(
 
 def test_the_rank_that_is_furthest_behind_is_late() -> None:
     seen = {
-        0: Sighting(7, "all_gather of a", 5.0, 9),
-        1: Sighting(8, "all_reduce of b", 4.0, 9),
-        2: Sighting(5, "barrier", 6.0, 9),
+        0: Heartbeat(7, "all_gather of a", 5.0, 9),
+        1: Heartbeat(8, "all_reduce of b", 4.0, 9),
+        2: Heartbeat(5, "barrier", 6.0, 9),
     }
 
     failure = find_late(seen, 5.0)
