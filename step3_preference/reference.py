@@ -33,12 +33,20 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.run.training import Rows
 from pipeline.system.errors import DataError
 from step3_preference.config import PreferenceConfig
-from step3_preference.rows import ComparedBatch, Fate, Row, RowBatch, cut, fit, mismatched_batches
+from step3_preference.rows import (
+    ComparedBatch,
+    Row,
+    RowBatch,
+    RowOutcome,
+    cut,
+    fit,
+    mismatched_batches,
+)
 
 logger = logging.getLogger(__name__)
 
 
-KEPT: tuple[Fate, ...] = ("whole", "cut")
+KEPT: tuple[RowOutcome, ...] = ("whole", "cut")
 """Outcomes of rows that are trained on."""
 
 
@@ -81,41 +89,47 @@ class RowStore:
     def _keep(self, name: str, examples: Sequence[Example]) -> list[Example]:
         """The trainable examples; each process encodes a share of them."""
         data = current_mesh().data
-        own: list[Fate] = [fit(x, self._chat, self.config)[1] for x in data.share(examples)]
+        own: list[RowOutcome] = [fit(x, self._chat, self.config)[1] for x in data.share(examples)]
         gathered = data.gather_objects(own)
-        fates: list[Fate] = [
+        outcomes: list[RowOutcome] = [
             gathered[row % data.size][row // data.size] for row in range(len(examples))
         ]
-        _report(name, Counter(fates), len(examples), self.config)
-        return [example for example, fate in zip(examples, fates, strict=True) if fate in KEPT]
+        _report(name, Counter(outcomes), len(examples), self.config)
+        return [
+            example for example, outcome in zip(examples, outcomes, strict=True) if outcome in KEPT
+        ]
 
 
-def _report(name: str, fates: Counter[Fate], number: int, config: PreferenceConfig) -> None:
-    _require_some(name, fates, number, config)
-    limit, reasons = config.data.max_length, _left_out(fates)
-    if fates["cut"] or reasons:
+def _report(
+    name: str, outcomes: Counter[RowOutcome], number: int, config: PreferenceConfig
+) -> None:
+    _require_some(name, outcomes, number, config)
+    limit, reasons = config.data.max_length, _left_out(outcomes)
+    if outcomes["cut"] or reasons:
         logger.info(
             "of %d %s rows %d lose the beginning of their prompt at %d tokens; left out: %s",
-            *(number, name, fates["cut"], limit, reasons or "none"),
+            *(number, name, outcomes["cut"], limit, reasons or "none"),
         )
 
 
-def _left_out(fates: Counter[Fate]) -> str:
+def _left_out(outcomes: Counter[RowOutcome]) -> str:
     """Return the numbers of skipped rows, with reasons."""
     out = {
-        "don't fit": fates["too long"],
-        "have equal responses": fates["equal"],
-        "have a response without a learned token": fates["untrained"],
+        "don't fit": outcomes["too long"],
+        "have equal responses": outcomes["equal"],
+        "have a response without a learned token": outcomes["untrained"],
     }
     return ", ".join(f"{count} {why}" for why, count in out.items() if count)
 
 
-def _require_some(name: str, fates: Counter[Fate], number: int, config: PreferenceConfig) -> None:
-    if not fates["whole"] + fates["cut"]:
+def _require_some(
+    name: str, outcomes: Counter[RowOutcome], number: int, config: PreferenceConfig
+) -> None:
+    if not outcomes["whole"] + outcomes["cut"]:
         limit = f" at data.max_length {config.data.max_length}; raise it, or see the rows"
         raise DataError(
-            f"none of the {number} {name} rows can be learned from: {_left_out(fates)}"
-            f"{limit if fates['too long'] else '; see them'} with `python -m pipeline.data.inspect`"
+            f"none of the {number} {name} rows can be learned from: {_left_out(outcomes)}"
+            f"{limit if outcomes['too long'] else '; see them'} with `python -m pipeline.data.inspect`"
         )
 
 

@@ -20,7 +20,7 @@ from pipeline.parallel.device import local_device, send
 from pipeline.run.training import local_parts
 from step3_preference.config import PreferenceConfig
 
-Fate = Literal["whole", "cut", "too long", "equal", "untrained"]
+RowOutcome = Literal["whole", "cut", "too long", "equal", "untrained"]
 """Outcome of a row; rows with the last three are left out."""
 
 
@@ -83,7 +83,7 @@ class ComparedBatch:
         return self.rows.tokens
 
 
-def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[Row, Fate]:
+def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[Row, RowOutcome]:
     """The row truncated to `data.max_length`, and its outcome.
 
     Both sides keep the same prompt, which loses its beginning, and their ends: a difference in what
