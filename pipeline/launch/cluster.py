@@ -24,7 +24,7 @@ from pipeline.launch.commands import (
 from pipeline.launch.layout import Deployment, Layout, layout
 from pipeline.launch.local import passed_on
 from pipeline.launch.preflight import check_machines
-from pipeline.launch.remote import Errand, run_everywhere
+from pipeline.launch.remote import RemoteCommand, run_everywhere
 from pipeline.settings.build import build_config
 from pipeline.settings.fields import Option, list_settings
 from pipeline.system.errors import ConfigError, require
@@ -48,18 +48,18 @@ def main(argv: Sequence[str]) -> None:
 def run_by_ssh(step: Sequence[str], where: Layout, deployment: Deployment) -> int:
     """Run a step on all hosts; return its exit code."""
     variables = passed_on(os.environ)
-    errands: list[Errand] = []
+    remotes: list[RemoteCommand] = []
     for rank, host in enumerate(where.hosts):
         command = [*REMOTE, *node_command(step, where, rank)]
         devices = {} if host.is_whole else visible_devices(host)
-        errands.append(
-            Errand(
+        remotes.append(
+            RemoteCommand(
                 host.name,
                 host_command(command, host, where, deployment),
                 {**variables, **devices},
             )
         )
-    return run_everywhere(errands)
+    return run_everywhere(remotes)
 
 
 def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:

@@ -47,7 +47,7 @@ TICK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Errand:
+class RemoteCommand:
     """The command of one machine."""
 
     host: str
@@ -58,13 +58,13 @@ class Errand:
     """Variables of the remote command, which are sent through standard input."""
 
 
-def run_everywhere(errands: Sequence[Errand]) -> int:
+def run_everywhere(remotes: Sequence[RemoteCommand]) -> int:
     """Run all commands to their end; return the exit code of the first failure, else 0.
 
     Their output is passed on, each line after its host's name, and signals are passed to them.
-    `errands` has one for each machine, the first machine first.
+    `remotes` has one for each machine, the first machine first.
     """
-    group = _Group(errands)
+    group = _Group(remotes)
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, group.note_signal) for number in handled}
     try:
@@ -80,8 +80,8 @@ def run_everywhere(errands: Sequence[Errand]) -> int:
 class _Group:
     """The commands of several machines."""
 
-    def __init__(self, errands: Sequence[Errand]) -> None:
-        self._errands = errands
+    def __init__(self, remotes: Sequence[RemoteCommand]) -> None:
+        self._errands = remotes
         self.commands: list[_Command] = []
         self._signals: list[signal.Signals] = []
         self._passed_on = 0
@@ -98,7 +98,7 @@ class _Group:
     def start(self) -> None:
         """Start all commands."""
         prefixed = len(self._errands) > 1
-        self.commands = [_Command(errand, prefixed=prefixed) for errand in self._errands]
+        self.commands = [_Command(remote, prefixed=prefixed) for remote in self._errands]
 
     def wait(self) -> int:
         """Wait for the end of all commands; return the exit code."""
@@ -151,17 +151,17 @@ class _Group:
 class _Command:
     """The command of one machine."""
 
-    def __init__(self, errand: Errand, *, prefixed: bool) -> None:
-        self.host = errand.host
+    def __init__(self, remote: RemoteCommand, *, prefixed: bool) -> None:
+        self.host = remote.host
         self.code: int | None = None
         self.noticed = False
         self._asked_to_end = False
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            errand.command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0
+            remote.command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0
         )
-        self.send(json.dumps(dict(errand.environment)))
-        prefix = f"{errand.host}: ".encode() if prefixed else b""
+        self.send(json.dumps(dict(remote.environment)))
+        prefix = f"{remote.host}: ".encode() if prefixed else b""
         streams = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
         self._threads = [
             threading.Thread(target=_pass_lines, args=(source, sink, prefix), daemon=True)

@@ -190,15 +190,15 @@ time.sleep(60)
 RUNS = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
-from pipeline.launch.remote import Errand, run_everywhere
+from pipeline.launch.remote import RemoteCommand, run_everywhere
 
 node = [sys.executable, "-m", "pipeline.launch.remote", sys.executable, "-c"]
-errands = [
-    Errand(f"worker-{number}", command, {"NUMBER": str(number)})
+remotes = [
+    RemoteCommand(f"worker-{number}", command, {"NUMBER": str(number)})
     for number, program in enumerate(PROGRAMS)
     for command in [program if isinstance(program, list) else [*node, program]]
 ]
-sys.exit(run_everywhere(errands))
+sys.exit(run_everywhere(remotes))
 """
 
 
