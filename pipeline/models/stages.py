@@ -38,7 +38,7 @@ from pipeline.parallel.schedules import balanced
 from pipeline.system.errors import ConfigError, ModelError
 
 
-class Passed(nn.Module):
+class PassThrough(nn.Module):
     """Replaces a block of another stage: returns the hidden states unchanged."""
 
     def __init__(self, block: nn.Module, *, as_tuple: bool) -> None:
@@ -58,7 +58,7 @@ class Passed(nn.Module):
         return given
 
 
-class Inlet(Passed):
+class StageInput(PassThrough):
     """Replaces the first block on a later stage, and takes the received hidden states."""
 
     received: Float[Tensor, "1 N d"] | None = None
@@ -75,7 +75,7 @@ class Inlet(Passed):
         return torch.randn(given.shape, generator=generator).to(given)
 
 
-class Absent(nn.Module):
+class ZeroOutput(nn.Module):
     """Replaces an embedding or a projection of the first stage: returns zeros."""
 
     def __init__(self, module: nn.Module, *, of_tokens: bool) -> None:
@@ -118,7 +118,7 @@ class Stage:
 
     count: int = 1
 
-    inlet: Inlet | None = None
+    inlet: StageInput | None = None
     """Destination of received hidden states; None on the first stage."""
 
     tied: Tensor | None = None
@@ -209,7 +209,7 @@ def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         for name, module in plain.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) > 0
-        and all(isinstance(each, GradientCheckpointingLayer | Passed) for each in module)
+        and all(isinstance(each, GradientCheckpointingLayer | PassThrough) for each in module)
     }
     if len(found) != 1:
         raise ModelError(
@@ -270,10 +270,10 @@ def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[
     tied = head is not None and head.weight is embedding.weight
     width, dtype = plain.config.get_text_config().hidden_size, embedding.weight.dtype
     outside = _outside(plain, order, list_name)  # before anything has gone
-    inlet = None if is_first else Inlet(every[0], as_tuple=order.as_tuple)
+    inlet = None if is_first else StageInput(every[0], as_tuple=order.as_tuple)
     for index, block in enumerate(every):
         if not first <= index < last:
-            passed = Passed(block, as_tuple=order.as_tuple)
+            passed = PassThrough(block, as_tuple=order.as_tuple)
             every[index] = inlet if index == 0 and inlet is not None else passed
     borrowed = _borrow(cast("nn.Linear", head)) if tied and is_last and not is_first else None
     for name, module, early in outside:
@@ -281,7 +281,7 @@ def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[
             is_table = module is embedding
             layer, other = get_layer(module), nn.Identity()
             if early and isinstance(layer, nn.Embedding | nn.Linear):
-                other = Absent(layer, of_tokens=is_table)
+                other = ZeroOutput(layer, of_tokens=is_table)
             plain.set_submodule(name, other)
     return Stage(
         number,
