@@ -25,7 +25,7 @@ from pipeline.run.trackers import Trackers, open_trackers
 from pipeline.settings.fields import flatten, plain
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Progress
-from pipeline.system.signals import LeavesAtOnce
+from pipeline.system.signals import ExitOnSignal
 from pipeline.watchdog.monitors import Stragglers, peak_memory
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Run:
         self._metrics: IO[bytes] | None = None
         self._stragglers = Stragglers(mesh.world, stages=mesh.stages.size)
         self._tokens_per_second = 0.0
-        self._at_once = LeavesAtOnce()
+        self._at_once = ExitOnSignal()
 
     def __enter__(self) -> "Run":
         self._start = self._step_end = time.perf_counter()

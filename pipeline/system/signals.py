@@ -116,7 +116,7 @@ def ended_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-class LeavesAtOnce:
+class ExitOnSignal:
     """Context in which a scheduler's signal ends the process in order, by EXIT_REQUEUE.
 
     Before the first step and after the last there is nothing to save. Ctrl-C does the same by
@@ -127,7 +127,7 @@ class LeavesAtOnce:
         self.received: signal.Signals | None = None
         self._heard: list[signal.Signals] = []
 
-    def __enter__(self) -> "LeavesAtOnce":
+    def __enter__(self) -> "ExitOnSignal":
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) == signal.SIG_DFL:

@@ -16,7 +16,7 @@ INT, HUP, TERM, USR1 = signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGU
 
 LISTENS = """
 import hashlib, signal, sys
-from pipeline.system.signals import LeavesAtOnce, StopSignals
+from pipeline.system.signals import ExitOnSignal, StopSignals
 
 for name in ("SIGHUP", "SIGTERM", "SIGUSR1"):
     signal.signal(signal.Signals[name], signal.SIG_DFL)  # as in a terminal, also under nohup
@@ -105,7 +105,7 @@ def test_signals_are_answered_at_once_while_the_main_thread_runs_no_python() -> 
 def test_where_there_is_nothing_to_save_a_scheduler_is_obeyed_at_once(
     number: signal.Signals,
 ) -> None:
-    program = 'with LeavesAtOnce():\n    print("ready", flush=True)\n    sys.stdin.readline()\n'
+    program = 'with ExitOnSignal():\n    print("ready", flush=True)\n    sys.stdin.readline()\n'
     with listening(program) as process:
         process.send_signal(number)
 
