@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from inference.tensor_parallel import Sharding, mark_sharing, sum_
 from pipeline.engine.tensor_parts import Part, get_part, whole_shape
-from pipeline.models.export import HasTurns
+from pipeline.models.export import GathersUnits
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
 from pipeline.models.meta import meta_model, places
@@ -282,7 +282,7 @@ class Replica:
         return not all(weight.is_copied for weight in self.weights)
 
     @torch.no_grad()
-    def load(self, weights: HasTurns) -> None:
+    def load(self, weights: GathersUnits) -> None:
         """Copy the current trained weights, one unit at a time.
 
         `weights` is the engine that trains the model; a collective of all its processes.
@@ -302,7 +302,7 @@ class Replica:
                 self._receive(stage)
         self._share_buffers()
 
-    def _take(self, engine: HasTurns) -> None:
+    def _take(self, engine: GathersUnits) -> None:
         """Copy the weights that this process trains, and send them to the other stages."""
         sends = self._stages.size > 1
         for params in engine.iter_gathered_units():

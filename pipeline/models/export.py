@@ -170,7 +170,7 @@ ADAPTER_PREFIX = "base_model.model."
 
 
 @runtime_checkable
-class HasTurns(Protocol):
+class GathersUnits(Protocol):
     """Gathers a model's parameters, a unit at a time."""
 
     def iter_gathered_units(self) -> Iterator[Collection[nn.Parameter]]:
@@ -183,7 +183,7 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     *,
-    weights: HasTurns | None = None,
+    weights: GathersUnits | None = None,
 ) -> None:
     """Write config, safetensors and tokenizer into `directory`; each file is replaced atomically.
 
@@ -231,7 +231,7 @@ def set_stop_tokens(model: nn.Module, stop_ids: Sequence[int]) -> None:
 
 @torch.no_grad()
 def named_weights(
-    model: nn.Module, weights: HasTurns | None = None
+    model: nn.Module, weights: GathersUnits | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Everything in the state dict of `model`, each tensor full until the next is requested.
 
