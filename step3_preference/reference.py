@@ -129,7 +129,8 @@ def _require_some(
         limit = f" at data.max_length {config.data.max_length}; raise it, or see the rows"
         raise DataError(
             f"none of the {number} {name} rows can be learned from: {_left_out(outcomes)}"
-            f"{limit if outcomes['too long'] else '; see them'} with `python -m pipeline.data.inspect`"
+            f"{limit if outcomes['too long'] else '; see them'} with"
+            " `python -m pipeline.data.inspect`"
         )
 
 

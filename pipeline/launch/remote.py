@@ -81,7 +81,7 @@ class _Group:
     """The commands of several machines."""
 
     def __init__(self, remotes: Sequence[RemoteCommand]) -> None:
-        self._errands = remotes
+        self._remotes = remotes
         self.commands: list[_Command] = []
         self._signals: list[signal.Signals] = []
         self._passed_on = 0
@@ -97,8 +97,8 @@ class _Group:
 
     def start(self) -> None:
         """Start all commands."""
-        prefixed = len(self._errands) > 1
-        self.commands = [_Command(remote, prefixed=prefixed) for remote in self._errands]
+        prefixed = len(self._remotes) > 1
+        self.commands = [_Command(remote, prefixed=prefixed) for remote in self._remotes]
 
     def wait(self) -> int:
         """Wait for the end of all commands; return the exit code."""
