@@ -46,7 +46,7 @@ def refused(*argv: str) -> str:
         ),
         (("--path", "embedded", "--slots", "0"), "error: --slots must be above 0, got 0"),
         (("--path", "embedded", "--cors", "x"), "error: --cors takes origins, such as https://"),
-        (("--path", "embedded", "--host", "0.0.0.0"), "error: --host 0.0.0.0 lets other"),
+        (("--path", "embedded", "--host", "0.0.0.0"), "error: --host 0.0.0.0 accepts other"),
         (("--path", "embedded", "--api-key", "a"), "error: --api-key: key 1 is shorter than 8"),
         (("--path", "embedded", "--api-key-file", "no"), "error: --api-key-file no can't be read"),
         (("--path", "embedded", "--tls-cert", "c"), "error: --tls-cert and tls_key belong"),
