@@ -372,5 +372,5 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         )
         require(
             self.precompute != "on" or not self.reference_free,
-            "preference.precompute is of the reference, which reference_free leaves out",
+            "preference.precompute applies to the reference, which reference_free omits",
         )

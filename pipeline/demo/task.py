@@ -377,7 +377,7 @@ def _parts(pattern: str) -> list[list[str]]:
 
 
 def _named(fact: Fact, number: int, form: str, random: Random, *, in_words: bool) -> str:
-    """Name in a prompt of the fact's country, number, verb or thing."""
+    """The fact's country, number, verb or thing, as named in a prompt."""
     value = fact.subject[number]
     if form == "s":
         return {"sheep": "sheep", "wolf": "wolves"}.get(value, f"{value}s")

@@ -302,10 +302,10 @@ def own_part(
         model: the Hugging Face model.
         parallel: how it is cut.
         stages: the processes that have the stages.
-        whole: makes of a model that ends with its head what the engine runs.
+        whole: wraps a model with its head for the engine.
         kernels: of a stage without the head.
-        follows: whether the partition is that of another model, to be taken where it fits.
-        passing: makes what the engine runs of a stage without the head, where the parameters of
+        follows: whether the partition is that of another model, and is used if it fits.
+        passing: wraps a stage without the head for the engine, if the parameters of
             `whole` have other names than its.
 
     Raises:

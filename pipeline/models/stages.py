@@ -153,8 +153,8 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
     plain = base_model(model)
     if not can_stream(plain):
         raise ModelError(
-            f"{plain.config.model_type} models hold in one file's tensor what they have in several"
-            " parameters, and can't be cut into stages; set parallel.pp 1"
+            f"{plain.config.model_type} models merge several parameters into one tensor of their"
+            " files, and can't be cut into stages; set parallel.pp 1"
         )
     if not how_to_run(plain).packed:
         raise ModelError(

@@ -242,7 +242,7 @@ def _check_step(request: Request, stage: Stage, config: StepConfig, learns: Stag
 
 
 def _skipped(request: Request, stages: Sequence[Stage]) -> set[str]:
-    """The finished steps that `--resume` skips: those that follow none that must run."""
+    """The finished steps that `--resume` skips: those before the first step that must run."""
     chosen = [stage for stage in stages if stage.number in request.step]
     finished = {
         stage.name
