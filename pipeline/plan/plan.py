@@ -162,12 +162,9 @@ def _notes(
     models = {each.section: each.models for each in known}
     for stage in plan.stages:
         for role, model in plan.configs[stage.name].used_models().items():
-            earlier = replaced.get(models[stage.section].get(role, ""))
-            if earlier is not None:
-                yield (
-                    f"{stage.title} takes {model.path} as its {role}: {plan.request.output_dir} has"
-                    f" no output of step {earlier.number}"
-                )
+            if earlier := replaced.get(models[stage.section].get(role, "")):
+                lacks = f"{plan.request.output_dir} has no output of step {earlier.number}"
+                yield f"{stage.title} takes {model.path} as its {role}: {lacks}"
     preset = [stage.title for stage in plan.stages if resolver.has_preset(stage)]
     if preset:
         name = EMBEDDED_PRESET.relative_to(ROOT)

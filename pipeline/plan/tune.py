@@ -227,25 +227,12 @@ def _words(settings: Mapping[str, object]) -> str:
 
 def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: int) -> StepConfig:
     """The settings for `steps` optimizer steps, with evaluations as short as possible."""
-    values: dict[str, object] = {
-        "output_dir": output_dir,
-        "max_steps": steps,
-        "eval_every": 0,
-        "keep_best": False,
-        "log_every": 1,
-        "save_every": None,
-        "resume": False,
-        "trackers": (),
-        "data.max_eval_rows": world,
-    }
-    of_some_steps: dict[str, object] = {
-        "patience": None,
-        "normalization_prompts": 2,
-        "samples_every": steps + 1,
-        "base": FrozenModelConfig(),
-        "critic_warmup_steps": 0,
-        "guards": (),
-    }
+    values: dict[str, object] = {"output_dir": output_dir, "max_steps": steps, "resume": False}
+    values |= {"eval_every": 0, "keep_best": False, "data.max_eval_rows": world}
+    values |= {"log_every": 1, "save_every": None, "trackers": ()}
+    of_some_steps: dict[str, object] = {"patience": None, "normalization_prompts": 2, "guards": ()}
+    of_some_steps |= {"samples_every": steps + 1, "critic_warmup_steps": 0}
+    of_some_steps["base"] = FrozenModelConfig()
     names = {each.name for each in fields(config)}
     return changed(config, values | {n: v for n, v in of_some_steps.items() if n in names})
 

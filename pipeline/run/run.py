@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from pipeline.cli.options import write_config
@@ -94,19 +93,14 @@ class Run:
         self._at_once.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._at_once.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:  # noqa: ANN401
+        self._at_once.__exit__(*error)
         if self._metrics is None:
             return
         self._held.close()
         self._progress.stop()
         self._metrics.close()
-        if kind is KeyboardInterrupt or self._at_once.received is not None:
+        if error[0] is KeyboardInterrupt or self._at_once.received is not None:
             logger.info(
                 "%s stopped%s; --resume %s",
                 self.name,
@@ -172,11 +166,8 @@ class Run:
             self._logged_at = (self.tokens, self._seconds_trained)
             elapsed = max(self._seconds_trained - seconds_before, 1e-9)
             self._tokens_per_second = (self.tokens - tokens_before) / elapsed
-            self._write(
-                step,
-                {"tokens": tokens, "tokens_per_second": self._tokens_per_second, **metrics},
-                {},
-            )
+            speed = {"tokens_per_second": self._tokens_per_second}
+            self._write(step, {"tokens": tokens, **speed, **metrics}, {})
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
 
@@ -206,12 +197,7 @@ class Run:
         if self._metrics is not None:
             self._write(step, {}, {name: details})
 
-    def finish(
-        self,
-        *,
-        eval: Mapping[str, object],  # noqa: A002
-        **extra: object,
-    ) -> None:
+    def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
         """Write result.json, whole or not at all, after everything else: the step is finished.
 
         It holds seconds, steps, tokens, how the processes were divided (`mesh`), `eval`, `extra`,
