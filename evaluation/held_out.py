@@ -43,9 +43,15 @@ class Prompt:
 
 
 def encode_prompts(
-    examples: Sequence[Example], chat: ChatFormat, *, limit: int, name: str, setting: str
+    examples: Sequence[Example],
+    chat: ChatFormat,
+    *,
+    limit: int,
+    name: str,
+    setting: str,
+    most: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of at most `limit` tokens; longer ones are left out, and counted.
+    """The first `most` prompts of at most `limit` tokens; longer ones are left out, and counted.
 
     Args:
         examples: the rows.
@@ -53,23 +59,28 @@ def encode_prompts(
         limit: tokens of a prompt.
         name: of the prompts, for messages: "held-out".
         setting: that has the limit: "ppo.max_prompt_length".
+        most: number of prompts; None returns all.
 
     Raises:
         DataError: none is short enough.
     """
-    prompts = [
-        Prompt(x.prompt, chat.encode_prompt(x.prompt, origin=x.origin), x.extra) for x in examples
-    ]
-    short = [prompt for prompt in prompts if len(prompt.input_ids) <= limit]
+    short: list[Prompt] = []
+    lengths: list[int] = []
+    for x in examples:
+        if len(short) == most:
+            break
+        prompt = Prompt(x.prompt, chat.encode_prompt(x.prompt, origin=x.origin), x.extra)
+        lengths.append(len(prompt.input_ids))
+        short += [prompt] if lengths[-1] <= limit else []
     if not short:
-        shortest = min(len(prompt.input_ids) for prompt in prompts)
+        shortest = min(lengths)
         raise DataError(
             f"every {name} prompt is longer than {setting} {limit} (the shortest has {shortest}"
             " tokens); raise it"
         )
     logger.info(
         "%d of %d %s prompts are longer than %s %d and left out",
-        *(len(prompts) - len(short), len(prompts), name, setting, limit),
+        *(len(lengths) - len(short), len(lengths), name, setting, limit),
     )
     return short
 

@@ -124,7 +124,13 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
     data = load_step_rows(config, step=3)
     limit, setting = config.max_prompt_length, "ppo.max_prompt_length"
     train = encode_prompts(data.train, chat, limit=limit, name="training", setting=setting)
-    held_out = encode_prompts(data.eval, chat, limit=limit, name="held-out", setting=setting)
+    held_out = encode_prompts(
+        *(data.eval, chat),
+        limit=limit,
+        name="held-out",
+        setting=setting,
+        most=config.data.max_eval_rows,
+    )
     return Prompts(
         train=train,
         held_out=held_out,

@@ -241,6 +241,7 @@ class Evaluator:
             limit=config.max_prompt_length,
             name="held-out",
             setting="preference.max_prompt_length",
+            most=config.data.max_eval_rows,
         )
         self.held_out = HeldOut(prompts, chat, generating, reference.start, config)
         self.watched = self.held_out.on(prompts[: config.eval_prompts])

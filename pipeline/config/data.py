@@ -79,7 +79,7 @@ class DataConfig:
     nothing to do with the seed of training, and must be the same in all steps."""
 
     max_eval_rows: int = 256
-    """Maximum number of rows to evaluate."""
+    """Maximum number of rows to evaluate; of prompts, of those that are short enough."""
 
     split: tuple[float, float, float] = (2.0, 4.0, 4.0)
     """Proportions of the prompts that steps 1, 2 and 3 see; no prompt is in two parts

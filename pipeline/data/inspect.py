@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> None:
     tokenizer, chat = load_chat(FrozenModelConfig(path=config.tokenizer), config)
     encoded = [encode_row(example, chat, config) for example in data.train]
 
-    say(f"step {config.step}: {len(data.train)} training rows, {len(data.eval)} for evaluation")
+    held_out = min(len(data.eval), config.max_eval_rows)
+    say(f"step {config.step}: {len(data.train)} training rows, {held_out} for evaluation")
     for note in data.notes:
         say(f"  {note}")
     stops = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in chat.stop_ids)

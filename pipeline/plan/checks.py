@@ -62,6 +62,10 @@ class Preview:
             return config.max_steps
         return math.ceil(config.epochs * len(self.data.train) / config.workload(1).data_rows)
 
+    def held_out(self, config: StepConfig) -> int:
+        """Rows that the step evaluates."""
+        return min(len(self.data.eval), config.data.max_eval_rows) if self.data else 0
+
 
 def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
     """Check everything, and return the rows of each step that will run.

@@ -92,7 +92,9 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
             passes * model.shape.layers * BLOCK_SECONDS, all_tokens * 2 * model.parameters / flops
         )
 
-    rows, held_out = (-(-count // work.world) for count in (work.iteration_rows, len(data.eval)))
+    rows, held_out = (
+        -(-count // work.world) for count in (work.iteration_rows, preview.held_out(config))
+    )
     evaluations = 2 + (steps // config.eval_every if config.eval_every else 0)
     waits = bubble(work.parallel.pp, work.micro_batches)
     learning = [model for model in models if model.trained is not None]
@@ -239,7 +241,7 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
         yield _line("rows", f"not known: {preview.unread}")
         return
     rows = len(preview.data.train)
-    yield _line("rows", f"{rows:,} to train on, {len(preview.data.eval):,} held out")
+    yield _line("rows", f"{rows:,} to train on, {preview.held_out(config):,} held out")
     yield from (_line("", note) for note in preview.data.notes if not note.startswith("step "))
     work, steps, tokens = config.workload(1), preview.steps(config), preview.row_tokens
     if steps is None:

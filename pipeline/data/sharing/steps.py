@@ -49,6 +49,7 @@ class StageData:
 
     train: list[Example]
     eval: list[Example]
+    """Up to `max_eval_rows`; of prompts all, since the step leaves out too long ones first."""
 
     notes: list[str]
     """Remarks for the user: columns and rows that are not used, and why."""
@@ -367,7 +368,7 @@ class _Sharing:
             f"step {self.step} is evaluated on {len(evaluated)} of {num_rows(len(held_out))} held"
             " out"
         )
-        return evaluated
+        return usable if use == "prompts" else evaluated
 
 
 def _read_and_share(

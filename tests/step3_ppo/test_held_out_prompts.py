@@ -1,0 +1,29 @@
+"""The held-out prompts that step 3 answers."""
+
+import json
+from pathlib import Path
+
+from pipeline.config import DataConfig, FrozenModelConfig
+from pipeline.models.chat import load_chat
+from step3_ppo.config import PPOConfig
+from step3_ppo.rollout import load_prompts
+
+
+def write(path: Path, prompts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def test_too_long_prompts_do_not_take_the_places_of_others(tmp_path: Path) -> None:
+    long = [f"{number} {'is much too long ' * 40}" for number in range(8)]
+    data = DataConfig(
+        path=(write(tmp_path / "rows.jsonl", [f"Add {number}." for number in range(40)]),),
+        eval_path=(write(tmp_path / "eval.jsonl", [*long, *(f"Take {n}." for n in range(8))]),),
+        max_eval_rows=8,
+    )
+    config = PPOConfig(data=data, max_prompt_length=48, rollout_size=8, batch_size=8)
+
+    held_out = load_prompts(load_chat(FrozenModelConfig(path="embedded"), data)[1], config).held_out
+
+    texts = {prompt.messages[0].content for prompt in held_out}
+    assert texts == {f"Take {number}." for number in range(8)}
