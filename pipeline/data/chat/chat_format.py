@@ -482,10 +482,7 @@ class ChatFormat:
 
     @cached_property
     def _end_in_history(self) -> str:
-        """The special token right after an answer that more turns follow; empty if there is none.
-
-        It may be another than that after a last answer: `<|end|>`, and `<|return|>`, in Harmony.
-        """
+        """The special token right after an earlier answer (`<|end|>` in Harmony), if any."""
         dialogue = self.render(PROBE_PROMPT, generation_prompt=True)
         tail = dialogue.rpartition(PROBE_PROMPT[1].content)[2].lstrip()
         found = [token for token in self._specials if tail.startswith(token)]

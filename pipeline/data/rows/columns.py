@@ -139,11 +139,7 @@ def text(row: Row, name: str) -> str:
 
 
 def _items(row: Row, name: str) -> list[Any] | None:
-    """Return the turns in a column: a list, a single one, or either as text; None for other text.
-
-    Raises:
-        DataError: a text can be nothing but turns, and can't be read.
-    """
+    """Return the turns in a column: a list, one, or either as text; None for other text."""
     value = row.columns[name]
     if isinstance(value, dict):
         return [value] if not {"role", "from"}.isdisjoint(value) else None
@@ -275,10 +271,7 @@ def with_system(row: Row, dialogue: Turns) -> Turns:
 
 
 def response(row: Row, name: str, question: Turns) -> Turns:
-    """Return a response column: turns, or the text of one assistant turn that follows `question`.
-
-    The text is stripped; the white space between the response and its beginning stays.
-    """
+    """Return a response column: turns, or the stripped text of one turn that follows `question`."""
     if _items(row, name) is not None:
         return turns(row, name)
     content = text(row, name).rstrip()
