@@ -148,7 +148,8 @@ class FrozenModelConfig:
     """A model that only answers."""
 
     path: str | None = None
-    """Hugging Face model id or local directory; null takes the output of the step before."""
+    """Hugging Face model id, local directory or GGUF file; null takes the output of the step
+    before."""
 
     precision: Precision = "auto"
     """Number format of the weights (dtype); auto is bf16 on a GPU that has it, else fp32. On a CPU

@@ -9,10 +9,7 @@ import math
 import random
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -39,6 +35,19 @@ from pipeline.export.verify import (
 from pipeline.files.safetensors_header import stored_tensors
 from pipeline.files.tensor_io import DTYPES as UNQUANTIZED
 from pipeline.models.load import load_tokenizer
+from pipeline.models.vocabulary import (
+    BYTE,
+    CONTROL,
+    EXPRESSIONS,
+    NORMAL,
+    ROPE_FACTORS,
+    STOPS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Vocabulary,
+    read_tokenizer,
+)
 from pipeline.system.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -66,35 +75,12 @@ FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
-ROPE_FACTORS = "rope_freqs.weight"
-
 BLOCK = 32
 """Elements of a q8_0 block."""
 
 FP16_MAX = 65504.0
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Token types, as numbered by the specification."""
-
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-
-_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-EXPRESSIONS = {
-    "gpt-2": (_GPT2,),
-    "qwen2": (_CASELESS + r"\p{N}" + _REST,),
-    "llama-bpe": (_CASELESS + r"\p{N}{1,3}" + _REST,),
-    "smollm": (r"\p{N}", _GPT2),
-}
-"""Regular expressions that split text, one after another, before byte-level BPE, by llama.cpp's
-names (src/llama-vocab.cpp)."""
-
-WHOLE_WORDS = "llama-bpe"
-"""The expression with which a word that is a token is never split."""
 
 ALPHABETS = ("abcdefghijkl", "ABCDEFGHIJKL", "0123456789", " .,;:!?'\"()[]{}<>|/\\@#$%^&*-_=+`~")
 ALPHABETS += (
@@ -108,67 +94,6 @@ TEXTS = 1000
 """Texts whose tokens are compared."""
 
 GAPS = (" ", " ", " ", "  ", "    ", "\n", "\n\n", "\t", ", ", "")
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A tokenizer in GGUF's terms; the fields are keys `tokenizer.ggml.*` of the file."""
-
-    model: str
-    """`llama` (SentencePiece's BPE, by scores) or `gpt2` (BPE of bytes, by merges)."""
-
-    pre: str
-    """llama.cpp's name of the pre-tokenizer."""
-
-    tokens: Sequence[str]
-    token_type: Sequence[int]
-
-    scores: Sequence[float]
-    """Scores for `llama`: the pair with the highest score merges first; else empty."""
-
-    merges: Sequence[str]
-    """Merges for `gpt2`: two tokens separated by a space, in order of priority; else empty."""
-
-    add_bos_token: bool
-    add_eos_token: bool
-    add_space_prefix: bool
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """A tokenizer built from these fields only."""
-        numbers = {token: number for number, token in enumerate(self.tokens)}
-        if self.model == "llama":
-            merges = self._merges_by_score(numbers)
-            tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=merges, byte_fallback=True))
-            prefix = [normalizers.Prepend(SPACE)] if self.add_space_prefix else []
-            tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
-        else:
-            pairs = (merge.partition(" ") for merge in self.merges)
-            merges = [(left, right) for left, _, right in pairs]
-            words = self.pre == WHOLE_WORDS
-            tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=merges, ignore_merges=words))
-            splits = (pre_tokenizers.Split(Regex(e), "isolated") for e in EXPRESSIONS[self.pre])
-            by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, by_bytes])
-        special = [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(self.tokens, self.token_type, strict=True)
-            if kind in (CONTROL, USER_DEFINED, UNKNOWN) and token
-        ]
-        tokenizer.add_special_tokens(special)
-        return tokenizer
-
-    def _merges_by_score(self, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Pairs of tokens that merge into another one, highest score first."""
-        merged = [t for t, score in zip(self.tokens, self.scores, strict=True) if score < 0]
-        merged.sort(key=lambda token: -self.scores[numbers[token]])
-        pairs = ((token[:end], token[end:]) for token in merged for end in range(1, len(token)))
-        return [(left, right) for left, right in pairs if left in numbers and right in numbers]
-
-    def agrees(self, texts: Mapping[str, Sequence[int]]) -> bool:
-        """Whether texts have these tokens."""
-        encode = self.tokenizer.encode
-        return all(encode(t, add_special_tokens=False).ids == ids for t, ids in texts.items())
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> Vocabulary:
@@ -444,7 +369,7 @@ class GgufExport:
             if isinstance(number, int):
                 getattr(writer, f"add_{kind}_token_id")(number)
         # llama.cpp ends a response at any of the three.
-        for kind, number in zip(("eos", "eot", "eom"), self.stop_ids, strict=False):
+        for kind, number in zip(STOPS, self.stop_ids, strict=False):
             getattr(writer, f"add_{kind}_token_id")(number)
         if isinstance(tokenizer.chat_template, str):
             writer.add_chat_template(tokenizer.chat_template)
@@ -460,20 +385,11 @@ class GgufExport:
     def _compare_tokenizer(self, directory: Path) -> str:
         from gguf import GGUFReader
 
-        reader = GGUFReader(directory / self.file)
-
-        def value(key: str) -> Any:  # noqa: ANN401  # of any type
-            field = reader.get_field(f"tokenizer.{key}")
-            return None if field is None else field.contents()
-
-        found = {f.name: value(f"ggml.{f.name}") for f in fields(Vocabulary)}
-        expected = {name: getattr(self.vocabulary, name) or None for name in found}
-        stops = [value(f"ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        template = self.tokenizer.chat_template
-        if (
-            {name: given or None for name, given in found.items()} != expected
-            or tuple(stop for stop in stops if stop is not None) != self.stop_ids
-            or value("chat_template") != (template if isinstance(template, str) else None)
+        read, stops = read_tokenizer(GGUFReader(directory / self.file))
+        own, texts = self.tokenizer, make_texts(self.tokenizer)
+        template = own.chat_template if isinstance(own.chat_template, str) else None
+        if (read.chat_template, stops) != (template, self.stop_ids) or any(
+            read.encode(text) != own.encode(text) for text in texts
         ):
             raise UnverifiedError("not exported: the tokenizer was not read back as written")
         return (

@@ -33,6 +33,7 @@ from pipeline.models.directory import (
     require_language_model,
     untrusted_code,
 )
+from pipeline.models.gguf import as_directory
 from pipeline.models.packing import how_to_run
 from pipeline.models.quantized import quantized
 from pipeline.parallel.group import ALONE, Group
@@ -84,7 +85,7 @@ def model_path(config: FrozenModelConfig) -> str:
     """
     if config.path is None:
         raise ModelError("no model path was given; set it, or run the step before through train.py")
-    return config.path
+    return as_directory(config.path)
 
 
 def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:

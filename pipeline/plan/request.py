@@ -9,6 +9,7 @@ from typing import Literal
 from pipeline.cli.options import read_layers, split_options
 from pipeline.config import AdapterVariant, Quantize, check_split
 from pipeline.launch.layout import Deployment
+from pipeline.models.gguf import as_directory
 from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
@@ -37,9 +38,9 @@ class Request(Deployment):
     --methods.NAME.SETTING is for one."""
 
     actor_model: str | None = None
-    """Model that becomes the chat model: Hugging Face id, local directory, or a size of OPT as
-    DeepSpeed-Chat writes it: 1.3b is facebook/opt-1.3b. Without it, the embedded model, 1M
-    parameters. Without output of step 1, step 3 alone starts from it."""
+    """Model that becomes the chat model: Hugging Face id, local directory, GGUF file, or a size
+    of OPT as DeepSpeed-Chat writes it: 1.3b is facebook/opt-1.3b. Without it, the embedded model,
+    1M parameters. Without output of step 1, step 3 alone starts from it."""
 
     reward_model: str | None = None
     """Model the reward model starts from, written as for --actor-model. Without it, step 1's
@@ -270,7 +271,7 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
 
 
 def full_name(option: str, path: str | None) -> str | None:
-    """`facebook/opt-1.3b` for `1.3b`, DeepSpeed-Chat's sizes; any other model as it is.
+    """`facebook/opt-1.3b` for `1.3b`, DeepSpeed-Chat's sizes; of a GGUF file its directory.
 
     A local directory of that name wins.
 
@@ -278,7 +279,7 @@ def full_name(option: str, path: str | None) -> str | None:
         ConfigError: it looks like a size that OPT does not have.
     """
     if path is None or not re.fullmatch(r"\d+(\.\d+)?[bBmM]", path) or Path(path).is_dir():
-        return path
+        return None if path is None else as_directory(path)
     require(
         path.lower() in OPT_SIZES,
         f"{option} {path} is not a size of OPT, which has {', '.join(OPT_SIZES)}; for another"

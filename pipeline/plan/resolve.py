@@ -18,6 +18,7 @@ from typing import Any
 from pipeline.cli.options import read_layers
 from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed import deepspeed_layer
+from pipeline.models.gguf import as_directory
 from pipeline.plan.output import recorded_model, recorded_start
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, METHODS, Stage
@@ -150,7 +151,13 @@ class Resolver:
         # Which models a step uses follows from its settings; some origins follow from that.
         config = build(stage.models)
         origins = stage.origins(config.used_models().keys(), _method(stage, self.request))
-        return self._with_rate(stage, config if origins == stage.models else build(origins))
+        config = self._with_rate(stage, config if origins == stage.models else build(origins))
+        models = {
+            role: replace(model, path=as_directory(str(model.path)))
+            for role, model in config.used_models().items()
+            if str(model.path).endswith(".gguf")
+        }
+        return replace(config, **models) if models else config
 
     def _with_rate(self, stage: Stage, config: StepConfig) -> StepConfig:
         """The settings with --lr as the rate of adapters too, whose usual one is a multiple."""

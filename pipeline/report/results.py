@@ -11,6 +11,7 @@ from typing import Any, cast
 import yaml
 
 from pipeline.cli.options import remark
+from pipeline.models.gguf import as_directory
 from pipeline.settings.fields import portable
 from pipeline.system.errors import DataError, ModelError
 
@@ -353,12 +354,13 @@ def find_model(path: str, method: str | None = None) -> str:
     written to standard error.
 
     Args:
-        path: a model directory, an output directory, or a name on the Hub.
+        path: a model directory, a GGUF file, an output directory, or a name on the Hub.
         method: selects the model of this method.
 
     Raises:
         ModelError: the run has no model yet, or none of this method.
     """
+    path = as_directory(path)
     out = Path(path).expanduser()
     steps: Mapping[str, StepResult] = {}
     if not (out / "config.json").is_file():
