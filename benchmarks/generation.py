@@ -2,6 +2,7 @@
 
     python -m benchmarks.generation [--precisions fp32 bf16] [--rounds 5] [--threads 2]
     python -m benchmarks.generation --tiny      # the same course with answers of a few tokens
+    python -m benchmarks.generation --model DIR --batches 1 16 --longest 64 --precisions fp32
 
 A Llama of 15M parameters with random weights answers prompts of 64 tokens greedily. The first cases
 have answers of 128 tokens each; the last has 64 prompts whose answers are 8 to 128 tokens long, as
@@ -9,6 +10,8 @@ answers that end by themselves are. The two sides alternate within one run, afte
 that doesn't count; a figure is the median over rounds of answer tokens per second. The last column
 counts answers whose tokens are the same, which part where two tokens are equally likely but for
 rounding, and the one before it the share of our decoding passes that came from graphs or traces.
+With `--model` the prompts are 56 tokens of this repository's documentation, and all answers have
+the same length.
 """
 
 import argparse
@@ -27,6 +30,7 @@ from typing import Any, cast
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     StoppingCriteria,
@@ -42,6 +46,7 @@ from pipeline.config import FrozenModelConfig
 from pipeline.models.load import load_causal_lm
 
 PROMPT = 64
+TEXT_PROMPT = 56
 BATCHES = (1, 8, 32)
 
 
@@ -72,8 +77,8 @@ Answers = list[list[int]]
 class RowLengths(StoppingCriteria):
     """Ends each row at its own length."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = torch.tensor(lengths)
+    def __init__(self, lengths: Sequence[int], prompt: int) -> None:
+        self.lengths = torch.tensor(lengths) + prompt
 
     def __call__(
         self,
@@ -82,7 +87,7 @@ class RowLengths(StoppingCriteria):
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> torch.BoolTensor:
         """Return the rows that reach the length limit."""
-        done = self.lengths.to(input_ids.device) <= input_ids.shape[1] - PROMPT
+        done = self.lengths.to(input_ids.device) <= input_ids.shape[1]
         return cast("torch.BoolTensor", done)
 
 
@@ -96,14 +101,16 @@ def answer_with_transformers(
     settings = GenerationConfig(
         max_new_tokens=max(lengths), do_sample=False, eos_token_id=None, pad_token_id=2
     )
-    criteria = StoppingCriteriaList([RowLengths(lengths)] if len(set(lengths)) > 1 else [])
+    criteria = StoppingCriteriaList(
+        [RowLengths(lengths, ids.shape[1])] if len(set(lengths)) > 1 else []
+    )
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=settings,
         stopping_criteria=criteria,
     )
-    rows = output[:, PROMPT:].tolist()
+    rows = output[:, ids.shape[1] :].tolist()
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -151,6 +158,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--tiny", action="store_true", help="a few short answers")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the Llama")
+    parser.add_argument("--batches", nargs="+", type=int, help="numbers of prompts, with --model")
+    parser.add_argument("--longest", type=int, default=64, help="tokens of answers, with --model")
     parser.add_argument("--output", type=Path, help="where results.json is written")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -161,8 +171,9 @@ def main(argv: Sequence[str]) -> None:
     print(f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", sep="\n")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        save_llama(directory)
-        for row in measured(Path(directory), device, args):
+        if args.model is None:
+            save_llama(directory)
+        for row in measured(args.model or Path(directory), device, args):
             rows.append(row)
             print(f"| {' | '.join(format_line(row))} |", flush=True)
     print(f"load after: {load()}")
@@ -176,21 +187,29 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Each case of each precision."""
     course = TINY if args.tiny else Course()
+    if args.model is not None:
+        course = Course(longest=args.longest, batches=args.batches or BATCHES, spread=0)
     generator = torch.Generator().manual_seed(0)
     for precision in args.precisions:
         theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[precision])
         theirs.to(device)
         config = FrozenModelConfig(path=str(directory), precision=precision)
         ours = load_causal_lm(config, device=device)
-        for count in (*course.batches, course.spread):
+        for count in filter(None, (*course.batches, course.spread)):
             spread = torch.linspace(course.shortest, course.longest, count).long()
             mixed = spread[torch.randperm(count, generator=generator)].tolist()
             lengths = mixed if count == course.spread else [course.longest] * count
-            prompts = torch.randint(3, VOCABULARY, (count, PROMPT), generator=generator).tolist()
+            prompts = (
+                torch.randint(3, VOCABULARY, (count, PROMPT), generator=generator).tolist()
+                if args.model is None
+                else text_prompts(args.model, count)
+            )
             passes = PassCounts()
             sides = [
                 partial(answer_with_transformers, theirs, prompts, lengths),
-                partial(answer_with_ours, ours, prompts, lengths, passes, slots=course.spread),
+                partial(
+                    answer_with_ours, ours, prompts, lengths, passes, slots=course.spread or count
+                ),
             ]
             (slow, fast), (expected, got) = compare(
                 sides, rounds=args.rounds, clock=CLOCKS[args.clock]
@@ -203,6 +222,14 @@ def measured(
                 "replayed": passes.share_replayed,
                 "same": sum(a == b for a, b in zip(expected, got, strict=True)),
             }
+
+
+def text_prompts(directory: Path, count: int) -> Answers:
+    """Consecutive passages of the documentation, `TEXT_PROMPT` tokens each."""
+    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    ids = AutoTokenizer.from_pretrained(directory)("".join(page.read_text() for page in pages))
+    passages = torch.tensor(ids["input_ids"]).split(TEXT_PROMPT)
+    return [passage.tolist() for passage in passages[:count]]
 
 
 def format_line(row: Mapping[str, Any]) -> list[str]:
