@@ -1,6 +1,7 @@
 """Decoding passes repeated without the Python code of the modules."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference.engine.cache import NextToken, prepare_attention
 from pipeline.kernels.choice import kernel_mode
+from pipeline.kernels.elementwise import prepare_norm, prepare_rotation
 from pipeline.kernels.linear import Linear, prepare
 from pipeline.models.attention import Layout
 
@@ -307,7 +309,8 @@ class OperatorTrace:
         substitute: Callable[[Call], Replay | None] = lambda _: None,
     ) -> None:
         self.result: Shaped[Tensor, "..."] = result
-        self._kept = needed(varying(calls, inputs), result)  # keeps the memory of each call
+        # Keeps the memory of each call.
+        self._kept = fuse(needed(varying(calls, inputs), result), result)
         self._replays = [substitute(call) or make_replay(call) for call in self._kept]
 
     def __len__(self) -> int:
@@ -346,6 +349,81 @@ def needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
             kept.append(call)
             wanted |= {memory(tensor) for tensor in call.read()}
     return kept[::-1]
+
+
+NORM = (("pow", 0, 2), ("mean", 1, (-1,), True), ("add", 2, float), ("rsqrt", 3), ("mul", 0, 4))
+NORMS = ((*NORM, ("mul", 6, 5)), (*NORM, ("mul", 5, 6)))
+ROTATIONS = ((("mul", 0, 1), ("neg", 3), ("cat", (4, 5), -1), ("mul", 6, 7), ("add", 2, 8)),)
+"""Names and arguments; tensors are numbered in the order in which they are read or made."""
+
+
+def fuse(calls: Sequence[Call], result: Tensor) -> list[Call]:
+    """The calls, with one in place of each sequence that a kernel repeats.
+
+    `result` and the results of other calls keep their memory.
+    """
+    if kernel_mode() == "off":
+        return [*calls]
+    reads = Counter(memory(tensor) for call in calls for tensor in call.read())
+    reads[memory(result)] += 1
+    names, fused = [call.name for call in calls], [*calls]
+    for index in range(len(calls) - 1, -1, -1):
+        for pattern, fuse_group in ((NORMS[0], fuse_norm), (ROTATIONS[0], fuse_rotation)):
+            end = index + len(pattern)
+            if names[index:end] != [name for name, *_ in pattern]:
+                continue
+            group = calls[index:end]
+            inner = [memory(tensor) for call in group[:-1] for tensor in call.made]
+            if all(reads[each] == 1 for each in inner) and (repeat := fuse_group(group)):
+                read = [t for call in group for t in call.read() if memory(t) not in inner]
+                fused[index:end] = [Call(None, read, {}, group[-1].made, repeat)]
+    return fused
+
+
+def fuse_norm(group: Sequence[Call]) -> Replay | None:
+    """X * rsqrt(mean(x^2) + epsilon) * weight by the kernel; None for other calls."""
+    pattern, tensors = describe(group)
+    if pattern not in NORMS or tensors[6].shape != tensors[0].shape[-1:]:
+        return None
+    return prepare_norm(tensors[0], tensors[6], tensors[7], group[2].args[1])
+
+
+def fuse_rotation(group: Sequence[Call]) -> Replay | None:
+    """X * cos + (-x2, x1) * sin by the kernel, of halves x1 and x2; None for other calls."""
+    pattern, tensors = describe(group)
+    if pattern not in ROTATIONS:
+        return None
+    x, cos, sin, out = (tensors[number] for number in (0, 1, 7, 9))
+    halves = [identity(half) for half in x.chunk(2, -1)]
+    if halves != [identity(tensors[5]), identity(tensors[3])] or x.ndim != 4 or len(x) != 1:
+        return None
+    if not cos.shape == sin.shape == (1, 1, *x.shape[2:]):
+        return None
+    return prepare_rotation(x, cos, sin, out)
+
+
+def describe(group: Sequence[Call]) -> tuple[tuple[object, ...], list[Tensor]]:
+    """Names and arguments of calls as in `NORM`, and the numbered tensors."""
+    tensors: dict[object, Tensor] = {}
+
+    def number(value: object) -> object:
+        if isinstance(value, Tensor):
+            tensors.setdefault(identity(value), value)
+            return [*tensors].index(identity(value))
+        if isinstance(value, (list, tuple)):
+            return tuple(number(each) for each in value)
+        return float if isinstance(value, float) else value
+
+    pattern: list[object] = []
+    for call in group:
+        pattern.append((call.name, *map(number, call.args), *call.kwargs))
+        number(call.made)
+    return tuple(pattern), [*tensors.values()]
+
+
+def identity(tensor: Tensor) -> object:
+    """Equal for tensors of the same numbers in memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def make_replay(call: Call) -> Replay:

@@ -1,6 +1,7 @@
 """Continuous batching: sequences have slots, and free slots are refilled while others run."""
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from inference.engine.cache import NextToken, Piece, Pieces, SlotCache
 from inference.engine.decoder import Decoder
-from inference.engine.replay import Column, PassCounts
+from inference.engine.replay import Column, CurrentLayout, PassCounts
 from inference.engine.requests import Ticket, Waiting, as_array
 from inference.tensor_parallel import get_tp_group
 from pipeline.kernels.choice import kernel_mode
+from pipeline.kernels.linear import LinearByKernel
 from pipeline.models.attention import Layout, Ragged
 from pipeline.models.forward import base_model, cache_name
 
@@ -259,6 +261,7 @@ class SlotModel:
         self._model = model
         self._cache = cache
         self._cache_argument = {cache_name(model): cache}
+        self._is_cpu = device.type == "cpu"
         # transformers passes a 4-D mask through unchanged; the layouts need none.
         self._no_mask = torch.ones(1, 1, 1, 1, device=device)
 
@@ -274,15 +277,17 @@ class SlotModel:
             keep: number of tokens.
         """
         self._cache.begin(inputs[2], reads_slots=reads_slots)
-        output = self._model(
-            input_ids=inputs[:1],
-            position_ids=inputs[1:2],
-            attention_mask=self._no_mask,
-            use_cache=True,
-            ragged=layout,
-            logits_to_keep=keep,
-            **self._cache_argument,
-        )
+        is_recorded = isinstance(layout, CurrentLayout) and layout.recorder is not None
+        with LinearByKernel() if self._is_cpu and not is_recorded else nullcontext():
+            output = self._model(
+                input_ids=inputs[:1],
+                position_ids=inputs[1:2],
+                attention_mask=self._no_mask,
+                use_cache=True,
+                ragged=layout,
+                logits_to_keep=keep,
+                **self._cache_argument,
+            )
         return output.logits[0]
 
 

@@ -201,6 +201,12 @@ def has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
+def is_amd() -> bool:
+    """Whether this is an x86 processor of AMD; False on other systems than Linux."""
+    path = Path("/proc/cpuinfo")
+    return path.exists() and "AuthenticAMD" in path.read_text()
+
+
 def multiplies_bf16() -> bool:
     """Whether an x86 processor has instructions that multiply bf16.
 

@@ -1,18 +1,22 @@
-// A linear layer of few rows on the CPU: out = x w^T + bias. Reference: torch.nn.functional.linear.
+// Linear layers on the CPU: out = x w^T + bias. Reference: torch.nn.functional.linear.
 //
-// Weights are read once for all rows, one after the other: with few rows memory is the limit. The lanes of a
-// vector are neighbouring inputs, and are summed at the end. NUMBER is the number format of all tensors.
+// The lanes of a vector are neighbouring inputs, and are summed at the end. Each weight is read from memory once for
+// up to PACKED rows, which are copied next to each other. NUMBER is the number format of all tensors.
 
 #include <algorithm>
+#include <vector>
 
 #include "include/vectors.h"
 
 namespace {
 
-// A tile of outputs and rows whose sums stay in registers.
+// A tile of outputs and rows whose sums stay in registers: one for each lane, which a horizontal sum fills.
 constexpr int OUTPUTS = LANES == 16 ? 4 : 2;
-constexpr int ROWS = LANES == 16 ? 6 : 4;
-constexpr int FEW = 3;  // rows of which more outputs fit into a tile
+constexpr int ROWS = 4;
+constexpr int FEW = 3;  // rows that are not packed, of which more outputs fit into a tile
+
+constexpr int64_t PACKED = 128;  // rows that are packed at once: with DEPTH inputs they stay in a cache
+constexpr int64_t DEPTH = sizeof(Stored) == 4 ? 768 : INT64_MAX;  // partial sums in bf16 would be rounded
 
 struct Product {  // mirrored in linear.py
     const void* x;       // (rows, inputs)
@@ -24,58 +28,82 @@ struct Product {  // mirrored in linear.py
     int64_t outputs;
 };
 
+inline float widen(float number) { return number; }
+inline float widen(uint16_t number) { return as<float>(uint32_t(number) << 16); }
+
+// Some inputs of the rows of a tile. If they are packed, vector k of row r is line k * R + r.
+struct Inputs {
+    const void* x;
+    int64_t first;   // of the inputs
+    int64_t number;  // of the inputs
+    bool packed;
+};
+
+struct alignas(4 * LANES) Line {
+    Vector numbers;
+};
+
+// Copies vector k of `rows` rows to line k * rows + r; what is beyond the inputs is 0.
+void pack(const Stored* x, int64_t stride, int64_t inputs, int64_t rows, Line* to) {
+    constexpr int STEP = LANES * Number::NUMBERS;
+    for (int64_t k = 0; k < inputs; k += STEP)
+        for (int64_t r = 0; r < rows; r++, to++) {
+            const int64_t left = inputs - k;
+            to->numbers = left >= STEP ? load<Vector>(x + r * stride + k)
+                                       : load_part<Vector>(x + r * stride + k, int(left) * int(sizeof(Stored)));
+        }
+}
+
+// Adds the products of less than a vector of inputs to the sums of a tile.
+[[gnu::noinline]] void add_rest(const Stored* weight, int64_t inputs, int outputs, const Stored* x, int64_t row_stride, int count, int64_t number, float* sums) {
+    for (int i = 0; i < count; i++)
+        for (int64_t k = 0; k < number; k++)
+            sums[i] += widen(weight[i % outputs * inputs + k]) * widen(x[i / outputs * row_stride + k]);
+}
+
 template <int N, int R>
-inline void add(const Stored* weight, const Stored* x, int64_t inputs, int bytes, Vector (&sum)[N][R]) {
-    const auto read = [bytes](const Stored* from) {
-        return bytes == sizeof(Bits) ? load<Bits>(from) : load_part<Bits>(from, bytes);
-    };
+inline void add(const Stored* weight, int64_t inputs, const Stored* x, int64_t row_stride, Vector (&sum)[N][R]) {
     Bits line[N];
-    for (int n = 0; n < N; n++) line[n] = read(weight + n * inputs);
+    for (int n = 0; n < N; n++) line[n] = load<Bits>(weight + n * inputs);
     for (int r = 0; r < R; r++) {
-        const Bits row = read(x + r * inputs);
+        const Bits row = load<Bits>(x + r * row_stride);
         for (int n = 0; n < N; n++) sum[n][r] = Number::add(sum[n][r], line[n], row);
     }
 }
 
 // N outputs of R rows.
 template <int N, int R>
-void compute_tile(const Product& by, int64_t output, int64_t row) {
+void compute_tile(const Product& by, const Inputs& from, int64_t output, int64_t row) {
     constexpr int STEP = LANES * Number::NUMBERS;
-    const auto* weight = static_cast<const Stored*>(by.weight) + output * by.inputs;
-    const auto* x = static_cast<const Stored*>(by.x) + row * by.inputs;
+    const int64_t inputs = by.inputs, whole = from.number - from.number % STEP;
+    const int64_t row_stride = from.packed ? STEP : inputs, stride = from.packed ? R : 1;
+    const auto* weight = static_cast<const Stored*>(by.weight) + output * inputs + from.first;
+    const auto* x = static_cast<const Stored*>(from.x);
     Vector sum[N][R] = {};
-    int64_t k = 0;
-    for (; k + STEP <= by.inputs; k += STEP) {
-        for (int n = 0; n < N; n++) __builtin_prefetch(weight + (N + n) * by.inputs + k, 0, 2);  // the next tile
-        add<N, R>(weight + k, x + k, by.inputs, sizeof(Bits), sum);
+    for (int64_t k = 0; k < whole; k += STEP) {
+        for (int n = 0; n < N; n++) __builtin_prefetch(weight + (N + n) * inputs + k, 0, 2);  // the next tile
+        add<N, R>(weight + k, inputs, x + k * stride, row_stride, sum);
     }
-    if (k < by.inputs) add<N, R>(weight + k, x + k, by.inputs, int(by.inputs - k) * int(sizeof(Stored)), sum);
-
-    Vector sums[(N * R + LANES - 1) / LANES];
+    float sums[(N * R + LANES - 1) / LANES * LANES];
     for (int first = 0; first < N * R; first += LANES) {
         Vector part[LANES] = {};
-        for (int i = first; i < std::min(first + LANES, N * R); i++) part[i - first] = sum[i / R][i % R];
-        sums[first / LANES] = horizontal_sums(part);
+        for (int i = first; i < std::min(first + LANES, N * R); i++) part[i - first] = sum[i % N][i / N];
+        const Vector totals = horizontal_sums(part);
+        std::memcpy(sums + first, &totals, sizeof totals);
     }
+    if (whole < from.number)
+        add_rest(weight + whole, inputs, N, x + whole * stride, row_stride, N * R, from.number - whole, sums);
+
+    static constexpr Stored NONE[LANES] = {};
     const auto* bias = static_cast<const Stored*>(by.bias);
     auto* out = static_cast<Stored*>(by.out) + row * by.outputs + output;
-    for (int n = 0; n < N; n++) {
-        float shift = 0;
-        if (bias != nullptr) {
-            const uint32_t stored = sizeof(Stored) == 2 ? uint32_t(as<uint16_t>(load<uint16_t>(bias + output + n))) << 16
-                                                        : load<uint32_t>(bias + output + n);
-            shift = as<float>(stored);
-        }
-        for (int r = 0; r < R; r++)
-            out[r * by.outputs + n] = Number::narrow(sums[(n * R + r) / LANES][(n * R + r) % LANES] + shift);
+    const Stored* before = from.first > 0 ? out : bias != nullptr ? bias + output : NONE;
+    const int64_t before_next = from.first > 0 ? by.outputs : 0;
+    for (int r = 0; r < R; r++, out += by.outputs, before += before_next) {
+        Stored numbers[N];
+        for (int n = 0; n < N; n++) numbers[n] = Number::narrow(sums[r * N + n] + widen(before[n]));
+        std::memcpy(out, numbers, sizeof numbers);
     }
-}
-
-template <int N, int R>
-void compute_rows(const Product& by, int64_t output, int64_t row, int64_t rows) {
-    if constexpr (R > 1)
-        if (rows < R) return compute_rows<N, R - 1>(by, output, row, rows);
-    compute_tile<N, R>(by, output, row);
 }
 
 // Outputs of a tile of few rows: a horizontal sum takes as long for one tile as for LANES sums.
@@ -87,18 +115,43 @@ void compute_few(const Product& by, int64_t output, int64_t end) {
     if constexpr (R > 1)
         if (by.rows < R) return compute_few<R - 1>(by, output, end);
     constexpr int N = outputs_for(R);
-    for (; output + N <= end; output += N) compute_tile<N, R>(by, output, 0);
-    for (; output < end; output++) compute_tile<1, R>(by, output, 0);
+    const Inputs all{by.x, 0, by.inputs, false};
+    for (; output + N <= end; output += N) compute_tile<N, R>(by, all, output, 0);
+    for (; output < end; output++) compute_tile<1, R>(by, all, output, 0);
+}
+
+template <int N, int R>
+void compute_rows(const Product& by, const Inputs& from, int64_t output, int64_t row, int64_t rows) {
+    if constexpr (R > 1)
+        if (rows < R) return compute_rows<N, R - 1>(by, from, output, row, rows);
+    compute_tile<N, R>(by, from, output, row);
 }
 
 template <int N>
-void compute_outputs(const Product& by, int64_t output, int64_t end) {
-    const int64_t groups = (by.rows + ROWS - 1) / ROWS, most = (by.rows + groups - 1) / groups;
+void compute_outputs(const Product& by, const Line* packed, Inputs from, int64_t output, int64_t end, int64_t row, int64_t rows) {
+    const int64_t lines = (from.number * int64_t(sizeof(Stored)) + int64_t(sizeof(Line)) - 1) / int64_t(sizeof(Line));
     for (; output + N <= end; output += N)
-        for (int64_t row = 0; row < by.rows; row += most)
-            compute_rows<N, ROWS>(by, output, row, std::min(most, by.rows - row));
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            from.x = packed + r * lines;
+            compute_rows<N, ROWS>(by, from, output, row + r, std::min<int64_t>(ROWS, rows - r));
+        }
     if constexpr (N > 1)
-        if (output < end) compute_outputs<1>(by, output, end);
+        if (output < end) compute_outputs<1>(by, packed, from, output, end, row, rows);
+}
+
+void compute_many(const Product& by, int64_t output, int64_t end) {
+    thread_local std::vector<Line> packed;
+    const int64_t blocks = (by.inputs - 1) / DEPTH + 1, unit = sizeof(Line) / sizeof(Stored);
+    const int64_t depth = ((by.inputs - 1) / blocks / unit + 1) * unit;
+    packed.resize(size_t(std::min(PACKED, by.rows) * depth / unit));
+    for (int64_t row = 0; row < by.rows; row += PACKED)
+        for (int64_t first = 0; first < by.inputs; first += depth) {
+            const int64_t number = std::min(depth, by.inputs - first), rows = std::min(PACKED, by.rows - row);
+            const auto* x = static_cast<const Stored*>(by.x) + row * by.inputs + first;
+            for (int64_t r = 0; r < rows; r += ROWS)
+                pack(x + r * by.inputs, by.inputs, number, std::min<int64_t>(ROWS, rows - r), packed.data() + r * ((number - 1) / unit + 1));
+            compute_outputs<OUTPUTS>(by, packed.data(), Inputs{nullptr, first, number, true}, output, end, row, rows);
+        }
 }
 
 struct Work {
@@ -114,7 +167,7 @@ void run(void* argument) {
         if (first >= work.product->outputs) return;
         const int64_t end = std::min(first + work.share, work.product->outputs);
         if (work.product->rows <= FEW) compute_few<FEW>(*work.product, first, end);
-        else compute_outputs<OUTPUTS>(*work.product, first, end);
+        else compute_many(*work.product, first, end);
     }
 }
 
@@ -125,7 +178,7 @@ constexpr int64_t SMALLEST = 384;   // outputs of a share, where there are so ma
 
 extern "C" void linear(const Product* product, Parallel parallel, int32_t threads) {
     const int64_t each = (product->outputs + threads - 1) / threads;
-    const int64_t shares = std::min(SHARES, std::max<int64_t>(each / SMALLEST, 1));
+    const int64_t shares = threads == 1 ? 1 : std::min(SHARES, std::max<int64_t>(each / SMALLEST, 1));
     const int64_t share = ((each + shares - 1) / shares + OUTPUTS - 1) / OUTPUTS * OUTPUTS;
     Work work{product, share, 0};
     on_threads(parallel, threads, run, &work);

@@ -1,4 +1,4 @@
-"""Linear layers of few rows on the CPU.
+"""Linear layers on the CPU.
 
 The definition is `torch.nn.functional.linear`. The libraries under PyTorch are optimized for many
 rows: with one to eight they read weights at half of the memory's speed or less.
@@ -6,18 +6,30 @@ rows: with one to eight they read weights at half of the memory's speed or less.
 
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
-from pipeline.kernels import choice
-from pipeline.kernels.build import FUSED, NUMBERS, Library, bf16_flags, build, parallel
+from pipeline.kernels import build, choice
+from pipeline.kernels.build import FUSED, NUMBERS, Library
 
-MOST_ROWS = {torch.float32: 64, torch.bfloat16: 8}
-"""Maximum rows for the kernel; with more, PyTorch's libraries are as fast."""
+
+@functools.cache
+def most_rows(dtype: torch.dtype) -> int:
+    """Rows up to which the kernel is faster than the libraries under PyTorch; 0 without a kernel.
+
+    With many rows arithmetic is the limit. MKL reaches it on the processors of its vendor only.
+    """
+    if dtype == torch.float32:
+        return 1 << 40 if build.has_avx512() and build.is_amd() else 64
+    return 8 if dtype == torch.bfloat16 else 0
 
 
 class Product(ctypes.Structure):
@@ -42,19 +54,14 @@ class Linear:
     """Keep the memory that `product` points to alive."""
 
     def take(self, rows: int) -> None:
-        """Compute only the first `rows` rows from now on.
-
-        Raises:
-            ValueError: there are fewer.
-        """
-        if not 0 <= rows <= self.rows:
-            raise ValueError(f"this linear layer was made for {self.rows} rows, not {rows}")
+        """Compute only the first `rows` rows from now on."""
+        assert 0 <= rows <= self.rows
         self.product.rows = rows
 
     def __call__(self) -> None:
         """Write the product of the memory's current contents."""
         self.library.linear(
-            ctypes.byref(self.product), parallel(), ctypes.c_int32(torch.get_num_threads())
+            ctypes.byref(self.product), build.parallel(), ctypes.c_int32(torch.get_num_threads())
         )
 
 
@@ -62,14 +69,14 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
     """Return a call that writes x w^T + bias into `out`; None if PyTorch is used.
 
     Takes x (*B, K), weight (N, K), bias (N) and out (*B, N), contiguous. Other tensors are left to
-    PyTorch: silently if they are no linear layer of few rows on the CPU, else with a reason in the
-    log.
+    PyTorch: silently if they are no linear layer on the CPU, or one of too many rows, else with a
+    reason in the log.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
     """
     kernels = choice.kernel_mode()
-    if kernels == "off" or not is_of_few_rows(x, weight, bias, out):
+    if kernels == "off" or not is_supported_layer(x, weight, bias, out):
         return None
     reason = next(refusals(x, weight, bias, out), None)
     built = choice.accept("linear layers", reason or library(x.dtype), kernels)
@@ -88,8 +95,30 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
     return Linear(built, product, product.rows, kept)
 
 
-def is_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
-    """Whether these are a linear layer of few rows on the CPU.
+class LinearByKernel(TorchFunctionMode):
+    """Inside it, linear layers without gradients use the kernel where it supports them."""
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Called by PyTorch for each of its functions."""
+        if func is F.linear and not kwargs and not torch.is_grad_enabled():
+            x, weight, *bias = args
+            if not all(type(tensor) in (Tensor, Parameter) for tensor in (x, weight)):
+                return func(*args)
+            out = x.new_empty(*x.shape[:-1], len(weight))
+            if call := prepare(x.contiguous(), weight, bias[0] if bias else None, out):
+                call()
+                return out
+        return func(*args, **(kwargs or {}))
+
+
+def is_supported_layer(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
+    """Whether these are a linear layer on the CPU of at most `most_rows` rows.
 
     `addmm` of a matrix, which may look like one, is not.
     """
@@ -101,12 +130,12 @@ def is_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) 
         x.shape[-1] == inputs
         and out.shape == (*x.shape[:-1], outputs)
         and (bias is None or bias.shape == (outputs,))
-        and 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * inputs
+        and 0 < x.numel() <= most_rows(x.dtype) * inputs
     )
 
 
 def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[str]:
-    """The reasons why the kernel doesn't support a linear layer of few rows."""
+    """The reasons why the kernel doesn't support a linear layer."""
     named = {"x": x, "the weight": weight, "the bias": bias, "the result": out}
     for name, tensor in named.items():
         if tensor is None:
@@ -125,7 +154,7 @@ def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ite
 def library(dtype: torch.dtype) -> Library | str:
     """The kernel for this dtype, or the reason why it can't be built."""
     source = Path(__file__).with_suffix(".cpp")
-    return build(source, {"NUMBER": NUMBERS[dtype]}, (*FUSED, *bf16_flags()))
+    return build.build(source, {"NUMBER": NUMBERS[dtype]}, (*FUSED, *build.bf16_flags()))
 
 
 def is_built(dtype: torch.dtype) -> bool:

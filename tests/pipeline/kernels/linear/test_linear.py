@@ -1,16 +1,19 @@
-"""Linear layers of few rows on the CPU, against float64 and PyTorch."""
+"""Linear layers on the CPU, against float64 and PyTorch."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.linear import Linear, prepare
+from pipeline.kernels.linear import Linear, LinearByKernel, most_rows, prepare
 from tests.pipeline.kernels.numbers import random, relative_error
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 SIZES = ((48, 32), (102, 100), (2, 1), (290, 33), (1536, 576))
 """Inputs and outputs: full vectors and tiles, and remainders."""
+
+MANY = ((13, 576, 96), (64, 1538, 33), (131, 770, 18), (300, 96, 5))
+"""Rows, inputs and outputs: several tiles of rows, and inputs that are added in blocks."""
 
 
 def prepared(
@@ -43,6 +46,35 @@ def test_linear_is_at_least_as_accurate_as_pytorch(
             assert error < max(1.1 * relative_error(plain, exact), rounding)
 
 
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), MANY)
+def test_many_rows_are_at_least_as_accurate_as_pytorch(
+    rows: int, inputs: int, outputs: int
+) -> None:
+    if rows > most_rows(F32):
+        pytest.skip("PyTorch is faster on this processor")
+    x, weight, bias = random(rows, inputs), random(outputs, inputs), random(outputs)
+    linear, out = prepared(x, weight, bias)
+    linear()
+
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert relative_error(out, exact) <= 1.05 * relative_error(F.linear(x, weight, bias), exact)
+
+
+def test_mode_computes_the_layers_of_modules_without_gradients() -> None:
+    layer, x = torch.nn.Linear(576, 33), random(3, 5, 576).transpose(0, 1)
+    linear, expected = prepared(x.contiguous(), layer.weight, layer.bias)
+    linear()
+    with LinearByKernel():
+        with torch.inference_mode():
+            computed = layer(x)
+        trained = layer(x)
+        layer(x.double().float()).sum().backward()
+
+    assert torch.equal(computed, expected)
+    assert trained.requires_grad
+    assert layer.weight.grad is not None
+
+
 def test_result_is_independent_of_threads_and_other_rows() -> None:
     x, weight = random(8, 96), random(3000, 96)
     linear, out = prepared(x, weight)
@@ -71,7 +103,7 @@ def test_unsupported_tensors_are_left_to_pytorch() -> None:
         (x, weight, random(3, 32), out),
         (x, weight, bias, torch.empty(96)),
         (random(0, 48), weight, bias, torch.empty(0, 32)),
-        (random(65, 48), weight, bias, torch.empty(65, 32)),
+        (random(9, 48, dtype=BF16), weight.bfloat16(), None, torch.empty(9, 32, dtype=BF16)),
         (x[:, :47].bfloat16().contiguous(), weight[:, :47].bfloat16(), None, out.bfloat16()),
     ):
         assert prepare(*unsupported) is None

@@ -1,0 +1,34 @@
+// RMSNorm and rotary embedding of fp32 rows on the CPU, each in one pass. Reference: the models' own operators.
+
+#define NUMBER Float32
+#include "include/vectors.h"
+
+extern "C" void rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t size, float epsilon) {
+    for (int64_t row = 0; row < rows; row++, x += size, out += size) {
+        Vector sums = {}, few = {};  // few numbers are summed at a time, for accuracy
+        int64_t k = 0;
+        for (; k + LANES <= size; k += LANES) {
+            const Vector part = load<Vector>(x + k);
+            few = part * part + few;
+            if (k % (8 * LANES) == 7 * LANES) sums = sums + few, few = Vector{};
+        }
+        float sum = horizontal_sum(sums + few);
+        for (; k < size; k++) sum += x[k] * x[k];
+        const auto scale = float(1.0 / std::sqrt(double(sum) / double(size) + epsilon));
+        for (k = 0; k < size; k++) out[k] = x[k] * scale * weight[k];
+    }
+}
+
+// x cos + (-x2, x1) sin: x and out are (heads, tokens, 2 * half), cos and sin (tokens, 2 * half), strides given.
+extern "C" void rotate(const float* x, const float* cos, const float* sin, float* out, int64_t heads, int64_t tokens, int64_t half,
+                       int64_t x_head, int64_t x_token, int64_t angle, int64_t out_head, int64_t out_token) {
+    for (int64_t token = 0; token < tokens; token++, cos += angle, sin += angle)
+        for (int64_t head = 0; head < heads; head++) {
+            const float *one = x + head * x_head + token * x_token, *two = one + half;
+            float* to = out + head * out_head + token * out_token;
+            for (int64_t k = 0; k < half; k++) {
+                to[k] = one[k] * cos[k] - two[k] * sin[k];
+                to[k + half] = two[k] * cos[k + half] + one[k] * sin[k + half];
+            }
+        }
+}

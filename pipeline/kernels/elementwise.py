@@ -1,0 +1,57 @@
+"""RMSNorm and rotary embedding of fp32 rows on the CPU, prepared for calls on fixed memory."""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pipeline.kernels import choice
+from pipeline.kernels.build import FUSED, Library, build
+
+
+@cache
+def library() -> Library | None:
+    """The kernels; None if they can't be built."""
+    built = build(Path(__file__).with_suffix(".cpp"), {}, FUSED)
+    return choice.accept("RMSNorm and rotary embedding", built)
+
+
+def prepare_norm(
+    x: Float[Tensor, "*B K"], weight: Float[Tensor, " K"], out: Float[Tensor, "*B K"], eps: float
+) -> Callable[[], object] | None:
+    """Return a call that writes x / sqrt(mean(x^2) + eps) * weight; None for other tensors."""
+    tensors, size = (x, weight, out), x.shape[-1]
+    if not all(is_supported(tensor) and tensor.is_contiguous() for tensor in tensors):
+        return None
+    if not (built := library()):
+        return None
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    sizes = ctypes.c_int64(x.numel() // size), ctypes.c_int64(size)
+    return partial(built.rms_norm, *pointers, *sizes, ctypes.c_float(eps))
+
+
+def prepare_rotation(
+    x: Float[Tensor, "1 H N D"],
+    cos: Float[Tensor, "1 1 N D"],
+    sin: Float[Tensor, "1 1 N D"],
+    out: Float[Tensor, "1 H N D"],
+) -> Callable[[], object] | None:
+    """Return a call that writes x cos + (-x2, x1) sin, with halves x1 and x2; None for others."""
+    tensors = (x, cos, sin, out)
+    if not all(is_supported(tensor) for tensor in tensors) or cos.stride() != sin.stride():
+        return None
+    if not (built := library()):
+        return None
+    _, num_heads, num_tokens, size = x.shape
+    sizes = num_heads, num_tokens, size // 2, *x.stride()[1:3], cos.stride(2), *out.stride()[1:3]
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    return partial(built.rotate, *pointers, *map(ctypes.c_int64, sizes))
+
+
+def is_supported(tensor: Tensor) -> bool:
+    """Whether the kernels read a tensor."""
+    return (tensor.dtype, tensor.device.type, tensor.stride(-1)) == (torch.float32, "cpu", 1)

@@ -1,0 +1,48 @@
+"""RMSNorm and rotary embedding on the CPU, against float64 and PyTorch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.kernels.elementwise import prepare_norm, prepare_rotation
+from tests.pipeline.kernels.numbers import random, relative_error
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@pytest.mark.parametrize("size", [2, 33, 576])
+def test_norm_is_at_least_as_accurate_as_pytorch(size: int) -> None:
+    x, weight = random(1, 16, size), random(size, seed=1)
+    out = torch.full_like(x, torch.nan)
+    call = prepare_norm(x, weight, out, 1e-5)
+    assert call is not None, "the kernel can't be built on this machine"
+    call()
+
+    exact = norm(x.double(), weight.double())
+    assert relative_error(out, exact) <= 1.1 * relative_error(norm(x, weight), exact)
+
+
+def test_rotation_of_heads_in_any_layout_is_at_least_as_accurate_as_pytorch() -> None:
+    x = random(1, 5, 3, 24).transpose(1, 2)
+    angles = random(1, 1, 5, 24, seed=1)
+    out = torch.full((1, 3, 5, 24), torch.nan)
+    cos, sin = angles.cos(), angles.sin()
+    call = prepare_rotation(x, cos, sin, out)
+    assert call is not None
+    call()
+
+    exact = rotated(x.double(), cos.double(), sin.double())
+    assert relative_error(out, exact) <= 1.1 * relative_error(rotated(x, cos, sin), exact)
+
+
+def test_other_dtypes_are_left_to_pytorch() -> None:
+    x, weight, out = random(2, 48), random(48), torch.empty(2, 48)
+
+    assert prepare_norm(x, weight.bfloat16(), out, 1e-5) is None
