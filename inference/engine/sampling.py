@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inference.settings import Sampling
 from pipeline.kernels import sampling
+from pipeline.kernels.gpu import Gpu
 from pipeline.kernels.sampling import Draw
 
 BLOCK = 128
@@ -130,8 +131,9 @@ class Sampler:
         Raises:
             KernelError: kernels are required, and there is none for these.
         """
-        if sampling.kernel_for(logits, self.alters_logits) is not None:
-            return self._by_kernel(logits, keys, positions)
+        gpu = sampling.kernel_for(logits, self.alters_logits)
+        if gpu is not None and len(logits):
+            return self._by_kernel(logits, keys, positions, gpu)
         logits = logits.float()
         scale = self.temperature or 1.0
         logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
@@ -146,7 +148,11 @@ class Sampler:
         return tokens.tolist(), chosen.tolist()
 
     def _by_kernel(
-        self, logits: Float[Tensor, "B V"], keys: Sequence[int], positions: int | Sequence[int]
+        self,
+        logits: Float[Tensor, "B V"],
+        keys: Sequence[int],
+        positions: int | Sequence[int],
+        gpu: Gpu,
     ) -> tuple[list[int], list[float]]:
         """Choose the same tokens in one launch; uniform numbers are computed on the GPU."""
         numbers = torch.from_numpy(np.stack(words_of(keys, positions)).view(np.int64))
@@ -158,7 +164,7 @@ class Sampler:
             top_p=self.top_p,
             min_p=self.min_p,
         )
-        tokens, logprobs = sampling.sample(logits, numbers[0], numbers[1], draw)
+        tokens, logprobs = sampling.launch(logits, numbers[0], numbers[1], draw, gpu=gpu)
         return tokens.tolist(), logprobs.tolist()
 
     def _allowed(

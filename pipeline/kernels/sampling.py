@@ -113,23 +113,6 @@ def _signed(word: int) -> int:
     return word - WORD if word >= WORD // 2 else word
 
 
-def sample(
-    logits: Float[Tensor, "B V"],
-    keys: Int[Tensor, " B"],
-    positions: Int[Tensor, " B"],
-    draw: Draw,
-) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Tokens, and their log-probabilities before any was removed, as `reference_sample`.
-
-    Raises:
-        KernelError: kernels are required, and there is none for these logits.
-    """
-    gpu = kernel_for(logits) if len(logits) else None
-    if gpu is None:
-        return reference_sample(logits, keys, positions, draw)
-    return launch(logits, keys, positions, draw, gpu=gpu)
-
-
 def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu | None:
     """The GPU with the kernel for these logits; None if PyTorch is used.
 

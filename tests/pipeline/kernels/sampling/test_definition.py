@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.engine.sampling import Sampler
-from pipeline.kernels.sampling import Draw, kept, sample
+from pipeline.kernels.sampling import Draw, kept, reference_sample
 
 HALVES = torch.tensor([[0.5, 0.125, 0.25, 0.125]]).double()
 
@@ -40,7 +40,7 @@ def test_tokens_are_those_of_the_generation_engine(settings: dict[str, Any]) -> 
     logits = 3 * torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
     keys, positions = list(range(200)), [row % 7 for row in range(200)]
 
-    tokens, logprobs = sample(
+    tokens, logprobs = reference_sample(
         logits, torch.tensor(keys), torch.tensor(positions), Draw(seed=3, **settings)
     )
     expected = Sampler(seed=3, **settings)(logits, keys, positions)
