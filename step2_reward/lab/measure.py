@@ -412,7 +412,7 @@ def read_examples(config: LabConfig) -> list[Example]:
     source = read_source(config.data_path, step=2)
     rows = source.eval or source.train
     if config.fields:
-        check_columns({name for row in rows for name in row.columns}, config.fields)
+        check_columns([row.columns for row in rows], config.fields)
     known = None if config.fields else named_set(source.name)
     kept = RowColumns(labels=True)
     found = [known.read(row) if known else read_row(row, config.fields, kept=kept) for row in rows]

@@ -46,10 +46,17 @@ def test_step_2_ends_with_figures_predictions_and_their_part_of_the_report(train
     assert page.count("<svg") >= 1
 
 
-def test_the_command_also_scores_changed_responses(trained: Path, tmp_path: Path) -> None:
-    step, data = trained / "pairs" / "step2_reward", trained / "pairs.jsonl"
+def test_the_command_reads_named_columns_and_scores_changed_responses(
+    trained: Path, tmp_path: Path
+) -> None:
+    rows = make_rows("pairs")
+    data = write_jsonl(
+        tmp_path / "renamed.jsonl", [{**row, "good": row.pop("chosen")} for row in rows]
+    )
 
-    main(["--path", str(step), "--data-path", str(data), "--output-dir", str(tmp_path)])
+    step = str(trained / "pairs" / "step2_reward")
+    named = ["--fields", "chosen=good", "--output-dir", str(tmp_path)]
+    main(["--path", step, "--data-path", str(data), *named])
 
     probes = lab(tmp_path)["probes"]
     assert set(probes) == {"no_end", "truncated", "doubled"}
