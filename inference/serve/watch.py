@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.report.charts import step_charts
-from pipeline.report.results import read_events, read_results
+from pipeline.report.results import read_results
 from pipeline.system.errors import DataError
 
 FILES = ("metrics.jsonl", "diverged.json", "result.json", "samples.json")
@@ -51,7 +51,7 @@ class WatchedRun:
         chosen = step if step in results.steps else newest
         events = [
             f"{event.unit} {event.step}, {event.words}: {event.sentence}"
-            for event in read_events(results.steps[chosen])
+            for event in results.steps[chosen].events
         ]
         diverged = [step.diverged for step in results.steps.values() if step.diverged]
         return {

@@ -1,7 +1,7 @@
 """Curves as inline SVG, whose colours follow the page's style, and the charts of a step."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -46,22 +46,6 @@ NO_CURVES = {"step", "seconds", "tokens", "skipped"}
 
 
 @dataclass(frozen=True)
-class Chart:
-    """A chart of one metric, in training and on held-out data."""
-
-    title: str
-    note: str
-
-    names: Mapping[str, str]
-    """Titles of the curves by column of metrics.jsonl."""
-
-    @property
-    def logarithmic(self) -> bool:
-        """Whether values span orders of magnitude."""
-        return "eval_perplexity" in self.names
-
-
-@dataclass(frozen=True)
 class DrawnChart:
     """A chart with its picture."""
 
@@ -86,34 +70,25 @@ class Curve:
     """Whether to draw dots without smoothing, for a few exact points such as evaluations."""
 
 
-def make_charts(columns: Iterable[str]) -> list[Chart]:
-    """The charts of these columns of metrics.jsonl."""
-    given = set(columns) - NO_CURVES
-    metrics = sorted({column.removeprefix("eval_") for column in given})
-    order = {metric: index for index, metric in enumerate(METRICS)}
-    charts: list[Chart] = []
-    for metric in sorted(metrics, key=lambda name: order.get(name, len(order))):
-        title, note = METRICS.get(metric, (metric.replace("_", " ").capitalize(), ""))
-        curves = {metric: "training", f"eval_{metric}": "held out"}
-        charts.append(Chart(title, note, {c: name for c, name in curves.items() if c in given}))
-    return charts
-
-
 def step_charts(step: StepResult) -> list[DrawnChart]:
-    """Every chart of the step that has a curve of two points or more."""
+    """Every chart of a metric, in training and on held-out data, with two points or more."""
+    columns = {name for line in step.metrics for name in line} - NO_CURVES
+    metrics = sorted({column.removeprefix("eval_") for column in columns})
+    order = {metric: index for index, metric in enumerate(METRICS)}
     drawn: list[DrawnChart] = []
-    for chart in make_charts(dict.fromkeys(name for line in step.metrics for name in line)):
+    for metric in sorted(metrics, key=lambda name: order.get(name, len(order))):
         curves = [
-            Curve(name, points, measured=column.startswith("eval_"))
-            for column, name in chart.names.items()
-            if (points := step.series(column))
+            Curve(name, points, measured=column != metric)
+            for column, name in ((metric, "training"), (f"eval_{metric}", "held out"))
+            if column in columns and (points := step.series(column))
         ]
         if any(len(curve.points) > 1 for curve in curves):
-            label = f"{chart.title} over the steps of {step.name}"
+            title, note = METRICS.get(metric, (metric.replace("_", " ").capitalize(), ""))
+            label = f"{title} over the steps of {step.name}"
             last = f"{curves[-1].points[-1][1]:.4g}"
             names = [curve.name for curve in curves]
-            picture = line_chart(curves, label, logarithmic=chart.logarithmic)
-            drawn.append(DrawnChart(chart.title, chart.note, names, picture, last))
+            picture = line_chart(curves, label, logarithmic=metric == "perplexity")
+            drawn.append(DrawnChart(title, note, names, picture, last))
     return drawn
 
 

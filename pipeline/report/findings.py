@@ -19,7 +19,7 @@ from pipeline.report.figures import (
     verdict_of,
 )
 from pipeline.report.methods import compare_methods
-from pipeline.report.results import Results, finite, mapping, read_events
+from pipeline.report.results import Results, finite, mapping
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def findings(results: Results) -> list[Finding]:
         found += [_by_verifier(results), _by_reward(results), _by_win_rate(results)]
     found += [*_of_preferences(results), _by_accuracy(results), *_by_perplexity(results)]
     for step in steps:
-        for event in [event for event in read_events(step) if event.to is not None][-1:]:
+        for event in [event for event in step.events if event.to is not None][-1:]:
             place = f"at {event.unit} {event.step} of {step.name}"
             found.append(Finding(None, f"A guard tripped {place}, {event.words}: {event.sentence}"))
     known = [finding for finding in found if finding is not None]

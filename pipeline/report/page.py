@@ -4,23 +4,16 @@ Text of models and data is escaped.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from pipeline.files.durable import publish
 from pipeline.report.charts import step_charts
 from pipeline.report.figures import BASE, before_after, listed, pass_rates, score, title
 from pipeline.report.findings import findings
 from pipeline.report.methods import compare_methods, heads, kl_chart, rows
-from pipeline.report.results import (
-    Results,
-    model_directory,
-    model_to_talk_to,
-    read_events,
-    read_results,
-)
+from pipeline.report.results import Results, model_directory, model_to_talk_to, read_results
 from pipeline.system.installation import CHAT
 from pipeline.system.logs import duration
 
@@ -31,10 +24,8 @@ def write_report(out: Path) -> Path:
     Raises:
         DataError: `out` holds no step's results, or a file that can't be read.
     """
-    page = render(read_results(out), out)
-    report, temporary = out / "report.html", out / "report.html.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(report)
+    report = out / "report.html"
+    publish(report, render(read_results(out), out).encode())
     return report
 
 
@@ -47,32 +38,8 @@ def render(results: Results, out: Path) -> str:
     optimized = results.methods or ([scored] if scored and scored.finished else [])
     optimized = [step for step in optimized if not step.has("margin_after")]
     talking = model_to_talk_to(results.steps)
-    return _template("report.html").render(
-        findings=findings(results),
-        results=results,
-        rates=pass_rates(results),
-        titles={name: title(name, results) for name in (*results.steps, *models, BASE)},
-        styles=_styles(models),
-        compared=compared,
-        table=[heads(compared), *rows(compared)] if compared else [],
-        kl_chart=kl_chart(compared) if compared else None,
-        trained=listed([title(step.name, results) for step in optimized]) if optimized else "",
-        figures={name: before_after(step) for name, step in results.steps.items()},
-        charts={name: step_charts(step) for name, step in results.steps.items()},
-        guards={name: read_events(step) for name, step in results.steps.items()},
-        models=models,
-        chat=f"{CHAT} --path {model_directory(out, talking)}" if talking else "",
-        out=out,
-    )
-
-
-def _styles(models: Sequence[str]) -> dict[str, str]:
-    """The colour of each model: grey for the base, green for the last, blue for the others."""
+    # Grey for the base model, green for the last one, blue for the others.
     styles = {name: BASE if name == BASE else "before" for name in models}
-    return styles | dict.fromkeys(models[-1:], "after")
-
-
-def _template(name: str) -> Any:  # noqa: ANN401  # jinja2's templates have untyped modules
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -81,7 +48,23 @@ def _template(name: str) -> Any:  # noqa: ANN401  # jinja2's templates have unty
         lstrip_blocks=True,
     )
     environment.filters.update(duration=duration, count=count, score=score, setting=setting)
-    return environment.get_template(name)
+    return environment.get_template("report.html").render(
+        findings=findings(results),
+        results=results,
+        rates=pass_rates(results),
+        titles={name: title(name, results) for name in (*results.steps, *models, BASE)},
+        styles=styles | dict.fromkeys(models[-1:], "after"),
+        compared=compared,
+        table=[heads(compared), *rows(compared)] if compared else [],
+        kl_chart=kl_chart(compared) if compared else None,
+        trained=listed([title(step.name, results) for step in optimized]) if optimized else "",
+        figures={name: before_after(step) for name, step in results.steps.items()},
+        charts={name: step_charts(step) for name, step in results.steps.items()},
+        guards={name: step.events for name, step in results.steps.items()},
+        models=models,
+        chat=f"{CHAT} --path {model_directory(out, talking)}" if talking else "",
+        out=out,
+    )
 
 
 def count(number: int | float) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,30 @@ Sample = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardEvent:
+    """A guard that tripped."""
+
+    step: int
+    action: str
+    """warn, rollback or stop."""
+
+    sentence: str
+
+    to: int | None
+    """The step that the run was rolled back to."""
+
+    unit: str = "iteration"
+
+    @property
+    def words(self) -> str:
+        """The consequence."""
+        at = f"{self.unit} {self.to}" if self.to else "the start"
+        if self.action == "stop":
+            return f"ended with {at}"
+        return f"back to {at}" if self.action == "rollback" else "warned"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """Results of one step. A step that was stopped has metrics only."""
 
@@ -62,8 +87,8 @@ class StepResult:
     metrics: tuple[Line, ...] = ()
     """Logged metrics, without iterations that a guard rolled back."""
 
-    events: tuple[Line, ...] = ()
-    """Lines of guards that tripped."""
+    events: tuple[GuardEvent, ...] = ()
+    """Guards that tripped, in order."""
 
     samples: int = 0
     """Number of sampled responses that it learned from."""
@@ -178,35 +203,6 @@ def mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuardEvent:
-    """A guard that tripped."""
-
-    step: int
-    action: str
-    """warn, rollback or stop."""
-
-    sentence: str
-
-    to: int | None
-    """The step that the run was rolled back to."""
-
-    unit: str = "iteration"
-
-    @property
-    def words(self) -> str:
-        """The consequence."""
-        at = f"{self.unit} {self.to}" if self.to else "the start"
-        if self.action == "stop":
-            return f"ended with {at}"
-        return f"back to {at}" if self.action == "rollback" else "warned"
-
-
-def read_events(step: StepResult) -> list[GuardEvent]:
-    """The events of the guards, in order."""
-    return [event for line in step.events if (event := parse_event(line)) is not None]
-
-
 def parse_event(line: Line) -> GuardEvent | None:
     """The guard event in a line of metrics.jsonl, if it has one."""
     guard = mapping(line.get("guard"))
@@ -222,16 +218,16 @@ def parse_event(line: Line) -> GuardEvent | None:
     )
 
 
-def without_undone(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
-    """(metrics without those that a rollback undid, lines of guards)."""
+def without_undone(lines: Iterator[Line]) -> tuple[list[Line], list[GuardEvent]]:
+    """(metrics without those that a rollback undid, events of guards)."""
     kept: list[Line] = []
-    events: list[Line] = []
+    events: list[GuardEvent] = []
     for line in lines:
         event = parse_event(line)
         if event is None:
             kept.append(line)
             continue
-        events.append(line)
+        events.append(event)
         if event.to is not None:
             kept = [other for other in kept if (finite(other.get("step")) or 0.0) <= event.to]
     return kept, events
@@ -266,7 +262,7 @@ def read_results(out: Path) -> Results:
 def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
     result = {**_read_object(directory / "result.json"), **summary}
     metrics = directory / "metrics.jsonl"
-    lines, events = without_undone(list(_lines(metrics)) if metrics.is_file() else [])
+    lines, events = without_undone(_lines(metrics) if metrics.is_file() else iter(()))
     return StepResult(
         name=directory.name,
         finished=bool(result),
@@ -364,10 +360,8 @@ def find_model(path: str, method: str | None = None) -> str:
     out = Path(path).expanduser()
     steps: Mapping[str, StepResult] = {}
     if not (out / "config.json").is_file():
-        try:
+        with suppress(DataError):
             steps = read_results(out).steps
-        except DataError:
-            steps = {}
     if not steps:
         if method is not None:
             raise ModelError(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipeline.report.charts import make_charts, smoothed, thinned
+from pipeline.report.charts import smoothed, step_charts, thinned
+from pipeline.report.results import StepResult
 
 
 def test_smoothing_is_the_mean_of_neighbours_and_narrows_at_the_ends() -> None:
@@ -29,8 +30,10 @@ def test_thinning_keeps_the_one_spike_among_many_steps() -> None:
 
 def test_a_metric_and_its_evaluation_share_a_chart_and_the_important_ones_come_first() -> None:
     columns = ["step", "seconds", "eval_loss", "reward_right", "loss", "kl", "eval_gsm8k_strict"]
+    metrics = tuple(dict.fromkeys(columns, step) for step in (1, 2))
+    step = StepResult(name="step3_ppo", finished=False, metrics=metrics)
 
-    charts = [(chart.title, list(chart.names.values())) for chart in make_charts(columns)]
+    charts = [(chart.title, chart.names) for chart in step_charts(step)]
 
     assert charts == [
         ("Loss", ["training", "held out"]),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.report.findings import findings
 from pipeline.report.page import render
-from pipeline.report.results import Results, read_events, read_results
+from pipeline.report.results import Results, read_results
 
 EVAL = {"reward_before": 0.25, "reward_after": 0.9}
 LOOPS = {"signal": "repetition", "sentence": "responses run in <loops>"}
@@ -41,7 +41,7 @@ def test_what_a_rollback_undid_is_in_no_curve_and_each_event_is_in_the_timeline(
 
     assert step.series("score") == [(1, 0.1), (2, 0.15), (3, 0.25), (4, 0.3)]
     assert step.series("eval_kl") == [(2, 0.5)]
-    assert [(each.step, each.words) for each in read_events(step)] == [
+    assert [(each.step, each.words) for each in step.events] == [
         (3, "warned"),
         (3, "back to iteration 1"),
     ]
