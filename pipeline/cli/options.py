@@ -37,6 +37,7 @@ from typing import NoReturn, TypeVar
 
 from pipeline.cli.help import help_entry, settings_help, step_help
 from pipeline.config import StepConfig
+from pipeline.files.durable import publish
 from pipeline.parallel import launched
 from pipeline.settings.build import Layer, build_config, method_layer, read_settings
 from pipeline.settings.fields import Option, config_yaml, did_you_mean, list_settings
@@ -177,9 +178,7 @@ def read_layers(words: Sequence[str]) -> list[Layer]:
 def write_config(config: object, path: Path) -> None:
     """Write the settings so that `--config path` repeats the run."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(config_yaml(config), encoding="utf-8")
-    partial.replace(path)
+    publish(path, config_yaml(config).encode())
 
 
 def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> NoReturn:
@@ -220,21 +219,21 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
 
 def say(text: str) -> None:
     """Text on standard output, from the first process only."""
-    if _is_first_process():
+    if launched.rank() == 0:
         sys.stdout.write(text.rstrip("\n") + "\n")
         sys.stdout.flush()
 
 
 def complain(sentence: str, *, once: Callable[[str], bool] | None = None) -> None:
     """One line on standard error, from the first process only, or from one that is `once`."""
-    if _is_first_process() if once is None else once(sentence):
+    if launched.rank() == 0 if once is None else once(sentence):
         sys.stderr.write(" ".join(sentence.split()) + "\n")
         sys.stderr.flush()
 
 
 def remark(text: str) -> None:
     """Lines on standard error, from the first process only: standard output has the result."""
-    if _is_first_process():
+    if launched.rank() == 0:
         sys.stderr.write(text.rstrip("\n") + "\n")
         sys.stderr.flush()
 
@@ -252,7 +251,7 @@ def _is_first_to_say(sentence: str) -> bool:
     """
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if errors is None:
-        return _is_first_process()
+        return launched.rank() == 0
     claim = Path(errors).parent.parent / f"said-{zlib.crc32(sentence.encode()):08x}"
     try:
         claim.touch(exist_ok=False)
@@ -261,13 +260,6 @@ def _is_first_to_say(sentence: str) -> bool:
     except OSError:  # rather twice than never
         return True
     return True
-
-
-def _is_first_process() -> bool:
-    return launched.rank() == 0
-
-
-C = TypeVar("C")
 
 
 def read_command(
@@ -307,8 +299,7 @@ def read_command(
     names = {each.name for each in known}
     for name in options:
         if name.partition(".")[0] not in names:
-            close = " or ".join(map(_as_option, did_you_mean(known, name)))
-            hint = f"did you mean {close}?" if close else "--help lists the options"
+            hint = did_you_mean(known, name, _as_option)
             raise ConfigError(f"there is no option {_as_option(name)}; {hint}")
     texts = {name: [json.dumps(options[name])] for name in repeated}
     try:

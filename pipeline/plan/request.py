@@ -13,7 +13,7 @@ from pipeline.models.gguf import as_directory
 from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
-from pipeline.settings.fields import Option, Setting, did_you_mean, list_settings
+from pipeline.settings.fields import Option, did_you_mean, list_settings
 from pipeline.system.errors import ConfigError, require
 
 OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
@@ -359,7 +359,9 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
     ]
     for name, _ in own:
         if name.partition(".")[0] not in known:
-            raise ConfigError(f"there is no option {_option_name(name)}; {_hint(name, of_steps)}")
+            settings = [*list_settings(Request), *of_steps]
+            hint = deepspeed_chat_hint(name) or did_you_mean(settings, name, _option_name)
+            raise ConfigError(f"there is no option {_option_name(name)}; {hint}")
     below = {word for setting in of_steps for word in setting.name.split(".")[1:]}
     for layer in files:
         for name in layer.settings.keys() & below - known - {METHODS}:
@@ -367,15 +369,6 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
                 f"{name} in {layer.origin} is a setting of the steps; put it below pretrain:, sft:,"
                 " reward:, ppo: or preference:"
             )
-
-
-def _hint(name: str, of_steps: Sequence[Setting]) -> str:
-    """A suggestion for an option that does not exist."""
-    close = did_you_mean([*list_settings(Request), *of_steps], name)
-    meant = " or ".join(_option_name(found) for found in close)
-    return deepspeed_chat_hint(name) or (
-        f"did you mean {meant}?" if meant else "--help lists the options"
-    )
 
 
 def _as_option(sentence: str, files: Sequence[Layer]) -> str:

@@ -360,9 +360,8 @@ def _has(settings: Mapping[str, Any], name: str) -> bool:
 def _unknown(config_class: type, name: str, *, section: str, place: str) -> ConfigError:
     """The error for an unknown setting, with suggestions."""
     settings = list(list_settings(config_class))
-    meant = " or ".join(section + match for match in did_you_mean(settings, name))
-    other = f"did you mean {meant}?" if meant else "--help lists the settings"
-    hint = deepspeed_chat_hint(name) or other
+    close = did_you_mean(settings, name, lambda known: section + known, what="settings")
+    hint = deepspeed_chat_hint(name) or close
     return ConfigError(f"there is no setting {section}{name}{place}; {hint}")
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,13 @@ def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
             yield field.name, descriptions.get(field.name) or summary
 
 
-def did_you_mean(settings: Sequence[Setting], name: str) -> list[str]:
-    """Up to two suggestions: settings with the same last word, or with similar names."""
+def did_you_mean(
+    settings: Sequence[Setting], name: str, spelled: Callable[[str], str], *, what: str = "options"
+) -> str:
+    """The end of an error message: up to two settings with the same last word or similar names.
+
+    Without any it refers to `--help`, which lists `what`. `spelled` gives the spelling of a name.
+    """
     names = [setting.name for setting in settings]
     last = name.rpartition(".")[2]
     ends = {known.rpartition(".")[2]: known for known in reversed(names)}
@@ -95,7 +100,9 @@ def did_you_mean(settings: Sequence[Setting], name: str) -> list[str]:
         difflib.get_close_matches(name, names, n=1, cutoff=0.75),
         [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75)],
     )
-    return next((found for found in candidates if found), [])[:2]
+    found = next((found for found in candidates if found), [])[:2]
+    close = " or ".join(map(spelled, found))
+    return f"did you mean {close}?" if close else f"--help lists the {what}"
 
 
 def section_class(kind: object) -> type | None:
