@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pipeline.budget.machine import Machine, describe_machine, in_words, this_machine
@@ -18,6 +19,7 @@ from pipeline.cli.options import say
 from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
 from pipeline.launch.local import PLANNED, list_gpus
 from pipeline.parallel import launched
+from pipeline.settings.fields import nested
 from pipeline.system.errors import ConfigError, ModelError
 
 ConfigT = TypeVar("ConfigT")
@@ -113,10 +115,7 @@ def refusal(
     short = shortage(memory, machine)
     if short is None:
         return None
-
-    def count(other: StepConfig) -> StepMemory:
-        return step_memory(other, machine=machine, origins=origins)
-
+    count = partial(step_memory, machine=machine, origins=origins)
     fix = suggest_fix(config, machine, count, origins)
     if fix is None:
         return (
@@ -173,9 +172,7 @@ def choose_settings(
     def free(settings: Settings) -> Settings:
         return {name: value for name, value in settings.items() if name not in given}
 
-    def count(other: StepConfig) -> StepMemory:
-        return step_memory(other, machine=machine, origins=origins)
-
+    count = partial(step_memory, machine=machine, origins=origins)
     try:
         start = changed(config, free(fastest))
         start.parallel.check(machine.world)
@@ -313,17 +310,9 @@ def of_models(config: StepConfig, settings: Settings) -> dict[str, Any]:
 
 def changed(config: ConfigT, settings: Settings) -> ConfigT:
     """A copy of the settings with other values; null sections are created as needed."""
-    by_head: dict[str, dict[str, Any]] = {}
-    values: dict[str, Any] = {}
-    for name, value in settings.items():
-        head, _, rest = name.partition(".")
-        if rest:
-            by_head.setdefault(head, {})[rest] = value
-        else:
-            values[head] = value
-    for head, inner in by_head.items():
-        section = getattr(config, head)
-        if head == "lora" and section is None:
-            section = LoraConfig()
-        values[head] = changed(section, inner)
+    values = nested(settings)
+    for name, value in values.items():
+        section = getattr(config, name) or (LoraConfig() if name == "lora" else None)
+        if isinstance(value, dict) and not isinstance(section, dict):
+            values[name] = changed(section, value)
     return replace(config, **values)  # pyright: ignore[reportArgumentType, reportReturnType]

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 MIB, GIB = 2**20, 2**30
 
-RUNTIME_CPU = 400 * MIB
-"""Bytes of a process before it loads a model: Python, PyTorch and transformers."""
-
 
 @dataclass(frozen=True)
 class Machine:

@@ -9,14 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from pipeline.budget.machine import (
-    GIB,
-    MIB,
-    RUNTIME_CPU,
-    Machine,
-    describe_machine,
-    in_words,
-)
+from pipeline.budget.machine import GIB, MIB, Machine, describe_machine, in_words
 from pipeline.budget.models import CountedModel, check_cut, read_models
 from pipeline.config import Generation, StepConfig, Workload
 
@@ -33,7 +26,9 @@ KINDS = (
     *("staging", "runtime", "slack"),
 )
 
-RUNTIME_GPU = 768 * MIB
+RUNTIME_CPU, RUNTIME_GPU = 400 * MIB, 768 * MIB
+"""Bytes of a process before it loads a model: Python, PyTorch and transformers; on a GPU, CUDA."""
+
 SLACK = {"cpu": 0.05, "cuda": 0.10}
 STATES: Mapping[str, int] = {"SGD": 1, "Adagrad": 1, "RMSprop": 1}
 """Vectors that an optimizer keeps; 2 for all others."""

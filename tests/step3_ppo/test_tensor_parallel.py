@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from pipeline.budget.machine import RUNTIME_CPU, Machine
-from pipeline.budget.memory import step_memory
+from pipeline.budget.machine import Machine
+from pipeline.budget.memory import RUNTIME_CPU, step_memory
 from pipeline.config import DataConfig, LoraConfig, ParallelConfig
 from pipeline.parallel.mesh import cut_mesh
 from rewards.config import RewardConfig
