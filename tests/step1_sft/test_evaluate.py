@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from inference.generate import main as generate
+from pipeline.system.errors import ConfigError
 from step1_sft.evaluate import main
 
 
@@ -37,3 +38,12 @@ def test_the_names_of_deepspeed_chat_work_too(tmp_path: Path) -> None:
           "--max_new_tokens", "1", "--out", str(out)])  # fmt: skip
 
     assert json.loads(out.read_text())["paths"] == {"baseline": "embedded", "model": "embedded"}
+
+
+def test_an_output_that_can_not_be_written_is_refused_before_a_model_is_loaded(
+    tmp_path: Path,
+) -> None:
+    models = ["--baseline", str(tmp_path / "absent"), "--model", str(tmp_path / "absent")]
+
+    with pytest.raises(ConfigError, match=f"--out {tmp_path}"):
+        main([*models, "--out", str(tmp_path)])
