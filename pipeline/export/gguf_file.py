@@ -25,13 +25,7 @@ from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.chat_format import end_ids
 from pipeline.demo.task import corpus
 from pipeline.export.source import Source
-from pipeline.export.verify import (
-    ROUNDED,
-    TOLERANCE,
-    UnverifiedError,
-    compare_outputs,
-    logits_of,
-)
+from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_of
 from pipeline.files.safetensors_header import stored_tensors
 from pipeline.files.tensor_io import DTYPES as UNQUANTIZED
 from pipeline.models.load import load_tokenizer

@@ -15,13 +15,7 @@ from transformers import (
 )
 
 from pipeline.export.source import Source, copy_settings, read_source
-from pipeline.export.verify import (
-    ROUNDED,
-    TOLERANCE,
-    UnverifiedError,
-    compare_outputs,
-    logits_of,
-)
+from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_of
 from pipeline.files.safetensors_header import INDEX, stored_tensors
 from pipeline.models.directory import ADAPTER, check_configuration
 from pipeline.models.export import ADAPTER_DIR, unties

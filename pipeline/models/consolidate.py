@@ -82,8 +82,7 @@ def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
             checkpoint.read(key, 0, flat)
             buffer.copy_(flat.view(buffer.shape))
     tokenizer = cast(
-        "PreTrainedTokenizerBase",
-        AutoTokenizer.from_pretrained(checkpoint.path.parent / TOKENIZER),
+        "PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(checkpoint.path.parent / TOKENIZER)
     )
     export(model, tokenizer, directory)
 

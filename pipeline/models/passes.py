@@ -218,12 +218,7 @@ class StagedPasses(StagedForwardPasses, Passes):
     the first, where autograd adds it to the embedding's, as it does in one process.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        stage: Stage,
-        stages: Group,
-    ) -> None:
+    def __init__(self, engine: Engine, stage: Stage, stages: Group) -> None:
         Passes.__init__(self, engine)
         StagedForwardPasses.__init__(self, engine, stage, stages)
         self._took = 0.0

@@ -227,11 +227,7 @@ class QuantizedLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        layer: nn.Linear | Conv1D,
-        form: Form,
-        *,
-        device: torch.device | None = None,
+        self, layer: nn.Linear | Conv1D, form: Form, *, device: torch.device | None = None
     ) -> None:
         super().__init__()
         weight = layer.weight
@@ -342,10 +338,7 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def quantized(
-    model: nn.Module,
-    config: FrozenModelConfig,
-    *,
-    device: torch.device | None = None,
+    model: nn.Module, config: FrozenModelConfig, *, device: torch.device | None = None
 ) -> nn.Module:
     """`model`, the frozen linear weights of its blocks replaced as the settings ask.
 

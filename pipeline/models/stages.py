@@ -23,13 +23,7 @@ from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
 from pipeline.models.attention import Ragged
 from pipeline.models.export import can_stream
-from pipeline.models.forward import (
-    SCORE_HEAD,
-    Backbone,
-    base_model,
-    ragged_inputs,
-    require_context,
-)
+from pipeline.models.forward import SCORE_HEAD, Backbone, base_model, ragged_inputs, require_context
 from pipeline.models.packing import Family, how_to_run, small_hidden_states
 from pipeline.models.quantized import num_weights
 from pipeline.models.sharding import get_layer

@@ -13,12 +13,7 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.data.chat.chat_format import (
-    PROBE_PROMPT,
-    PROBE_RESPONSE,
-    ChatFormat,
-    adds_bos,
-)
+from pipeline.data.chat.chat_format import PROBE_PROMPT, PROBE_RESPONSE, ChatFormat, adds_bos
 from pipeline.data.examples import Message
 from pipeline.system.errors import ConfigError, DataError, ModelError
 
@@ -132,9 +127,7 @@ _PROBE_SYSTEM = Message("system", "Zero.")
 
 
 def resolve_format(
-    tokenizer: "PreTrainedTokenizerBase",
-    name: str,
-    arguments: Mapping[str, Argument] | None = None,
+    tokenizer: "PreTrainedTokenizerBase", name: str, arguments: Mapping[str, Argument] | None = None
 ) -> ChatFormat:
     """The chat format called `name`, for `tokenizer`.
 
