@@ -10,6 +10,7 @@ import random
 import re
 import unicodedata
 from contextlib import closing
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -346,18 +347,14 @@ class GgufExport:
             writer.add_rope_scaling_factor(float(self.rope["factor"]))
 
     def _add_tokenizer(self, writer: "GGUFWriter") -> None:
-        vocabulary, tokenizer = self.vocabulary, self.tokenizer
-        writer.add_tokenizer_model(vocabulary.model)
-        writer.add_tokenizer_pre(vocabulary.pre)
-        writer.add_token_list(list(vocabulary.tokens))
-        writer.add_token_types(list(vocabulary.token_type))
-        if vocabulary.scores:
-            writer.add_token_scores(list(vocabulary.scores))
-        if vocabulary.merges:
-            writer.add_token_merges(list(vocabulary.merges))
-        writer.add_add_bos_token(vocabulary.add_bos_token)
-        writer.add_add_eos_token(vocabulary.add_eos_token)
-        writer.add_add_space_prefix(vocabulary.add_space_prefix)
+        from gguf import GGUFValueType
+
+        for each in fields(Vocabulary):
+            value = getattr(self.vocabulary, each.name)
+            if value != []:
+                kind = GGUFValueType.get_type(value)
+                writer.add_key_value(f"tokenizer.ggml.{each.name}", value, kind)
+        tokenizer = self.tokenizer
         for kind in ("bos", "unk", "pad"):
             number = getattr(tokenizer, f"{kind}_token_id")
             if isinstance(number, int):
