@@ -15,8 +15,7 @@ Dimension names: N tokens of all sequences, H query heads, G key heads, D and E 
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
@@ -197,20 +196,13 @@ class _OneOrder(torch.autograd.Function):
         grad: Tensor,
     ) -> tuple[Tensor | None, ...]:
         learning = [each for each in ctx.heads if each.requires_grad]
-        with _one_order():
+        torch.use_deterministic_algorithms(mode=True, warn_only=False)
+        try:
             found = iter(torch.autograd.grad(ctx.out, learning, grad))
+        finally:
+            torch.use_deterministic_algorithms(mode=True, warn_only=True)
         del ctx.out  # and all that its graph keeps
         return (None, *(next(found) if each.requires_grad else None for each in ctx.heads))
-
-
-@contextmanager
-def _one_order() -> Iterator[None]:
-    """Context in which an operator without a deterministic kernel is an error."""
-    torch.use_deterministic_algorithms(mode=True, warn_only=False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(mode=True, warn_only=True)
 
 
 RAGGED = "ragged"

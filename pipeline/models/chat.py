@@ -79,36 +79,24 @@ def require_same_chat(
     model: str,
     source: FrozenModelConfig,
 ) -> None:
-    """Refuse two models with different token ids or different chat formats.
+    """Refuse two models with different token ids, which they exchange, or different chat formats.
 
     A model without a saved template has no format yet.
 
     Raises:
         ModelError: the vocabularies or the chat templates differ.
     """
-    path = str(source.path)
-    require_same_tokens(tokenizer, other, model, path)
-    if other.chat_template is not None and other.chat_template != tokenizer.chat_template:
-        raise ModelError(
-            f"{model} is given dialogues in another chat format than {path} was trained in; set the"
-            " same data.format (--format) for all steps"
-        )
-
-
-def require_same_tokens(
-    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, model: str, path: str
-) -> None:
-    """Refuse two models with different token ids, since they exchange token ids.
-
-    Raises:
-        ModelError: the vocabularies differ.
-    """
-    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    path, ours, theirs = str(source.path), tokenizer.get_vocab(), other.get_vocab()
     if ours != theirs:
         differing = sum(ours.get(token) != theirs.get(token) for token in ours.keys() | theirs)
         raise ModelError(
             f"{model} and {path} have different tokenizers ({differing} tokens differ); start both"
             " from models of one family"
+        )
+    if other.chat_template is not None and other.chat_template != tokenizer.chat_template:
+        raise ModelError(
+            f"{model} is given dialogues in another chat format than {path} was trained in; set the"
+            " same data.format (--format) for all steps"
         )
 
 

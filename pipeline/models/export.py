@@ -57,13 +57,8 @@ def as_saved(model: PreTrainedModel, named: NamedTensors) -> Iterator[tuple[str,
     """Parameters with the names and shapes that `save_pretrained` writes.
 
     Some families have other names in files than in the model, or hold in one parameter what their
-    files have by expert.
-
-    Raises:
-        ValueError: the family can't be written this way.
+    files have by expert. The family must be one that `can_stream`.
     """
-    if not can_stream(model):
-        raise ValueError(f"{model.config.model_type} models are saved by save_pretrained only")
     for name, tensor in named:
         yield from revert_weight_conversion(model, {name: tensor}).items()
 

@@ -306,12 +306,16 @@ class ChatFormat:
 
     def _common(self, messages: Messages, prompt: str, text: str) -> str:
         """The text before the last turn that a prompt and the text of the dialogue share."""
-        for common in (_without_block(prompt), self.render(messages[:-1], generation_prompt=False)):
+        without_block = _BLOCK.sub("", prompt, count=1)
+        for common in (without_block, self.render(messages[:-1], generation_prompt=False)):
             if text.startswith(common):
                 return common
-        if not any(_thinks(message) for message in messages):
-            raise self._unstable()
-        return ""
+        if any(_thinks(message) for message in messages):
+            return ""
+        raise DataError(
+            f"{self.title} renders the beginning of a dialogue differently once more turns follow,"
+            " so a prompt would not be trained on as it is generated from; choose another --format"
+        )
 
     def _as_given(self, message: Message, prompt: str) -> str:
         """The text of a turn as the row has it, behind a prompt that may have opened thinking."""
@@ -333,12 +337,6 @@ class ChatFormat:
         found = region.rfind(answer)
         end = region.find(self._end_of_turn, found + len(answer) if found >= 0 else 0)
         return (region[:end] if end >= 0 else region.rstrip()) + self._end_of_turn
-
-    def _unstable(self) -> DataError:
-        return DataError(
-            f"{self.title} renders the beginning of a dialogue differently once more turns follow,"
-            " so a prompt would not be trained on as it is generated from; choose another --format"
-        )
 
     def _report(self, origin: str, what: str) -> None:
         if origin and what not in self._reported:
@@ -512,11 +510,6 @@ def _named(origin: str) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(f"{origin}: {error}" if origin else str(error)) from error
-
-
-def _without_block(prompt: str) -> str:
-    """A generation prompt without the thinking block at its end, opened or empty."""
-    return _BLOCK.sub("", prompt, count=1)
 
 
 def _thinks(message: Message) -> bool:

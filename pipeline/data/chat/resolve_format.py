@@ -118,11 +118,6 @@ def never_read(template: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
 
 
-def _today(call: re.Match[str]) -> str:
-    """Replacement of the date that a template requests: tokens must not depend on the day."""
-    return json.dumps(TODAY.strftime(call["form"]))
-
-
 _PROBE_SYSTEM = Message("system", "Zero.")
 
 
@@ -149,7 +144,9 @@ def resolve_format(
         )
     if name == "auto":
         name = "tokenizer" if tokenizer.chat_template else "human_assistant"
-    template = _CLOCK.sub(_today, _template(tokenizer, name))
+    template = _template(tokenizer, name)
+    # The date that a template requests is fixed: tokens must not depend on the day.
+    template = _CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call["form"])), template)
     template = with_arguments(template, arguments or {})
     chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ("", ()))[1])
     chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))
