@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pipeline.config import RowColumns, find_column
@@ -92,38 +93,34 @@ def _separate_prompt(row: Row) -> Turns:
     )
 
 
-def _stepwise(name: str) -> Callable[[Row], Example]:
-    """Reader of TRL's stepwise rows, whose steps are in the column `name`.
+def _stepwise(row: Row, name: str) -> Example:
+    """Read one of TRL's stepwise rows, whose steps are in the column `name`.
 
     Steps that do not learn from steps see a prompt alone: a response with wrong steps is not a
     demonstration.
     """
-
-    def read(row: Row) -> Example:
-        question = _answered(prompt(row), ()).prompt
-        steps, labels = row.columns[name], row.columns["labels"]
-        are_lists = isinstance(steps, list) and isinstance(labels, list)
-        if not are_lists or len(steps) != len(labels):
-            raise DataError(
-                f"{row.origin}: {name} and labels must be lists of the same length; give one label"
-                " for each step, null where none is known"
-            )
-        if not all(isinstance(step, str) for step in steps):
-            raise DataError(f"{row.origin}: the steps in {name} must be texts")
-        kept = [
-            (step, _step_label(row, label))
-            for step, label in zip(steps, labels, strict=True)
-            if step.strip()
-        ]
-        if not kept:
-            raise LeftOut(EMPTY_RESPONSE)
-        return Example(
-            question,
-            steps=tuple(step for step, _ in kept),
-            step_labels=tuple(label for _, label in kept),
+    question = _answered(prompt(row), ()).prompt
+    steps, labels = row.columns[name], row.columns["labels"]
+    are_lists = isinstance(steps, list) and isinstance(labels, list)
+    if not are_lists or len(steps) != len(labels):
+        raise DataError(
+            f"{row.origin}: {name} and labels must be lists of the same length; give one label"
+            " for each step, null where none is known"
         )
-
-    return read
+    if not all(isinstance(step, str) for step in steps):
+        raise DataError(f"{row.origin}: the steps in {name} must be texts")
+    kept = [
+        (step, _step_label(row, label))
+        for step, label in zip(steps, labels, strict=True)
+        if step.strip()
+    ]
+    if not kept:
+        raise LeftOut(EMPTY_RESPONSE)
+    return Example(
+        question,
+        steps=tuple(step for step, _ in kept),
+        step_labels=tuple(label for _, label in kept),
+    )
 
 
 def _step_label(row: Row, value: Any) -> float | None:  # noqa: ANN401
@@ -138,12 +135,9 @@ def _step_label(row: Row, value: Any) -> float | None:  # noqa: ANN401
     return float(value)
 
 
-def _messages(name: str) -> Callable[[Row], Example]:
-    def read(row: Row) -> Example:
-        full = with_system(row, turns(row, name))
-        return _answered(*last_response(from_first_user(row, full)))
-
-    return read
+def _messages(row: Row, name: str) -> Example:
+    full = with_system(row, turns(row, name))
+    return _answered(*last_response(from_first_user(row, full)))
 
 
 def _instruction(row: Row) -> Turns:
@@ -159,12 +153,9 @@ def _alpaca(row: Row) -> Example:
     return _answered(question, response(row, output, question))
 
 
-def _pair(answer: str, question: str = "prompt") -> Callable[[Row], Example]:
-    def read(row: Row) -> Example:
-        before = prompt(row, question)
-        return _answered(before, response(row, answer, before))
-
-    return read
+def _pair(row: Row, answer: str, question: str = "prompt") -> Example:
+    before = prompt(row, question)
+    return _answered(before, response(row, answer, before))
 
 
 def _prompt_only(row: Row) -> Example:
@@ -264,15 +255,16 @@ SHAPES = (
         _preference,
         ("prompt", "conversations", "messages", "instruction", *_ALPACA, "tie"),
     ),
-    *(Shape(("prompt", steps, "labels"), _stepwise(steps)) for steps in ("completions", "steps")),
-    Shape(("messages",), _messages("messages")),
-    Shape(("conversations",), _messages("conversations")),
+    Shape(("prompt", "completions", "labels"), partial(_stepwise, name="completions")),
+    Shape(("prompt", "steps", "labels"), partial(_stepwise, name="steps")),
+    Shape(("messages",), partial(_messages, name="messages")),
+    Shape(("conversations",), partial(_messages, name="conversations")),
     Shape(("instruction", "output"), _alpaca, _ALPACA),
     Shape(("instruction", "response"), _alpaca, _ALPACA),
-    Shape(("prompt", "chosen"), _pair("chosen")),
-    Shape(("prompt", "response"), _pair("response")),
-    Shape(("prompt", "completion"), _pair("completion")),
-    Shape(("question", "answer"), _pair("answer", "question")),
+    Shape(("prompt", "chosen"), partial(_pair, answer="chosen")),
+    Shape(("prompt", "response"), partial(_pair, answer="response")),
+    Shape(("prompt", "completion"), partial(_pair, answer="completion")),
+    Shape(("question", "answer"), partial(_pair, answer="answer", question="question")),
     Shape(("prompt",), _prompt_only),
     Shape(("text",), _plain_text, ()),
 )
