@@ -35,9 +35,9 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, **changes: object) 
     return {"model_type": "llama", **sizes, **changes}
 
 
-def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def _gpt2(hidden: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
     """Radford et al. 2019, table 2."""
-    return {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads}
+    return {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads, **changes}
 
 
 _LLAMA_2 = {"vocab_size": 32000, "max_position_embeddings": 4096}
@@ -81,13 +81,6 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
         "n_head": 16,
         "vocab_size": 250880,
     },
-    "ai-forever/mGPT": {
-        "model_type": "gpt2",
-        "n_embd": 2048,
-        "n_layer": 24,
-        "n_head": 16,
-        "vocab_size": 100000,
-        "n_positions": 2048,
-    },
+    "ai-forever/mGPT": _gpt2(2048, 24, 16, vocab_size=100000, n_positions=2048),
 }
 """Settings by Hub name, with the model's type; omitted ones are the type's defaults."""

@@ -54,15 +54,11 @@ _INNER = dict.fromkeys(
 )  # fmt: skip
 _HEADS = dict.fromkeys(
     (
-        "num_attention_heads",
-        "n_head",
-        "num_heads",
-        "n_heads",
-        "decoder_attention_heads",
+        "num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads",
         "encoder_attention_heads",
     ),
     HEADS,
-)
+)  # fmt: skip
 _HEAD_SIZES = dict.fromkeys(
     (
         "head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
@@ -72,11 +68,8 @@ _HEAD_SIZES = dict.fromkeys(
 )  # fmt: skip
 _RANKS = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), HEAD_SIZE)
 _EXPERTS = dict.fromkeys(
-    (
-        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_expert",
-    ),
-    4,
-)  # fmt: skip
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_expert"), 4
+)
 _CHOSEN = dict.fromkeys(
     (
         "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts",

@@ -197,27 +197,21 @@ def _embedded(
     return StageData(train, held_out, [], record, prompts)
 
 
+@dataclass
 class _Sharing:
-    """Choice of the rows of one step.
+    """Choice of the rows of one step."""
 
-    Args:
-        config: how rows are held out and divided.
-        step: number of the step.
-        share: what it reads of a row, and the parts of `config.split` it takes.
-        uses: what each step reads of a row.
-        notes: receives what was left out.
-    """
+    config: DataConfig
+    step: int
 
-    def __init__(
-        self,
-        config: DataConfig,
-        step: int,
-        share: RowShare,
-        uses: Mapping[int, RowUse],
-        notes: list[str],
-    ) -> None:
-        self.config, self.step, self.share = config, step, share
-        self.uses, self.notes = uses, notes
+    share: RowShare
+    """What the step reads of a row, and the parts of `config.split` it takes."""
+
+    uses: Mapping[int, RowUse]
+    """What each step reads of a row."""
+
+    notes: list[str]
+    """Receives what was left out."""
 
     def mix(self, paths: Sequence[ReadPath]) -> list[list[Example]]:
         """Return the training rows of each path; with weights, each path's share is its weight's.
