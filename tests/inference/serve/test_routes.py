@@ -8,7 +8,7 @@ from inference.reward_model import score_responses
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from tests.families import saved, tiny_classifier
-from tests.inference.serve.serving import Running, post, serving
+from tests.inference.serve.serving import Running, get, post, serving
 from tests.pipeline.data.tokenizers import byte_level
 
 DIALOGUE = [
@@ -43,3 +43,14 @@ def test_a_score_is_that_of_the_reward_model_in_its_own_format(
 
     assert answer.json["score"] == pytest.approx(expected, rel=1e-5)
     assert answer.json["model"] == "reward"
+
+
+def test_metrics_count_responses_by_their_reason_to_end() -> None:
+    request = {"model": "tiny", "prompt": "Hi", "max_tokens": 6, "temperature": 0}
+    with serving() as running:
+        text = post(running, "/v1/completions", request).json["choices"][0]["text"]
+        post(running, "/v1/completions", request | {"stop": text[2:4]})
+        shown = get(running, "/metrics").body.decode()
+
+    for reason in ("length", "stop"):
+        assert f'rlhf:responses_total{{model_name="tiny",reason="{reason}"}} 1.0' in shown
