@@ -22,6 +22,7 @@ from pipeline.data.examples import Example, Message
 from pipeline.demo.task import TALK, verify
 from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.meta import model_on_meta
+from pipeline.parallel import launched
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError, ModelError
@@ -265,7 +266,7 @@ def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
     model = model_on_meta(base, task="causal", device=device)
     needed = sum(param.nbytes for param in model.parameters())
     # For a GPU as well it is read in main memory first.
-    rooms = {"main memory": available_bytes() // current_mesh().local_size}
+    rooms = {"main memory": available_bytes() // launched.local_world_size()}
     if device.type == "cuda":
         rooms["the GPU"] = free_bytes(device)
     for place, room in rooms.items():

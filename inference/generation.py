@@ -20,8 +20,8 @@ from inference.engine.requests import Finished, OnToken, Request, Response, Stop
 from inference.engine.sampling import Sampler
 from inference.tensor_parallel import get_sharing_group, get_tp_group
 from pipeline.models.forward import base_model, context_length
+from pipeline.parallel import launched
 from pipeline.parallel.group import Group
-from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError, DataError
 
 __all__ = ["Response", "generate", "generate_each"]
@@ -233,7 +233,7 @@ def free_bytes(device: torch.device) -> int:
     process's share of the available memory, the rest being for activations and the system.
     """
     if device.type != "cuda":
-        return psutil.virtual_memory().available // (2 * current_mesh().local_size)
+        return psutil.virtual_memory().available // (2 * launched.local_world_size())
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free + cached) * 9 // 10

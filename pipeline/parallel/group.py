@@ -75,13 +75,9 @@ class Group:
         """Sum of `value` over the processes."""
         return self.sums([value])[0]
 
-    def maxima(self, values: Sequence[int | float]) -> list[float]:
-        """Element-wise maximum over the processes, by one collective."""
-        return self._reduced(values, dist.ReduceOp.MAX)
-
     def max(self, value: int | float) -> float:
         """Largest `value` of the processes."""
-        return self.maxima([value])[0]
+        return self._reduced([value], dist.ReduceOp.MAX)[0]
 
     def gather_objects(self, value: T) -> list[T]:
         """The values of all processes, in rank order, on every process.
@@ -168,7 +164,7 @@ class Group:
 
     def _first_difference(self) -> str:
         """The first collective at which two processes differ; all call it."""
-        histories = self.gather_objects({each.number: str(each) for each in HERE.history()})
+        histories = self.gather_objects({each.number: str(each) for each in list(HERE.recent)})
         own = histories[self.rank]
         for number in sorted(own):
             for other, theirs in zip(self.ranks, histories, strict=True):
@@ -211,8 +207,8 @@ WHATS: tuple[What, ...] = ("hidden states", "gradients", "tied gradients", "tied
 class StageGroup(Group):
     """The stages of a pipeline, with process groups for what they send each other."""
 
-    channels: Mapping[What, dist.ProcessGroup] = field(kw_only=True)
-    """Process groups by kind of tensor and direction; empty if tags separate transfers."""
+    channels: Mapping[What, Group] = field(kw_only=True)
+    """The same processes by kind of transfer; empty if tags separate transfers."""
 
 
 ALONE = Group()

@@ -5,7 +5,6 @@ for the whole job: files, logs, liveness, barriers. `mesh.data` is for a model: 
 batch, sums over the batch. `cut_mesh` divides the processes, once for a job.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipeline.parallel.group import ALONE, WHATS, DataGroup, Group, StageGroup, What
+from pipeline.parallel.group import ALONE, WHATS, DataGroup, Group, StageGroup
 from pipeline.system.errors import require
 
 SECOND_WORD_SECONDS = 30
@@ -50,11 +49,6 @@ class Mesh:
     def is_main(self) -> bool:
         """True on the process that writes files and prints."""
         return self.world.rank == 0
-
-    @property
-    def local_size(self) -> int:
-        """Number of processes on this machine."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
 
     @property
     def shape(self) -> dict[str, int]:
@@ -144,9 +138,8 @@ def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float)
         parts = stages if tp == 1 else replace(axis(0, 3), in_step=False)
         mesh = replace(mesh, stages=stages, parts=parts)
     if replicas > 1:
-        data = mesh.data
-        group = DataGroup(data.rank, data.ranks, data.process_group, shards=axis(2), copies=axis(1))
-        mesh = replace(mesh, data=group)
+        own = (mesh.data.rank, mesh.data.ranks, mesh.data.process_group)
+        mesh = replace(mesh, data=DataGroup(*own, shards=axis(2), copies=axis(1)))
     _cut.append(mesh)
     try:
         yield mesh
@@ -165,16 +158,12 @@ def get_pipeline(
         apart: whether each kind of transfer has a separate process group
             (`pipeline.parallel.group.What`).
     """
-    group, *others = (
-        subgroup(rows, timeout_seconds=timeout_seconds)
-        for _ in range(1 + (len(WHATS) if apart else 0))
-    )
-    channels: dict[What, dist.ProcessGroup] = {}
-    for what, other in zip(WHATS, others, strict=False):
-        assert other.process_group is not None
-        channels[what] = other.process_group
+    group = subgroup(rows, timeout_seconds=timeout_seconds)
+    kinds = WHATS if apart else ()
     return StageGroup(
-        group.rank, group.ranks, group.process_group, in_step=False, channels=channels
+        *(group.rank, group.ranks, group.process_group),
+        in_step=False,
+        channels={what: subgroup(rows, timeout_seconds=timeout_seconds) for what in kinds},
     )
 
 

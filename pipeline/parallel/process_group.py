@@ -51,7 +51,9 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
             world.barrier()  # gloo's threads abort where a process leaves while another still sends
     except JobFailed as failed:
         if gpu is not None and isinstance(failed.code, int):
-            leave(failed.code, abort_collectives)
+            # Torch has no public function that aborts all of NCCL's communicators.
+            abort = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+            leave(failed.code, abort)
         raise  # a broken group can't be taken down in order
     except BaseException:
         dist.destroy_process_group()
@@ -107,9 +109,3 @@ def leave(code: int, abort: Callable[[], object], *, seconds: float = ABORT_SECO
         with suppress(Exception):
             stream.flush()
     os._exit(code)
-
-
-def abort_collectives() -> None:
-    """Abort all of NCCL's communicators."""
-    abort = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-    abort()

@@ -61,8 +61,8 @@ class Transfers:
 
     def _group(self, what: What) -> dist.ProcessGroup | None:
         stages = self._stages
-        if isinstance(stages, StageGroup) and stages.channels:
-            return stages.channels[what]
+        if isinstance(stages, StageGroup):
+            stages = stages.channels.get(what, stages)
         return stages.process_group
 
     @contextmanager

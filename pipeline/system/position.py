@@ -24,8 +24,6 @@ class Collective(NamedTuple):
     kind: str
     unit: str = ""
     num_bytes: int = 0
-    fingerprint: int = 0
-    """Fingerprint of all collectives so far, this one included, in their order."""
 
     def __str__(self) -> str:
         name = f"{self.kind} of {self.unit}" if self.unit else self.kind
@@ -43,8 +41,9 @@ class Position:
     def __init__(self) -> None:
         self.number = 0
         self.fingerprint = 0
-        """Fingerprint of the latest collective, equal on processes that run the same ones."""
+        """Fingerprint of all collectives so far, in their order."""
         self.recent: deque[Collective] = deque(maxlen=RECENT)
+        """The latest collectives, the oldest first."""
         self.transfers = 0
         """Tensors received from stages of a pipeline."""
         self.waits_for: tuple[int, ...] = ()
@@ -58,16 +57,12 @@ class Position:
         """Record the next collective."""
         self.number += 1
         self.fingerprint = zlib.crc32(f"{kind} {unit} {num_bytes}".encode(), self.fingerprint)
-        self.recent.append(Collective(self.number, kind, unit, num_bytes, self.fingerprint))
+        self.recent.append(Collective(self.number, kind, unit, num_bytes))
 
     @property
     def last(self) -> Collective:
         """The latest collective."""
         return self.recent[-1] if self.recent else Collective(0, "none yet")
-
-    def history(self) -> list[Collective]:
-        """The latest collectives, the oldest first."""
-        return list(self.recent)
 
     @contextmanager
     def waiting(self, ranks: Sequence[int] = (), at: str = "") -> Iterator[None]:

@@ -83,7 +83,8 @@ def test_no_stage_waits_forever_where_sends_wait_for_receives(stages: int) -> No
 def exchanged() -> list[list[float]]:
     """Both send all kinds before they receive any, in channels that each has for itself."""
     stages = get_pipeline([(0, 1)], timeout_seconds=60.0, apart=True)
-    assert len({*stages.channels.values(), stages.process_group}) == len(WHATS) + 1
+    groups = (stages, *stages.channels.values())
+    assert len({each.process_group for each in groups}) == len(WHATS) + 1
     transfers, other = Transfers(stages), 1 - stages.rank
     for number, what in enumerate(WHATS):
         tensor = torch.full((3,), 10.0 * stages.rank + number)
