@@ -21,7 +21,7 @@ from pipeline.launch.commands import (
     step_environment,
     visible_devices,
 )
-from pipeline.launch.layout import Deployment, Layout, layout
+from pipeline.launch.layout import Deployment, Layout, layout, spelled
 from pipeline.launch.local import passed_on
 from pipeline.launch.preflight import check_machines
 from pipeline.launch.remote import RemoteCommand, run_everywhere
@@ -50,15 +50,10 @@ def run_by_ssh(step: Sequence[str], where: Layout, deployment: Deployment) -> in
     variables = passed_on(os.environ)
     remotes: list[RemoteCommand] = []
     for rank, host in enumerate(where.hosts):
-        command = [*REMOTE, *node_command(step, where, rank)]
+        there = [*REMOTE, *node_command(step, where, rank)]
+        command = host_command(there, host, where, deployment)
         devices = {} if host.is_whole else visible_devices(host)
-        remotes.append(
-            RemoteCommand(
-                host.name,
-                host_command(command, host, where, deployment),
-                {**variables, **devices},
-            )
-        )
+        remotes.append(RemoteCommand(host.name, command, {**variables, **devices}))
     return run_everywhere(remotes)
 
 
@@ -84,19 +79,13 @@ def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
     for name, _ in options:
         if name not in known:
             raise ConfigError(
-                f"{_spelled(name)} is not an option of the launcher; a setting of the step belongs"
+                f"{spelled(name)} is not an option of the launcher; a setting of the step belongs"
                 f" after -m {step[1]}"
             )
     for name, _ in split_options(step[2:]):
-        require(
-            name not in known, f"{_spelled(name)} is the launcher's; put it before -m {step[1]}"
-        )
+        require(name not in known, f"{spelled(name)} is the launcher's; put it before -m {step[1]}")
     many: list[Option] = [("deployment_type", ["multi_node"])]
     return build_config(Deployment, [], many + options), step
-
-
-def _spelled(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _help() -> str:

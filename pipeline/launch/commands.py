@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from pipeline.launch.layout import Deployment, Host, Layout, is_this_machine
+from pipeline.launch.layout import Deployment, Host, Layout, is_this_machine, spelled
 from pipeline.launch.local import list_gpus, share_of_cores, spin_count
 from pipeline.system.installation import ROOT
 
@@ -101,8 +101,7 @@ def given_options(deployment: Deployment) -> list[str]:
         value = getattr(deployment, each.name)
         if each.name in ("deployment_type", "no_check") or value == each.default:
             continue
-        words.append(f"--{each.name.replace('_', '-')}")
-        words += [] if value is True else [str(value)]
+        words += [spelled(each.name)] if value is True else [spelled(each.name), str(value)]
     return words
 
 

@@ -92,8 +92,7 @@ class Deployment:
         )
         for name in ("num_processes", "num_gpus", "num_nodes"):
             value = getattr(self, name)
-            option = f"--{name.replace('_', '-')}"
-            require(value is None or value > 0, f"{option} must be above 0, got {value}")
+            require(value is None or value > 0, f"{spelled(name)} must be above 0, got {value}")
         for names, types in (
             (OF_SEVERAL, "multi_node"),
             (("include", "exclude", "num_gpus"), "single_node or multi_node"),
@@ -101,13 +100,12 @@ class Deployment:
             for name in names:
                 require(
                     self.deployment_type in types or getattr(self, name) is None,
-                    f"--{name.replace('_', '-')} needs --deployment-type {types}",
+                    f"{spelled(name)} needs --deployment-type {types}",
                 )
         for name, other in EXCLUSIVE:
             require(
                 getattr(self, name) is None or getattr(self, other) is None,
-                f"--{name.replace('_', '-')} can't be combined with --{other.replace('_', '-')};"
-                f" omit --{other.replace('_', '-')}",
+                f"{spelled(name)} can't be combined with {spelled(other)}; omit {spelled(other)}",
             )
         require(
             self.master_port is None or 0 < self.master_port < 65536,
@@ -118,6 +116,11 @@ class Deployment:
     def filters(self) -> str | None:
         """The value of --include or --exclude, if one of them is given."""
         return self.include or self.exclude
+
+
+def spelled(name: str) -> str:
+    """The spelling of an option: --num-gpus for `num_gpus`."""
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -189,14 +192,9 @@ def is_this_machine(name: str) -> bool:
 
 def _this_machine(deployment: Deployment) -> Host:
     if deployment.filters is None:
-        if deployment.num_gpus is None:
-            return Host("localhost", tuple(range(count_processes(deployment.num_processes))))
-        gpus = len(list_gpus())
-        require(
-            not 0 < gpus < deployment.num_gpus,
-            f"--num-gpus {deployment.num_gpus} is more than the {gpus} GPUs of this machine",
-        )
-        return Host("localhost", tuple(range(deployment.num_gpus)))
+        option = "--num-processes" if deployment.num_gpus is None else "--num-gpus"
+        number = count_processes(deployment.num_processes or deployment.num_gpus, option=option)
+        return Host("localhost", tuple(range(number)))
     whole = Host("localhost", tuple(range(len(list_gpus(hidden=True)) or CPU_PROCESSES)))
     (host,) = select_hosts([whole], include=deployment.include, exclude=deployment.exclude)
     return host

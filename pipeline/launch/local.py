@@ -33,27 +33,27 @@ BUSY_PERCENT = 25.0
 """Load of the machine above which other programs are assumed to need the cores."""
 
 
-def count_processes(requested: int | None) -> int:
-    """Processes of a step on one node: the requested number, else one per GPU.
+def count_processes(requested: int | None, *, option: str = "--num-processes") -> int:
+    """Processes of a step on one node: the number requested by `option`, else one per GPU.
 
     Raises:
         ConfigError: more processes than GPUs.
     """
     gpus = len(list_gpus())
     if requested is not None and 0 < gpus < requested:
-        raise ConfigError(
-            f"--num-processes {requested} is more than the {gpus} GPUs of this machine"
-        )
+        raise ConfigError(f"{option} {requested} is more than the {gpus} GPUs of this machine")
     return requested or gpus or CPU_PROCESSES
 
 
-def list_gpus(*, hidden: bool = False, devices: Path = Path("/dev")) -> list[str]:
+def list_gpus(*, hidden: bool = False) -> list[str]:
     """Numbers or names of the GPUs that this process may use, or of all with the `hidden` ones."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not hidden:
         return [gpu for each in visible.split(",") if (gpu := each.strip()) not in ("", "-1")]
     if shutil.which("nvidia-smi") is None:  # as in some containers
-        return sorted(each.name.removeprefix("nvidia") for each in devices.glob("nvidia[0-9]*"))
+        return sorted(
+            each.name.removeprefix("nvidia") for each in Path("/dev").glob("nvidia[0-9]*")
+        )
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     count = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
     return [str(number) for number in range(count)]
