@@ -64,11 +64,11 @@ def run_everywhere(remotes: Sequence[RemoteCommand]) -> int:
     Their output is passed on, each line after its host's name, and signals are passed to them.
     `remotes` has one for each machine, the first machine first.
     """
-    group = _Group(remotes)
+    group = _Group()
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, group.note_signal) for number in handled}
     try:
-        group.start()
+        group.commands = [_Command(each, prefixed=len(remotes) > 1) for each in remotes]
         return group.wait()
     finally:
         for command in group.commands:
@@ -80,8 +80,7 @@ def run_everywhere(remotes: Sequence[RemoteCommand]) -> int:
 class _Group:
     """The commands of several machines."""
 
-    def __init__(self, remotes: Sequence[RemoteCommand]) -> None:
-        self._remotes = remotes
+    def __init__(self) -> None:
         self.commands: list[_Command] = []
         self._signals: list[signal.Signals] = []
         self._passed_on = 0
@@ -94,11 +93,6 @@ class _Group:
         if number == signal.SIGHUP and self._signals:
             return  # a terminal that is closed sends more than one
         self._signals.append(signal.Signals(number))
-
-    def start(self) -> None:
-        """Start all commands."""
-        prefixed = len(self._remotes) > 1
-        self.commands = [_Command(remote, prefixed=prefixed) for remote in self._remotes]
 
     def wait(self) -> int:
         """Wait for the end of all commands; return the exit code."""
@@ -237,7 +231,7 @@ def _pass_lines(source: IO[bytes], sink: IO[str], prefix: bytes) -> None:
 STDIN = 0
 
 
-def main(argv: Sequence[str], *, lost_seconds: float = LOST_SECONDS) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code, or 128 + n if signal n ended it."""
     rest, is_open = b"", True
     while b"\n" not in rest and is_open:
@@ -255,7 +249,7 @@ def main(argv: Sequence[str], *, lost_seconds: float = LOST_SECONDS) -> int:
         *lines, rest = rest.split(b"\n")
         for name in filter(None, lines):
             command.send_signal(signal.Signals[name.decode().strip()])
-        if not is_open or time.monotonic() - heard > lost_seconds:
+        if not is_open or time.monotonic() - heard > LOST_SECONDS:
             _end(command)
             with suppress(OSError):  # the reader may be lost as well
                 sys.stderr.write("the launcher is gone; its processes here have been ended\n")

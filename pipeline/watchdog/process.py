@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeVar
 
 import psutil
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store  # it has no public name
 
 from pipeline.parallel.group import Group
@@ -114,20 +114,15 @@ class Heartbeat(NamedTuple):
 
 
 class Notices:
-    """The notices of one job, under a prefix of the store."""
+    """The notices of one job in the default store, by a separate connection."""
 
-    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
-        self._store = store
-        self.rank, self.world_size = rank, world_size
-        self.gone = False
-        """Whether the connection to the store is lost."""
-
-    @classmethod
-    def of_job(cls, job: str, world: Group) -> "Notices":
-        """The notices in the default store, which this process reaches by a separate connection."""
+    def __init__(self, job: str, world: Group) -> None:
         store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
         store.set_timeout(PATIENCE)
-        return cls(PrefixStore(f"watch/{job}", store), rank=world.rank, world_size=world.size)
+        self._store = PrefixStore(f"watch/{job}", store)
+        self.rank, self.world_size = world.rank, world.size
+        self.gone = False
+        """Whether the connection to the store is lost."""
 
     def post(self, failure: Failure) -> Failure:
         """Report a failure of the job; return the failure that was reported first."""
@@ -248,7 +243,7 @@ class Watchdog:
         self.timeout = timeout_seconds
         world = current_mesh().world
         self.rank = world.rank
-        self.notices = Notices.of_job(world.gather_objects(uuid.uuid4().hex)[0], world)
+        self.notices = Notices(world.gather_objects(uuid.uuid4().hex)[0], world)
         self.tick = min(TICK_SECONDS, timeout_seconds / 4)
         self._beats, self._place, self._since = 0, (0, 0), time.monotonic()
         self.notices.appear(Heartbeat(0, "none yet", 0.0, 0))
@@ -270,7 +265,6 @@ class Watchdog:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True),
             threading.Thread(target=self._run, name="watchdog", daemon=True),
         ]
-        self._handles_sigterm = False
 
     def start(self) -> None:
         """Begin to watch."""
@@ -279,7 +273,6 @@ class Watchdog:
         on_main = threading.current_thread() is threading.main_thread()
         if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._stop_on_signal)
-            self._handles_sigterm = True
         for thread in self._threads:
             thread.start()
 
@@ -290,7 +283,7 @@ class Watchdog:
             thread.join(timeout=LEAVING_SECONDS)
         self._appear(left=True)
         faulthandler.cancel_dump_traceback_later()
-        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._stop_on_signal:
+        if signal.getsignal(signal.SIGTERM) == self._stop_on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     # Reports of this process
@@ -311,7 +304,8 @@ class Watchdog:
         same = isinstance(error, ONE_SENTENCE) and first.what.endswith(_summary(error))
         with self._speaking:
             if first == own:
-                _show(error)
+                sentence = f"error: {' '.join(str(error).split())}"
+                _write(sentence if isinstance(error, ONE_SENTENCE) else _traceback(error))
             elif not self._has_spoken and not same:
                 _write(f"rank {self.rank} failed as well: {_summary(error)}")
             self._has_spoken = True
@@ -381,8 +375,7 @@ class Watchdog:
 
     def _find_left(self) -> Failure | None:
         """A process that ended normally while this one waited for it."""
-        others = [rank for rank in range(self.notices.world_size) if rank != self.rank]
-        for rank, seen in self.notices.heartbeats(others).items():
+        for rank, seen in self.notices.heartbeats(range(self.notices.world_size)).items():
             if seen.left:
                 what = f"rank {rank} left while rank {self.rank} waited for it at {HERE.last}"
                 return self.notices.post(Failure(rank, what, 1))
@@ -412,9 +405,8 @@ class Watchdog:
             beat, since = self._heard.get(rank, (each.beat, now))
             self._heard[rank] = each.beat, since if beat == each.beat else now
             silent = now - self._heard[rank][1]
-            if rank not in (self.rank, *self._local) and silent >= SILENCE_SECONDS:
-                if each.left:
-                    continue
+            is_remote = rank not in (self.rank, *self._local)
+            if is_remote and silent >= SILENCE_SECONDS and not each.left:
                 what = (
                     f"rank {rank} on {self._hosts[rank]} has sent nothing for {silent:.0f} s"
                     f" (killed? network gone?): {whereabouts(each)}"
@@ -481,14 +473,6 @@ def _summary(error: Exception) -> str:
     """Kind and first line of an error."""
     first = " ".join(str(error).splitlines()[:1])
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def _show(error: Exception) -> None:
-    """Print an error as the command line does: one sentence if it is complete, else a traceback."""
-    if isinstance(error, ONE_SENTENCE):
-        _write(f"error: {' '.join(str(error).split())}")
-    else:
-        _write(_traceback(error))
 
 
 def _traceback(error: Exception) -> str:
