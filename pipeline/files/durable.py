@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,9 @@ def discard(path: Path) -> None:
     """Remove a file or directory as far as possible; leftovers are harmless."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-        return
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        return
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def settle(directory: Path) -> None:

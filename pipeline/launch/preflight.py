@@ -26,7 +26,7 @@ from pipeline.launch.commands import NO_DIRECTORY, NO_PYTHON, host_command
 from pipeline.launch.layout import Deployment, Host, Layout
 from pipeline.launch.local import Gpu, query_gpus
 from pipeline.system.errors import ConfigError
-from pipeline.system.installation import ROOT
+from pipeline.system.installation import OWN_PACKAGES, ROOT
 
 PATIENCE_SECONDS = 30.0
 """Seconds for a machine to reply; starting Python from a slow file system takes time."""
@@ -41,10 +41,6 @@ PROBE = (sys.executable, "-m", "pipeline.launch.preflight")
 MARK = "rlhf machine: "
 """Prefix of the line of JSON, since a login shell may print a greeting first."""
 
-OWN_PACKAGES = (
-    *("pipeline", "inference", "rewards", "evaluation"),
-    *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
-)
 CODE = "the code of this repository"
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy")
 

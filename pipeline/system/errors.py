@@ -13,7 +13,6 @@ EXIT_OUT_OF_MEMORY = 79
 EXIT_DIVERGED = 80
 """Exit code if loss, gradients or weights stayed infinite or NaN; the best weights are kept."""
 
-
 EXIT_DISK_FULL = 81
 """Exit code of a run that could not write its results; it resumes from its last checkpoint."""
 

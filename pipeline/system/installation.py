@@ -8,6 +8,11 @@ ROOT = Path(__file__).resolve().parents[2]
 IS_INSTALLED = ROOT.name == "rlhf_pipeline"
 """Whether the code is installed from a wheel, below one package (`rlhf_pipeline`)."""
 
+OWN_PACKAGES = (
+    *("pipeline", "inference", "rewards", "evaluation"),
+    *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
+)
+
 TRAIN = "rlhf" if IS_INSTALLED else "python train.py"
 CHAT = "rlhf-chat" if IS_INSTALLED else "python chat.py"
 MODULE = "python -m rlhf_pipeline" if IS_INSTALLED else "python -m"

@@ -11,13 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+from pipeline.system.installation import OWN_PACKAGES
+
 logger = logging.getLogger(__name__)
-
-
-OUR_LOGGERS = (
-    *("inference", "pipeline", "rewards", "evaluation"),
-    *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference", "__main__"),
-)
 
 
 def configure_logging(*, is_main: bool) -> None:
@@ -35,7 +31,7 @@ def configure_logging(*, is_main: bool) -> None:
     root.setLevel(logging.WARNING if is_main else logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # loading checks for missing weights itself
-    for name in OUR_LOGGERS:
+    for name in (*OWN_PACKAGES, "__main__"):
         logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
 
 
@@ -48,6 +44,8 @@ class _StderrHandler(logging.Handler):
 
 
 PLAIN_LINES = 20
+"""Number of lines, about, where standard error is no terminal."""
+
 SHOWN = ("score", "kl", "loss", "accuracy")
 """Metrics shown while a step runs; metrics.jsonl has all of them."""
 
@@ -58,6 +56,7 @@ class Progress:
     def __init__(self, name: str, total_steps: int) -> None:
         self.name = name
         self.total_steps = total_steps
+        self._every = math.ceil(total_steps / PLAIN_LINES)
         self._bar: RichProgress | None = None
 
     def start(self) -> None:
@@ -81,18 +80,13 @@ class Progress:
         status = self.status(step, metrics, seconds=seconds)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, status=status)
-        elif self.is_line_due(step):
+        elif step in (1, self.total_steps) or step % self._every == 0:
             logger.info("%s step %d/%d  %s", self.name, step, self.total_steps, status)
 
     def stop(self) -> None:
         """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.stop()
-
-    def is_line_due(self, step: int) -> bool:
-        """Whether `step` gets a plain line: the first, the last, and about twenty in all."""
-        every = math.ceil(self.total_steps / PLAIN_LINES)
-        return step in (1, self.total_steps) or step % every == 0
 
     def status(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> str:
         """Text next to the step: watched metrics, speed, time left."""

@@ -19,19 +19,17 @@ def available_bytes(groups: Sequence[Path] | None = None) -> int:
         groups: directories of the control groups that may limit this process; by default its group
             and those around it.
     """
-    found = [_room_in(group) for group in (own_groups() if groups is None else groups)]
+    found = [_room_in(group) for group in (_own_groups() if groups is None else groups)]
     return min([psutil.virtual_memory().available, *(room for room in found if room is not None)])
 
 
-def own_groups(
-    cgroup_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> list[Path]:
+def _own_groups() -> list[Path]:
     """The control groups of this process, the innermost first, in versions 1 and 2."""
     groups: list[Path] = []
-    for line in _read(cgroup_file).splitlines():
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, kinds, path = line.split(":", 2)
         if kinds in ("", "memory"):
-            top = root / kinds
+            top = Path("/sys/fs/cgroup") / kinds
             own = top / path.lstrip("/")
             groups += [each for each in (own, *own.parents) if each.is_relative_to(top)]
     return groups
