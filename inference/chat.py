@@ -10,6 +10,7 @@ from pipeline.cli.options import read_command
 from pipeline.config import EMBEDDED
 from pipeline.demo.task import TAUGHT
 from pipeline.report.results import find_model
+from pipeline.settings.fields import read_recorded
 from pipeline.system.errors import require
 from pipeline.system.installation import CHAT
 
@@ -64,13 +65,6 @@ def main(argv: Sequence[str]) -> None:
 
 def taught_embedded_task(path: str) -> bool:
     """Whether the model at `path` is in the output of a step that trained on the embedded task."""
-    import yaml
-
-    for settings in (Path(path) / "config.yaml", Path(path).parent / "config.yaml"):
-        try:
-            known = yaml.safe_load(settings.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            continue
-        data = known.get("data") if isinstance(known, dict) else None
-        return isinstance(data, dict) and data.get("path") == [EMBEDDED]
-    return False
+    settings = read_recorded(Path(path)) or read_recorded(Path(path).parent)
+    data = settings.get("data")
+    return isinstance(data, dict) and data.get("path") == [EMBEDDED]

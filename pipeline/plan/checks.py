@@ -117,8 +117,7 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
 
 def _run(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
     """Run the checks of each unfinished step."""
-    stages = [stage for stage in plan.stages if stage.name not in plan.finished]
-    for stage in stages if plan.request.plan != "off" else ():
+    for stage in plan.unfinished if plan.request.plan != "off" else ():
         for check in checks:
             try:
                 check(stage)
@@ -172,31 +171,26 @@ def _model_files(plan: Plan, stage: Stage) -> None:
 
 def _makers(plan: Plan) -> dict[str, Stage]:
     """The steps that will run, by their output directory."""
-    stages = [stage for stage in plan.stages if stage.name not in plan.finished]
-    return {str(plan.configs[stage.name].output_dir): stage for stage in stages}
-
-
-def _contexts(plan: Plan, stage: Stage) -> dict[str, tuple[str, int]]:
-    """Path and context length of a step's models by role, if known.
-
-    A model that is yet to be made reads as much as the one it starts from.
-    """
-    workload = plan.configs[stage.name].workload(plan.machine.world)
-    models, _ = read_models(workload, plan.origins, has_gpu=plan.machine.has_gpu)
-    return {model.role: (model.path, model.shape.context) for model in models}
+    return {str(plan.configs[stage.name].output_dir): stage for stage in plan.unfinished}
 
 
 def _lengths(plan: Plan, stage: Stage) -> None:
-    """Check that each model of step 3 can read a complete prompt and response."""
+    """Check that each model of step 3 can read a complete prompt and response.
+
+    A model that is yet to be made reads as much as the one it starts from.
+    """
     settings: Any = plan.configs[stage.name]
     if not hasattr(settings, "max_prompt_length"):
         return  # steps 1 and 2 cut what is longer than the model reads
-    for role, (path, tokens) in _contexts(plan, stage).items():
+    workload = settings.workload(plan.machine.world)
+    models, _ = read_models(workload, plan.origins, has_gpu=plan.machine.has_gpu)
+    for model in models:
+        tokens = model.shape.context
         require(
-            role == "base" or settings.max_prompt_length + settings.max_new_tokens <= tokens,
+            model.role == "base" or settings.max_prompt_length + settings.max_new_tokens <= tokens,
             f"{stage.section}.max_prompt_length {settings.max_prompt_length} +"
             f" {stage.section}.max_new_tokens {settings.max_new_tokens} is more than the {tokens}"
-            f" tokens that the {role} {path} reads; lower one of them",
+            f" tokens that the {model.role} {model.path} reads; lower one of them",
         )
 
 

@@ -175,9 +175,8 @@ def describe_memory(plan: Plan) -> str:
 def memory_lines(plan: Plan) -> Iterator[str]:
     """The machine's memory, a line for each step, and the choice of `--plan auto`."""
     yield f"memory: {describe_machine(plan.machine)}"
-    for stage in plan.stages:
-        if stage.name not in plan.finished:
-            yield f"  {stage.title} takes {line(plan.memory(stage), plan.machine)}"
+    for stage in plan.unfinished:
+        yield f"  {stage.title} takes {line(plan.memory(stage), plan.machine)}"
     if plan.chosen:
         yield from chosen_settings(plan)
 
@@ -192,12 +191,11 @@ def chosen_settings(plan: Plan) -> Iterator[str]:
 
 def refusals(plan: Plan) -> Iterator[str]:
     """An error message for each unfinished step that can't fit its machine."""
-    for stage in plan.stages:
-        if stage.name not in plan.finished:
-            config, memory = plan.configs[stage.name], plan.memory(stage)
-            names = stage.title, stage.prefix
-            sentence = refusal(*names, config, plan.machine, plan.origins, memory)
-            yield from [sentence] if sentence else []
+    for stage in plan.unfinished:
+        config, memory = plan.configs[stage.name], plan.memory(stage)
+        names = stage.title, stage.prefix
+        sentence = refusal(*names, config, plan.machine, plan.origins, memory)
+        yield from [sentence] if sentence else []
 
 
 def _step(plan: Plan, stage: Stage) -> Iterator[str]:
@@ -262,9 +260,7 @@ def _commands(plan: Plan) -> Iterator[str]:
     yield "The same by hand, step by step"
     if Path.cwd() != ROOT:
         yield f"  export PYTHONPATH={shlex.quote(str(ROOT))}"
-    for stage in plan.stages:
-        if stage.name in plan.finished:
-            continue
+    for stage in plan.unfinished:
         config = plan.configs[stage.name]
         options = [
             word

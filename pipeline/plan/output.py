@@ -14,15 +14,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline.cli.options import split_options
 from pipeline.config import StepConfig, affects_result
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage, directories
-from pipeline.settings.fields import plain, portable
+from pipeline.settings.fields import plain, portable, read_recorded
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import TRAIN
 
@@ -263,7 +261,10 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
 
     Of a step that is not to run only the settings count that all steps share.
     """
-    recorded = _recorded(directory)
+    settings = read_recorded(directory)
+    if not settings:
+        raise ConfigError(f"{directory / MARK} can't be read; choose another --output-dir")
+    recorded = portable(settings)
     wanted = portable(plain(config))
     # A method decides many other settings: what the user would have to change comes first.
     names = recorded.keys() | wanted.keys()
@@ -282,28 +283,15 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
     return ""
 
 
-def _recorded(directory: Path) -> dict[str, Any]:
-    """The settings in the step's config.yaml, by dotted name."""
-    try:
-        settings = yaml.safe_load((directory / MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        settings = None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{directory / MARK} can't be read; choose another --output-dir")
-    return portable(settings)
-
-
 def recorded_model(path: str) -> str | None:
     """The model that a step of a run made this one from; None for a model of other origin."""
     directory = Path(path).parent if Path(path).name in ("actor", "ema") else Path(path)
     if not path:
         return None
-    try:
-        settings = yaml.safe_load((directory / MARK).read_text(encoding="utf-8"))
-        model = settings.get("model") or settings.get("actor")
-        return str(model["path"])
-    except (OSError, ValueError, yaml.YAMLError, AttributeError, TypeError, KeyError):
-        return None
+    settings = read_recorded(directory)
+    model = settings.get("model") or settings.get("actor")
+    start = model.get("path") if isinstance(model, dict) else None
+    return None if start is None else str(start)
 
 
 def recorded_start(path: str, within: Path | None = None) -> str:

@@ -54,9 +54,9 @@ class Plan:
     """Sentences on where models and settings that no option names come from."""
 
     @property
-    def processes(self) -> int | None:
-        """Processes of each step under torchrun; None runs one without it."""
-        return self.where.processes
+    def unfinished(self) -> list[Stage]:
+        """The requested steps that `--resume` doesn't skip."""
+        return [stage for stage in self.stages if stage.name not in self.finished]
 
     @property
     def origins(self) -> Mapping[str, str]:

@@ -55,8 +55,7 @@ class Stage:
     """Whether each method has a separate directory even where it runs alone."""
 
     by_choice: bool = False
-    """Whether it runs only if `--step` names it; later steps then take their models from it.
-    """
+    """Whether it runs only if `--step` names it; later steps then take their models from it."""
 
     method: str | None = None
     """The method it runs, where several run side by side; each of them has such a stage."""

@@ -56,9 +56,7 @@ def tune(plan: Plan) -> Plan:
     (out / TRIALS).unlink(missing_ok=True)
     options: list[str] = []
     try:
-        for stage in plan.stages:
-            if stage.name in plan.finished:
-                continue
+        for stage in plan.unfinished:
             best = _Tuning(plan, stage).run()
             config = changed(plan.configs[stage.name], best)
             plan = replace(plan, configs={**plan.configs, stage.name: config})

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from pipeline.cli.options import remark
 from pipeline.models.gguf import as_directory
-from pipeline.settings.fields import portable
+from pipeline.settings.fields import portable, read_recorded
 from pipeline.system.errors import DataError, ModelError
 
 LAB = "lab.json"
@@ -272,21 +270,12 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
         samples=int(finite(result.get("samples")) or 0),
         eval=mapping(result.get("eval")),
         diverged=str(_read_object(directory / "diverged.json").get("sentence", "")),
-        settings=_settings(directory),
+        settings=portable(read_recorded(directory)),
         changed_settings=mapping(result.get("changed_settings")),
         lab=_read_object(directory / LAB),
         metrics=tuple(lines),
         events=tuple(events),
     )
-
-
-def _settings(directory: Path) -> Mapping[str, object]:
-    """The recorded settings by dotted name; empty where they can't be read."""
-    try:
-        settings = yaml.safe_load((directory / "config.yaml").read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return portable(settings) if isinstance(settings, dict) else {}
 
 
 def _side_by_side(files: Sequence[Sequence[Sample]]) -> list[Sample]:

@@ -89,8 +89,7 @@ def run_plan(plan: Plan) -> None:
 
 def _goes_on(plan: Plan, stage: Stage) -> bool:
     """Whether a step resumes from its checkpoint: not if an earlier step retrains its model."""
-    steps = (each for each in plan.stages if each.name not in plan.finished)
-    if not plan.request.resume or any(each.number < stage.number for each in steps):
+    if not plan.request.resume or any(each.number < stage.number for each in plan.unfinished):
         return False
     return can_go_on(plan.request.output_dir, stage.name)
 

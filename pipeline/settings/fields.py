@@ -171,6 +171,15 @@ def config_yaml(config: object) -> str:
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
 
 
+def read_recorded(directory: Path) -> dict[str, Any]:
+    """The settings in a step's config.yaml; empty where they can't be read."""
+    try:
+        settings = yaml.safe_load((directory / "config.yaml").read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
 def as_options(config: object) -> list[Option]:
     """The settings that differ from their defaults, as the command line takes them.
 

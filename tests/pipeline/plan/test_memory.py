@@ -30,7 +30,7 @@ def test_a_plan_for_other_machines_has_their_processes(tmp_path: Path) -> None:
         for text in ("1xA100-80GB", "8xA100-80GB", "2x8xA100-80GB")
     )
 
-    assert [each.processes for each in (one, eight, two)] == [None, 8, 16]
+    assert [each.where.processes for each in (one, eight, two)] == [None, 8, 16]
     assert len(two.where.hosts) == 2
     assert "--nnodes 2" in describe_plan(two)
 
