@@ -1,8 +1,8 @@
 """Settings of the optimizer, its learning-rate schedule, and fp16's loss scale.
 
 The engine updates flat pieces of the weights, so optimizers must be element-wise. A schedule is a
-function of the number of applied optimizer steps, from 0: a step that was skipped for a non-finite
-gradient does not advance it. It returns a share of the peak rate `optim.lr`.
+function of p, the share of the steps after the warm-up that are done, from 0 to 1; a step that was
+skipped for a non-finite gradient does not count. It returns a share of the peak rate `optim.lr`.
 """
 
 import inspect
@@ -20,56 +20,35 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """The length of a schedule."""
-
-    total_steps: int
-    """Optimizer steps of the whole run, the warm-up included."""
-
-    warmup_steps: int
-
-    final_ratio: float
-    """Share of the peak rate at the end."""
+def constant(_progress: float) -> float:
+    """The peak rate (transformers' constant_with_warmup)."""
+    return 1.0
 
 
-def constant(step: int, span: Span) -> float:
-    """The peak rate after the warm-up (transformers' constant_with_warmup)."""
-    return _warmed_up(step, span, lambda _: 1.0)
+def linear(progress: float) -> float:
+    """1 - p (transformers)."""
+    return 1.0 - progress
 
 
-def linear(step: int, span: Span) -> float:
-    """1 - p, where p is the share of the steps after the warm-up that are done (transformers)."""
-    return _warmed_up(step, span, lambda progress: 1.0 - progress)
-
-
-def cosine(step: int, span: Span, *, num_cycles: Positive = 0.5) -> float:
+def cosine(progress: float, *, num_cycles: Positive = 0.5) -> float:
     """(1 + cos(2 pi num_cycles p)) / 2: by default half a wave, from 1 to 0 (transformers)."""
-    return _warmed_up(
-        step,
-        span,
-        lambda progress: 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)),
-    )
+    return 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
 
 
-def cosine_with_restarts(step: int, span: Span, *, num_cycles: Count = 1) -> float:
+def cosine_with_restarts(progress: float, *, num_cycles: Count = 1) -> float:
     """(1 + cos(pi (num_cycles p mod 1))) / 2, and 0 at the end (transformers).
 
     The rate falls `num_cycles` times from 1 to 0 and jumps back in between (SGDR, Loshchilov and
     Hutter 2017).
     """
-
-    def shape(progress: float) -> float:
-        if progress >= 1.0:
-            return 0.0
-        return 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0)))
-
-    return _warmed_up(step, span, shape)
+    if progress >= 1.0:
+        return 0.0
+    return 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0)))
 
 
-def polynomial(step: int, span: Span, *, power: Positive = 1.0) -> float:
-    """(1 - p)^power; transformers' lr_end is `final_ratio` times the peak rate."""
-    return _warmed_up(step, span, lambda progress: (1.0 - progress) ** power)
+def polynomial(progress: float, *, power: Positive = 1.0) -> float:
+    """(1 - p)^power; transformers' lr_end is `final_lr_ratio` times the peak rate."""
+    return (1.0 - progress) ** power
 
 
 SCHEDULES: Mapping[str, Callable[..., float]] = {
@@ -80,7 +59,7 @@ SCHEDULES: Mapping[str, Callable[..., float]] = {
     "constant": constant,
     "constant_with_warmup": constant,
 }
-"""Functions by the name in `optim.schedule`: share of the peak rate at a step of a Span."""
+"""Functions by the name in `optim.schedule`."""
 
 WITHOUT_FINAL_RATIO = ("constant", "constant_with_warmup")
 """Schedules that ignore `final_lr_ratio`."""
@@ -111,17 +90,6 @@ def schedule_params(schedule: str) -> dict[str, Any]:
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
     return {each.name: hints[each.name] for each in parameters if each.kind is each.KEYWORD_ONLY}
-
-
-def _warmed_up(step: int, span: Span, shape: Callable[[float], float]) -> float:
-    """A linear warm-up, then `shape` of the progress from 0 to 1, stretched to the final ratio.
-
-    The warm-up is one step ahead of transformers': its first step uses 1 / W of the peak, not 0.
-    """
-    if step < span.warmup_steps:
-        return (step + 1) / span.warmup_steps
-    progress = (step - span.warmup_steps) / max(1, span.total_steps - span.warmup_steps)
-    return span.final_ratio + (1.0 - span.final_ratio) * shape(min(1.0, progress))
 
 
 ELEMENT_WISE = (
@@ -223,13 +191,17 @@ class OptimConfig:
     def lr_share(self, step: int, *, total_steps: int) -> float:
         """Share of the peak learning rate that applied step `step` (from 0) uses.
 
-        Skipped steps do not count.
+        A linear warm-up, then the schedule, stretched to end at `final_lr_ratio`. The warm-up is
+        one step ahead of transformers': its first step uses 1 / W of the peak, not 0.
         """
         warmup = self.warmup_steps
         if warmup is None:
             warmup = math.ceil(self.warmup_ratio * total_steps)
-        span = Span(total_steps=total_steps, warmup_steps=warmup, final_ratio=self.final_lr_ratio)
-        return SCHEDULES[self.schedule](step, span, **self.schedule_params)
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        share = SCHEDULES[self.schedule](progress, **self.schedule_params)
+        return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * share
 
     def __post_init__(self) -> None:
         check_optimizer(self.name, self.params)
