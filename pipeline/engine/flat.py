@@ -89,6 +89,8 @@ class Placement:
 
     optimizer_device: torch.device
     gradient_device: torch.device
+    """Device on which gradients are summed."""
+
     param_device: torch.device
     """Device of the local shard of the weights at stage 3."""
 
@@ -100,9 +102,6 @@ class Placement:
 
     deterministic: bool
     """Sum micro-batches as a tree."""
-
-    offloads_gradients: bool
-    """Sum gradients in main memory."""
 
     pin_memory: bool
     """Allocate offloaded vectors in pinned memory."""

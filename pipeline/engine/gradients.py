@@ -153,7 +153,7 @@ class FlatGradients:
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
         self.flat, self.pool, self.comm = flat, pool, flat.comm
         placement = flat.placement
-        copies = pool.copies if placement.offloads_gradients else None
+        copies = pool.copies if placement.gradient_device != placement.device else None
         running = RunningSum(self._empty, copies)
         self.sum: TreeSum | RunningSum = (
             TreeSum(self._empty, running) if placement.deterministic else running
@@ -173,7 +173,7 @@ class FlatGradients:
         if self._buffer is not None:
             return
         self.settle()
-        direct = self._direct() if self.comm.size == 1 else None
+        direct = self.sum.direct if self.comm.size == 1 else None
         if direct is not None:
             self._buffer = direct.zero_()
         else:
@@ -199,7 +199,7 @@ class FlatGradients:
         for param in self.flat.params.values():
             param.grad = None
         buffer, self._buffer = self._buffer, None
-        direct = self._direct()
+        direct = self.sum.direct
         out = self.comm.piece(buffer) if direct is None else direct
         work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
         self._reduction = (work, buffer, out)
@@ -240,9 +240,3 @@ class FlatGradients:
                 self.pool.give_back(self._buffer)
             self._buffer = None
         self.sum.clear()
-
-    def _direct(self) -> Tensor | None:
-        """The sum, if gradients can be written straight into it; else None."""
-        placement = self.flat.placement
-        offloaded = placement.gradient_device != placement.device
-        return None if offloaded else self.sum.direct

@@ -33,7 +33,6 @@ def get_placement(config: TrainedModelConfig, device: torch.device) -> Placement
         params_on_disk=offload.params == "nvme",
         optimizer_on_disk=offload.optimizer == "nvme",
         deterministic=config.zero.reduction == "deterministic",
-        offloads_gradients=offload.gradients != "none",
         pin_memory=offload.pin_memory,
     )
 
@@ -54,10 +53,19 @@ def build_units(
     if config.zero.offload.params == "nvme":
         assert config.zero.offload.nvme_path is not None  # as OffloadConfig checks
         disk = WeightDisk(config.zero.offload.nvme_path, comm)
-    return [
-        _build(unit, config, comm, pool, placement, disk, tensor)
-        for unit in engine_units(model, config.zero.unit_classes)
-    ]
+    units: list[Unit] = []
+    for unit in engine_units(model, config.zero.unit_classes):
+        flats = [
+            FlatParams(unit.name, params, settings, comm, placement, disk)
+            for (_, settings), params in group_vectors(unit, config).items()
+        ]
+        trained = [
+            TrainedParams(flat, pool, config.optim, kernels=config.kernels, tensor=tensor)
+            for flat in flats
+            if flat.settings.trained
+        ]
+        units.append(Unit(unit.name, unit.module, flats, trained, unit.kind))
+    return units
 
 
 def group_vectors(
@@ -74,27 +82,6 @@ def group_vectors(
         settings = param_settings(name, param, config)
         found.setdefault((owner, settings), {})[name] = param
     return found
-
-
-def _build(
-    unit: UnitParams,
-    config: TrainedModelConfig,
-    comm: Collectives,
-    pool: BufferPool,
-    placement: Placement,
-    disk: WeightDisk | None,
-    tensor: Group,
-) -> Unit:
-    flats: list[FlatParams] = []
-    trained: list[TrainedParams] = []
-    for (_, settings), params in group_vectors(unit, config).items():
-        flat = FlatParams(unit.name, params, settings, comm, placement, disk)
-        flats.append(flat)
-        if settings.trained:
-            trained.append(
-                TrainedParams(flat, pool, config.optim, kernels=config.kernels, tensor=tensor)
-            )
-    return Unit(unit.name, unit.module, flats, trained, unit.kind)
 
 
 def store_on_disk(
