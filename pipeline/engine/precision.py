@@ -41,19 +41,27 @@ class LossScaler:
         """Record whether the step's gradients were finite."""
         if not self.enabled or self.config.loss_scale:
             return
+        self.exhausted = False
         if finite:
-            self._good_step()
-        else:
-            self._overflow()
+            window = self.config.loss_scale_window
+            window_done = self.good_steps > 0 and self.good_steps % window == 0
+            if window_done:
+                self.scale *= 2
+            if window_done or self.config.consecutive_hysteresis:
+                self.tokens = self.config.hysteresis
+            self.good_steps += 1
+            return
+        self.good_steps = 0
+        if self.tokens > 1:
+            self.tokens -= 1
+            return
+        lowest = float(self.config.min_loss_scale)
+        self.exhausted = self.scale <= lowest
+        self.scale = max(self.scale / 2, lowest)
 
     def state_dict(self) -> dict[str, float | int | bool]:
         """The state for `load_state_dict`."""
-        return {
-            "enabled": self.enabled,
-            "scale": self.scale,
-            "good_steps": self.good_steps,
-            "tokens": self.tokens,
-        }
+        return {name: getattr(self, name) for name in ("enabled", "scale", "good_steps", "tokens")}
 
     def load_state_dict(self, state: Mapping[str, float | int | bool]) -> None:
         """Restore the scale and the counts of a `state_dict`.
@@ -63,29 +71,11 @@ class LossScaler:
         """
         if not self.enabled or self.config.loss_scale:
             return
-        if not state["enabled"]:
+        self.exhausted = False
+        if state["enabled"]:
+            self.scale = float(state["scale"])
+            self.good_steps = int(state["good_steps"])
+            self.tokens = int(state["tokens"])
+        else:
             self.__post_init__()
-            self.good_steps, self.exhausted = 0, False
-            return
-        self.scale = float(state["scale"])
-        self.good_steps = int(state["good_steps"])
-        self.tokens = int(state["tokens"])
-        self.exhausted = False
-
-    def _good_step(self) -> None:
-        self.exhausted = False
-        window_done = self.good_steps > 0 and self.good_steps % self.config.loss_scale_window == 0
-        if window_done:
-            self.scale *= 2
-        if window_done or self.config.consecutive_hysteresis:
-            self.tokens = self.config.hysteresis
-        self.good_steps += 1
-
-    def _overflow(self) -> None:
-        self.good_steps = 0
-        if self.tokens > 1:
-            self.tokens -= 1
-            return
-        lowest = self.config.min_loss_scale
-        self.exhausted = self.scale <= lowest
-        self.scale = max(self.scale / 2, float(lowest))
+            self.good_steps = 0
