@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.config import Kernels, OptimConfig, TrainedModelConfig
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.comm import BufferPool
-from pipeline.engine.norms import NormsOfParts, added_up, squares_of_pieces
+from pipeline.engine.norms import MOST_READ, NormsOfParts, squares_of_pieces
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.setup import build_units, get_placement, keep_freed_memory, store_on_disk
 from pipeline.engine.trained import TrainedParams
@@ -198,11 +198,9 @@ class Engine:
         fault_point("engine.backward")
         self.zero.backward(outputs, gradients, reaches_root=not blocks_alone)
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """Context in which every process has all weights complete, to read or to generate."""
-        with self.zero.gathered():
-            yield
+        return self.zero.gathered()
 
     @torch.no_grad()
     def step(self) -> StepResult:
@@ -288,8 +286,9 @@ class Engine:
         ]
         packed = torch.cat(norms)
         self.comm.all_reduce(packed)
-        # The only values that the host reads from the device between forward pass and update.
-        own = added_up(packed, vectors=len(norms)).tolist()
+        stretches = packed.view(len(norms), -1)
+        few = packed if stretches.shape[1] <= MOST_READ else stretches.sum(1)
+        own = few.tolist()  # all that the host reads of the device between forward pass and update
         squares = self._norms.gathered(own)
         bad = next((at for at, each in enumerate(squares) if not math.isfinite(each)), None)
         if bad is not None:
@@ -377,11 +376,6 @@ class FrozenEngine:
         """Run the model's forward pass."""
         return self.model(*args, **kwargs)
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """Context in which every process has all weights complete."""
-        if self._zero is None:
-            yield
-            return
-        with self._zero.gathered():
-            yield
+        return nullcontext() if self._zero is None else self._zero.gathered()

@@ -55,12 +55,6 @@ def squares_of_pieces(piece: Float[Tensor, " k"], comm: Collectives) -> Float[Te
     return values
 
 
-def added_up(packed: Float[Tensor, " n"], *, vectors: int) -> Float[Tensor, " m"]:
-    """Sums of squares of all vectors' stretches, or of the vectors where stretches are many."""
-    stretches = packed.view(vectors, -1)
-    return packed if stretches.shape[1] <= MOST_READ else stretches.sum(1)
-
-
 class NormsOfParts:
     """Sums of squares over all parts of a model; constructed by all processes with a part."""
 
