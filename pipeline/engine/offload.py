@@ -77,26 +77,14 @@ class TensorStore:
 
     def write(self, key: str, tensor: Shaped[Tensor, " n"]) -> None:
         """Start writing `tensor`, which stays unchanged until `wait`."""
-        part, file, position = view_bytes(tensor), self._file, self._positions[key]
-
-        def work() -> None:
-            fault_point("offload.write")
-            write_at(file.fileno(), part, position)
-
-        self._begin(key, None, "written", work)
+        self._begin(key, tensor, None, "offload.write", "written", write_at)
 
     def read(self, key: str, out: Shaped[Tensor, " n"], *, after: str | None = None) -> None:
         """Start reading into `out`, which holds the tensor after `wait`.
 
         With `after`, the pending operation on that key ends first: it may use the same memory.
         """
-        part, file, position = view_bytes(out), self._file, self._positions[key]
-
-        def work() -> None:
-            fault_point("offload.read")
-            read_at(file.fileno(), part, position)
-
-        self._begin(key, after, "read", work)
+        self._begin(key, out, after, "offload.read", "read", read_at)
 
     def wait(self, key: str) -> None:
         """Wait for the pending operations on `key`.
@@ -123,9 +111,18 @@ class TensorStore:
         """Release the space, after pending operations."""
         self._release()
 
-    def _begin(self, key: str, after: str | None, verb: str, work: Callable[[], None]) -> None:
-        """Queue `work` behind the pending operations on `key` and on `after`."""
+    def _begin(
+        self,
+        key: str,
+        tensor: Tensor,
+        after: str | None,
+        point: str,
+        verb: str,
+        transfer: Callable[[int, memoryview, int], None],
+    ) -> None:
+        """Queue the transfer of `tensor` behind pending operations on `key` and on `after`."""
         self._raise_failure()
+        part, file, position = view_bytes(tensor), self._file, self._positions[key]
         before = [self._pending[name] for name in (key, after) if name in self._pending]
         place = f"the offload file of rank {self.rank} in {self.directory}"
         failures = self._failures
@@ -136,7 +133,8 @@ class TensorStore:
             if failures:
                 return
             try:
-                work()
+                fault_point(point)
+                transfer(file.fileno(), part, position)
             except (OSError, EOFError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 failures.append(f"{key} can't be {verb} in {place}: {reason}")
