@@ -49,7 +49,7 @@ def test_a_model_in_parts_is_cut_as_its_preset_says(preset: Path) -> None:
 
     config = step_configs(command_line, STAGES, world=32)["step1_sft"]
 
-    assert config.parallel.is_cut
+    assert config.parallel.pp * config.parallel.tp > 1
     assert plain(config.parallel).items() >= stated["sft"]["parallel"].items()
     assert KNOWN[stated["actor_model"]]  # so that it can be planned without a download
     config.parallel.check(32)

@@ -14,12 +14,10 @@ from pipeline.config.data import (
     find_column,
 )
 from pipeline.config.model import (
-    LORA_RATE,
     AdapterVariant,
     FrozenModelConfig,
     Kernels,
     LoraConfig,
-    OffloadConfig,
     Precision,
     Quantize,
     TrainedModelConfig,
@@ -40,7 +38,6 @@ from pipeline.config.step import (
 __all__ = [
     "DEFAULT_OPTIM",
     "EMBEDDED",
-    "LORA_RATE",
     "AdapterVariant",
     "DataConfig",
     "FrozenModelConfig",
@@ -49,7 +46,6 @@ __all__ = [
     "LoraConfig",
     "LossScaleConfig",
     "ModelUse",
-    "OffloadConfig",
     "OptimConfig",
     "ParallelConfig",
     "Precision",

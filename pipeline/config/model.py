@@ -43,18 +43,6 @@ class OffloadConfig:
             " disk",
         )
 
-    def check(self, stage: int) -> None:
-        """Raise unless ZeRO stage `stage` can offload this way.
-
-        Raises:
-            ConfigError: weights are offloaded that every process needs whole.
-        """
-        require(
-            self.params == "none" or stage == 3,
-            f"zero.offload.params {self.params} needs zero_stage 3, got {stage}; below it, every"
-            " process keeps the whole weights on its device",
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
@@ -217,7 +205,12 @@ class TrainedModelConfig(FrozenModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.zero.offload.check(self.zero_stage)
+        offload = self.zero.offload
+        require(
+            offload.params == "none" or self.zero_stage == 3,
+            f"zero.offload.params {offload.params} needs zero_stage 3, got {self.zero_stage};"
+            " below it, every process keeps the whole weights on its device",
+        )
         for name in ("head_lr", "checkpoint_every"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
@@ -228,7 +221,7 @@ class TrainedModelConfig(FrozenModelConfig):
         )
         plain_adam = self.optim.name in ("Adam", "AdamW") and not self.optim.params.get("amsgrad")
         require(
-            self.zero.offload.optimizer != "nvme" or plain_adam,
+            offload.optimizer != "nvme" or plain_adam,
             "zero.offload.optimizer nvme keeps the two moments of Adam and AdamW on the disk, and"
             f" optim.name {self.optim.name} has others; use one of these, or cpu",
         )

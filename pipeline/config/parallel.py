@@ -94,11 +94,6 @@ class ParallelConfig:
         """Number of processes, or groups with parts of one model, that have different rows."""
         return max(1, processes // (self.pp * self.tp))
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether a process has a part of a model's layers alone."""
-        return self.pp * self.tp > 1
-
     def check_model(self, role: str, model: TrainedModelConfig) -> None:
         """Raise where processes with parts of a model can't train it with these settings.
 
