@@ -104,7 +104,8 @@ class Checkpoints:
         )
         if run.is_main:
             tokenizer.save_pretrained(self.root / TOKENIZER)
-        self._base = self._base or (f"base-{job}" if self._has_frozen() else None)
+        if self._base is None and any(describe(each)["frozen"] for each in engines.values()):
+            self._base = f"base-{job}"
         self._saved_at = time.monotonic()
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
@@ -142,7 +143,7 @@ class Checkpoints:
             fault_point("steps.begin")
             with StopSignals(self._announce) as signals:
                 self._look_together(signals)
-                if self.is_new and self._may_go_back:
+                if self.is_new and self._guards is not None and self._guards.window is not None:
                     self.save(0)
                 while self.done < self.run.total_steps and not enough():
                     step, rollbacks = self.done + 1, self._rollbacks
@@ -157,7 +158,7 @@ class Checkpoints:
             self._look_together(signals)
             patience = None
         finally:
-            self._writer.close(patience)
+            self._writer.wait(patience)
 
     def save(self, step: int) -> None:
         """Save the state after `step`; training continues while the files are written."""
@@ -195,10 +196,6 @@ class Checkpoints:
             record.write(self.root)
         self._world.barrier()
         self._load(checkpoint, record)
-
-    @property
-    def _may_go_back(self) -> bool:
-        return self._guards is not None and self._guards.window is not None
 
     def _is_due(self, step: int) -> bool:
         every = self.config.save_interval
@@ -271,6 +268,9 @@ class Checkpoints:
             yield Fragment(f"random/{self._world.rank}/{name}", 0, tensor)
 
     def _document(self) -> dict[str, Any]:
+        health: dict[str, Any] = {}
+        if self._guards is not None:
+            health = {"healthy": self._guards.is_healthy, "rollbacks": self._rollbacks}
         return {
             "name": self.run.name,
             "data": self.data,
@@ -284,7 +284,7 @@ class Checkpoints:
             },
             "weights": [name for name, _ in self._keeping_weights()],
             "once": self._once,
-            **self._health(),
+            **health,
         }
 
     def _model(self, engine: Engine) -> dict[str, Any] | None:
@@ -292,18 +292,10 @@ class Checkpoints:
         own = describe_model(engine.model)
         return None if own is None else merged(engine.parts.gather_objects(own))
 
-    def _health(self) -> dict[str, Any]:
-        if self._guards is None:
-            return {}
-        return {"healthy": self._guards.is_healthy, "rollbacks": self._rollbacks}
-
     def _keeping_weights(self) -> Iterator[tuple[str, KeepsWeights]]:
         for name, part in self.parts.items():
             if isinstance(part, KeepsWeights) and part.weights:
                 yield name, part
-
-    def _has_frozen(self) -> bool:
-        return any(describe(each)["frozen"] for each in self.engines.values())
 
     def _resume(self) -> None:
         """Load the newest valid checkpoint, or start from scratch."""

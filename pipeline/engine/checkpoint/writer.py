@@ -194,11 +194,7 @@ class CheckpointWriter:
         self.wait()
         self._committed = [saved for saved in self._committed if saved <= step]
 
-    def wait(self) -> None:
-        """Return when no save is in progress."""
-        self.close()
-
-    def close(self, patience_seconds: int | float | None = None) -> None:
+    def wait(self, patience_seconds: int | float | None = None) -> None:
         """Wait for a save in progress, for `patience_seconds` at most."""
         if self._thread is not None:
             self._thread.join(patience_seconds)

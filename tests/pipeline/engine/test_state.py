@@ -74,7 +74,7 @@ def save(engine: Engine, root: Path) -> None:
         base = "base-test"
         writer.save_base(base, frozen_fragments(engine, "model"))
     writer.save(2, trained_fragments(engine, "model"), describe(engine), base=base)
-    writer.close()
+    writer.wait()
     assert writer.failure is None
 
 

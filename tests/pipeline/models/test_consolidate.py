@@ -29,7 +29,7 @@ def test_masters_half_way_between_two_weights_are_rounded_as_in_training(
     )
     writer = CheckpointWriter(tmp_path, job="test", rank=0, world_size=1)
     writer.save(1, trained_fragments(engine, "model"), {"models": {"model": describe_model(model)}})
-    writer.close()
+    writer.wait()
     build_tokenizer().save_pretrained(tmp_path / TOKENIZER)
 
     consolidate(Checkpoint.open(tmp_path / "step_00000001"), "model", tmp_path / "out")

@@ -102,7 +102,7 @@ def test_a_checkpoint_holds_the_codes_and_gives_the_model_that_the_run_exports(
     document = {"models": {"model": describe_model(engine.model)}}
     writer.save_base("base-test", frozen_fragments(engine, "model"))
     writer.save(1, trained_fragments(engine, "model"), document, base="base-test")
-    writer.close()
+    writer.wait()
     build_tokenizer().save_pretrained(tmp_path / "saved" / TOKENIZER)
     export(model, build_tokenizer(), tmp_path / "expected", weights=engine)
     checkpoint = Checkpoint.open(tmp_path / "saved" / "step_00000001")

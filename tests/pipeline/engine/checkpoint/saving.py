@@ -62,7 +62,7 @@ def save(root: Path, *steps: int, job: str = "job") -> None:
     saver = writer(root, job=job)
     for step in steps:
         saver.save(step, fragments(step), {"step": step})
-    saver.close()
+    saver.wait()
     assert saver.failure is None
 
 
@@ -74,7 +74,7 @@ def save_steps(rank: int, world_size: int, root: Path, steps: list[int], job: st
         saver.wait()
         while any(root.glob(f".writing-step_{step:08d}-*")):  # as a training step would wait
             time.sleep(0.001)
-    saver.close()
+    saver.wait()
 
 
 def run_processes(

@@ -47,7 +47,7 @@ def save_on_all(
         if bases is not None:
             saver.save_base("base-1a2b", bases[index])
         saver.save(5, shards[index], {"rank": index}, base="base-1a2b" if bases else None)
-        saver.close()
+        saver.wait()
         failures.append(saver.failure)
 
     failures: list[str | None] = []

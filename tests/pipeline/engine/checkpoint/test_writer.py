@@ -58,7 +58,7 @@ def test_the_file_holds_the_values_at_the_call(
     assert not (tmp_path / "step_00000001").exists()
     saver.save(2, fragments(2), {"step": 2})
     assert (tmp_path / "step_00000001").exists()  # the second save waits for the first
-    saver.close()
+    saver.wait()
 
     for step in (1, 2):
         assert_holds(Checkpoint.open(tmp_path / f"step_{step:08d}"), step)
@@ -82,7 +82,7 @@ def test_a_failed_save_is_logged_and_the_next_one_succeeds(
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             lines.append([record.getMessage() for record in caplog.records])
             caplog.clear()
-    saver.close()
+    saver.wait()
 
     (first,), (second,), (third,) = lines
     for step, line in ((1, first), (3, third)):
