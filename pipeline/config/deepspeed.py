@@ -186,14 +186,11 @@ def deepspeed_layer(
     ]
     require(bool(trained), f"--zero-config {path}: no model is trained here")
     file = read_file(path)
-    names = ["batch_size", "micro_batch_size"]
     merged = merge(config_class, layers, overrides, section=section)
+    names = ("batch_size", "micro_batch_size")
     ours = {name: typed_value(config_class, merged, name) for name in names}
-    settings: dict[str, Any] = {}
-    for role in trained:
-        settings[role] = nested(
-            {**_precision(file), **_zero(file), **_optimizer(file), **_schedule(file)}
-        )
+    of_model = {**_precision(file), **_zero(file), **_optimizer(file), **_schedule(file)}
+    settings: dict[str, Any] = {role: nested(of_model) for role in trained}
     trackers = [name for name in typing.get_args(Tracker) if file.get(f"{name}.enabled")]
     settings |= {"trackers": trackers} if trackers else {}
     return Layer({**settings, **_batch_sizes(file, ours, world)}, str(path), is_file=True)

@@ -180,12 +180,11 @@ def make_collectives(
         return Collectives(device, name, group, pin_memory=pin_memory)
     if device.type == "cpu" and zero.shared_memory and on_one_machine(group):
         return SharedMemoryCollectives(name, group)
-    deterministic = zero.reduction == "deterministic"
     return GroupCollectives(
         device,
         name,
         group,
-        deterministic=deterministic,
+        deterministic=zero.reduction == "deterministic",
         pin_memory=pin_memory,
         narrow=torch.bfloat16 if zero.reduce_dtype == "bf16" else None,
     )

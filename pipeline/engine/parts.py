@@ -83,10 +83,9 @@ class BestWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run, without `weights`; JSON has no infinities."""
-        state = {name: getattr(self, name) for name in ("step", "last_step", "worse_in_a_row")}
-        values = {name: getattr(self, name) for name in ("value", "last")}
-        finite = {name: each if math.isfinite(each) else None for name, each in values.items()}
-        return state | finite
+        names = ("step", "last_step", "worse_in_a_row", "value", "last")
+        state = {name: getattr(self, name) for name in names}
+        return {name: value if math.isfinite(value) else None for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""

@@ -132,23 +132,7 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 def describe(engine: Engine) -> dict[str, Any]:
     """The rest of the state, as JSON, the same on every process; all of them call it."""
-    return merged(engine.parts.gather_objects(_describe_own(engine)))
-
-
-def merged(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the descriptions of all parts of a model."""
-    whole = dict(described[0])
-    for other in described[1:]:
-        for name, value in other.items():
-            if isinstance(value, dict) and isinstance(whole[name], dict):
-                whole[name] = {**whole[name], **value}
-            elif isinstance(value, list):
-                whole[name] = [*whole[name], *(each for each in value if each not in whole[name])]
-    return whole
-
-
-def _describe_own(engine: Engine) -> dict[str, Any]:
-    return {
+    own = {
         "steps": engine.steps,
         "skipped_in_a_row": engine.skipped_in_a_row,
         "scaler": engine.scaler.state_dict(),
@@ -162,6 +146,19 @@ def _describe_own(engine: Engine) -> dict[str, Any]:
         "frozen": _shapes(engine, trained=False),
         "buffers": sorted(_buffers(engine)),
     }
+    return merged(engine.parts.gather_objects(own))
+
+
+def merged(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the descriptions of all parts of a model."""
+    whole = dict(described[0])
+    for other in described[1:]:
+        for name, value in other.items():
+            if isinstance(value, dict) and isinstance(whole[name], dict):
+                whole[name] = {**whole[name], **value}
+            elif isinstance(value, list):
+                whole[name] = [*whole[name], *(each for each in value if each not in whole[name])]
+    return whole
 
 
 @torch.no_grad()
@@ -247,7 +244,11 @@ def _load_group(
     checkpoint: Checkpoint,
     described: Mapping[str, Any],
 ) -> None:
-    moments = _room_for_moments(group, masters, described["moments"])
+    kept, dtype = group.named_moments(), group.moment_dtype
+    moments = {
+        kind: kept[kind] if kind in kept else torch.zeros_like(masters, dtype=dtype)
+        for kind in described["moments"]
+    }
     for kind, vector in {"weights": masters, **moments}.items():
         read = _reader(group.flat, f"{prefix}/{kind}", checkpoint)
         for name, place, elements in group.spans():
@@ -258,17 +259,6 @@ def _load_group(
         group.load_state({**moments, **scalars})
     else:
         group.state.clear()  # saved before the first update
-
-
-def _room_for_moments(
-    group: TrainedParams, masters: Tensor, described: Sequence[str]
-) -> dict[str, Tensor]:
-    """Destination tensors for the moments of a checkpoint."""
-    kept, dtype = group.named_moments(), group.moment_dtype
-    return {
-        kind: kept[kind] if kind in kept else torch.zeros_like(masters, dtype=dtype)
-        for kind in described
-    }
 
 
 def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint) -> None:

@@ -81,11 +81,6 @@ class Unit:
         """True if all its weights are gathered."""
         return all(flat.gathered for flat in self.flats)
 
-    def start_read(self) -> None:
-        """Start reading its own shards from the disk, if they are there."""
-        for flat in self.flats:
-            flat.start_read()
-
     def start_gather(self) -> None:
         """Start gathering its weights."""
         for flat in self.flats:
@@ -311,7 +306,8 @@ class ZeroModel:
     def _gather(self, unit: Unit, following: dict[Unit, Unit]) -> None:
         unit.start_gather()
         if unit in following:
-            following[unit].start_read()
+            for flat in following[unit].flats:
+                flat.start_read()
         ahead: Unit | None = unit
         for _ in range(self.prefetch_units):
             ahead = following.get(ahead) if ahead is not None else None

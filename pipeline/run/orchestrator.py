@@ -117,7 +117,11 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
         check_settings(plan)
         # What can't fit is refused before anything is fetched to look at the rows.
         if plan.request.plan != "off" and plan.request.autotune is None:
-            _insist_on_memory(plan)
+            from pipeline.plan.describe import memory_lines, refusals
+
+            for sentence in refusals(plan):
+                raise ConfigError(sentence)
+            say("\n".join(memory_lines(plan)))
         check_rows(plan, downloads=True)
         if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
             where = check_machines(plan.where, plan.request, plan.request.output_dir)
@@ -130,15 +134,6 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
             if plan.request.autotune != "tune":
                 record_command(plan.request.output_dir, argv)
                 run_plan(plan)
-
-
-def _insist_on_memory(plan: Plan) -> None:
-    """Print the memory of each step, and refuse a plan with one that can't fit its machine."""
-    from pipeline.plan.describe import memory_lines, refusals
-
-    for sentence in refusals(plan):
-        raise ConfigError(sentence)
-    say("\n".join(memory_lines(plan)))
 
 
 def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:

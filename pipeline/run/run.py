@@ -293,20 +293,18 @@ def _finite(value: object) -> object:
     return value
 
 
-def training_id(result: Mapping[str, object]) -> str:
-    """An id of the training of this result.json, from its steps, tokens and figures.
-
-    Figures on held-out rows have all their digits: only the same weights have the same ones. Time
-    and settings don't count, so that a training that was repeated bit for bit is the same.
-    """
-    known = [result.get(name) for name in ("steps", "tokens", "eval")]
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def training_at(path: str) -> str | None:
-    """Id of the training whose result is next to the model at `path`; None if there is none."""
+    """Id of the training whose result is next to the model at `path`; None if there is none.
+
+    It follows from steps, tokens and figures. Figures on held-out rows have all their digits: only
+    the same weights have the same ones. Time and settings don't count, so that a training that was
+    repeated bit for bit is the same.
+    """
     try:
         result = json.loads((Path(path) / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return training_id(result) if isinstance(result, dict) else None
+    if not isinstance(result, dict):
+        return None
+    known = [result.get(name) for name in ("steps", "tokens", "eval")]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
