@@ -10,13 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.files.safetensors_header import (
-    INDEX,
-    SINGLE,
-    StoredTensor,
-    require_no_pointer,
-    stored_tensors,
-)
+from pipeline.files.safetensors_header import INDEX, SINGLE, require_no_pointer, stored_tensors
 from pipeline.system.errors import ModelError
 
 ADAPTER = "adapter_config.json"
@@ -129,8 +123,8 @@ def check_configuration(directory: Path) -> dict[str, Any]:
     return settings
 
 
-def check_weights(directory: Path, *, allow_pickle: bool = False) -> dict[str, StoredTensor] | None:
-    """The tensors of its safetensors by name; None if a pickle is used instead.
+def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
+    """Return if these checks find no problem with the weights.
 
     Raises:
         ModelError: a file is missing, a Git-LFS pointer, cut short or damaged.
@@ -142,17 +136,14 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> dict[str, S
     if pickled and not has_safetensors:
         for file in pickled:
             require_no_pointer(file)
-        if allow_pickle:
-            return None
-        raise ModelError(
-            f"{directory} holds its weights as {pickled[0].name}, a pickle that can run code; save"
-            " the model as safetensors (save_pretrained does), or set allow_pickle true if you"
-            " trust its source"
-        )
-    stored = stored_tensors(directory)
-    if not stored:
+        if not allow_pickle:
+            raise ModelError(
+                f"{directory} holds its weights as {pickled[0].name}, a pickle that can run code;"
+                " save the model as safetensors (save_pretrained does), or set allow_pickle true if"
+                " you trust its source"
+            )
+    elif not stored_tensors(directory):
         raise ModelError(f"{directory} holds no weights: its safetensors have no tensor in them")
-    return stored
 
 
 def check_tokenizer(directory: Path) -> None:

@@ -185,7 +185,11 @@ def load_classifier(
     drawn = {name for name in missing if HEAD.match(name)}
     _require_weights(path, missing - drawn)
     draw_layers(model, drawn, seed=seed)
-    require_known_head(model, path)
+    if not hasattr(model, "score") and not hasattr(model, "classifier"):
+        raise ModelError(
+            f"{path}: classifiers of its family ({model.config.model_type}) have a special"
+            " head; start from another model"
+        )
     return _prepared(model, config, device, defer=defer)
 
 
@@ -212,19 +216,6 @@ OF_SCORES = ("class_values", "cutpoints", "score_mean", "score_std")
 
 HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")
 """Parameters of a classifier that a language model lacks."""
-
-
-def require_known_head(model: PreTrainedModel, path: str) -> None:
-    """Refuse a classifier whose head can't be run.
-
-    Raises:
-        ModelError: its family has neither of the two usual kinds.
-    """
-    if not hasattr(model, "score") and not hasattr(model, "classifier"):
-        raise ModelError(
-            f"{path}: classifiers of its family ({model.config.model_type}) have a special"
-            " head; start from another model"
-        )
 
 
 def load_for_inference(

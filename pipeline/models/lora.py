@@ -43,13 +43,15 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
         ConfigError: no module matches `lora.targets`.
     """
     everything = config.targets == ("all-linear",)
+    present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    heads = [name for name in HEADS if name in present]
     settings = PeftLoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it only
         use_rslora=config.variant == "rslora",
         lora_dropout=config.dropout,
         target_modules="all-linear" if everything else list(config.targets),
-        modules_to_save=_heads(model) if task == "classifier" else None,
+        modules_to_save=heads if task == "classifier" else None,
         # GPT-2's layers store their weights transposed.
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.SEQ_CLS if task == "classifier" else TaskType.CAUSAL_LM,
@@ -68,11 +70,6 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     # A set, whose order in the exported file would be another in each process.
     adapter.target_modules = sorted(adapter.target_modules or [])
     return peft_model  # pyright: ignore[reportReturnType]
-
-
-def _heads(model: PreTrainedModel) -> list[str]:
-    present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    return [name for name in HEADS if name in present]
 
 
 def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:

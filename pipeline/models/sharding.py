@@ -154,7 +154,8 @@ class TensorShards:
             if style == "colwise_gather_output":
                 # Whole where it is the table of the embeddings, which every process has.
                 is_table = head is not None and module is head and head.weight is table.weight
-                if is_table or _outputs(module) % self.size:
+                outputs = module.nf if isinstance(module, Conv1D) else module.out_features
+                if is_table or outputs % self.size:
                     continue
             yield name, style
 
@@ -304,7 +305,3 @@ def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
         if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name):
             return value
     return None
-
-
-def _outputs(module: LinearLayer) -> int:
-    return int(module.nf if isinstance(module, Conv1D) else module.out_features)
