@@ -64,7 +64,7 @@ def as_saved(model: PreTrainedModel, named: NamedTensors) -> Iterator[tuple[str,
 
 
 def stream_export(
-    named: NamedTensors, directory: Path, *, max_shard_bytes: int | None = None
+    named: NamedTensors, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Write full tensors as `model.safetensors`, or as shards and their index.
 
@@ -76,7 +76,6 @@ def stream_export(
     Raises:
         ValueError: a name was passed twice.
     """
-    max_shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
         shards = _Shards(Path(scratch))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.config import FrozenModelConfig, StepConfig
 from pipeline.data.examples import Example
+from pipeline.files.durable import publish
 from pipeline.system.errors import DataError
 
 TRAINED = "trained_prompts.hashes"
@@ -67,9 +68,7 @@ class PromptRecord:
     def write(self, directory: Path) -> None:
         """Write both files; each is complete or as it was."""
         for name, hashes in ((TRAINED, self.trained), (HELD_OUT, self.held_out)):
-            partial = directory / f"{name}.partial"
-            partial.write_bytes(MAGIC + hashes.astype("<u8").tobytes())
-            partial.replace(directory / name)
+            publish(directory / name, MAGIC + hashes.astype("<u8").tobytes())
 
     @classmethod
     def read(cls, directory: Path) -> "PromptRecord":
