@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,20 +16,13 @@ TAGS: dict[What, int] = {what: number for number, what in enumerate(WHATS, start
 """The tag of each kind of tensor, for backends that have tags."""
 
 
-class Sent(NamedTuple):
-    """A tensor in transit, which is kept until it has arrived."""
-
-    work: dist.Work
-    tensor: Tensor
-    to: int
-
-
 class Transfers:
     """Sends and receives of this stage with the others of its pipeline."""
 
     def __init__(self, stages: Group) -> None:
         self._stages = stages
-        self._sent: deque[Sent] = deque()
+        self._sent: deque[tuple[dist.Work, int, Tensor]] = deque()
+        """Transfers under way, to a rank, of a tensor that is kept until it has arrived."""
         self.waited = 0.0
         """Seconds, for other stages."""
 
@@ -40,8 +32,8 @@ class Transfers:
         rank = self._stages.ranks[to]
         work = dist.isend(tensor, rank, group=self._group(what), tag=TAGS[what])
         assert work is not None
-        self._sent.append(Sent(work, tensor, to))
-        while self._sent and self._sent[0].work.is_completed():
+        self._sent.append((work, rank, tensor))
+        while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
     def receive(self, out: Tensor, from_stage: int, what: What, micro_batch: int) -> Tensor:
@@ -55,9 +47,9 @@ class Transfers:
     def settle(self, *, but: int = 0) -> None:
         """Wait until all sent tensors except a number of the last have arrived."""
         while len(self._sent) > but:
-            sent = self._sent.popleft()
-            with self._waiting(self._stages.ranks[sent.to], "the arrival of what was sent to it"):
-                sent.work.wait()
+            work, rank, _tensor = self._sent.popleft()
+            with self._waiting(rank, "the arrival of what was sent to it"):
+                work.wait()
 
     def _group(self, what: What) -> dist.ProcessGroup | None:
         stages = self._stages
