@@ -26,8 +26,8 @@ from pipeline.launch.local import passed_on
 from pipeline.launch.preflight import check_machines
 from pipeline.launch.remote import RemoteCommand, run_everywhere
 from pipeline.settings.build import build_config
-from pipeline.settings.fields import Option, list_settings
-from pipeline.system.errors import ConfigError, require
+from pipeline.settings.fields import list_settings
+from pipeline.system.errors import require
 
 REMOTE = (sys.executable, "-m", "pipeline.launch.remote")
 NOT_HERE = ("deployment_type", "num_processes")
@@ -77,15 +77,14 @@ def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
     )
     known = {each.name for each in fields(Deployment)} - set(NOT_HERE)
     for name, _ in options:
-        if name not in known:
-            raise ConfigError(
-                f"{spelled(name)} is not an option of the launcher; a setting of the step belongs"
-                f" after -m {step[1]}"
-            )
+        require(
+            name in known,
+            f"{spelled(name)} is not an option of the launcher; a setting of the step belongs after"
+            f" -m {step[1]}",
+        )
     for name, _ in split_options(step[2:]):
         require(name not in known, f"{spelled(name)} is the launcher's; put it before -m {step[1]}")
-    many: list[Option] = [("deployment_type", ["multi_node"])]
-    return build_config(Deployment, [], many + options), step
+    return build_config(Deployment, [], [("deployment_type", ["multi_node"]), *options]), step
 
 
 def _help() -> str:

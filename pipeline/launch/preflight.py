@@ -9,13 +9,12 @@ import argparse
 import hashlib
 import json
 import platform
-import secrets
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -78,10 +77,16 @@ def check_machines(where: Layout, deployment: Deployment, directory: Path) -> La
     directory = directory.expanduser().absolute()
     directory = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
     with ExitStack() as stack:
-        mark = stack.enter_context(_mark_in(directory))
+        # Other machines that see the file have the same directory.
+        try:
+            mark = stack.enter_context(
+                tempfile.NamedTemporaryFile(prefix=".seen-by-all-", dir=directory)
+            ).name
+        except OSError as error:
+            raise ConfigError(f"{directory} can't be written: {error}") from None
 
         def probe(host: Host, *options: str) -> _Probe:
-            words = [*PROBE, "--mark", str(mark), "--address", where.address, *options]
+            words = [*PROBE, "--mark", mark, "--address", where.address, *options]
             words += ["--port", str(where.port)]
             started = _Probe(host, host_command(words, host, where, deployment))
             stack.callback(started.close)
@@ -199,20 +204,6 @@ def _with_port(where: Layout, first: _Probe, deployment: Deployment) -> Layout:
         )
     remark(f"port {where.port} of {first.host.name} is taken; processes meet at port {port}")
     return replace(where, port=port)
-
-
-@contextmanager
-def _mark_in(directory: Path) -> Iterator[Path]:
-    """A file that shows whether other machines see the same directory."""
-    mark = directory / f".seen-by-all-{secrets.token_hex(8)}"
-    try:
-        mark.touch()
-    except OSError as error:
-        raise ConfigError(f"{directory} can't be written: {error}") from None
-    try:
-        yield mark
-    finally:
-        mark.unlink(missing_ok=True)
 
 
 # Problems, each in one sentence with its fix
