@@ -205,18 +205,10 @@ def _machine(where: Layout, request: Request) -> Machine:
         return this_machine(processes=1, world=1, gpus=list_gpus()[:1])
     each = max(len(host.slots) for host in where.hosts)
     world = where.processes or 1
-    own = _own_host(where)
-    if own is not None:
-        return this_machine(processes=each, world=world, gpus=list_devices(own, request))
+    for host in where.hosts:
+        if where.by == "node" or is_this_machine(host.name.rpartition("@")[2]):
+            return this_machine(processes=each, world=world, gpus=list_devices(host, request))
     return Machine(each, world, None, None, "each machine of the job", unread_gpus=True)
-
-
-def _own_host(where: Layout) -> Host | None:
-    """The host that is this machine; None if `train.py` runs outside of the job."""
-    if where.by == "node":
-        return where.hosts[0]
-    own = (host for host in where.hosts if is_this_machine(host.name.rpartition("@")[2]))
-    return next(own, None)
 
 
 def _imagined(machine: Machine) -> Layout:

@@ -317,7 +317,13 @@ class Resolver:
         in_file = any("max_steps" in file.settings for file in self._files(stage))
         if "epochs" in settings and ("epochs" in self.command_line.typed or not in_file):
             settings["max_steps"] = None
-        settings |= {f"{role}.path": path for role, path in self._paths(stage)}
+        # Models that an earlier step begins with come from that step.
+        named = {"actor": request.actor_model, "reward": request.reward_model}
+        earlier = (each for each in self.stages if each.number < stage.number)
+        begun = {option for each in earlier for option in each.options.values()}
+        for role, option in stage.options.items():
+            if named[option] is not None and option not in begun:
+                settings[f"{role}.path"] = named[option]
         if stage.methods and (method := _method(stage, request)) is not None:
             settings["method"] = method
         settings["output_dir"] = str(request.output_dir / stage.name)
@@ -333,19 +339,6 @@ class Resolver:
                 value = values[-1] if values else get_default(stage.config_class, name)
                 settings[name] = max(value, options[other]) if isinstance(value, int) else value
         return Layer(settings, "the command line")
-
-    def _paths(self, stage: Stage) -> Iterator[tuple[str, str]]:
-        """The models that options name for roles of a step, unless an earlier step uses them.
-
-        Later steps take the model from that one.
-        """
-        named = {"actor": self.request.actor_model, "reward": self.request.reward_model}
-        earlier = [each for each in self.stages if each.number < stage.number]
-        begun = {option for each in earlier for option in each.options.values()}
-        for role, option in stage.options.items():
-            path = named[option]
-            if path is not None and option not in begun:
-                yield role, path
 
 
 def _method(stage: Stage, request: Request) -> str | None:

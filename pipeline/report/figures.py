@@ -39,8 +39,7 @@ TITLES = {
 def title(name: str, results: Results) -> str:
     """Title of a step or model: `PPO` for `step3_ppo`."""
     step = results.steps.get(name)
-    short = step.method if step else name.split("_", 1)[-1]
-    return method_title(short)
+    return method_title(step.method if step else name.split("_", 1)[-1])
 
 
 def method_title(name: str) -> str:

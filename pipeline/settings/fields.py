@@ -75,12 +75,11 @@ def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
     A section without a docstring has that of its class.
     """
     descriptions = _descriptions(config_class)
-    hints = typing.get_type_hints(config_class)
-    for field in list_fields(config_class):
-        inner = section_class(hints[field.name])
+    for name, kind in list_kinds(config_class).items():
+        inner = section_class(kind)
         if inner is not None:
             summary = (inner.__doc__ or "").strip().splitlines()[0]
-            yield field.name, descriptions.get(field.name) or summary
+            yield name, descriptions.get(name) or summary
 
 
 def did_you_mean(
