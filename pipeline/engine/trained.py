@@ -332,8 +332,14 @@ class TrainedParams:
             self.optimizer.step()
             self.masters.param.grad = None
             return []
-        self._rounded = self.masters.room_for_weights()
-        vectors = self._vectors(gradient, self._rounded)
+        state, masters = self.state, self.masters
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros(())
+            state |= new_moments(gradient, self.moment_dtype)
+        state["step"] = state["step"].cpu() + 1  # PyTorch's fused class loads it to the GPU
+        stepped = masters.fp32() if masters.low_bits is None else masters.weights
+        self._rounded = copy = masters.room_for_weights()
+        vectors = Weights(stepped, **self.named_moments(), copy=copy, low_bits=masters.low_bits)
         lr, first = self.flat.settings.lr, self._first
         places = [
             (slice(start - first, stop - first), rate)
@@ -343,16 +349,6 @@ class TrainedParams:
             Shard(weights=vectors.part(place), gradient=gradient[place], lr=lr, weight_decay=rate)
             for place, rate in places
         ]
-
-    def _vectors(self, gradient: Tensor, rounded: Tensor | None) -> Weights:
-        """The kernel's arguments; counts the step."""
-        state, masters = self.state, self.masters
-        if "exp_avg" not in state:
-            state["step"] = torch.zeros(())
-            state |= new_moments(gradient, self.moment_dtype)
-        state["step"] = state["step"].cpu() + 1  # PyTorch's fused class loads it to the GPU
-        stepped = masters.fp32() if masters.low_bits is None else masters.weights
-        return Weights(stepped, **self.named_moments(), copy=rounded, low_bits=masters.low_bits)
 
     def end_step(self) -> Work:
         """Drop the gradient and start publishing the changed weights."""
