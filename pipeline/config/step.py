@@ -114,8 +114,7 @@ class Workload:
     """How they are divided."""
 
     models: tuple[ModelUse, ...]
-    """Models in loading order; the model that the step is for precedes other trained ones.
-    """
+    """Models in loading order; the one that the step is for precedes other trained ones."""
 
     iteration_rows: int
     """Responses of a rollout, or rows of an optimizer step where nothing is generated, over all

@@ -174,9 +174,8 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
     if ending.code in (0, EXIT_USER_ERROR):  # the step has printed what is wrong
         return ending.code
     if ending.code == EXIT_DIVERGED:  # the step has printed when and why, and kept its best weights
-        others = "no later step was started"
-        if stage.method is not None:
-            others = "the other methods continue"
+        alone = stage.method is None
+        others = "no later step was started" if alone else "the other methods continue"
         complain(
             f"{stage.title} diverged, and {others}; the same command with"
             f" --resume and a smaller --{stage.prefix}.{stage.main_role}.optim.lr starts it again"

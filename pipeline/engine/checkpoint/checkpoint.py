@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.engine.checkpoint.format import (
-    Columns,
-    Manifest,
-    StoredFile,
-    file_name,
-    parse_label,
-)
+from pipeline.engine.checkpoint.format import Columns, Manifest, StoredFile, file_name, parse_label
 from pipeline.files.safetensors_header import read_header
 from pipeline.files.tensor_io import DTYPES, read_at, view_bytes
 from pipeline.system.errors import CheckpointError, ModelError

@@ -39,13 +39,7 @@ from pipeline.engine.checkpoint.format import (
     steps_in,
 )
 from pipeline.engine.checkpoint.history import needed_for_rollback, point_latest
-from pipeline.files.durable import (
-    discard,
-    publish,
-    rename_durably,
-    sync,
-    write_durably,
-)
+from pipeline.files.durable import discard, publish, rename_durably, sync, write_durably
 from pipeline.files.tensor_io import DTYPES, view_bytes
 from pipeline.system.errors import CheckpointError, ConfigError, require
 from pipeline.system.faults import fault_point
