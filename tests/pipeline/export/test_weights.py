@@ -73,14 +73,14 @@ def test_merging_an_adapter_of_one_of_two_tied_layers_unties_them(
         with torch.no_grad():
             for name, param in peft.named_parameters():
                 if ".lora_" in name:
-                    param.normal_()
+                    param.normal_(std=0.2)
         peft.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
         peft.save_pretrained(str(tmp_path / "adapter"))
 
     run(tmp_path / "adapter", "merged", tmp_path / "out")
 
     merged, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.tensor([[5, 6, 7]])
-    torch.testing.assert_close(merged(ids).logits, peft(ids).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged(ids).logits, peft(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_the_adapter_of_a_model_is_taken_alone_and_held_against_the_merged_weights(
