@@ -266,7 +266,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"{found[0]}, Adam of {adam}")
     results: dict[str, Rounds] = {}
     for precision in args.precisions:
-        # Without masters of their own, fp32 weights make the two the same.
+        # fp32 weights have no separate masters, so the two are the same.
         systems = [each for each in wanted if precision == "bf16" or each != "ddp-bf16"]
         results[precision] = compare(args, precision, adam, systems)
         print(f"\n{precision}\n\n{table(results[precision])}\n", flush=True)

@@ -342,9 +342,9 @@ def quantized(
 ) -> nn.Module:
     """`model`, the frozen linear weights of its blocks replaced as the settings ask.
 
-    Adapters, biases, norms, embeddings and heads stay as they are; so does a weight that lies in
-    two layers, and one that is not a layer's own, as those of a mixture's experts. `device` is that
-    of `QuantizedLinear`.
+    Adapters, biases, norms, embeddings and heads are not quantized; neither are weights that two
+    layers share, and weights outside of linear layers, such as those of a mixture's experts.
+    `device` is passed to `QuantizedLinear`.
 
     Raises:
         ConfigError: its blocks have no linear layer.

@@ -109,8 +109,8 @@ def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[
     by a temperature that it helped to fit.
 
     Returns:
-        ece, the expected calibration error; ece_raw, the same at temperature 1; temperature, fitted
-        to all rows, by which logits are to be divided; and bins with their mean confidence, their
+        ece, the expected calibration error; ece_raw, the same at temperature 1; temperature, the
+        divisor of logits that is fitted to all rows; and bins with their mean confidence, their
         accuracy and their rows.
     """
     logits = logits.double()

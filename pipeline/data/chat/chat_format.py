@@ -137,7 +137,7 @@ class ChatFormat:
     """The template takes a system message; if not, it is put in front of the first user turn."""
 
     _reported: set[str] = field(default_factory=set, compare=False, repr=False)
-    """What was logged about rows; each is logged once."""
+    """Warnings about rows that were logged; each is logged once."""
 
     @property
     def new_tokens(self) -> tuple[str, ...]:

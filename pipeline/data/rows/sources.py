@@ -66,7 +66,7 @@ class Row:
     """Keys inside of columns that are not read, such as `messages[].id`."""
 
     remarks: set[str] = field(default_factory=set, compare=False)
-    """What a reader of the row did to it, for the log."""
+    """Changes that a reader made to the row, for the log."""
 
 
 @dataclass(frozen=True)
