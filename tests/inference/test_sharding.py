@@ -1,6 +1,7 @@
 """A sharded model equals the unsharded one, for every family with a plan."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from inference.engine.sampling import Sampler
 from inference.generation import generate, generate_each
 from inference.replica import Replica
 from inference.tensor_parallel import Sharding, kv_heads_here
+from pipeline.config import LoraConfig
+from pipeline.models.lora import add_lora
 from pipeline.models.packing import how_to_run
-from pipeline.parallel.group import Group
+from pipeline.models.stages import cut_stage
+from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import ConfigError
@@ -173,3 +177,51 @@ def answer() -> dict[str, Any]:
 def test_each_process_gets_the_responses_to_its_own_prompts() -> None:
     for own, result in zip(PROMPTS, run_ranks(answer), strict=True):
         assert result == {"answers": dict.fromkeys(range(len(own)), 9), "kv_heads": 1}
+
+
+def drawn(family: str, lora: LoraConfig | None, precision: str) -> nn.Module:
+    """A model of three blocks, with adapters that change its outputs."""
+    model = getattr(prepared(family, {"num_hidden_layers": 3}), precision)()
+    trained = model if lora is None else add_lora(model, lora, task="causal", seed=1)
+    noise = torch.Generator().manual_seed(1)
+    for param in trained.parameters():
+        param.data += 0.1 * torch.randn(param.shape, generator=noise).to(param)
+    return trained
+
+
+@torch.no_grad()
+def replica_of(trained: nn.Module, *, shares: bool, stages: Group) -> list[Any]:
+    """Logits, answers and hash of a replica, before and after the trained weights change."""
+    replica = Replica(trained, shares=shares, stages=stages)
+    said: list[Any] = []
+    for _ in range(2):
+        assert all(param.isnan().all() for param in replica.model.parameters())
+        replica.load(InPlace(trained))
+        answers = greedy(replica.model, PROMPTS[0])
+        said.append((replica.model(input_ids=IDS).logits, answers, replica.weights_hash()))
+        for param in trained.parameters():
+            param.data *= 1.25
+        replica.release()
+    return said
+
+
+def of_stages(*model: Any, shares: bool) -> list[Any]:
+    trained = drawn(*model)
+    cut_stage(trained, number=rank(), blocks=[1, 2])
+    return replica_of(trained, shares=shares, stages=current_mesh().world)
+
+
+@pytest.mark.parametrize(
+    ("model", "shares"),
+    [(("llama", LoraConfig(rank=2), "float"), True), (("opt", None, "bfloat16"), False)],
+    ids=["adapters", "tied weights"],
+)
+def test_every_stage_generates_with_the_weights_that_all_stages_train(
+    model: tuple[str, LoraConfig | None, str], shares: bool
+) -> None:
+    expected = replica_of(drawn(*model), shares=True, stages=ALONE)
+
+    for said in run_ranks(partial(of_stages, shares=shares), *model):
+        for (logits, *rest), (its_logits, *others) in zip(expected, said, strict=True):
+            assert torch.equal(its_logits, logits)
+            assert others == rest
