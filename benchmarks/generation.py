@@ -43,7 +43,7 @@ from inference.engine.replay import PassCounts
 from inference.engine.sampling import Sampler
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
-from pipeline.models.load import load_causal_lm
+from pipeline.models.hf.load import load_causal_lm
 
 PROMPT = 64
 TEXT_PROMPT = 56

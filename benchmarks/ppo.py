@@ -54,7 +54,7 @@ def build_assets(directory: Path) -> None:
     from benchmarks.llama import VOCABULARY, save_llama
     from pipeline.config import DataConfig, FrozenModelConfig
     from pipeline.data.examples import Message
-    from pipeline.models.chat import load_chat
+    from pipeline.models.hf.chat import load_chat
 
     save_llama(directory / "actor")
     torch.manual_seed(1)

@@ -81,7 +81,7 @@ def save_models(directory: Path, *, tiny: bool) -> int:
 def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> dict[str, Any]:
     """Time of iterations, and of a single token."""
     from pipeline.config import FrozenModelConfig, TrainedModelConfig
-    from pipeline.models.chat import load_chat
+    from pipeline.models.hf.chat import load_chat
     from step3_ppo.config import PPOConfig
     from step3_ppo.models import load_models
 

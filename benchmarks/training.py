@@ -156,7 +156,7 @@ def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     from pipeline.config import DataConfig, FrozenModelConfig
     from pipeline.data.batches import RowStream
     from pipeline.data.sharing.steps import load_examples
-    from pipeline.models.chat import load_chat
+    from pipeline.models.hf.chat import load_chat
 
     _, chat = load_chat(FrozenModelConfig(path=args.model), DataConfig())
     step, split = (1, (1, 0, 0)) if args.task == "sft" else (2, (0, 1, 0))

@@ -44,9 +44,9 @@ def main(argv: Sequence[str]) -> None:
     from evaluation.figures import as_table, document
     from inference.replica import weights_hash
     from pipeline.data.chat.resolve_format import resolve_format
-    from pipeline.models.chat import check_ready
-    from pipeline.models.forward import context_length
-    from pipeline.models.load import load_for_inference
+    from pipeline.models.forward.forward import context_length
+    from pipeline.models.hf.chat import check_ready
+    from pipeline.models.hf.load import load_for_inference
     from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)

@@ -19,8 +19,8 @@ from inference.replica import Replica
 from inference.settings import Sampling
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.engine.engine import Engine
-from pipeline.models.chat import decode_response
-from pipeline.models.forward import context_length
+from pipeline.models.forward.forward import context_length
+from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
 

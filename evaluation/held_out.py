@@ -20,8 +20,8 @@ from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message
 from pipeline.demo.task import TALK, verify
-from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
-from pipeline.models.meta import model_on_meta
+from pipeline.models.hf.load import add_tokens, load_causal_lm, load_tokenizer
+from pipeline.models.hf.meta import model_on_meta
 from pipeline.parallel import launched
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh

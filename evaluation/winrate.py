@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     )
     check_output(config.output, option="--output")
 
-    from pipeline.models.chat import check_ready
+    from pipeline.models.hf.chat import check_ready
     from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)

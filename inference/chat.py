@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
 
     from inference.conversation import Conversation, Terminal
     from pipeline.data.chat.resolve_format import resolve_format
-    from pipeline.models.load import load_for_inference
+    from pipeline.models.hf.load import load_for_inference
     from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)

@@ -17,7 +17,7 @@ from inference.settings import Sampling
 from inference.text import TextStream, printable
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Message
-from pipeline.models.forward import context_length
+from pipeline.models.forward.forward import context_length
 from pipeline.system.errors import DataError, UserError
 
 HELP = """\

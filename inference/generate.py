@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     )
 
     from inference.responses import Responder, read_prompts, write_responses
-    from pipeline.models.load import load_for_inference
+    from pipeline.models.hf.load import load_for_inference
     from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)

@@ -19,7 +19,7 @@ from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
 from inference.engine.sampling import Sampler
 from inference.tensor_parallel import get_sharing_group, get_tp_group
-from pipeline.models.forward import base_model, context_length
+from pipeline.models.forward.forward import base_model, context_length
 from pipeline.parallel import launched
 from pipeline.parallel.group import Group
 from pipeline.system.errors import ConfigError, DataError

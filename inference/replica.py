@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.tensor_parallel import Sharding, mark_sharing, sum_
-from pipeline.engine.tensor_parts import Part, get_part, whole_shape
-from pipeline.models.export import GathersUnits
-from pipeline.models.forward import base_model
-from pipeline.models.lora import merged
-from pipeline.models.meta import meta_model, places
-from pipeline.models.quantized import QuantizedLinear
+from pipeline.engine.sharding.tensor_parallel import Part, get_part, whole_shape
+from pipeline.models.adapters.lora import merged
+from pipeline.models.adapters.quantized import QuantizedLinear
+from pipeline.models.forward.forward import base_model
+from pipeline.models.hf.export import GathersUnits
+from pipeline.models.hf.meta import meta_model, places
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec
 

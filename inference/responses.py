@@ -19,7 +19,7 @@ from inference.text import continuation, plain_text
 from pipeline.data.chat.chat_format import end_ids
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message, Role
-from pipeline.models.forward import context_length
+from pipeline.models.forward.forward import context_length
 from pipeline.system.errors import DataError
 from pipeline.system.logs import Progress
 

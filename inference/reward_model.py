@@ -9,10 +9,10 @@ from pipeline.data.batches import collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.models.chat import require_score_head
-from pipeline.models.forward import Scorer, base_model, context_length
-from pipeline.models.load import load_reward
-from pipeline.models.scores import require_score
+from pipeline.models.forward.forward import Scorer, base_model, context_length
+from pipeline.models.forward.scores import require_score
+from pipeline.models.hf.chat import require_score_head
+from pipeline.models.hf.load import load_reward
 from pipeline.parallel.device import local_device
 
 BATCH = 16

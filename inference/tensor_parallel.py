@@ -10,7 +10,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from pipeline.models.sharding import STYLES, TensorShards
+from pipeline.models.parallel.sharding import STYLES, TensorShards
 from pipeline.parallel.group import ALONE, Group, tree_sum
 from pipeline.system.position import HERE
 

@@ -123,7 +123,7 @@ def respond(
     """
     from inference.responses import Prompt, Responder
     from inference.settings import Sampling
-    from pipeline.models.load import load_for_inference
+    from pipeline.models.hf.load import load_for_inference
 
     sampling = Sampling(
         max_new_tokens=config.max_new_tokens,

@@ -11,11 +11,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.config import TrainedModelConfig
-from pipeline.engine import engine, state
+from pipeline.engine import engine
+from pipeline.engine.checkpoint import state
 from pipeline.engine.checkpoint.format import Fragment
 from pipeline.engine.checkpoint.history import newest_on_all
 from pipeline.engine.checkpoint.writer import CheckpointWriter
-from pipeline.models.export import export
+from pipeline.models.hf.export import export
 from pipeline.parallel import launched
 from pipeline.parallel import process_group as parallel
 from pipeline.parallel.device import local_device

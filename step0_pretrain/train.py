@@ -18,7 +18,7 @@ from pathlib import Path
 from pipeline.cli.options import run_main
 from pipeline.data.batches import TokenBatch
 from pipeline.data.store.rows import TokenRow
-from pipeline.models.load import load_tokenizer
+from pipeline.models.hf.load import load_tokenizer
 from pipeline.models.passes import learning_model
 from pipeline.models.trained import within_context
 from pipeline.parallel.mesh import current_mesh

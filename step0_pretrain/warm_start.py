@@ -4,8 +4,8 @@ import logging
 from pathlib import Path
 
 from pipeline.engine.checkpoint.history import newest_on_all
+from pipeline.engine.checkpoint.state import load
 from pipeline.engine.engine import Engine
-from pipeline.engine.state import load
 from pipeline.parallel.group import Group
 from pipeline.run.run import CHECKPOINTS
 from pipeline.system.errors import CheckpointError

@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> None:
 def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[str]:
     """Return the response of the model at `path` to each prompt."""
     from inference.responses import Responder
-    from pipeline.models.load import load_for_inference
+    from pipeline.models.hf.load import load_for_inference
 
     responder = Responder(*load_for_inference(path), sampling)
     encoded = [responder.encode(prompt) for prompt in prompts]

@@ -16,7 +16,7 @@ from pathlib import Path
 from evaluation.evaluate import Chat, TaskEvaluations, generating_from
 from pipeline.cli.options import run_main
 from pipeline.data.examples import Encoded
-from pipeline.models.export import set_stop_tokens
+from pipeline.models.hf.export import set_stop_tokens
 from pipeline.models.passes import learning_model
 from pipeline.models.trained import within_context
 from pipeline.parallel.mesh import current_mesh

@@ -15,8 +15,8 @@ from torch import Tensor
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.lengths import Fit, RowsFit
-from pipeline.models.forward import LabelOutputs, Scorer
-from pipeline.models.scores import Cutpoints, separator_ids
+from pipeline.models.forward.forward import LabelOutputs, Scorer
+from pipeline.models.forward.scores import Cutpoints, separator_ids
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh

@@ -15,7 +15,7 @@ from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.columns import Turns
-from pipeline.models.scores import step_ends
+from pipeline.models.forward.scores import step_ends
 from pipeline.parallel.device import local_device, send
 from pipeline.run.training import local_parts
 from pipeline.system.errors import DataError

@@ -26,16 +26,16 @@ from pipeline.config import DataConfig
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.models.chat import decode_response, load_chat, require_same_chat
-from pipeline.models.export import move_in
-from pipeline.models.forward import (
+from pipeline.models.forward.forward import (
     LabelOutputs,
     Scorer,
     base_model,
     context_length,
     reads_whole,
 )
-from pipeline.models.load import load_causal_lm, load_tokenizer
+from pipeline.models.hf.chat import decode_response, load_chat, require_same_chat
+from pipeline.models.hf.export import move_in
+from pipeline.models.hf.load import load_causal_lm, load_tokenizer
 from pipeline.models.passes import make_passes, scorer_of
 from pipeline.models.trained import evaluating, trained_classifier, within_context
 from pipeline.parallel.device import local_device

@@ -15,8 +15,8 @@ from inference.engine.sampling import Sampler
 from inference.generation import Response, free_bytes, slots_within
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Message
-from pipeline.models.chat import decode_response
-from pipeline.models.forward import base_model
+from pipeline.models.forward.forward import base_model
+from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
 from rewards.contract import Outcome

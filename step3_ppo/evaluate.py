@@ -22,9 +22,9 @@ from evaluation.scored import (
     win_rate,
 )
 from inference.generation import Response
-from pipeline.engine.parts import BestWeights
+from pipeline.engine.checkpoint.parts import BestWeights
 from pipeline.guards.guards import Guards
-from pipeline.models.chat import decode_response
+from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.device import local_device
 from pipeline.report.figures import method_title
 from pipeline.run.checkpoints import Checkpoints

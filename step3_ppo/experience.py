@@ -20,7 +20,7 @@ from torch import Tensor
 from inference.generation import Response
 from pipeline.data.batches import TokenBatch, collate, pad
 from pipeline.data.examples import Encoded
-from pipeline.models.forward import TokenLogprobs
+from pipeline.models.forward.forward import TokenLogprobs
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh

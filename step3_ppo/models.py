@@ -24,13 +24,13 @@ from pipeline.data.chat.chat_format import ChatFormat, Messages
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
 from pipeline.engine.engine import Engine, FrozenEngine
-from pipeline.models.chat import decode_response, require_same_chat, speaks_alike
-from pipeline.models.export import set_stop_tokens
-from pipeline.models.forward import Policy, Scorer, base_model, context_length, reads_whole
-from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
+from pipeline.models.forward.forward import Policy, Scorer, base_model, context_length, reads_whole
+from pipeline.models.forward.scores import require_score, response_scores
+from pipeline.models.hf.chat import decode_response, require_same_chat, speaks_alike
+from pipeline.models.hf.export import set_stop_tokens
+from pipeline.models.hf.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
+from pipeline.models.parallel.stages import StageModule
 from pipeline.models.passes import ForwardPasses, Passes, frozen_passes, make_passes
-from pipeline.models.scores import require_score, response_scores
-from pipeline.models.stages import StageModule
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh

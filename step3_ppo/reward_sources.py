@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from evaluation.held_out import Prompt
 from inference.generation import Response
-from pipeline.models.chat import decode_response
+from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError

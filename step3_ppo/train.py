@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.cli.options import run_main
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.engine.parts import BestWeights
+from pipeline.engine.checkpoint.parts import BestWeights
 from pipeline.guards.guards import Guards
-from pipeline.models.chat import load_chat
-from pipeline.models.export import export
+from pipeline.models.hf.chat import load_chat
+from pipeline.models.hf.export import export
 from pipeline.models.trained import within_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.checkpoints import Checkpoints

@@ -12,7 +12,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.sharing.prompts import PromptRecord
 from pipeline.data.sharing.steps import load_examples, record_prompts
 from pipeline.engine.engine import Engine
-from pipeline.models.forward import TokenLogprobs
+from pipeline.models.forward.forward import TokenLogprobs
 from pipeline.parallel.device import local_device, read_scalars, send
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh

@@ -30,9 +30,9 @@ from inference.reward_model import score_responses
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.examples import Encoded
-from pipeline.engine.parts import BestWeights
+from pipeline.engine.checkpoint.parts import BestWeights
 from pipeline.guards.guards import Guards
-from pipeline.models.chat import decode_response
+from pipeline.models.hf.chat import decode_response
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh

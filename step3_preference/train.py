@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pipeline.cli.options import run_main
 from pipeline.guards.guards import Guards
-from pipeline.models.export import export, set_stop_tokens
-from pipeline.models.forward import Policy
+from pipeline.models.forward.forward import Policy
+from pipeline.models.hf.export import export, set_stop_tokens
 from pipeline.models.passes import make_passes
 from pipeline.models.trained import trained_causal_lm, within_context
 from pipeline.parallel.device import local_device

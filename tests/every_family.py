@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from pipeline.models.packing import how_to_run, small_copy, small_settings
+from pipeline.models.forward.packing import how_to_run, small_copy, small_settings
 
 ALL = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 

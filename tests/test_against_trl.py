@@ -9,7 +9,7 @@ import torch
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.kernels.logprobs import categorical_entropy
-from pipeline.models.forward import Policy, Scorer
+from pipeline.models.forward.forward import Policy, Scorer
 from step2_reward.losses import pairwise_loss
 from step3_preference.config import METHODS, PreferenceConfig
 from step3_preference.losses import kto_loss, orpo_loss

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pipeline.cli.options import parse_step
-from pipeline.models.known import KNOWN
+from pipeline.models.hf.known import KNOWN
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.settings.fields import flatten, plain

@@ -23,7 +23,7 @@ Task = Callable[[Path, int], Any]
 
 OF_THE_HOST = {
     "pipeline/data/batches.py: collate",
-    "pipeline/models/attention.py: _padded",
+    "pipeline/models/forward/attention.py: _padded",
     "step3_ppo/experience.py: minibatch",
 }
 """These read rows and lengths, which are always on the host."""

@@ -38,7 +38,7 @@ from inference.engine.requests import (
 from inference.engine.sampling import Sampler, reported
 from inference.engine.slots import PREFILL, Slots
 from inference.tensor_parallel import get_tp_group
-from pipeline.models.forward import base_model, context_length, is_ragged
+from pipeline.models.forward.forward import base_model, context_length, is_ragged
 from pipeline.system.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from pipeline.kernels.decode_attention import (
     prepare,
     sequence_attention,
 )
-from pipeline.models.attention import KEY_BLOCK, continued_attention, round_up
-from pipeline.models.forward import kv_bytes_per_token, num_key_heads
+from pipeline.models.forward.attention import KEY_BLOCK, continued_attention, round_up
+from pipeline.models.forward.forward import kv_bytes_per_token, num_key_heads
 from pipeline.system.torch_process import zeros_in_huge_pages
 
 FEW = 24

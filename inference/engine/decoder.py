@@ -30,8 +30,8 @@ from inference.tensor_parallel import get_tp_group, is_of_sharding
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.decode_attention import kernel_for
 from pipeline.kernels.linear import is_built
-from pipeline.models.attention import round_up
-from pipeline.models.forward import base_model
+from pipeline.models.forward.attention import round_up
+from pipeline.models.forward.forward import base_model
 
 logger = logging.getLogger(__name__)
 

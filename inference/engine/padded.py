@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from inference.engine.requests import Ticket, Waiting
-from pipeline.models.forward import base_model, cache_name
+from pipeline.models.forward.forward import base_model, cache_name
 
 
 class PaddedRows:

@@ -18,7 +18,7 @@ from inference.engine.cache import NextToken, prepare_attention
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.elementwise import prepare_norm, prepare_rotation
 from pipeline.kernels.linear import Linear, prepare
-from pipeline.models.attention import Layout
+from pipeline.models.forward.attention import Layout
 
 Pass = Callable[[Int[Tensor, "3 N"], Layout], Float[Tensor, "N V"]]
 """A forward pass of the modules over tokens, positions, and places in the cache."""

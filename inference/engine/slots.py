@@ -17,8 +17,8 @@ from inference.engine.requests import Ticket, Waiting, as_array
 from inference.tensor_parallel import get_tp_group
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear import LinearByKernel
-from pipeline.models.attention import Layout, Ragged
-from pipeline.models.forward import base_model, cache_name
+from pipeline.models.forward.attention import Layout, Ragged
+from pipeline.models.forward.forward import base_model, cache_name
 
 REUSE_MIN = 16
 """Minimum length of a copied prefix: reading a shorter one again costs less."""

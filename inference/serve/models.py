@@ -26,12 +26,12 @@ from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import Argument, never_read, resolve_format
 from pipeline.data.examples import Encoded, Message
-from pipeline.models.chat import check_ready
-from pipeline.models.forward import Policy, Scorer, base_model, context_length
-from pipeline.models.gguf import as_directory
-from pipeline.models.load import load_causal_lm, load_tokenizer
-from pipeline.models.lora import Task
-from pipeline.models.meta import model_on_meta
+from pipeline.models.adapters.lora import Task
+from pipeline.models.forward.forward import Policy, Scorer, base_model, context_length
+from pipeline.models.hf.chat import check_ready
+from pipeline.models.hf.gguf import as_directory
+from pipeline.models.hf.load import load_causal_lm, load_tokenizer
+from pipeline.models.hf.meta import model_on_meta
 from pipeline.parallel.device import local_device
 from pipeline.report.results import StepResult, read_results
 from pipeline.system.errors import ConfigError, DataError, ModelError, UserError, require

@@ -19,7 +19,7 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
-from pipeline.models.known import KNOWN
+from pipeline.models.hf.known import KNOWN
 from pipeline.system.errors import ModelError
 from pipeline.system.hub import cached_file
 
@@ -100,14 +100,14 @@ class CountedModel:
     @functools.cached_property
     def parameters(self) -> int:
         """Number of weights, with adapters; quantized weights count as those they stand for."""
-        from pipeline.models.quantized import num_weights
+        from pipeline.models.adapters.quantized import num_weights
 
         return num_weights(self.module)
 
     @functools.cached_property
     def shape(self) -> Shape:
         """The model's sizes."""
-        from pipeline.models.forward import base_model
+        from pipeline.models.forward.forward import base_model
 
         return _shape(self.module, base_model(self.module), self.parameters)
 
@@ -124,8 +124,8 @@ def check_cut(module: "nn.Module", parallel: ParallelConfig, *, follows: bool = 
     Raises:
         ConfigError, ModelError: they can't.
     """
-    from pipeline.models.stages import cut_stage, find_blocks
-    from pipeline.models.tensor_cut import cut_for_plan
+    from pipeline.models.parallel.stages import cut_stage, find_blocks
+    from pipeline.models.parallel.tensor_parallel import cut_for_plan
 
     if parallel.tp > 1:
         cut_for_plan(copy.deepcopy(module), parallel.tp, sequence=parallel.sequence)
@@ -241,7 +241,7 @@ def _on_meta(
 ) -> "nn.Module":
     import torch
 
-    from pipeline.models.meta import model_on_meta
+    from pipeline.models.hf.meta import model_on_meta
 
     if trains:
         settings = TrainedModelConfig(**vars(settings), lora=lora)

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     )
     data = load_examples(config, step=config.step, seed=SEED)
 
-    from pipeline.models.chat import load_chat
+    from pipeline.models.hf.chat import load_chat
 
     tokenizer, chat = load_chat(FrozenModelConfig(path=config.tokenizer), config)
     encoded = [encode_row(example, chat, config) for example in data.train]

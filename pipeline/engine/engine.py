@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pipeline.config import Kernels, OptimConfig, TrainedModelConfig
-from pipeline.engine.collectives import make_collectives
-from pipeline.engine.comm import BufferPool
-from pipeline.engine.norms import MOST_READ, NormsOfParts, squares_of_pieces
-from pipeline.engine.precision import LossScaler
+from pipeline.engine.comm.collectives import BufferPool
+from pipeline.engine.comm.transports import make_collectives
+from pipeline.engine.optimizer.norms import MOST_READ, NormsOfParts, squares_of_pieces
+from pipeline.engine.optimizer.precision import LossScaler
+from pipeline.engine.optimizer.trained import TrainedParams
 from pipeline.engine.setup import build_units, get_placement, keep_freed_memory, store_on_disk
-from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.kernels.adamw import AdamW, Launches, Shard
 from pipeline.kernels.pinned_memory import pinned_empty

@@ -77,7 +77,7 @@ def count_parameters(name: str, *, trust_remote_code: bool) -> int:
     """Number of parameters of a model, by its configuration."""
     import torch
 
-    from pipeline.models.meta import model_on_meta
+    from pipeline.models.hf.meta import model_on_meta
 
     source = FrozenModelConfig(path=name, precision="bf16", trust_remote_code=trust_remote_code)
     model = model_on_meta(source, task="causal", device=torch.device("cpu"))

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from pipeline.config import TrainedModelConfig
-from pipeline.engine.comm import BufferPool, Collectives
-from pipeline.engine.flat import FlatParams, ParamSettings, Placement
-from pipeline.engine.offload import StreamedState, TensorStore, WeightDisk
-from pipeline.engine.tensor_parts import get_role
-from pipeline.engine.trained import MOMENTS, TrainedParams, uses_adamw_kernel
-from pipeline.engine.units import UnitParams, engine_units
+from pipeline.engine.comm.collectives import BufferPool, Collectives
+from pipeline.engine.optimizer.trained import MOMENTS, TrainedParams, uses_adamw_kernel
+from pipeline.engine.sharding.flat import FlatParams, ParamSettings, Placement
+from pipeline.engine.sharding.offload import StreamedState, TensorStore, WeightDisk
+from pipeline.engine.sharding.tensor_parallel import get_role
+from pipeline.engine.sharding.units import UnitParams, engine_units
 from pipeline.engine.zero import Unit
 from pipeline.kernels.adamw import new_moments
 from pipeline.parallel.group import ALONE, Group

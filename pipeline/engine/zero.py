@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.engine.comm import Collectives
-from pipeline.engine.flat import FlatParams
-from pipeline.engine.trained import TrainedParams
-from pipeline.engine.units import Kind, UsesHead
+from pipeline.engine.comm.collectives import Collectives
+from pipeline.engine.optimizer.trained import TrainedParams
+from pipeline.engine.sharding.flat import FlatParams
+from pipeline.engine.sharding.units import Kind, UsesHead
 from pipeline.system.errors import ConfigError
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -29,8 +29,7 @@ from pipeline.export.source import Source
 from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_of
 from pipeline.files.safetensors_header import stored_tensors
 from pipeline.files.tensor_io import DTYPES as UNQUANTIZED
-from pipeline.models.load import load_tokenizer
-from pipeline.models.vocabulary import (
+from pipeline.models.hf.gguf_vocabulary import (
     BYTE,
     CONTROL,
     EXPRESSIONS,
@@ -43,6 +42,7 @@ from pipeline.models.vocabulary import (
     Vocabulary,
     read_tokenizer,
 )
+from pipeline.models.hf.load import load_tokenizer
 from pipeline.system.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from pipeline.config import FrozenModelConfig
 from pipeline.export.source import Source, copy_settings
 from pipeline.export.verify import compare_outputs
-from pipeline.models.forward import Backbone, reads_whole, score_head
-from pipeline.models.load import load_causal_lm, load_classifier
+from pipeline.models.forward.forward import Backbone, reads_whole, score_head
+from pipeline.models.hf.load import load_causal_lm, load_classifier
 from pipeline.system.errors import ModelError, is_out_of_memory
 
 GRAPH = "model.onnx"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.files.durable import check_output, discard, rename_durably, settle
-from pipeline.models.directory import (
+from pipeline.models.hf.directory import (
     ADAPTER,
     TOKENIZER_FILES,
     are_of_classifier,

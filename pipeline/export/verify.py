@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from pipeline.config import FrozenModelConfig
 from pipeline.demo.task import corpus
-from pipeline.models.load import load_tokenizer
-from pipeline.models.packing import how_to_run
+from pipeline.models.forward.packing import how_to_run
+from pipeline.models.hf.load import load_tokenizer
 from pipeline.system.errors import ModelError
 
 TOLERANCE = 1e-5

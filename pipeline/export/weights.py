@@ -17,9 +17,9 @@ from transformers import (
 from pipeline.export.source import Source, copy_settings, read_source
 from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_of
 from pipeline.files.safetensors_header import INDEX, stored_tensors
-from pipeline.models.directory import ADAPTER, check_configuration
-from pipeline.models.export import ADAPTER_DIR, unties
-from pipeline.models.lora import without_advice
+from pipeline.models.adapters.lora import without_advice
+from pipeline.models.hf.directory import ADAPTER, check_configuration
+from pipeline.models.hf.export import ADAPTER_DIR, unties
 from pipeline.system.errors import ModelError
 
 WEIGHTS = "adapter_model.safetensors"

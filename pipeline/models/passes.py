@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine, FrozenEngine
-from pipeline.models.forward import Policy, Scorer
-from pipeline.models.load import align_weights
-from pipeline.models.scores import Cutpoints
-from pipeline.models.stages import Stage, StageModule, cut_stage, find_blocks
-from pipeline.models.tensor_cut import cut_layers, cut_where_possible
+from pipeline.models.forward.forward import Policy, Scorer
+from pipeline.models.forward.scores import Cutpoints
+from pipeline.models.hf.load import align_weights
+from pipeline.models.parallel.stages import Stage, StageModule, cut_stage, find_blocks
+from pipeline.models.parallel.tensor_parallel import cut_layers, cut_where_possible
 from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device, read_scalars
 from pipeline.parallel.group import Group

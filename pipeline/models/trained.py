@@ -13,17 +13,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig, TrainedModelConfig
 from pipeline.demo.model import CONTEXT
-from pipeline.models.chat import untrained_tokens
-from pipeline.models.forward import positions
-from pipeline.models.load import (
+from pipeline.models.adapters.lora import Task, add_lora
+from pipeline.models.adapters.quantized import quantized
+from pipeline.models.forward.forward import positions
+from pipeline.models.hf.chat import untrained_tokens
+from pipeline.models.hf.load import (
     add_tokens,
     lacks_tokens,
     load_causal_lm,
     load_classifier,
     model_path,
 )
-from pipeline.models.lora import Task, add_lora
-from pipeline.models.quantized import quantized
 from pipeline.parallel.device import local_device
 from pipeline.system.errors import ConfigError, ModelError
 

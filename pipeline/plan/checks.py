@@ -24,7 +24,7 @@ from pipeline.config import (
 from pipeline.data.examples import Example
 from pipeline.data.rows.sources import PAIR_OF_FILES, is_pair_of_files
 from pipeline.data.sharing.steps import StageData, load_examples, of_one_kind
-from pipeline.models.directory import check_model_directory
+from pipeline.models.hf.directory import check_model_directory
 from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
@@ -273,7 +273,7 @@ class Chats:
             UserError: there is no tokenizer or no such format, or a model of the step numbers its
                 tokens differently or was trained in another format.
         """
-        from pipeline.models.chat import require_same_chat, speaks_alike
+        from pipeline.models.hf.chat import require_same_chat, speaks_alike
 
         own, *others = _models(self.plan.configs[stage.name])
         tokenizer, chat = self._with_format(own.settings, self.plan.configs[stage.name].data)
@@ -296,7 +296,7 @@ class Chats:
         Raises:
             UserError: there is none.
         """
-        from pipeline.models.load import load_tokenizer
+        from pipeline.models.hf.load import load_tokenizer
 
         path = str(model.path)
         if path not in self.known:
@@ -314,7 +314,7 @@ class Chats:
     def _with_format(
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
-        """Load as `pipeline.models.chat.load_chat` does, for a model that may not exist yet."""
+        """Load as `pipeline.models.hf.chat.load_chat` does, for a model that may not exist yet."""
         from pipeline.data.chat.resolve_format import resolve_format
 
         tokenizer = copy.deepcopy(self.tokenizer(model))

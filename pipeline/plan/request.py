@@ -9,7 +9,7 @@ from typing import Literal
 from pipeline.cli.options import read_layers, split_options
 from pipeline.config import AdapterVariant, Quantize, check_split
 from pipeline.launch.layout import Deployment
-from pipeline.models.gguf import as_directory
+from pipeline.models.hf.gguf import as_directory
 from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint

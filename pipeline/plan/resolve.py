@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.cli.options import read_layers
 from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed import deepspeed_layer
-from pipeline.models.gguf import as_directory
+from pipeline.models.hf.gguf import as_directory
 from pipeline.plan.output import recorded_model, recorded_start
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, METHODS, Stage

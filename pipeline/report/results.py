@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.cli.options import remark
-from pipeline.models.gguf import as_directory
+from pipeline.models.hf.gguf import as_directory
 from pipeline.settings.fields import portable, read_recorded
 from pipeline.system.errors import DataError, ModelError
 

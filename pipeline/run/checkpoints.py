@@ -21,10 +21,8 @@ from pipeline.engine.checkpoint.history import (
     healthy_up_to,
     newest_on_all,
 )
-from pipeline.engine.checkpoint.writer import CheckpointWriter
-from pipeline.engine.engine import Engine
-from pipeline.engine.parts import KeepsWeights, KnowsHealth, Stateful
-from pipeline.engine.state import (
+from pipeline.engine.checkpoint.parts import KeepsWeights, KnowsHealth, Stateful
+from pipeline.engine.checkpoint.state import (
     describe,
     frozen_fragments,
     load,
@@ -33,8 +31,10 @@ from pipeline.engine.state import (
     trained_fragments,
     weights_fragments,
 )
-from pipeline.models.consolidate import TOKENIZER, describe_model
-from pipeline.models.load import model_path
+from pipeline.engine.checkpoint.writer import CheckpointWriter
+from pipeline.engine.engine import Engine
+from pipeline.models.hf.consolidate import TOKENIZER, describe_model
+from pipeline.models.hf.load import model_path
 from pipeline.run.run import CHECKPOINTS, Run, training_at
 from pipeline.settings.fields import plain, portable
 from pipeline.system.errors import CheckpointError, ConfigError, JobFailed, require

@@ -19,10 +19,10 @@ from pipeline.data.examples import Example
 from pipeline.data.lengths import RowsFit, report_lengths, require_learnable
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import StageData, load_step_rows, record_prompts
+from pipeline.engine.checkpoint.parts import BestWeights, KnowsHealth, Stateful
 from pipeline.engine.engine import Engine
-from pipeline.engine.parts import BestWeights, KnowsHealth, Stateful
-from pipeline.models.chat import load_chat
-from pipeline.models.export import export
+from pipeline.models.hf.chat import load_chat
+from pipeline.models.hf.export import export
 from pipeline.models.passes import Passes
 from pipeline.parallel import launched
 from pipeline.parallel.mesh import current_mesh, cut_mesh
@@ -139,7 +139,7 @@ def load_rows(
 
     Raises:
         DataError: as `pipeline.data.sharing.steps.load_step_rows`.
-        ModelError, ConfigError: as `pipeline.models.chat.load_chat`.
+        ModelError, ConfigError: as `pipeline.models.hf.chat.load_chat`.
     """
     tokenizer, chat = load_chat(model, config.data)
     data = load_step_rows(config, step=step)

@@ -81,9 +81,9 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     """Context with the rounding on GPUs that the settings define; CPUs are not affected.
 
     With `tf32` products of fp32 matrices have 10 bits of mantissa (Ampere and later). With
-    `deterministic` operators use kernels with a fixed order of additions, and
-    cuBLAS the workspace that this needs. Others warn; `pipeline.models.attention` covers attention,
-    whose backward passes use such a kernel only if others are disallowed.
+    `deterministic` operators use kernels with a fixed order of additions, and cuBLAS the workspace
+    that this needs. Others warn; `pipeline.models.forward.attention` covers attention, whose
+    backward passes use such a kernel only if others are disallowed.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -21,10 +21,10 @@ from pipeline.data.rows.shapes import check_columns, read_row
 from pipeline.data.rows.sources import read_source
 from pipeline.data.sharing.steps import embedded_examples
 from pipeline.demo.task import verify
-from pipeline.models.chat import check_ready, decode_response, require_score_head
-from pipeline.models.forward import Scorer, base_model, context_length
-from pipeline.models.load import load_for_inference, load_reward
-from pipeline.models.scores import Cutpoints
+from pipeline.models.forward.forward import Scorer, base_model, context_length
+from pipeline.models.forward.scores import Cutpoints
+from pipeline.models.hf.chat import check_ready, decode_response, require_score_head
+from pipeline.models.hf.load import load_for_inference, load_reward
 from pipeline.parallel.device import local_device
 from pipeline.system.errors import DataError, ModelError
 from step2_reward.config import LabConfig, RewardConfig

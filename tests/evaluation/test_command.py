@@ -14,7 +14,7 @@ from inference.replica import weights_hash
 from inference.settings import Sampling
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.models.load import load_for_inference
+from pipeline.models.hf.load import load_for_inference
 from pipeline.system.errors import UserError
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm

@@ -11,8 +11,8 @@ from evaluation.winrate import WinrateConfig, main, matches
 from inference.reward_model import score_responses
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Example, Message
-from pipeline.models.export import export
-from pipeline.models.load import load_reward
+from pipeline.models.hf.export import export
+from pipeline.models.hf.load import load_reward
 from rewards.sampling import respond
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from inference.conversation import Conversation
 from inference.settings import Sampling
 from pipeline.data.chat.resolve_format import resolve_format
-from pipeline.models.load import load_for_inference
+from pipeline.models.hf.load import load_for_inference
 
 
 @pytest.fixture(scope="session")

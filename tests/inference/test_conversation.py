@@ -5,7 +5,7 @@ from collections.abc import Callable
 from inference.conversation import Conversation
 from inference.generation import generate
 from pipeline.data.examples import Message
-from pipeline.models.forward import context_length
+from pipeline.models.forward.forward import context_length
 
 Converse = Callable[..., Conversation]
 

@@ -13,8 +13,8 @@ from inference.generation import generate, run_closed
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.models.forward import Policy
-from pipeline.models.load import load_causal_lm
+from pipeline.models.forward.forward import Policy
+from pipeline.models.hf.load import load_causal_lm
 from pipeline.parallel.mesh import current_mesh
 from tests.distributed import run_ranks
 from tests.families import (

@@ -13,7 +13,7 @@ from inference.generate import main
 from inference.generation import Response
 from inference.responses import Prompt, Responder, TextResponse, read_prompts, write_responses
 from inference.settings import Sampling
-from pipeline.models.load import load_for_inference
+from pipeline.models.hf.load import load_for_inference
 from pipeline.system.errors import DataError
 from tests.pipeline.export.models import save_embedded
 

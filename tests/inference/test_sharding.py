@@ -14,9 +14,9 @@ from inference.generation import generate, generate_each
 from inference.replica import Replica
 from inference.tensor_parallel import Sharding, kv_heads_here
 from pipeline.config import LoraConfig
-from pipeline.models.lora import add_lora
-from pipeline.models.packing import how_to_run
-from pipeline.models.stages import cut_stage
+from pipeline.models.adapters.lora import add_lora
+from pipeline.models.forward.packing import how_to_run
+from pipeline.models.parallel.stages import cut_stage
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.shards import Shard, ShardSpec

@@ -11,8 +11,8 @@ from inference.reward_model import score_responses
 from pipeline.config import FrozenModelConfig, RowColumns
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.reading import read_paths
-from pipeline.models.export import export
-from pipeline.models.load import load_reward
+from pipeline.models.hf.export import export
+from pipeline.models.hf.load import load_reward
 from rewards.select import Candidate, best_and_worst, main
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.model import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
-from pipeline.models.divided_vocabulary import LARGE
+from pipeline.models.forward.vocab_parallel import LARGE
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.run.next_token import next_token_nll
 from pipeline.run.run import Run

@@ -14,9 +14,9 @@ from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedM
 from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine
-from pipeline.models.chat import load_chat
-from pipeline.models.forward import Policy
-from pipeline.models.load import load_causal_lm
+from pipeline.models.forward.forward import Policy
+from pipeline.models.hf.chat import load_chat
+from pipeline.models.hf.load import load_causal_lm
 from pipeline.models.passes import Passes
 from pipeline.parallel.mesh import current_mesh
 from step1_sft.batches import cut

@@ -9,8 +9,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.models.export import export
-from pipeline.models.load import load_for_inference, load_reward
+from pipeline.models.hf.export import export
+from pipeline.models.hf.load import load_for_inference, load_reward
 from step2_reward.evaluate import main
 
 

@@ -11,9 +11,9 @@ from pipeline.config import DataConfig, FrozenModelConfig
 from pipeline.data.examples import Encoded
 from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.model import build_tokenizer
-from pipeline.models.chat import load_chat
-from pipeline.models.forward import Scorer
-from pipeline.models.load import load_causal_lm, load_classifier
+from pipeline.models.forward.forward import Scorer
+from pipeline.models.hf.chat import load_chat
+from pipeline.models.hf.load import load_causal_lm, load_classifier
 from step2_reward.config import RewardConfig
 from step2_reward.labels import Labels
 from step2_reward.objectives import PairObjective

@@ -16,9 +16,9 @@ from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
 from pipeline.demo.model import build_tokenizer
-from pipeline.models.forward import LabelOutputs
-from pipeline.models.load import load_classifier
-from pipeline.models.scores import separator_ids, step_ends
+from pipeline.models.forward.forward import LabelOutputs
+from pipeline.models.forward.scores import separator_ids, step_ends
+from pipeline.models.hf.load import load_classifier
 from step2_reward.config import RewardConfig
 from step2_reward.lab.__main__ import main as measure
 from step2_reward.lab.figures import PredictedSteps, first_errors, step_figures

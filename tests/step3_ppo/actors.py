@@ -15,11 +15,11 @@ from pipeline.config import (
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine
-from pipeline.models.export import named_weights
-from pipeline.models.forward import Policy, base_model
-from pipeline.models.load import load_causal_lm
-from pipeline.models.lora import add_lora
-from pipeline.models.quantized import quantized
+from pipeline.models.adapters.lora import add_lora
+from pipeline.models.adapters.quantized import quantized
+from pipeline.models.forward.forward import Policy, base_model
+from pipeline.models.hf.export import named_weights
+from pipeline.models.hf.load import load_causal_lm
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.hybrid_engine import HybridEngine
 from tests.families import random_rows

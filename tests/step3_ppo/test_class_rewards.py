@@ -10,8 +10,8 @@ import torch
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.demo.model import build_tokenizer
-from pipeline.models.forward import base_model
-from pipeline.models.load import load_classifier
+from pipeline.models.forward.forward import base_model
+from pipeline.models.hf.load import load_classifier
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Critic, load_critic, load_reward
 from tests.step3_ppo.toy import toy_config

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from pipeline.config import DataConfig, FrozenModelConfig
-from pipeline.models.chat import load_chat
+from pipeline.models.hf.chat import load_chat
 from step3_ppo.config import PPOConfig
 from step3_ppo.rollout import load_prompts
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import LoraConfig
-from pipeline.models.forward import base_model
+from pipeline.models.forward.forward import base_model
 from step3_ppo.hybrid_engine import HybridEngine
 from tests.distributed import rank, run_ranks
 from tests.families import saved, tiny_causal_lm

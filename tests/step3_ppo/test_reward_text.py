@@ -11,7 +11,7 @@ from evaluation.held_out import Prompt
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
-from pipeline.models.chat import decode_response, load_chat
+from pipeline.models.hf.chat import decode_response, load_chat
 from pipeline.system.errors import ModelError
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import score_responses

@@ -12,8 +12,8 @@ from pipeline.config import (
     TrainedModelConfig,
 )
 from pipeline.demo.model import build_tokenizer
-from pipeline.models.export import export
-from pipeline.models.load import load_causal_lm
+from pipeline.models.hf.export import export
+from pipeline.models.hf.load import load_causal_lm
 from tests.distributed import run_ranks
 from tests.families import saved, tiny_causal_lm
 from tests.step3_ppo.actors import CPU, LORA, Actor

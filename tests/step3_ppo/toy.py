@@ -11,7 +11,7 @@ from inference.generation import Response
 from pipeline.config import FrozenModelConfig, OptimConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
-from pipeline.models.chat import load_chat
+from pipeline.models.hf.chat import load_chat
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Rollout, compute_advantages, score_responses
 from step3_ppo.models import Models, load_models

@@ -9,7 +9,7 @@ import torch
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.sharing.steps import StageData
-from pipeline.models.chat import load_chat
+from pipeline.models.hf.chat import load_chat
 from step3_preference.config import PreferenceConfig
 from step3_preference.objective import kto_weights
 from step3_preference.reference import RowStore

@@ -84,7 +84,7 @@ def pack(options: argparse.Namespace) -> None:
     from pipeline.config import FrozenModelConfig
     from pipeline.data.store.pack import find_sources
     from pipeline.data.store.pack import pack as write
-    from pipeline.models.load import load_tokenizer
+    from pipeline.models.hf.load import load_tokenizer
     from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
@@ -126,7 +126,7 @@ def _show_document(file: TokenFile, number: int, name: str | None) -> None:
         raise ConfigError(f"{file.path} does not name its tokenizer; give it with --tokenizer")
 
     from pipeline.config import FrozenModelConfig
-    from pipeline.models.load import load_tokenizer
+    from pipeline.models.hf.load import load_tokenizer
 
     tokenizer = load_tokenizer(FrozenModelConfig(path=name))
     if file.origin and read_vocabulary(tokenizer, name).hash != file.origin.tokenizer_hash:

@@ -68,7 +68,7 @@ def _describe(checkpoint: Checkpoint) -> Iterator[str]:
 
 def consolidate(words: Sequence[str]) -> None:
     """Write the model as a Hugging Face directory OUT; of step 3 the actor, or --model critic."""
-    from pipeline.models.consolidate import consolidate as write
+    from pipeline.models.hf.consolidate import consolidate as write
     from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)

@@ -15,7 +15,7 @@ from inference.engine.batch import OpenBatch
 from inference.engine.requests import Ended, Event, Reason, Request, Response, Ticket, Token
 from inference.engine.sampling import Sampler
 from pipeline.config import FrozenModelConfig
-from pipeline.models.load import load_causal_lm
+from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import DataError
 from tests.families import random_rows, saved, tiny_causal_lm
 

@@ -22,7 +22,7 @@ from inference.engine.sampling import Sampler
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.kernels.choice import SWITCH
-from pipeline.models.load import load_causal_lm
+from pipeline.models.hf.load import load_causal_lm
 from tests.families import RAGGED_FAMILIES, random_rows, saved, tiny_causal_lm
 from tests.inference.closeness import assert_close
 from tests.mixtures import MIXTURES, tiny_mixture

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from inference.engine.requests import Ended
-from pipeline.models.forward import cache_name
+from pipeline.models.forward.forward import cache_name
 from tests.inference.engine.test_batch import asked, finish, loaded, opened, reasons
 
 FAMILIES = ("llama", "bloom")

@@ -12,7 +12,7 @@ from torch import Tensor
 from inference.engine import cache
 from inference.generation import generate
 from pipeline.config import FrozenModelConfig
-from pipeline.models.load import load_causal_lm
+from pipeline.models.hf.load import load_causal_lm
 from tests.families import saved, tiny_causal_lm
 
 

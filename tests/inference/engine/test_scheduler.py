@@ -14,7 +14,7 @@ from inference.engine.requests import Request, Response, Ticket
 from inference.engine.sampling import Sampler
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
-from pipeline.models.load import load_causal_lm
+from pipeline.models.hf.load import load_causal_lm
 from tests.families import random_rows, saved, tiny_causal_lm
 
 CAPACITY = 448

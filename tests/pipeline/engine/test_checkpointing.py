@@ -8,7 +8,7 @@ import torch
 from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
-from pipeline.models.chat import load_chat
+from pipeline.models.hf.chat import load_chat
 from pipeline.models.trained import trained_causal_lm
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm

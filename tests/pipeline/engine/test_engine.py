@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine, NonFiniteGradientError
-from pipeline.models.forward import Scorer
-from pipeline.models.lora import add_lora
+from pipeline.models.adapters.lora import add_lora
+from pipeline.models.forward.forward import Scorer
 from tests.families import (
     tiny_causal_lm,
     tiny_classifier,

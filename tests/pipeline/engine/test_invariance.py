@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.config.model import OffloadConfig
 from pipeline.engine.engine import Engine
-from pipeline.models.lora import add_lora
+from pipeline.models.adapters.lora import add_lora
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.test_stages import STEPS, build, compute_loss, settings, train
 

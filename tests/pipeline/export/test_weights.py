@@ -13,7 +13,7 @@ from pipeline.export.command import main
 from pipeline.export.source import written_aside
 from pipeline.export.verify import UnverifiedError
 from pipeline.export.weights import AdapterExport
-from pipeline.models.lora import without_advice
+from pipeline.models.adapters.lora import without_advice
 from pipeline.system.errors import ConfigError, ModelError
 from tests.pipeline.export.models import save_model
 

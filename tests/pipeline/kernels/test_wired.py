@@ -8,7 +8,7 @@ import torch
 from inference.generation import generate
 from pipeline.config import FrozenModelConfig
 from pipeline.kernels import choice
-from pipeline.models.load import load_causal_lm
+from pipeline.models.hf.load import load_causal_lm
 from tests.families import random_rows, saved, tiny_causal_lm
 from tests.pipeline.kernels.emulator.emulated import Emulator
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeline.models.attention import in_order
+from pipeline.models.forward.attention import in_order
 from pipeline.system.torch_process import (
     gpu_numerics,
     random_state,

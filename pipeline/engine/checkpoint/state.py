@@ -1,0 +1,303 @@
+"""An engine's state as fragments of named tensors, and its loading into any other layout.
+
+A fragment names the parameter and the elements, not the process. So the state loads at another ZeRO
+stage, on another number of processes and with other units. Each process contributes the fragments
+of its shard of every flat vector, at stage 0 as well.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.format import Columns, Fragment
+from pipeline.engine.engine import Engine
+from pipeline.engine.optimizer.trained import TrainedParams
+from pipeline.engine.sharding.flat import FlatParams
+from pipeline.engine.sharding.tensor_parallel import Part, get_part, whole_shape
+from pipeline.parallel.group import Group
+from pipeline.system.errors import CheckpointError
+
+READ_AT_ONCE = 2**21
+"""Elements that are read at once if only some of their columns are kept."""
+
+ReadInto = Callable[[int, Tensor], None]
+"""Fills a flat tensor with elements of a full parameter from an index on."""
+
+
+def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:
+    """The columns of each shard in the part and in the full parameter; whether it counts here."""
+    spec, inner = part.own, part.inner
+    width, stride = spec.shape(part.whole)[spec.dim] * inner, part.whole[spec.dim] * inner
+    for shard, begin in spec.placed():
+        run = shard.size * inner
+        local, full = Columns(begin * inner, run, width), Columns(shard.start * inner, run, stride)
+        yield local, full, shard.counts
+
+
+def list_fragments(
+    key: str, part: Part | None, start: int, values: Shaped[Tensor, " n"]
+) -> Iterator[Fragment]:
+    """Elements of a flattened `part` from `start` on, labelled by their indices in the full one.
+
+    Elements that a process of lower rank has too are left to it.
+    """
+    if part is None:
+        yield Fragment(key, start, values)
+        return
+    for local, full, counts in shard_columns(part):
+        first, last = local.before(start), local.before(start + len(values))
+        if first == last or not counts:
+            continue
+        if last <= full.run:  # consecutive in the part and in the full parameter
+            begin = local.offset + first - start
+            yield Fragment(key, full.offset + first, values[begin : begin + last - first])
+        elif local.run == local.stride:
+            yield Fragment(key, first, values, full)
+        else:
+            own = values[local.places(first, last).to(values.device) - start]
+            yield Fragment(key, first, own, full)
+
+
+def read_part(part: Part | None, start: int, out: Shaped[Tensor, " n"], read: ReadInto) -> None:
+    """Fill `out` with elements of a flattened `part` from `start` on.
+
+    `read` reads those of the full parameter. Where elements are apart there, full rows are read, a
+    few at a time.
+    """
+    if part is None:
+        read(start, out)
+        return
+    for local, full, _ in shard_columns(part):
+        first, last = local.before(start), local.before(start + len(out))
+        if first == last:
+            continue
+        if last <= full.run:
+            begin = local.offset + first - start
+            read(full.offset + first, out[begin : begin + last - first])
+            continue
+        at_once = max(1, READ_AT_ONCE // full.stride) * full.run
+        for low in range(first // full.run * full.run, last, at_once):
+            high = min(low + at_once, -(-last // full.run) * full.run)
+            rows = torch.empty((high - low) // full.run * full.stride, dtype=out.dtype)
+            read(low // full.run * full.stride, rows)
+            own = rows.view(-1, full.stride)[:, full.offset : full.offset + full.run].reshape(-1)
+            begin, end = max(first, low), min(last, high)
+            places = local.places(begin, end).to(out.device) - start
+            out[places] = own[begin - low : end - low].to(out.device)
+
+
+logger = logging.getLogger(__name__)
+
+
+def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
+    """Masters and moments of this process's pieces, and the model's buffers.
+
+    Copy each before requesting the next: tensors from a disk, and joined masters, are temporary.
+    """
+    engine.zero.check_ready()
+    for group in engine.visit():
+        vectors = {"weights": group.masters.fp32(), **group.named_moments()}
+        for kind, vector in vectors.items():
+            yield from _written(group, vector, f"{prefix}/{kind}")
+    parts, buffers = engine.parts, _buffers(engine)
+    earlier = parts.gather_objects(sorted(buffers))[: parts.rank]
+    for name in sorted(buffers.keys() - {name for names in earlier for name in names}):
+        if engine.group.rank == 0:
+            yield Fragment(f"{prefix}/buffers/{name}", 0, buffers[name].detach().reshape(-1))
+
+
+def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
+    """This process's pieces of the frozen weights."""
+    for flat in engine.zero.flats:
+        if flat.settings.trained:
+            continue
+        if not _is_written(flat, engine.tensor):
+            continue
+        piece = flat.shard if flat.disk is None else flat.disk.read()
+        first = engine.comm.rank * flat.shard_numel
+        for name, start, stop in flat.stretches(*flat.written):
+            own = piece[start - first : stop - first]
+            own = own if flat.disk is None else own.clone()  # its place is for the next one
+            begin, part = start - flat.offsets[name], get_part(flat.params[name])
+            yield from list_fragments(f"{prefix}/frozen/{name}", part, begin, own)
+        if flat.disk is not None:
+            flat.disk.give_back()
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """The rest of the state, as JSON, the same on every process; all of them call it."""
+    own = {
+        "steps": engine.steps,
+        "skipped_in_a_row": engine.skipped_in_a_row,
+        "scaler": engine.scaler.state_dict(),
+        "optimizer": engine.optim.name,
+        "moments_kept": engine.optim.moments,
+        "moments": sorted({kind for group in engine.groups for kind in group.named_moments()}),
+        "counters": {
+            name: group.counters() for group in engine.groups for name in group.flat.params
+        },
+        "trained": _shapes(engine, trained=True),
+        "frozen": _shapes(engine, trained=False),
+        "buffers": sorted(_buffers(engine)),
+    }
+    return merged(engine.parts.gather_objects(own))
+
+
+def merged(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the descriptions of all parts of a model."""
+    whole = dict(described[0])
+    for other in described[1:]:
+        for name, value in other.items():
+            if isinstance(value, dict) and isinstance(whole[name], dict):
+                whole[name] = {**whole[name], **value}
+            elif isinstance(value, list):
+                whole[name] = [*whole[name], *(each for each in value if each not in whole[name])]
+    return whole
+
+
+@torch.no_grad()
+def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping[str, Any]) -> None:
+    """Load the state of an engine, and its result of `describe`. All processes call it.
+
+    Raises:
+        CheckpointError: it is of another model or another optimizer.
+    """
+    _check(engine, described, checkpoint)
+    if described["moments_kept"] != engine.optim.moments:
+        logger.info(
+            "converting the moments of %s from %s to %s",
+            checkpoint.path,
+            described["moments_kept"],
+            engine.optim.moments,
+        )
+    engine.zero.check_ready()
+    engine.zero.updates += 1
+    engine.steps = int(described["steps"])
+    engine.skipped_in_a_row = int(described["skipped_in_a_row"])
+    engine.scaler.load_state_dict(described["scaler"])
+    for flat in engine.zero.flats:
+        if not flat.settings.trained:
+            flat.fill(_reader(flat, f"{prefix}/frozen", checkpoint))
+            flat.publish()
+    for group in engine.visit():
+        with group.changing() as masters:
+            _load_group(group, masters, prefix, checkpoint, described)
+    for name, buffer in _buffers(engine).items():
+        flat = torch.empty_like(buffer).reshape(-1)
+        checkpoint.read(f"{prefix}/buffers/{name}", 0, flat)
+        buffer.copy_(flat.view(buffer.shape))
+
+
+def weights_fragments(engine: Engine, prefix: str, weights: Sequence[Tensor]) -> Iterator[Fragment]:
+    """Fragments of vectors laid out as `engine.masters()`: an average, or the best so far."""
+    for group, vector in zip(engine.groups, weights, strict=True):
+        yield from _written(group, vector, prefix)
+
+
+def read_weights(
+    engine: Engine, prefix: str, checkpoint: Checkpoint, out: Sequence[Tensor]
+) -> None:
+    """Fill vectors laid out as `engine.masters()` from the fragments of `weights_fragments`."""
+    for group, vector in zip(engine.groups, out, strict=True):
+        read = _reader(group.flat, prefix, checkpoint)
+        for name, place, elements in group.spans():
+            read(name, elements.start, vector[place])
+
+
+def _written(group: TrainedParams, vector: Tensor, prefix: str) -> Iterator[Fragment]:
+    """This process's fragments of a vector in the layout of the masters."""
+    if not _is_written(group.flat, group.tensor):
+        return
+    for name, place, elements in group.spans(own=True):
+        part = get_part(group.flat.params[name])
+        yield from list_fragments(f"{prefix}/{name}", part, elements.start, vector[place])
+
+
+def _is_written(flat: FlatParams, tensor: Group) -> bool:
+    """True if no process of lower rank in the tensor-parallel group has the full vector."""
+    return tensor.rank == 0 or flat.settings.role in ("part", "shared")
+
+
+def _reader(
+    flat: FlatParams, prefix: str, checkpoint: Checkpoint
+) -> Callable[[str, int, Tensor], None]:
+    """Return a function that fills a tensor with elements of a parameter from an index on."""
+
+    def read(name: str, start: int, out: Tensor) -> None:
+        read_part(
+            get_part(flat.params[name]), start, out, partial(checkpoint.read, f"{prefix}/{name}")
+        )
+
+    return read
+
+
+def _load_group(
+    group: TrainedParams,
+    masters: Tensor,
+    prefix: str,
+    checkpoint: Checkpoint,
+    described: Mapping[str, Any],
+) -> None:
+    kept, dtype = group.named_moments(), group.moment_dtype
+    moments = {
+        kind: kept[kind] if kind in kept else torch.zeros_like(masters, dtype=dtype)
+        for kind in described["moments"]
+    }
+    for kind, vector in {"weights": masters, **moments}.items():
+        read = _reader(group.flat, f"{prefix}/{kind}", checkpoint)
+        for name, place, elements in group.spans():
+            read(name, elements.start, vector[place])
+    counters = described["counters"][next(iter(group.flat.params))]
+    if counters or moments:
+        scalars = {name: torch.tensor(value) for name, value in counters.items()}
+        group.load_state({**moments, **scalars})
+    else:
+        group.state.clear()  # saved before the first update
+
+
+def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    place = f"the checkpoint {checkpoint.path}"
+    if described["optimizer"] != engine.optim.name:
+        raise CheckpointError(
+            f"{place} is of the optimizer {described['optimizer']}, not {engine.optim.name}"
+        )
+    own = {"trained": _shapes(engine, trained=True), "frozen": _shapes(engine, trained=False)}
+    whole = merged(engine.parts.gather_objects(own))
+    for kind in own:
+        theirs, ours = described[kind], whole[kind]
+        for name in sorted(theirs.keys() | ours.keys()):
+            if theirs.get(name) != ours.get(name):
+                raise CheckpointError(
+                    f"{place} has {_shown(name, kind, theirs)}, and the model has"
+                    f" {_shown(name, kind, ours)}; resume with the model and the LoRA settings it"
+                    " was made with"
+                )
+
+
+def _shown(name: str, kind: str, shapes: Mapping[str, Any]) -> str:
+    return f"{name} {kind} in shape {shapes[name]}" if name in shapes else f"no {kind} {name}"
+
+
+def _shapes(engine: Engine, *, trained: bool) -> dict[str, list[int]]:
+    return {
+        name: list(whole_shape(param))
+        for flat in engine.zero.flats
+        if flat.settings.trained is trained
+        for name, param in flat.params.items()
+    }
+
+
+def _buffers(engine: Engine) -> dict[str, Tensor]:
+    """Persistent buffers of the model, such as running statistics."""
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, module in engine.model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set  # noqa: SLF001  # nothing else tells
+    }

@@ -1,0 +1,1 @@
+"""Collectives between the processes of an engine."""

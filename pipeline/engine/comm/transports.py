@@ -1,0 +1,202 @@
+"""Choice of an engine's collectives: through shared memory, or of several sharded copies.
+
+Shared memory: a process copies a chunk of its vector into its slot of a shared file. After a
+barrier, which also compares what the processes have done so far, the others read it from there. Two
+sets of slots take turns: a process that reaches the next barrier has read the set before, so one
+barrier per chunk is enough. Sums are trees in rank order.
+"""
+
+import mmap
+import os
+import time
+from collections import Counter
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipeline.config.model import ZeroConfig
+from pipeline.engine.comm.collectives import (
+    BufferPool,
+    Collectives,
+    Finished,
+    GroupCollectives,
+    Then,
+    Work,
+    tree_sum,
+)
+from pipeline.parallel.group import DataGroup, Group
+from pipeline.system.position import SAME_ORDER, DesyncError
+
+SLOT_BYTES = 8 * 2**20
+
+
+class SharedMemoryCollectives(GroupCollectives):
+    """All-gather and reduce-scatter through shared memory, the rest through the process group."""
+
+    def __init__(self, name: str, group: Group) -> None:
+        super().__init__(torch.device("cpu"), name, group, deterministic=True)
+        self.asynchronous = False
+        self._slots = _map(group, 2 * group.size * SLOT_BYTES).view(2, group.size, SLOT_BYTES)
+        self._turn = 0
+
+    def _post(self, chunk: Tensor) -> list[Tensor]:
+        """Write a chunk to this process's slot, and return every process's chunk."""
+        self._turn ^= 1
+        slots = [
+            slot[: chunk.numel() * chunk.element_size()].view(chunk.dtype).view(chunk.shape)
+            for slot in self._slots[self._turn]
+        ]
+        slots[self.rank].copy_(chunk)
+        self._all_reduce(torch.empty(0, dtype=torch.float64))  # a barrier, which compares histories
+        return slots
+
+    def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
+        pieces = full.view(self.size, -1)
+        step = SLOT_BYTES // full.element_size()
+        for start in range(0, pieces.shape[1], step):
+            columns = pieces[:, start : start + step]
+            for rank, chunk in enumerate(self._post(columns[self.rank])):
+                if rank != self.rank:
+                    columns[rank].copy_(chunk)
+        return Finished()
+
+    def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
+        pieces = full.view(self.size, -1)
+        step = SLOT_BYTES // full.element_size() // self.size
+        for start in range(0, pieces.shape[1], step):
+            chunks = self._post(pieces[:, start : start + step])
+            parts = [chunk[self.rank] for chunk in chunks]
+            tree_sum(parts, out=out[start : start + step])
+        return Finished()
+
+
+def on_one_machine(group: Group) -> bool:
+    """True if every process can map the memory of the others; all processes call it."""
+    token = f"{os.getpid()}-{time.time_ns()}".encode()
+    fd = _create(mmap.PAGESIZE)
+    os.pwrite(fd, token, 0)
+    readable = True
+    for pid, other_fd, expected in group.gather_objects((os.getpid(), fd, token)):
+        try:
+            page = os.open(f"/proc/{pid}/fd/{other_fd}", os.O_RDWR | os.O_CLOEXEC)
+            readable = readable and os.pread(page, len(expected), 0) == expected
+            os.close(page)
+        except OSError:
+            readable = False
+    readable = all(group.gather_objects(readable))
+    os.close(fd)
+    return readable
+
+
+def _map(group: Group, num_bytes: int) -> Tensor:
+    """Memory that all processes of the group map; it is freed with the last of them."""
+    fd = _create(num_bytes) if group.rank == 0 else -1
+    pid, first_fd = group.gather_objects((os.getpid(), fd))[0]
+    if group.rank > 0:
+        fd = os.open(f"/proc/{pid}/fd/{first_fd}", os.O_RDWR | os.O_CLOEXEC)
+    mapped = mmap.mmap(fd, num_bytes)
+    group.barrier()
+    os.close(fd)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _create(num_bytes: int) -> int:
+    fd = os.memfd_create("engine", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return fd
+
+
+class CollectivesOverCopies(Collectives):
+    """Collectives within one copy, and sums over all copies; built by all processes together."""
+
+    def __init__(self, device: torch.device, within: Collectives, over: Collectives) -> None:
+        super().__init__(device, within.owner, within.group, pin_memory=within.pin_memory)
+        self.copy, self.copies = over.rank, over.size
+        self.asynchronous = within.asynchronous
+        self._within, self._over = within, over
+        self._pool = BufferPool(over, device)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a vector that the collectives of this copy read or write."""
+        return self._within.empty(numel, dtype, device)
+
+    def all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
+        """Fill `full` with the shards of this copy's processes."""
+        return self._within.all_gather(full, shard, unit)
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
+        """Write the sum over all processes of the local piece of `full` to `out`, in fp32."""
+        work = self._within.reduce_scatter(full, out, unit)
+        return Then(work, partial(self.add_copies, out, unit))
+
+    def add_copies(self, own: Tensor, unit: str) -> None:
+        """Sum a piece over the copies, in place: each adds up a part, and all gather them."""
+        padded = -(-own.numel() // self.copies) * self.copies
+        buffer = self._pool.borrow(padded, own.dtype)
+        buffer[: own.numel()].copy_(own)
+        buffer[own.numel() :].zero_()
+        part = self._over.piece(buffer)
+        self._over.reduce_scatter(buffer, part, unit).wait()
+        self._over.all_gather(buffer, part, unit).wait()
+        own.copy_(buffer[: own.numel()])
+        self._pool.give_back(buffer)
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Sum a few float64 values over all processes, in place."""
+        self._within.all_reduce(values)
+        self._over.all_reduce(values)
+
+    def synchronize(self) -> None:
+        """Wait for pending copies from main memory to the GPU."""
+        self._within.synchronize()
+
+    def end_step(self) -> None:
+        """Release the memory in which pieces were summed."""
+        self._pool.release()
+
+
+_TAKEN = Counter[str]()
+"""Number of engines of this process by name."""
+
+
+def make_collectives(
+    device: torch.device, zero: ZeroConfig, group: Group, *, name: str
+) -> Collectives:
+    """The fastest collectives between the processes of a group; all of them call it in step.
+
+    The second engine of a name gets a number, so that names differ.
+
+    Raises:
+        DesyncError: the processes build different engines.
+    """
+    if isinstance(group, DataGroup):
+        within = make_collectives(device, zero, group.shards, name=name)
+        over = make_collectives(device, zero, group.copies, name=f"{name}, over its copies")
+        return CollectivesOverCopies(device, within, over)
+    name = _unique(name, group)
+    pin_memory = zero.offload.pin_memory
+    if group.size == 1:
+        return Collectives(device, name, group, pin_memory=pin_memory)
+    if device.type == "cpu" and zero.shared_memory and on_one_machine(group):
+        return SharedMemoryCollectives(name, group)
+    return GroupCollectives(
+        device,
+        name,
+        group,
+        deterministic=zero.reduction == "deterministic",
+        pin_memory=pin_memory,
+        narrow=torch.bfloat16 if zero.reduce_dtype == "bf16" else None,
+    )
+
+
+def _unique(name: str, group: Group) -> str:
+    given = group.gather_objects((name, _TAKEN[name] + 1))
+    for other, (theirs, _) in zip(group.ranks, given, strict=True):
+        if theirs != given[0][0]:
+            raise DesyncError(
+                f"rank {group.ranks[0]} builds the engine {given[0][0]!r} while rank {other} builds"
+                f" {theirs!r}; {SAME_ORDER}"
+            )
+    _TAKEN[name] = number = max(count for _, count in given)
+    return name if number == 1 else f"{name} {number}"

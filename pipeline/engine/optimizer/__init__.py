@@ -1,0 +1,1 @@
+"""From gradients to new weights: sums, norm, loss scale, masters, optimizer."""

@@ -1,0 +1,242 @@
+"""Gradients between autograd and the optimizer: buffers, reductions and sums."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pipeline.engine.comm.collectives import BufferPool, GradientCopies, Work
+from pipeline.engine.sharding.flat import FlatParams
+
+PIECE = 1 << 24
+"""Elements of a sum in main memory that are on the GPU at once: 64 MiB in fp32."""
+
+
+class RunningSum:
+    """The sum so far, micro-batch after micro-batch: ((g1 + g2) + g3) + ...
+
+    Its memory is allocated from the first gradient of a step to the end of the step. With `copies`
+    it is in main memory and the gradients are on a GPU, which adds on a side stream without
+    blocking host or GPU: the sum so far is copied to it and back, a piece at a time.
+    """
+
+    def __init__(self, empty: Callable[[], Tensor], copies: GradientCopies | None = None) -> None:
+        self._empty, self._copies = empty, copies
+        self._total: Tensor | None = None
+        self.empty = True
+        self.read: torch.cuda.Event | None = None
+        """Event after which the last added gradient has been read; None if it has."""
+
+    @property
+    def total(self) -> Tensor:
+        """The sum; undefined while `empty`."""
+        if self._total is None:
+            self._total = self._empty()
+        return self._total
+
+    @property
+    def direct(self) -> Tensor | None:
+        """Destination of the first gradient in place of `add`; then set `empty = False`."""
+        return self.total if self.empty and self._copies is None else None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient, which may change after the event `read`."""
+        total, is_first = self.total, self.empty
+        self.empty = False
+        if self._copies is None:
+            if is_first:
+                total.copy_(gradient)
+            else:
+                total.add_(gradient)
+            return
+
+        def copy() -> None:
+            if is_first:
+                total.copy_(gradient, non_blocking=True)
+                return
+            for own, found in zip(total.split(PIECE), gradient.split(PIECE), strict=True):
+                added = own.to(found.device, non_blocking=True, copy=True).add_(found)
+                own.copy_(added, non_blocking=True)
+
+        self.read = self._copies.start(gradient, copy)
+
+    def end_micro_batch(self) -> None:
+        """Does nothing: every addition is final."""
+
+    def finish(self) -> Tensor:
+        """The sum over all micro-batches, complete on the host; zeros if there was none."""
+        self._wait()
+        if self.empty:
+            self.total.zero_()
+            self.empty = False
+        return self.total
+
+    def clear(self) -> None:
+        """Reset the sum."""
+        self._wait()
+        self._total = None
+        self.empty = True
+
+    def tensors(self) -> list[Tensor]:
+        """The allocated tensors."""
+        return [] if self._total is None else [self._total]
+
+    def _wait(self) -> None:
+        if self.read is not None and self._copies is not None:
+            self._copies.wait(self.read)
+            self.read = None
+
+
+class TreeSum:
+    """The sum as a binary tree over micro-batches, whatever their number on this process.
+
+    Like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). If ranks are
+    summed as a tree as well, and micro-batch i is on rank i modulo W, the tree over all
+    micro-batches is the same for every power of two W. Holds at most log2(micro-batches) + 1 sums.
+    `current` is that of the micro-batch at hand.
+    """
+
+    def __init__(self, empty: Callable[[], Tensor], current: RunningSum) -> None:
+        self._empty = empty
+        self._current = current
+        self._levels: list[tuple[int, Tensor]] = []
+
+    direct = None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient of the current micro-batch."""
+        self._current.add(gradient)
+
+    @property
+    def read(self) -> torch.cuda.Event | None:
+        """Event after which the last added gradient has been read; None if it has."""
+        return self._current.read
+
+    def end_micro_batch(self) -> None:
+        """Merge the micro-batch into the sums of equal size."""
+        if self._current.empty:
+            return
+        level, value = 0, self._current.finish()
+        self._current.clear()
+        while self._levels and self._levels[-1][0] == level:
+            value = self._levels.pop()[1] + value
+            level += 1
+        self._levels.append((level, value))
+
+    def finish(self) -> Tensor:
+        """The sum over all micro-batches, the smallest sums first; zeros where there was none."""
+        self.end_micro_batch()
+        if not self._levels:
+            return self._empty().zero_()
+        value = self._levels[-1][1]
+        for _, larger in reversed(self._levels[:-1]):
+            value = larger + value
+        return value
+
+    def clear(self) -> None:
+        """Reset the sum."""
+        self._current.clear()
+        self._levels.clear()
+
+    def tensors(self) -> list[Tensor]:
+        """The allocated tensors."""
+        return [*self._current.tensors(), *(value for _, value in self._levels)]
+
+
+class FlatGradients:
+    """The gradient of one flat vector: a buffer for autograd, and the sum of the local piece.
+
+    Autograd accumulates directly into the fp32 buffer, of which the parameters' `.grad` are views.
+    A finished buffer is reduced, each shard into the sum of its process.
+    """
+
+    def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
+        self.flat, self.pool, self.comm = flat, pool, flat.comm
+        placement = flat.placement
+        copies = pool.copies if placement.gradient_device != placement.device else None
+        running = RunningSum(self._empty, copies)
+        self.sum: TreeSum | RunningSum = (
+            TreeSum(self._empty, running) if placement.deterministic else running
+        )
+        self._buffer: Tensor | None = None
+        self._reduction: tuple[Work, Tensor, Tensor] | None = None
+        for param in flat.params.values():
+            param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _empty(self) -> Tensor:
+        placement = self.flat.placement
+        numel, device = self.flat.shard_numel, placement.gradient_device
+        return placement.host_empty(numel, torch.float32, device)
+
+    def begin(self) -> None:
+        """Make autograd write into a zeroed buffer, or continue in the current one."""
+        if self._buffer is not None:
+            return
+        self.settle()
+        direct = self.sum.direct if self.comm.size == 1 else None
+        if direct is not None:
+            self._buffer = direct.zero_()
+        else:
+            self._buffer = self.borrow(zero=True)
+        for name, view in self.flat.cut(self._buffer).items():
+            # With `.data` each has its own version counter, which counts autograd's additions.
+            self.flat.params[name].grad = view.data
+
+    def borrow(self, *, zero: bool = False) -> Tensor:
+        """An fp32 buffer of the full vector's length, from the pool."""
+        return self.pool.borrow(self.flat.numel, torch.float32, zero=zero)
+
+    def start_reduction(self) -> None:
+        """Start summing the buffer over processes.
+
+        Raises:
+            RuntimeError: gradients are not in the buffer, for example after `zero_grad()`.
+        """
+        self._check_taken()
+        if self._buffer is None:
+            return
+        self.settle()
+        for param in self.flat.params.values():
+            param.grad = None
+        buffer, self._buffer = self._buffer, None
+        direct = self.sum.direct
+        out = self.comm.piece(buffer) if direct is None else direct
+        work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
+        self._reduction = (work, buffer, out)
+
+    def _check_taken(self) -> None:
+        views = {} if self._buffer is None else self.flat.cut(self._buffer)
+        for name, param in self.flat.params.items():
+            grad = param.grad
+            there = None if grad is None else grad.data_ptr()
+            expected = views[name].data_ptr() if name in views else None
+            if there != expected:
+                raise RuntimeError(
+                    f"the gradient of {name} is not where the engine put it: leave `.grad` to the"
+                    " engine (no zero_grad(), no create_graph), and don't change a view that a"
+                    " module returns in place"
+                )
+
+    def settle(self) -> None:
+        """Wait for the pending reduction and add its result to the sum."""
+        if self._reduction is None:
+            return
+        (work, buffer, out), self._reduction = self._reduction, None
+        work.wait()
+        if isinstance(self.sum, RunningSum) and out is self.sum.direct:
+            self.sum.empty = False
+        else:
+            self.sum.add(out)
+        if buffer is not out:
+            self.pool.give_back(buffer, after=self.sum.read)
+
+    def clear(self) -> None:
+        """Discard what has been accumulated."""
+        self.settle()
+        if self._buffer is not None:
+            for param in self.flat.params.values():
+                param.grad = None
+            if self._buffer is not self.sum.direct:
+                self.pool.give_back(self._buffer)
+            self._buffer = None
+        self.sum.clear()

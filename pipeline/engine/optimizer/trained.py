@@ -1,0 +1,367 @@
+"""A flat vector of trained weights: fp32 masters, summed gradients and the optimizer."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int16
+from torch import Tensor, nn
+
+from pipeline.config import Kernels, OptimConfig
+from pipeline.engine.comm.collectives import BufferPool, Work
+from pipeline.engine.optimizer.gradients import FlatGradients
+from pipeline.engine.sharding.flat import FlatParams, Placement
+from pipeline.engine.sharding.tensor_parallel import Stretch, completed, counted
+from pipeline.kernels.adamw import (
+    COPIES,
+    Kind,
+    Shard,
+    Weights,
+    find,
+    join_master,
+    new_moments,
+    round_weights,
+    split_master,
+)
+from pipeline.parallel.group import ALONE, Group
+from pipeline.system.errors import KernelError
+
+FUSED_DEVICES = ("cpu", "cuda")
+"""Devices on which every fused class of torch.optim has its kernel."""
+
+
+MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Type of AdamW's moments, by the setting `optim.moments`."""
+
+
+def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer that `optim` names, in its fused implementation if it has one.
+
+    Args:
+        groups: one or more of {"params": [flat fp32 parameter], "lr": ..., "weight_decay": ...}.
+        optim: the class, its betas, eps and further arguments; an implementation that these ask for
+            (fused, foreach) comes before the choice made here.
+    """
+    optimizer_class = getattr(torch.optim, optim.name)
+    accepted = inspect.signature(optimizer_class).parameters
+    arguments: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps}
+    devices = {param.device.type for group in groups for param in group["params"]}
+    if devices <= set(FUSED_DEVICES) and "foreach" not in optim.params:
+        arguments["fused"] = True
+    arguments = {name: value for name, value in arguments.items() if name in accepted}
+    own = [
+        {name: value for name, value in group.items() if name == "params" or name in accepted}
+        for group in groups
+    ]
+    return optimizer_class(own, **(arguments | optim.params))
+
+
+def uses_adamw_kernel(optim: OptimConfig) -> bool:
+    """True for AdamW without further arguments, which `pipeline.kernels.adamw` steps.
+
+    Other optimizers are classes of torch.optim, with one weight decay per vector.
+    """
+    return optim.name == "AdamW" and not optim.params
+
+
+MasterKind = Literal["weights", "split", "whole"]
+
+PIECE = 2**20
+"""Elements that PyTorch rounds at once, which bounds its temporary memory."""
+
+
+def kind_of_masters(dtype: torch.dtype, placement: Placement, optim: OptimConfig) -> MasterKind:
+    """Kind of the masters of weights in `dtype`.
+
+    Returns:
+        weights: they are the weights, in fp32 on the optimizer's device; split: a master is the
+        bf16 weight and 16 more bits, for AdamW; whole: a separate fp32 vector.
+    """
+    where = placement.param_device if placement.shard_params else placement.device
+    on_disk = placement.params_on_disk or placement.optimizer_on_disk
+    if on_disk or where != placement.optimizer_device:
+        return "whole"
+    if dtype == torch.float32:
+        return "weights"
+    return "split" if uses_adamw_kernel(optim) and dtype == torch.bfloat16 else "whole"
+
+
+class Masters:
+    """The masters of the local piece of a flat vector, or of all of it at stage 0."""
+
+    def __init__(self, flat: FlatParams, kind: MasterKind) -> None:
+        self.flat, self.kind = flat, kind
+        self.low_bits: Int16[Tensor, " n"] | None = None
+        placement = flat.placement
+        vector = torch.empty(0, dtype=torch.float32, device=placement.optimizer_device)
+        if kind == "weights":
+            vector = self.weights.data
+        elif kind == "split":  # of weights that have just been loaded the low bits are zero
+            self.low_bits = torch.zeros_like(self.weights, dtype=torch.int16)
+        elif not placement.optimizer_on_disk:
+            vector = self.from_weights()
+        self.param = nn.Parameter(vector)
+        """The parameter of PyTorch's optimizer: the masters, or empty if they are not one vector in
+        memory."""
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights whose masters this process keeps; empty if they are on a disk."""
+        return self.flat.shard if self.flat.placement.shard_optimizer else self.flat.full
+
+    @property
+    def numel(self) -> int:
+        """Elements of the masters, wherever they are."""
+        flat = self.flat
+        return flat.shard_numel if flat.placement.shard_optimizer else flat.numel
+
+    def fp32(self) -> Float[Tensor, " n"]:
+        """The masters as one vector: a copy if they are split."""
+        if self.low_bits is not None:
+            return join_master(self.weights, self.low_bits)
+        return self.param.detach()
+
+    @contextmanager
+    def changing(self) -> Iterator[Float[Tensor, " n"]]:
+        """The masters as one vector, to change in place; separate weights do not change."""
+        masters = self.fp32()
+        yield masters
+        if self.low_bits is not None:
+            weights, low_bits = split_master(masters)
+            self.weights.copy_(weights)
+            self.low_bits.copy_(low_bits)
+
+    def beside(self) -> Iterator[Tensor]:
+        """The tensors of the masters in addition to the weights."""
+        if self.low_bits is not None:
+            yield self.low_bits
+        elif self.kind == "whole":
+            yield self.param.detach()
+
+    def from_weights(self) -> Float[Tensor, " n"]:
+        """The weights in fp32 on the optimizer's device, read from the disk if they are there."""
+        disk, placement = self.flat.disk, self.flat.placement
+        own = self.weights if disk is None else disk.read()
+        copy = placement.host_empty(own.numel(), torch.float32, placement.optimizer_device)
+        copy.copy_(own)
+        if disk is not None:
+            disk.give_back()
+        return copy
+
+    def room_for_weights(self) -> Tensor | None:
+        """Destination of rounded weights: the weights, or a buffer if those are elsewhere.
+
+        None if there is nothing to round.
+        """
+        flat = self.flat
+        if self.kind != "whole" or flat.settings.dtype not in COPIES:
+            return None
+        device = flat.placement.optimizer_device
+        if flat.disk is None and self.weights.device == device:
+            return self.weights
+        return flat.placement.host_empty(self.numel, flat.settings.dtype, device)
+
+    def write_weights(self, rounded: Tensor | None = None) -> None:
+        """Update the weights; `rounded` is the filled result of `room_for_weights`."""
+        flat, own = self.flat, self.weights
+        if self.kind != "whole" or rounded is own:
+            return
+        if flat.disk is not None:
+            dtype = flat.settings.dtype
+            flat.disk.write(round_weights(self.fp32(), dtype) if rounded is None else rounded)
+        elif rounded is not None:
+            own.copy_(rounded)
+        else:
+            for weights, masters in zip(own.split(PIECE), self.fp32().split(PIECE), strict=True):
+                weights.copy_(round_weights(masters, own.dtype))
+
+
+class TrainedParams:
+    """A flat vector with its masters, summed gradients and optimizer state."""
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        pool: BufferPool,
+        optim: OptimConfig,
+        *,
+        kernels: Kernels = "auto",
+        tensor: Group = ALONE,
+    ) -> None:
+        self.flat, self.comm, self.optim = flat, flat.comm, optim
+        self.tensor = tensor
+        """The tensor-parallel group of the vector's layers."""
+        self.moment_dtype = MOMENTS[optim.moments]
+        kind = kind_of_masters(flat.settings.dtype, flat.placement, optim)
+        self._by_kernel = uses_adamw_kernel(optim)
+        device, dtype = flat.placement.optimizer_device, flat.settings.dtype
+        if self._by_kernel:
+            copy = dtype if kind == "whole" and dtype in COPIES else None
+            formats = Kind(torch.float32, self.moment_dtype, copy, kind == "split")
+            find(device, formats, kernels)  # built before the first step
+        elif kernels == "required":
+            raise KernelError(
+                f"kernels required: there is none of {optim.name} on {device.type} with these"
+                " settings; set kernels auto, or take AdamW without optim.params"
+            )
+        self.masters = Masters(flat, kind)
+        self.gradients = FlatGradients(flat, pool)
+        *_, decay = next(flat.decays(0, 1))  # PyTorch's classes have one for the full vector
+        settings = {"lr": flat.settings.lr, "weight_decay": decay}
+        self.optimizer = build_optimizer([{"params": [self.masters.param], **settings}], optim)
+        self._rounded: Tensor | None = None
+        self._gathered_gradient: Tensor | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state by PyTorch's names: moments, and scalars such as `step`."""
+        return self.optimizer.state[self.masters.param]
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Replace the optimizer's state."""
+        if self.moment_dtype != torch.float32:  # PyTorch's class would convert it to fp32
+            self.state.clear()
+            self.state.update(state)
+            return
+        settings = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": {0: state}, "param_groups": settings})
+
+    def moments(self) -> list[Tensor]:
+        """The part of the state that is stored for each weight."""
+        return list(self.named_moments().values())
+
+    def named_moments(self) -> dict[str, Tensor]:
+        """The moments by the optimizer's names."""
+        return {name: value for name, value in self._tensors() if value.ndim > 0}
+
+    def counters(self) -> dict[str, float]:
+        """The scalars of the state, such as the number of updates."""
+        return {name: value.item() for name, value in self._tensors() if value.ndim == 0}
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [(name, value) for name, value in self.state.items() if isinstance(value, Tensor)]
+
+    @contextmanager
+    def changing(self) -> Iterator[Float[Tensor, " n"]]:
+        """The fp32 masters, to change in place; the weights of all processes follow at exit."""
+        self.comm.synchronize()  # before weights change that are being copied to the GPU
+        with self.masters.changing() as masters:
+            yield masters
+        self.masters.write_weights()
+        self.flat.publish()
+
+    def attach(self, master: Tensor, *moments: Tensor) -> None:
+        """Use masters and moments that were read from a disk, until `detach`."""
+        self.masters.param.data = master
+        self.state.setdefault("step", torch.zeros(()))
+        names = new_moments(torch.empty(0), self.moment_dtype)
+        self.state.update(zip(names, moments, strict=True))
+
+    def detach(self) -> None:
+        """Release the masters and moments of `attach`."""
+        self.masters.param.data = torch.empty(0)
+        self.state.update(new_moments(torch.empty(0), self.moment_dtype))
+
+    def spans(self, *, own: bool = False) -> Iterator[tuple[str, slice, slice]]:
+        """Each parameter with elements in these masters: name, place here, elements there.
+
+        With `own` only those that this process writes to a checkpoint.
+        """
+        flat, first = self.flat, self._first
+        low, high = flat.written if own else (first, first + self.masters.numel)
+        for name, start, stop in flat.stretches(low, high):
+            offset = flat.offsets[name]
+            yield name, slice(start - first, stop - first), slice(start - offset, stop - offset)
+
+    def _gathered(self, gradient: Tensor) -> Tensor:
+        """All-gather the shards of a gradient into a buffer of the pool."""
+        full = self.gradients.borrow()
+        piece = self.comm.piece(full)
+        piece.copy_(gradient)
+        self.comm.all_gather(full, piece, self.flat.unit).wait()
+        return full
+
+    def _gradient(self) -> Float[Tensor, " n"]:
+        """This process's shard of the sum over all micro-batches and processes."""
+        self.gradients.settle()
+        gradient = self.gradients.sum.finish()
+        return completed(gradient, self.flat.settings.role, self.tensor, self._stretches())
+
+    def _stretches(self) -> list[Stretch]:
+        """The parameters of this process's shard."""
+        flat, first = self.flat, self.comm.rank * self.flat.shard_numel
+        return [
+            (flat.params[name], start - flat.offsets[name], slice(start - first, stop - first))
+            for name, start, stop in flat.stretches(first, first + flat.shard_numel)
+        ]
+
+    def counted_gradient(self) -> Float[Tensor, " n"]:
+        """The shard of the gradient, with zeros where another process counts the element."""
+        return counted(self._gradient(), self.flat.settings.role, self.tensor, self._stretches())
+
+    @property
+    def steps_in_place(self) -> bool:
+        """True if a step needs no memory beyond the vectors, so that many may be prepared."""
+        placement = self.flat.placement
+        return (
+            placement.device == placement.gradient_device == placement.optimizer_device
+            and (placement.shard_optimizer or self.comm.size == 1)
+            and not (placement.optimizer_on_disk or placement.params_on_disk)
+            and not (placement.shard_params and placement.param_device != placement.device)
+        )
+
+    def begin_step(self, *, multiplier: float, lr_share: float) -> list[Shard]:
+        """Prepare one step, which the caller runs by the AdamW kernel before `end_step`.
+
+        Other optimizers step here, and return nothing.
+
+        Args:
+            multiplier: of the gradient.
+            lr_share: of this vector's learning rate.
+        """
+        (settings,) = self.optimizer.param_groups
+        settings["lr"] = self.flat.settings.lr * lr_share
+        gradient = self._gradient()
+        if not self.flat.placement.shard_optimizer and self.comm.size > 1:
+            gradient = self._gathered_gradient = self._gathered(gradient)
+        gradient = gradient.to(self.flat.placement.optimizer_device)
+        if not self._by_kernel:
+            self.masters.param.grad = gradient.mul_(multiplier)
+            self.optimizer.step()
+            self.masters.param.grad = None
+            return []
+        state, masters = self.state, self.masters
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros(())
+            state |= new_moments(gradient, self.moment_dtype)
+        state["step"] = state["step"].cpu() + 1  # PyTorch's fused class loads it to the GPU
+        stepped = masters.fp32() if masters.low_bits is None else masters.weights
+        self._rounded = copy = masters.room_for_weights()
+        vectors = Weights(stepped, **self.named_moments(), copy=copy, low_bits=masters.low_bits)
+        lr, first = self.flat.settings.lr, self._first
+        places = [
+            (slice(start - first, stop - first), rate)
+            for start, stop, rate in self.flat.decays(first, first + self.masters.numel)
+        ]
+        return [
+            Shard(weights=vectors.part(place), gradient=gradient[place], lr=lr, weight_decay=rate)
+            for place, rate in places
+        ]
+
+    def end_step(self) -> Work:
+        """Drop the gradient and start publishing the changed weights."""
+        if self._gathered_gradient is not None:
+            self.gradients.pool.give_back(self._gathered_gradient)
+            self._gathered_gradient = None
+        self.gradients.clear()
+        rounded, self._rounded = self._rounded, None
+        self.masters.write_weights(rounded)
+        return self.flat.start_publishing()
+
+    @property
+    def _first(self) -> int:
+        """Offset of these masters in the full vector."""
+        flat = self.flat
+        return flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0

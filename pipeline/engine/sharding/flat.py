@@ -1,0 +1,285 @@
+"""Parameters of one unit and one kind, laid out as one flat vector: the engine's data structure.
+
+The vector has W equal shards, one for each of W processes. A ZeRO stage decides what a process
+keeps between uses: everything, or its shard. Rajbhandari et al. 2020 (ZeRO); one
+flat vector for each block as in BMTrain and FSDP.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.engine.comm.collectives import Collectives, Finished, Work
+from pipeline.engine.sharding.offload import DiskPiece, WeightDisk
+from pipeline.engine.sharding.tensor_parallel import Role
+from pipeline.kernels.pinned_memory import pinned_empty
+
+ALIGNMENT = 16
+"""Splitting a flat vector at multiples of this number of elements changes no bit of an update.
+
+The fused CPU kernels of Adam, AdamW and SGD walk a vector in SIMD lanes of 8 and finish what is
+left of it one by one, with other roundings: which elements are left depends on where the vector was
+cut. 16 elements are a cache line, at whose multiples the kernels divide a vector among threads. All
+other implementations give the same bits at any cut.
+"""
+
+CHUNKS = 16
+"""Equal ranges of every vector, each with one sum for the gradient norm."""
+
+
+def num_chunks(world_size: int) -> int:
+    """Stretches of every vector; more than CHUNKS only where the processes don't divide it."""
+    return math.lcm(CHUNKS, world_size)
+
+
+def padded_size(numel: int, world_size: int) -> int:
+    """The next size that splits into ranges that the optimizer updates identically."""
+    unit = num_chunks(world_size) * ALIGNMENT
+    return -(-numel // unit) * unit
+
+
+def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool) -> tuple[dict[str, int], int, int]:
+    """The offset of each parameter, the offset after which nothing decays, and the size.
+
+    Weight decay spares one-dimensional parameters: biases and norms. They follow the others, and
+    begin where a vector may be cut, so that an update of both parts has the bits of one of either.
+    """
+    decayed = [name for name, param in params.items() if decays and param.ndim > 1]
+    spared = [name for name in params if name not in decayed]
+    offsets: dict[str, int] = {}
+    used = spared_from = 0
+    for name in [*decayed, *spared]:
+        if name in spared[:1]:
+            used = spared_from = -(-used // ALIGNMENT) * ALIGNMENT
+        offsets[name] = used
+        used += params[name].numel()
+    return offsets, spared_from if spared else used, used
+
+
+@dataclass(frozen=True)
+class ParamSettings:
+    """Settings that all parameters of a vector share."""
+
+    dtype: torch.dtype
+    trained: bool
+    lr: float
+
+    weight_decay: float
+    """Weight decay of parameters with more than one dimension; others have none."""
+
+    role: Role = "whole"
+    """Role among the processes of a tensor-parallel group."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Device and sharding of everything that a process stores, by ZeRO stage and offload."""
+
+    device: torch.device
+    """Device of the computation."""
+
+    shard_optimizer: bool
+    """Keep masters and moments of the local shard only: stage 1 and above."""
+
+    shard_params: bool
+    """Keep only the local shard of the weights between uses: stage 3."""
+
+    optimizer_device: torch.device
+    gradient_device: torch.device
+    """Device on which gradients are summed."""
+
+    param_device: torch.device
+    """Device of the local shard of the weights at stage 3."""
+
+    params_on_disk: bool
+    """Keep the local shard of the weights on a disk, at stage 3."""
+
+    optimizer_on_disk: bool
+    """Keep masters and moments on a disk."""
+
+    deterministic: bool
+    """Sum micro-batches as a tree."""
+
+    pin_memory: bool
+    """Allocate offloaded vectors in pinned memory."""
+
+    def host_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a vector that may be offloaded."""
+        if self.pin_memory and device.type == "cpu" and self.device.type == "cuda":
+            return pinned_empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+class FlatParams:
+    """Weights of one kind in one unit: gathered for use, and at stage 3 freed between uses.
+
+    While they are freed the module's parameters keep shape and dtype; every element reads as NaN,
+    and changing one in place is an error.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        params: Mapping[str, nn.Parameter],
+        settings: ParamSettings,
+        comm: Collectives,
+        placement: Placement,
+        disk: WeightDisk | None = None,
+    ) -> None:
+        self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
+        self.offsets, self.spared_from, used = lay_out(params, decays=settings.weight_decay > 0)
+        self.params = {name: params[name] for name in self.offsets}
+        self.numel = padded_size(used, comm.size)
+        if self.spared_from == used:  # all decay
+            self.spared_from = self.numel
+        self.shard_numel = self.numel // comm.size
+        device = placement.device
+        self.disk: DiskPiece | None = None
+        if disk is not None:
+            name = next(iter(self.params), unit)  # of the first parameter: no other vector has it
+            self.disk = disk.piece(name, self.shard_numel, settings.dtype)
+        if placement.shard_params:
+            self.full = torch.empty(self.numel, dtype=settings.dtype, device=device)
+            # On a disk it has no memory: see `_load` and `start_gather`.
+            size = self.shard_numel if self.disk is None else 0
+            self.shard = comm.empty(size, settings.dtype, placement.param_device)
+        else:
+            self.full = comm.empty(self.numel, settings.dtype, device)
+            self.shard = comm.piece(self.full)
+        # Views of `.data`: they have version counters of their own, so that filling the vector
+        # again between forward and backward doesn't look like a change to what autograd saved.
+        self.views = self.cut(self.full.data)
+        nothing = float("nan") if settings.dtype.is_floating_point else 0
+        hidden = torch.full((), nothing, dtype=settings.dtype, device=device)
+        self.hidden = {name: hidden.expand(param.shape) for name, param in self.params.items()}
+        self.gathered = True
+        self._work: Work | None = None
+        self._load()
+
+    def _load(self) -> None:
+        """Copy the local part of the parameters, and make them views of the vector."""
+        self.fill(
+            lambda name, start, out: out.copy_(
+                self.params[name].detach().reshape(-1)[start : start + len(out)]
+            )
+        )
+        for name, param in self.params.items():
+            param.data = self.views[name]
+        self.free()
+
+    def fill(self, read: Callable[[str, int, Tensor], object]) -> None:
+        """Fill the local part of each parameter by `read(name, start, out)`.
+
+        `out` gets the elements of the flattened parameter from `start` on.
+        """
+        own = self.shard if self.placement.shard_params else self.full
+        if self.disk is not None:
+            own = torch.empty(self.shard_numel, dtype=self.settings.dtype)
+        first = self.comm.rank * self.shard_numel if self.placement.shard_params else 0
+        own.zero_()
+        for name, start, stop in self.stretches(first, first + own.numel()):
+            read(name, start - self.offsets[name], own[start - first : stop - first])
+        if self.disk is not None:
+            self.disk.write(own)
+
+    def cut(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of a vector of this layout, one for each parameter, in its shape."""
+        return {
+            name: vector[self.offsets[name] : self.offsets[name] + param.numel()].view(param.shape)
+            for name, param in self.params.items()
+        }
+
+    def stretches(self, low: int, high: int) -> Iterator[tuple[str, int, int]]:
+        """Each parameter with elements between two offsets: its name, start and stop."""
+        for name, param in self.params.items():
+            offset = self.offsets[name]
+            start, stop = max(offset, low), min(offset + param.numel(), high)
+            if start < stop:
+                yield name, start, stop
+
+    def decays(self, low: int, high: int) -> Iterator[tuple[int, int, float]]:
+        """The ranges between two offsets with one weight decay each: start, stop, rate."""
+        middle = min(max(low, self.spared_from), high)
+        for start, stop, rate in ((low, middle, self.settings.weight_decay), (middle, high, 0.0)):
+            if start < stop:
+                yield start, stop, rate
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """The range of the vector that this process writes to a checkpoint.
+
+        Copies of the model divide their common shard.
+        """
+        first, copy, copies = self.comm.rank * self.shard_numel, self.comm.copy, self.comm.copies
+        low, high = (self.shard_numel * end // copies for end in (copy, copy + 1))
+        return first + low, first + high
+
+    def start_gather(self) -> None:
+        """Start the all-gather, if needed."""
+        if self.gathered or self._work is not None:
+            return
+        self.full.untyped_storage().resize_(self.numel * self.full.element_size())
+        shard = self.shard if self.disk is None else self.disk.read()
+        self._work = self.comm.all_gather(self.full, shard, self.unit)
+
+    def start_read(self) -> None:
+        """Start reading the local shard, if it is on a disk."""
+        if self.disk is not None and not self.gathered and self._work is None:
+            self.disk.start_read()
+
+    def _finish_gather(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self.disk is not None:
+            self.comm.synchronize()
+            self.disk.give_back()
+
+    def gather(self) -> None:
+        """All-gather the vector and expose its views as the parameters."""
+        self.start_gather()
+        if self._work is None:
+            return
+        self._finish_gather()
+        self.show()
+        self.gathered = True
+
+    def show(self) -> None:
+        """Make the module's parameters views of the vector."""
+        for name, param in self.params.items():
+            param.data = self.views[name]
+
+    def hide(self) -> None:
+        """Make the parameters placeholders with shape and dtype, without memory."""
+        for name, param in self.params.items():
+            param.data = self.hidden[name]
+
+    def free(self) -> None:
+        """Free the full vector; the local shard stays."""
+        if not self.placement.shard_params:
+            return
+        self._finish_gather()  # of what was gathered ahead for a use that did not come
+        self.hide()  # first: reading memory that is gone would end the process
+        if not self.full.untyped_storage().resizable():  # a NumPy array shares it
+            self.full = torch.empty_like(self.full)
+            self.views = self.cut(self.full.data)
+        self.full.untyped_storage().resize_(0)
+        self.gathered = False
+
+    def publish(self) -> None:
+        """All-gather changed shards where the weights are gathered now."""
+        self.start_publishing().wait()
+
+    def start_publishing(self) -> Work:
+        """Start `publish`; wait for the result before using the weights."""
+        if not self.placement.shard_params and self.placement.shard_optimizer:
+            return self.comm.all_gather(self.full, self.shard, self.unit)
+        if self.placement.shard_params and self.gathered:
+            # Into the memory that the parameters show.
+            shard = self.shard if self.disk is None else self.disk.read()
+            self._work = self.comm.all_gather(self.full, shard, self.unit)
+            self._finish_gather()
+        return Finished()

@@ -1,0 +1,292 @@
+"""Tensors in a scratch file on a disk: optimizer state and weights."""
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from pipeline.engine.comm.collectives import BufferPool, Collectives
+from pipeline.files.tensor_io import read_at, view_bytes, write_at
+from pipeline.kernels.adamw import new_moments
+from pipeline.system.errors import ConfigError, OffloadError
+from pipeline.system.faults import fault_point
+
+ALIGNMENT = 4096
+"""Tensors begin at multiples of a disk's block."""
+
+
+class TensorStore:
+    """One process's tensors in a scratch file of `directory`, NVMe or any other disk.
+
+    The file has no name, so nothing is left on the disk however the process ends. All space is
+    taken by `reserve`, so that a full disk stops a run at its start. `write` and `read` return at
+    once and copy nothing: until `wait` (or `flush`) the caller neither changes a tensor that is
+    being written nor reads one that is being read. Operations on one key run in the order of the
+    calls. After the first failure every call raises `OffloadError`.
+    """
+
+    def __init__(self, directory: Path, *, rank: int, threads: int = 2) -> None:
+        self.directory = directory
+        self.rank = rank
+        self._positions: dict[str, int] = {}
+        self._pending: dict[str, Future[None]] = {}
+        self._failures: list[str] = []
+        self._size = 0
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(
+                f"the offload directory {directory} can't be written to: {error.strerror}"
+            ) from error
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tensor-store")
+        self._release = weakref.finalize(self, _release, self._threads, self._file)
+
+    def reserve(self, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
+        """Take the space of new tensors: the number of elements by key.
+
+        Raises:
+            ConfigError: the disk doesn't have it.
+        """
+        end = self._size
+        positions: dict[str, int] = {}
+        for key, numel in sizes.items():
+            positions[key] = end
+            end += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        needed, free = end - self._size, shutil.disk_usage(self._file.fileno()).free
+        try:
+            if 0 < needed <= free:
+                os.posix_fallocate(self._file.fileno(), self._size, needed)
+        except OSError:
+            free = 0
+        if needed > free:
+            raise ConfigError(
+                f"the offload directory {self.directory} lacks the {needed:,} bytes that rank"
+                f" {self.rank} needs; free space there, or choose another directory"
+            )
+        self._positions.update(positions)
+        self._size = end
+
+    def write(self, key: str, tensor: Shaped[Tensor, " n"]) -> None:
+        """Start writing `tensor`, which stays unchanged until `wait`."""
+        self._begin(key, tensor, None, "offload.write", "written", write_at)
+
+    def read(self, key: str, out: Shaped[Tensor, " n"], *, after: str | None = None) -> None:
+        """Start reading into `out`, which holds the tensor after `wait`.
+
+        With `after`, the pending operation on that key ends first: it may use the same memory.
+        """
+        self._begin(key, out, after, "offload.read", "read", read_at)
+
+    def wait(self, key: str) -> None:
+        """Wait for the pending operations on `key`.
+
+        Raises:
+            OffloadError: that, or another operation before it, failed.
+        """
+        pending = self._pending.pop(key, None)
+        if pending is not None:
+            pending.result()
+        self._raise_failure()
+
+    def flush(self) -> None:
+        """Wait for all pending operations.
+
+        Raises:
+            OffloadError: an operation failed.
+        """
+        for key in list(self._pending):
+            self.wait(key)
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Release the space, after pending operations."""
+        self._release()
+
+    def _begin(
+        self,
+        key: str,
+        tensor: Tensor,
+        after: str | None,
+        point: str,
+        verb: str,
+        transfer: Callable[[int, memoryview, int], None],
+    ) -> None:
+        """Queue the transfer of `tensor` behind pending operations on `key` and on `after`."""
+        self._raise_failure()
+        part, file, position = view_bytes(tensor), self._file, self._positions[key]
+        before = [self._pending[name] for name in (key, after) if name in self._pending]
+        place = f"the offload file of rank {self.rank} in {self.directory}"
+        failures = self._failures
+
+        def run() -> None:  # without `self`: a forgotten store closes in the caller's thread
+            for operation in before:
+                operation.result()
+            if failures:
+                return
+            try:
+                fault_point(point)
+                transfer(file.fileno(), part, position)
+            except (OSError, EOFError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                failures.append(f"{key} can't be {verb} in {place}: {reason}")
+
+        self._pending[key] = self._threads.submit(run)
+
+    def _raise_failure(self) -> None:
+        if self._failures:
+            raise OffloadError(self._failures[0])
+
+
+def _release(threads: ThreadPoolExecutor, file: IO[bytes]) -> None:
+    threads.shutdown()
+    file.close()
+
+
+class StreamedState:
+    """Master weights and moments of many groups in a store, at most two groups' in memory.
+
+    `sizes` are the groups' numbers of elements, and `moments` is the type in which AdamW keeps its
+    own. While one group is stepped, the one before is written from the other set of buffers and
+    the one after read into it.
+    """
+
+    def __init__(
+        self, store: TensorStore, sizes: Sequence[int], moments: torch.dtype = torch.float32
+    ) -> None:
+        self.store = store
+        self.sizes = list(sizes)
+        largest = torch.zeros(max(self.sizes, default=0))
+        self._sets = [
+            {"master": torch.zeros_like(largest), **new_moments(largest, moments)} for _ in range(2)
+        ]
+        self.names = tuple(self._sets[0])
+        """Names of the fp32 masters and their AdamW moments."""
+        for name, buffer in self._sets[0].items():
+            own = {_key(group, name): size for group, size in enumerate(self.sizes)}
+            store.reserve(own, buffer.dtype)
+
+    def put(self, group: int, tensors: Sequence[Shaped[Tensor, " _"]]) -> None:
+        """Store a group's tensors, in the order of `names`; returns when they are written."""
+        for name, tensor in zip(self.names, tensors, strict=True):
+            self.store.write(_key(group, name), tensor)
+        self._wait(group)
+
+    def each(self, order: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Each group of `order`, all different, with its tensors in the order of `names`.
+
+        What the body does to the tensors in place is kept; they belong to the next but one group
+        afterwards. A group whose body is left by an error or `break` stays as it was.
+
+        Raises:
+            OffloadError: the disk failed.
+        """
+        try:
+            for turn, group in enumerate(order):
+                if turn == 0:
+                    self._read(group, turn, after=None)
+                if turn + 1 < len(order):
+                    self._read(order[turn + 1], turn + 1, after=order[turn - 1] if turn else None)
+                self._wait(group)
+                tensors = self._views(group, turn)
+                yield group, tensors
+                for name, tensor in zip(self.names, tensors, strict=True):
+                    self.store.write(_key(group, name), tensor)
+        finally:
+            self.store.flush()  # the buffers are free for the next time
+
+    def _read(self, group: int, turn: int, *, after: int | None) -> None:
+        for name, tensor in zip(self.names, self._views(group, turn), strict=True):
+            before = None if after is None else _key(after, name)
+            self.store.read(_key(group, name), tensor, after=before)
+
+    def _wait(self, group: int) -> None:
+        for name in self.names:
+            self.store.wait(_key(group, name))
+
+    def _views(self, group: int, turn: int) -> tuple[Tensor, ...]:
+        buffers = self._sets[turn % 2]
+        return tuple(buffer[: self.sizes[group]] for buffer in buffers.values())
+
+
+def _key(group: int, name: str) -> str:
+    return f"group {group} {name}"
+
+
+class WeightDisk:
+    """A scratch file for this process's pieces, and the buffers in which they visit memory.
+
+    Raises:
+        OffloadError: by any method, when the disk has failed.
+    """
+
+    def __init__(self, directory: Path, comm: Collectives) -> None:
+        self.store = TensorStore(directory, rank=comm.group.global_rank)
+        self.pool = BufferPool(comm, torch.device("cpu"))
+        self._written: tuple[DiskPiece, Tensor] | None = None
+
+    def piece(self, name: str, numel: int, dtype: torch.dtype) -> "DiskPiece":
+        """Room for a piece.
+
+        Raises:
+            ConfigError: the disk doesn't have it.
+        """
+        self.store.reserve({name: numel}, dtype)
+        return DiskPiece(self, name, numel, dtype)
+
+    def write(self, piece: "DiskPiece", values: Tensor) -> None:
+        """Start writing a piece, while the previous one completes."""
+        buffer = self.pool.borrow(piece.numel, piece.dtype)
+        buffer.copy_(values)
+        self.store.write(piece.name, buffer)
+        self.settle()
+        self._written = (piece, buffer)
+
+    def settle(self) -> None:
+        """Wait for the last write."""
+        if self._written is not None:
+            (piece, buffer), self._written = self._written, None
+            self.store.wait(piece.name)
+            self.pool.give_back(buffer)
+
+
+class DiskPiece:
+    """This process's piece of one flat vector, on the disk."""
+
+    def __init__(self, disk: WeightDisk, name: str, numel: int, dtype: torch.dtype) -> None:
+        self.disk, self.name, self.numel, self.dtype = disk, name, numel, dtype
+        self._buffer: Tensor | None = None
+
+    def start_read(self) -> None:
+        """Start reading the piece into memory."""
+        if self._buffer is None:
+            self.disk.settle()
+            self._buffer = self.disk.pool.borrow(self.numel, self.dtype)
+            self.disk.store.read(self.name, self._buffer)
+
+    def read(self) -> Shaped[Tensor, " k"]:
+        """The piece in memory, until `give_back`."""
+        self.start_read()
+        assert self._buffer is not None
+        self.disk.store.wait(self.name)
+        return self._buffer
+
+    def give_back(self) -> None:
+        """End a `read`: its memory may be used for another piece."""
+        if self._buffer is not None:
+            self.disk.store.wait(self.name)  # where it was read ahead for a use that did not come
+            self.disk.pool.give_back(self._buffer)
+            self._buffer = None
+
+    def write(self, values: Tensor) -> None:
+        """Replace the piece."""
+        self.give_back()
+        self.disk.write(self, values)

@@ -1,0 +1,1 @@
+"""Forward passes over packed or padded batches: per-token results of any model."""

@@ -1,0 +1,398 @@
+"""Running a Hugging Face model over a `TokenBatch`: per-token results, no padding in or out.
+
+The wrappers are what the engine trains. Inside is the user's own model, unchanged.
+Dimension names: N tokens, K targets, B sequences, V vocabulary, d hidden size.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from pipeline.config import Kernels
+from pipeline.data.batches import TokenBatch
+from pipeline.engine.sharding.units import UsesHead
+from pipeline.kernels.logprobs import WHOLE, linear_logprobs, logprobs_of, row_logprobs
+from pipeline.models.forward.attention import KEY_BLOCK, RAGGED, Ragged, unpad
+from pipeline.models.forward.scores import Cutpoints, expected_value, response_scores
+from pipeline.models.forward.vocab_parallel import words_of
+from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import DataError, KernelError
+
+logger = logging.getLogger(__name__)
+
+SCORE_HEAD = "score"
+"""Names of the heads of classifiers that read token by token."""
+
+Backbone = Callable[..., tuple[Tensor, ...]]
+"""A model without its head: the first output is the hidden states, (B, T, d)."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Output of a policy for the target tokens of a batch."""
+
+    logprobs: Float[Tensor, " K"]
+    """log pi(token | the tokens before it), in nats, fp32."""
+
+    entropy: Float[Tensor, " K"] | None
+    """Entropy of each target's distribution, in nats, fp32."""
+
+
+class Policy(nn.Module):
+    """A causal language model that returns the log-probabilities of given tokens.
+
+    Logits that would take much memory never exist for all targets at once, where the model's output
+    is one matrix product and `kernels` is not off.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, kernels: Kernels = "auto", tile: int | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.uses_head = UsesHead()
+        self.kernels: Kernels = kernels
+        self.tile = tile
+        """Maximum fp32 logits in memory at once; None uses the kernels' default."""
+        self._is_product: bool | None = None
+
+    def forward(
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        entropy_learns: bool = True,
+        uniform: bool = False,
+    ) -> TokenLogprobs:
+        """Log-probabilities of `batch.targets`; `temperature` divides the logits.
+
+        `entropy_learns` says that the loss will count an entropy that is asked for; `uniform`, that
+        it will weigh all log-probabilities the same, which makes it faster.
+        """
+        require_context(base_model(self.model), batch)
+        targets = batch.input_ids[batch.targets]
+        head = self._output_matrix(batch)
+        words = words_of(head)
+        is_large_batch = head is not None and len(targets) * head.out_features > (
+            self.tile or WHOLE
+        )
+        computed: tuple[Tensor, Tensor | None]
+        if head is not None and (words is not None or is_large_batch):
+            computed = self.uses_head(
+                linear_logprobs,
+                self._hidden(batch),
+                head.weight,
+                head.bias,
+                targets,
+                temperature=temperature,
+                entropy=entropy,
+                entropy_learns=entropy_learns,
+                uniform=uniform,
+                tile=self.tile,
+                words=words,
+            )
+        elif self.kernels == "off" or (entropy and entropy_learns and torch.is_grad_enabled()):
+            computed = logprobs_of(
+                self._logits(batch),
+                targets,
+                temperature=temperature,
+                entropy=entropy,
+                entropy_learns=entropy_learns,
+            )
+        else:
+            computed = row_logprobs(
+                self._logits(batch),
+                targets,
+                temperature=temperature,
+                entropy=entropy,
+                at_once=self.tile,
+            )
+        return TokenLogprobs(*computed)
+
+    def settle(self, batch: TokenBatch) -> None:
+        """Detect once how the model computes logits, with some tokens of a batch."""
+        self._output_matrix(batch)
+
+    def logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
+        """The logits that predict `batch.targets`, computed in batches that fit in memory."""
+        require_context(base_model(self.model), batch)
+        return self._logits(batch)
+
+    def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
+        """The output matrix, if there may be too many logits and it alone determines them.
+
+        Every process comes to the same answer in the same passes, for asking the model takes some.
+
+        Raises:
+            KernelError: it doesn't, and the kernel is required.
+        """
+        head = base_model(self.model).get_output_embeddings()
+        # Of the class itself: peft's layers compute more than the product.
+        is_large = type(head) is nn.Linear and head.out_features >= LARGE_VOCABULARY
+        if words_of(head) is None and (self.kernels == "off" or not is_large):
+            return None
+        if self._is_product is None:
+            self._is_product = is_product(self.model, batch)
+            if not self._is_product:
+                _say_whole(type(base_model(self.model)).__name__, self.kernels)
+        return head if self._is_product and isinstance(head, nn.Linear) else None
+
+    def _hidden(self, batch: TokenBatch) -> Float[Tensor, "K d"]:
+        """Input of the output matrix, for each target."""
+        backbone = cast("Backbone", base_model(self.model).base_model)
+        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
+        before = batch.targets - 1
+        if is_ragged(self.model):
+            return backbone(**ragged_inputs(batch, ragged))[0][0][before]
+        return run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])[before]
+
+    def _logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
+        """The model's logits for each target: the output at the preceding token."""
+        before = batch.targets - 1
+        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
+        if is_ragged(self.model):
+            inputs = ragged_inputs(batch, ragged)
+            return self.model(**inputs, logits_to_keep=before).logits[0]
+        return run_padded(batch, ragged, lambda inputs: self.model(**inputs).logits)[before]
+
+
+@dataclass(frozen=True)
+class LabelOutputs:
+    """Output of a classifier for a batch."""
+
+    logits: Float[Tensor, "N C"]
+    """An output for each label at every token, fp32."""
+
+    cutpoints: Float[Tensor, " cuts"] | None
+    """The learned thresholds of a score, if it has any."""
+
+    def at(self, tokens: Int[Tensor, " B"]) -> "LabelOutputs":
+        """The outputs of the given tokens alone."""
+        return LabelOutputs(self.logits[tokens], self.cutpoints)
+
+
+class Scorer(nn.Module):
+    """A sequence classifier that returns a score at every token.
+
+    As a reward model its score of a response is the one at the last token; as a critic, the score
+    at a token is the value of the state after it. Of several labels the score is their expected
+    value. The head multiplies and adds in fp32; its weight has the model's number format, as what
+    it multiplies has, and its master in training is fp32. A model that reads a sequence as a whole,
+    such as BERT, has the same score at all tokens of it.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, kernels: Kernels = "auto", cutpoints: Cutpoints | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.kernels: Kernels = kernels
+        self.cutpoints = cutpoints
+
+    def forward(
+        self, batch: TokenBatch, *, labels: bool = False
+    ) -> Float[Tensor, " N"] | LabelOutputs:
+        """Score at every token, fp32; with `labels`, the outputs of all labels.
+
+        Raises:
+            ModelError: a score is required, and the model's labels have no values.
+        """
+        classifier = base_model(self.model)
+        require_context(classifier, batch)
+        logits = self._logits(classifier, batch)
+        if labels:
+            return LabelOutputs(logits, self.thresholds())
+        return expected_value(logits, classifier)
+
+    def thresholds(self) -> Float[Tensor, " cuts"] | None:
+        """The current cutpoints, if the score has any."""
+        return None if self.cutpoints is None else self.cutpoints()
+
+    def final_scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
+        """Score of each sequence: at its last token, or of the steps of its response."""
+        return response_scores(self(batch), batch, base_model(self.model).config)
+
+    def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N C"]:
+        backbone = cast("Backbone", classifier.base_model)
+        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
+        if reads_whole(classifier):
+            return run_padded(batch, ragged, lambda inputs: whole_logits(classifier, inputs))
+        if is_ragged(classifier):
+            hidden = backbone(**ragged_inputs(batch, ragged))[0][0]
+        else:
+            hidden = run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])
+        return F.linear(hidden.float(), score_head(classifier).weight.float())
+
+
+def whole_logits(classifier: PreTrainedModel, inputs: dict[str, Tensor]) -> Float[Tensor, "B T C"]:
+    """The outputs of an encoder, the same at each token of a sequence."""
+    logits: Tensor = classifier(**inputs).logits.float()
+    return logits[:, None].expand(-1, inputs["input_ids"].shape[1], -1)
+
+
+def reads_whole(classifier: PreTrainedModel) -> bool:
+    """Whether a classifier reads a whole sequence at once, as encoders do."""
+    return not hasattr(classifier, SCORE_HEAD)
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside a peft wrapper, or the model itself."""
+    # Not by attribute: peft marks the model inside as well as its wrapper.
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    return cast("PreTrainedModel", plain)
+
+
+LARGE_VOCABULARY = 8192
+"""Vocabulary size below which logits take no more memory than a token's activations."""
+
+PROBE = 8
+"""Tokens on which a model's logits are compared with its matrix product."""
+
+
+@torch.no_grad()
+def is_product(model: nn.Module, batch: TokenBatch) -> bool:
+    """Whether the model's logits are its output matrix times its last hidden states, to the bit.
+
+    Some families scale, cap or shift them, or the hidden states. The model itself is run, with a
+    few tokens of the batch, so that unknown families are right as well.
+    """
+    plain = base_model(model)
+    head = cast("nn.Linear", plain.get_output_embeddings())
+    backbone = cast("Backbone", plain.base_model)
+    if backbone is plain:  # it doesn't name that module
+        return False
+    count = min(PROBE, batch.lengths[0])
+    ids = batch.input_ids[:count]
+    few = TokenBatch(ids, (count,), batch.targets[:0])
+    training = model.training
+    model.eval()  # dropout would draw other masks for each pass, and move the generator
+    try:
+        if is_ragged(model):
+            inputs = ragged_inputs(few, Ragged(few.lengths, ids.device))
+        else:
+            more = (0, -count % KEY_BLOCK)  # as padded rows are
+            inputs = {
+                "input_ids": F.pad(ids, more)[None],
+                "attention_mask": F.pad(torch.ones_like(ids), more)[None],
+            }
+        hidden = backbone(**inputs)[0]
+        logits: Tensor = model(**inputs).logits
+    finally:
+        model.train(training)
+    return torch.equal(logits, head(hidden))
+
+
+def _say_whole(family: str, kernels: Kernels) -> None:
+    """Declare that full logits are computed, or that they must not be.
+
+    Raises:
+        KernelError: `kernels` is required.
+    """
+    reason = f"the logits of {family} are no matrix product with what its blocks end in"
+    if kernels == "required":
+        raise KernelError(
+            f"kernels required: {reason}, and can't be computed tile by tile; set kernels auto"
+        )
+    logger.info("%s: those of a micro-batch are computed at once", reason)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Tokens that the model's position encoding covers; practically unlimited without one."""
+    return positions(model.config)
+
+
+def positions(settings: PreTrainedConfig) -> int:
+    """`context_length` of a model with these settings."""
+    return getattr(settings.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:
+    """Refuse sequences that are longer than the model's position encoding.
+
+    Raises:
+        DataError: a sequence is too long.
+    """
+    longest, limit = max(batch.lengths), context_length(model)
+    if longest > limit:
+        raise DataError(
+            f"a sequence has {longest} tokens and the model reads {limit}; lower data.max_length"
+        )
+
+
+def score_head(classifier: PreTrainedModel) -> nn.Linear:
+    """The classifier's linear head, or peft's trained copy of it."""
+    head = classifier.score
+    adapters = getattr(head, "modules_to_save", None)
+    return cast("nn.Linear", adapters["default"] if adapters is not None else head)
+
+
+def is_ragged(model: nn.Module) -> bool:
+    """Whether the model was loaded with attention that takes sequences laid end to end."""
+    return base_model(model).config._attn_implementation == RAGGED  # noqa: SLF001
+
+
+def ragged_inputs(batch: TokenBatch, ragged: Ragged) -> dict[str, object]:
+    """Keyword arguments that run a Hugging Face model over the batch as one row."""
+    return {
+        "input_ids": batch.input_ids[None],
+        "position_ids": ragged.positions[None],
+        # transformers hands a 4-D mask through untouched: this one keeps it from building a mask of
+        # N x N that ragged attention would not read.
+        "attention_mask": torch.ones(1, 1, 1, 1, device=batch.input_ids.device),
+        "use_cache": False,
+        "ragged": ragged,
+    }
+
+
+def run_padded(
+    batch: TokenBatch, ragged: Ragged, run: Callable[[dict[str, Tensor]], Tensor]
+) -> Float[Tensor, "N X"]:
+    """Run a model that requires padded batches, one group of similar lengths at a time.
+
+    Every process runs as many passes as the one with the most groups: they gather weights together.
+    """
+    padded = ragged.padded
+    real = torch.zeros_like(padded.source).index_fill(0, padded.place, 1)
+    groups = [
+        {"input_ids": ids, "attention_mask": mask}
+        for ids, mask in zip(
+            padded.split(batch.input_ids[padded.source]), padded.split(real), strict=True
+        )
+    ]
+    outputs = [run(group).flatten(0, 1) for group in groups]
+    spare = int(current_mesh().data.max(len(groups))) - len(groups)
+    outputs += [run(groups[0]).flatten(0, 1)[:0] for _ in range(spare)]
+    return unpad(torch.cat(outputs), padded.place)
+
+
+def cache_name(model: nn.Module) -> Literal["cache", "past_key_values"]:
+    """Name of the cache in a model's forward pass and its result.
+
+    Before transformers 5.24 it was past_key_values in all families.
+    """
+    names = inspect.signature(base_model(model).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def num_key_heads(model: PreTrainedModel) -> int:
+    """Heads of keys in each layer of the whole model."""
+    settings = model.config.get_text_config()
+    return getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
+
+
+def kv_bytes_per_token(model: PreTrainedModel, *, key_heads: int) -> int:
+    """Bytes of one token's keys and values in all layers, for this number of local heads."""
+    settings = model.config.get_text_config()
+    head_size = getattr(settings, "head_dim", None)
+    head_size = head_size or settings.hidden_size // settings.num_attention_heads
+    return 2 * settings.num_hidden_layers * key_heads * head_size * model.dtype.itemsize

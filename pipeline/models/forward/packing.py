@@ -1,0 +1,370 @@
+"""Decides whether sequences of a model can be packed into one row, or must be padded.
+
+A family whose layers are plain causal attention is packed. Whether it is one, its settings say only
+in part: some layers lose the keyword that says where sequences lie, some add to the mask what they
+have learned, some keep their window in the mask alone. So the code itself is run, with a small
+copy of the model: packed, its output for each sequence must equal that for the sequence alone.
+
+The answer hangs on class and settings, not on weights: it is the same on every process, at every
+ZeRO stage, for weights that are still in their files, with adapters and in every number format, and
+is had without a word between processes.
+"""
+
+import copy
+import functools
+import logging
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from pipeline.data.batches import TokenBatch
+from pipeline.models.forward.attention import KEY_BLOCK, RAGGED, LostLayoutError, Ragged
+from pipeline.models.forward.forward import Backbone, ragged_inputs
+
+HEADS = 4
+HEAD_SIZE = 8
+WIDTH = HEADS * HEAD_SIZE
+INNER = 48
+VOCABULARY = 64
+WINDOW = 4
+"""Tokens of every sliding window and chunk of the copy, so that a dozen tokens are beyond it."""
+
+_WIDTHS = dict.fromkeys(
+    (
+        "hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size",
+        "hidden_dim", "d_embed", "hidden_size_per_layer_input",
+    ),
+    WIDTH,
+)  # fmt: skip
+_INNER = dict.fromkeys(
+    (
+        "intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "inner_dim",
+        "moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size",
+        "intermediate_size_mlp", "shared_intermediate_size", "ffn_intermediate_size",
+        "decoder_ffn_dim", "encoder_ffn_dim",
+        "dense_intermediate_size", "prefix_dense_intermediate_size",
+    ),
+    INNER,
+)  # fmt: skip
+_HEADS = dict.fromkeys(
+    (
+        "num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads",
+        "encoder_attention_heads",
+    ),
+    HEADS,
+)  # fmt: skip
+_HEAD_SIZES = dict.fromkeys(
+    (
+        "head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+        "global_head_dim", "attention_head_dim", "swa_head_dim", "swa_v_head_dim",
+    ),
+    HEAD_SIZE,
+)  # fmt: skip
+_RANKS = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), HEAD_SIZE)
+_EXPERTS = dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_expert"), 4
+)
+_CHOSEN = dict.fromkeys(
+    (
+        "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts",
+        "moe_topk", "num_experts_per_topk",
+    ),
+    2,
+)  # fmt: skip
+_GROUPS = dict.fromkeys(("n_group", "topk_group", "num_expert_groups"), 1)
+_TOKENS = dict.fromkeys(
+    ("vocab_size", "vocab_size_per_layer_input", "tokenizer_vocab_size"), VOCABULARY
+)
+SIZES: dict[str, int] = {
+    **_WIDTHS, **_INNER, **_HEADS, **_HEAD_SIZES, **_RANKS, **_TOKENS, "rotary_dim": HEAD_SIZE,
+    "qk_head_dim": 2 * HEAD_SIZE,
+}  # fmt: skip
+"""Settings of a copy by name; those that a model lacks are not added."""
+
+AT_MOST: dict[str, int] = {**_EXPERTS, **_CHOSEN, **_GROUPS}
+"""Upper bounds of a copy's settings, which are otherwise the model's."""
+
+WINDOWS = (
+    "sliding_window", "sliding_window_size", "attention_chunk_size", "window_size",
+    "local_attention", "attention_window_size", "swa_window",
+)  # fmt: skip
+
+KEY_HEADS = (
+    "num_key_value_heads", "kv_n_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads",
+    "num_global_key_value_heads",
+)  # fmt: skip
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
+
+
+def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrainedConfig:
+    """The settings with other sizes: as many layers, each of its kind, few of everything else.
+
+    Heads that share keys still do, some experts of several are still chosen, and windows are
+    `WINDOW` tokens. With more `heads` than usual, an even number, layers are as much wider.
+    """
+    small = copy.deepcopy(settings)
+    _shrink(small, heads)
+    return small
+
+
+def small_copy(kind: type[PreTrainedModel], settings: PreTrainedConfig) -> PreTrainedModel:
+    """A model of that class and those settings on the CPU in fp32, with large random weights.
+
+    They are the same at each call. Freshly initialized ones are nearly uniform: what they see would
+    hardly move their outputs.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        made: PreTrainedModel = kind._from_config(  # noqa: SLF001
+            copy.deepcopy(settings), dtype=torch.float32
+        )
+        with torch.no_grad():
+            for param in made.parameters():
+                if param.is_floating_point():
+                    noise = torch.randn(param.shape)
+                    param.copy_(param + 0.1 * noise if param.ndim == 1 else 0.2 * noise)
+    return made.eval()
+
+
+def _shrink(settings: PreTrainedConfig, few: int) -> None:
+    values = dict(vars(settings))
+    heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), None)
+    context = values.get("max_position_embeddings")
+    for name, value in values.items():
+        if isinstance(value, PreTrainedConfig):
+            _shrink(value, few)
+        elif name in ("rope_parameters", "rope_scaling"):
+            _set(settings, name, _small_rope(value))
+        elif name in WINDOWS:
+            _set(settings, name, _small_window(value, context))
+        elif name in KEY_HEADS and isinstance(value, int):
+            _set(settings, name, {1: 1, heads: few}.get(value, few // 2))
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            _set(settings, name, _small_size(name, value, few))
+    words, hidden = (values.get(name) for name in ("word_embed_proj_dim", "hidden_size"))
+    if isinstance(words, int) and words != hidden:  # there are projections between, as in OPT 350m
+        _set(settings, "word_embed_proj_dim", _small_size("hidden_size", words, few) // 2)
+    if getattr(settings, "quantization_config", None) is not None:
+        delattr(settings, "quantization_config")  # not declared by the base class
+
+
+def _set(settings: PreTrainedConfig, name: str, value: object) -> None:
+    object.__setattr__(settings, name, value)  # without checks against sizes not yet changed
+
+
+def _small_size(name: str, value: int, heads: int) -> int:
+    if name in SPECIAL_TOKENS:
+        return min(value, VOCABULARY - 1)
+    if name in AT_MOST:
+        return min(value, AT_MOST[name])
+    if name in _WIDTHS or name in _INNER or name in _HEADS:
+        return SIZES[name] * heads // HEADS
+    return SIZES.get(name, value)
+
+
+def _small_window(window: Any, context: object) -> Any:  # noqa: ANN401
+    """The window of a copy; one that exceeds the context has no effect and is unchanged."""
+    if isinstance(window, list | tuple):
+        return type(window)(_small_window(each, context) for each in window)
+    if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
+        return window
+    return window if isinstance(context, int) and window >= context else WINDOW
+
+
+def _small_rope(rope: Any) -> Any:  # noqa: ANN401
+    """Return the RoPE settings without per-frequency lists, whose length no longer fits."""
+    if not isinstance(rope, dict):
+        return rope
+    small = {name: _small_rope(value) for name, value in rope.items()}
+    if "mrope_section" in small:
+        small["mrope_section"] = [1, 1, HEAD_SIZE // 2 - 2]
+    if small.pop("long_factor", None) is not None:
+        small.pop("short_factor", None)
+        small |= {"rope_type": "default"}
+        small.pop("type", None)
+    return small
+
+
+logger = logging.getLogger(__name__)
+
+LENGTHS = (7, 12, 5)
+"""Sequences of the comparison: longer than the copy's windows, and none like its neighbour."""
+
+TOLERANCE = 0.01
+"""Nats between packed and alone. Rounding moves a copy in fp32 by 1e-6 to 1e-4; a token too many or
+too few, by 0.1 and more."""
+
+
+LEAK = 0.01
+"""Nats by which a later token may change earlier log-probabilities, through rounding."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Execution of a model's sequences: packed or padded."""
+
+    packed: bool
+    """Whether sequences are packed into one row; else those of similar length are padded."""
+
+    reason: str = ""
+    """Why they are padded."""
+
+    causal: bool = True
+    """Return whether the output for a token is independent of later tokens, as it must be."""
+
+
+def how_to_run(model: PreTrainedModel) -> Run:
+    """Packed if the result is the same, else padded; logged if only a trial can decide.
+
+    The model's weights are not looked at: it may be on the meta device.
+    """
+    reason = unlike_causal_attention(model)
+    if getattr(model, "_is_stateful", False):
+        return Run(packed=False, reason=str(reason))  # slow to try, and never sees what comes later
+    return _tried(Family.of(model), reason)
+
+
+def unlike_causal_attention(model: PreTrainedModel) -> str | None:
+    """Return the kinds of layers other than causal attention; None if settings have none."""
+    settings = model.config.get_text_config()
+    layers = set(getattr(settings, "layer_types", None) or ())
+    others = ", ".join(sorted(layers - {"full_attention", "sliding_attention"}))
+    found = {
+        "its layers carry a state from token to token": getattr(model, "_is_stateful", False),
+        f"it has layers of the kind {others}": others,
+        "its attention is its own and takes no function from outside": not getattr(
+            model, "_supports_attention_backend", False
+        ),
+        "its attention has linear biases (ALiBi)": getattr(settings, "alibi", False),
+        "it caps its attention scores": getattr(settings, "attn_logit_softcapping", None)
+        is not None,
+        "its attention has sinks": any(
+            name.endswith(".sinks") for name, _ in model.named_parameters()
+        ),
+    }
+    return next((reason for reason, holds in found.items() if holds), None)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one class whose small copies have the same settings: one answer holds for all."""
+
+    kind: type[PreTrainedModel]
+    text: str
+    settings: PreTrainedConfig = field(compare=False)
+    """Settings of a small copy."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, heads: int = HEADS) -> "Family":
+        """The family of a model."""
+        settings = small_settings(model.config, heads=heads)
+        settings.name_or_path = ""
+        return cls(type(model), settings.to_json_string(use_diff=False), settings)
+
+    def copy(self, *, packed: bool = False) -> PreTrainedModel:
+        """A small model, the same at each call, optionally with attention over packed rows."""
+        model = small_copy(self.kind, self.settings)
+        if packed:
+            model.set_attn_implementation(RAGGED)
+        return model
+
+
+def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
+    """The last hidden states of a small copy for a few tokens, packed if the copy supports it."""
+    is_packed = model.config._attn_implementation == RAGGED  # noqa: SLF001
+    lengths = (7, 5) if is_packed else (KEY_BLOCK,)  # as padded rows are multiples of it
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, VOCABULARY, (sum(lengths),), generator=generator).to(model.device)
+    backbone = cast("Backbone", model.base_model)
+    if not is_packed:
+        return backbone(input_ids=ids[None], attention_mask=torch.ones_like(ids[None]))[0]
+    batch = TokenBatch(ids, lengths, ids[:0])
+    return backbone(**ragged_inputs(batch, Ragged(lengths, ids.device, kernels="off")))[0]
+
+
+@functools.cache
+def _tried(family: Family, reason: str | None) -> Run:
+    """Decide by a trial how models of a kind are run; `reason` is a reason to pad."""
+    causal = True
+    is_known = reason is not None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = family.copy()
+            causal = leak(model) <= LEAK
+            difference = 0.0 if is_known else difference_of_packing(model)
+    except LostLayoutError as error:
+        reason = f"{error}, and tokens would see those of other sequences"
+    except Exception as error:  # noqa: BLE001  # whatever its code raises, padding asks less of it
+        reason = reason or f"a small copy of it can't be tried ({_one_line(error)})"
+    else:
+        if difference > TOLERANCE:
+            reason = (
+                f"packed, log-probabilities of a small copy differ by {difference:.2g} nats from"
+                " those of each sequence alone"
+            )
+    if reason is None:
+        return Run(packed=True, causal=causal)
+    if not is_known:
+        logger.info("%s runs padded, not packed: %s", family.settings.model_type, reason)
+    return Run(packed=False, reason=reason, causal=causal)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:100]
+
+
+@torch.no_grad()
+def leak(model: PreTrainedModel) -> float:
+    """Largest change of earlier log-probabilities by the last token, in nats; 0 if causal.
+
+    Whichever token it is, and whether there is one: ProphetNet's code mixes up the positions that
+    it is given, so that its log-probabilities hang on the length of the whole text. This is tested
+    of a few tokens, within whatever window a mask is learned for.
+    """
+    ids, few = _tokens()[: max(LENGTHS)], _tokens()[: min(LENGTHS)]
+    other = torch.cat([ids[:-1], ids[-1:] ^ 1])
+    one, two, whole, short = (
+        _outputs(model, {"input_ids": row[None]}) for row in (ids, other, few, few[:-1])
+    )
+    return max(_largest(one[:-1] - two[:-1]), _largest(whole[:-1] - short))
+
+
+@torch.no_grad()
+def difference_of_packing(model: PreTrainedModel) -> float:
+    """Largest difference of log-probabilities between packed and separate sequences, in nats.
+
+    The model is left with ragged attention.
+
+    Raises:
+        LostLayoutError: a layer doesn't hear where sequences lie.
+    """
+    ids = _tokens()
+    batch = TokenBatch(ids, LENGTHS, ids[:0])
+    alone = torch.cat([_outputs(model, {"input_ids": row[None]}) for row in ids.split(LENGTHS)])
+    model.set_attn_implementation(RAGGED)
+    packed = _outputs(model, ragged_inputs(batch, Ragged(LENGTHS, ids.device, kernels="off")))
+    return _largest(packed - alone)
+
+
+def _tokens() -> Int[Tensor, " N"]:
+    return torch.randint(4, VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+
+
+def _largest(difference: Tensor) -> float:
+    largest = difference.abs().max().item()
+    return math.inf if math.isnan(largest) else largest
+
+
+def _outputs(model: PreTrainedModel, inputs: dict[str, Any]) -> Float[Tensor, "N X"]:
+    """Log-probabilities of all tokens in the vocabulary, or hidden states without a head."""
+    if model.get_output_embeddings() is not None:
+        return model(**inputs).logits[0].float().log_softmax(dim=-1)
+    return cast("Backbone", model.base_model)(**inputs)[0][0].float()

@@ -1,0 +1,1 @@
+"""Hugging Face directories and GGUF files: checks, loading, chat formats, export."""

@@ -1,0 +1,150 @@
+"""A model's tokenizer and chat format, together."""
+
+from collections.abc import Iterable, Sequence
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, TrainedModelConfig
+from pipeline.data.chat.chat_format import ChatFormat
+from pipeline.data.chat.resolve_format import resolve_format
+from pipeline.data.examples import Example
+from pipeline.models.hf.directory import check_configuration, check_model_directory
+from pipeline.models.hf.gguf import as_directory
+from pipeline.models.hf.load import load_tokenizer, local_directory
+from pipeline.system.errors import ConfigError, DataError, ModelError
+
+
+def load_chat(
+    config: FrozenModelConfig, data: DataConfig
+) -> tuple[PreTrainedTokenizerBase, ChatFormat]:
+    """The tokenizer with the special tokens and the template of `data.format`, and that format.
+
+    Saving the tokenizer saves the template, so that chat uses the one the model was trained with,
+    its arguments (`data.template_args`) and date included.
+
+    Raises:
+        ConfigError: the format adds tokens, and LoRA would leave their embeddings untrained: new
+            rows as random as they are drawn, or rows of a padded table that no token had.
+    """
+    tokenizer = load_tokenizer(config)
+    known = len(tokenizer)
+    chat = resolve_format(tokenizer, data.format, data.template_args)
+    chat.add_new_tokens()
+    adapted = isinstance(config, TrainedModelConfig) and config.lora is not None
+    if adapted and len(tokenizer) > known:
+        raise ConfigError(untrained_tokens(config))
+    chat.attach(tokenizer)
+    return tokenizer, chat
+
+
+def untrained_tokens(config: FrozenModelConfig) -> str:
+    """Why a chat format can't be learned with adapters alone."""
+    return (
+        f"the chat format has tokens that {config.path} does not know, and LoRA would leave their"
+        " embeddings untrained; set lora null or choose another data.format"
+    )
+
+
+def decode_response(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, continues: bool = False
+) -> str:
+    """The text of a response, without special tokens and, unless it `continues`, leading space."""
+    text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    return text.rstrip() if continues else text.strip()
+
+
+def speaks_alike(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str
+) -> bool:
+    """Whether a reward model reads the actor's tokens; otherwise it is passed text.
+
+    Raises:
+        ModelError: it has another tokenizer, and no chat template that says how it reads text.
+    """
+    same_tokens = tokenizer.get_vocab() == other.get_vocab()
+    if other.chat_template is None:
+        if same_tokens:
+            return True
+        raise ModelError(
+            f"the reward model {path} has another tokenizer than the actor and no chat template,"
+            " so it is not known how it reads a dialogue; save its template with it, as"
+            " chat_template.jinja"
+        )
+    return same_tokens and other.chat_template == tokenizer.chat_template
+
+
+def require_same_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    other: PreTrainedTokenizerBase,
+    model: str,
+    source: FrozenModelConfig,
+) -> None:
+    """Refuse two models with different token ids, which they exchange, or different chat formats.
+
+    A model without a saved template has no format yet.
+
+    Raises:
+        ModelError: the vocabularies or the chat templates differ.
+    """
+    path, ours, theirs = str(source.path), tokenizer.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        differing = sum(ours.get(token) != theirs.get(token) for token in ours.keys() | theirs)
+        raise ModelError(
+            f"{model} and {path} have different tokenizers ({differing} tokens differ); start both"
+            " from models of one family"
+        )
+    if other.chat_template is not None and other.chat_template != tokenizer.chat_template:
+        raise ModelError(
+            f"{model} is given dialogues in another chat format than {path} was trained in; set the"
+            " same data.format (--format) for all steps"
+        )
+
+
+def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = False) -> None:
+    """Refuse a model whose files, tokenizer or chat template are visibly unusable.
+
+    Args:
+        path: of a directory, or a name on the Hub, of which only the tokenizer is read.
+        examples: rows whose prompts it will be given.
+        scores: whether it must be a reward model.
+
+    Raises:
+        ModelError: there is no such model, or a part of it is missing or damaged.
+        DataError: its template can't render one of the dialogues, or leaves it no room to answer.
+    """
+    path = as_directory(path)
+    local = None if path == EMBEDDED else local_directory(path)
+    if local is not None:
+        check_model_directory(local)
+        if scores:
+            require_score_head(path, check_configuration(local).get("architectures"))
+    chat = resolve_format(load_tokenizer(FrozenModelConfig(path=path)), "auto")
+    limit = None if local is None or scores else _context(str(local))
+    for example in examples:
+        count = len(chat.encode_prompt(example.prompt, origin=example.origin))
+        if limit is not None and count >= limit:
+            raise DataError(
+                f"{example.origin}: the prompt has {count} tokens; the model {path} reads 1 to"
+                f" {limit}, and answers in the same {limit}"
+            )
+
+
+def require_score_head(path: str, kinds: Sequence[str] | None) -> None:
+    """Refuse a model that gives no score.
+
+    Raises:
+        ModelError: none of its architectures is one of a reward model.
+    """
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds or ()):
+        raise ModelError(
+            f"{path} is not a reward model ({', '.join(kinds or ()) or 'unknown'}): it has no score"
+            " head; give step 2's output"
+        )
+
+
+def _context(path: str) -> int | None:
+    try:
+        settings = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError):  # loading it raises the error
+        return None
+    return getattr(settings.get_text_config(), "max_position_embeddings", None)

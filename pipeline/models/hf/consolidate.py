@@ -1,0 +1,136 @@
+"""Conversion of checkpoints to Hugging Face directories, in a single process."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from pipeline.config import LoraConfig
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.kernels.adamw import round_weights
+from pipeline.models.adapters.lora import Task, add_lora
+from pipeline.models.adapters.quantized import Form, quantize_layers, quantized_layers
+from pipeline.models.forward.forward import base_model
+from pipeline.models.hf.export import export
+from pipeline.models.hf.meta import meta_model, places
+from pipeline.system.errors import CheckpointError
+
+TOKENIZER = "tokenizer"
+"""Directory next to the checkpoints."""
+
+
+def describe_model(module: nn.Module) -> dict[str, Any] | None:
+    """Description of the Hugging Face model inside `module`, as JSON, for rebuilding it."""
+    for prefix, model in module.named_modules():
+        if isinstance(model, PeftModel | PreTrainedModel):
+            plain = base_model(model)
+            generation = getattr(plain, "generation_config", None)  # classifiers have none
+            coded = quantized_layers(model)
+            dtypes = {name: param.dtype for name, param in model.named_parameters()}
+            dtypes |= {f"{name}.weight": layer.dtype for name, layer in coded.items()}
+            return {
+                "prefix": f"{prefix}." if prefix else "",
+                "class": type(plain).__name__,
+                "config": plain.config.to_dict(),
+                "generation": None if generation is None else generation.to_dict(),
+                "lora": _adapter(model) if isinstance(model, PeftModel) else None,
+                "quantize": next((asdict(layer.form) for layer in coded.values()), None),
+                "dtypes": {
+                    name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()
+                },
+            }
+    return None
+
+
+def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
+    """Write the model that engine `name` of the checkpoint trains as a Hugging Face directory.
+
+    It is what the run itself would have exported then; in memory is the full model.
+
+    Raises:
+        CheckpointError: it holds no such model, or one whose class `transformers` doesn't have.
+    """
+    described = checkpoint.state.get("models", {}).get(name)
+    if described is None:
+        known = ", ".join(checkpoint.state.get("models", {})) or "none"
+        raise CheckpointError(
+            f"{checkpoint.path} holds no Hugging Face model {name}; it has {known}"
+        )
+    prefix = described["prefix"]
+    keys = set(checkpoint.keys())
+
+    def read(parameter: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        trained = f"{name}/weights/{prefix}{parameter}"
+        if trained in keys:
+            masters = torch.empty(shape.numel())
+            checkpoint.read(trained, 0, masters)
+            return round_weights(masters, dtype).view(shape)
+        out = torch.empty(shape.numel(), dtype=dtype)
+        checkpoint.read(f"{name}/frozen/{prefix}{parameter}", 0, out)
+        return out.view(shape)
+
+    model = _build(described, checkpoint, read)
+    for buffer_name, buffer in model.named_buffers():
+        if (key := f"{name}/buffers/{prefix}{buffer_name}") in keys:
+            flat = torch.empty_like(buffer).reshape(-1)
+            checkpoint.read(key, 0, flat)
+            buffer.copy_(flat.view(buffer.shape))
+    tokenizer = cast(
+        "PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(checkpoint.path.parent / TOKENIZER)
+    )
+    export(model, tokenizer, directory)
+
+
+def _build(
+    described: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    read: Callable[[str, torch.dtype, torch.Size], Tensor],
+) -> nn.Module:
+    """The model with the parameters that `read` returns."""
+    model_class = getattr(transformers, described["class"], None)
+    if model_class is None:
+        raise CheckpointError(
+            f"the model of {checkpoint.path} is a {described['class']}, which this transformers"
+            f" {transformers.__version__} does not have; continue the run, which exports it"
+        )
+    config = model_class.config_class.from_dict(described["config"])
+    plain: PreTrainedModel = meta_model(lambda: model_class(config))
+    if described["generation"] is not None:
+        plain.generation_config = GenerationConfig.from_dict(described["generation"])
+    model: nn.Module = plain
+    if described["lora"] is not None:
+        task: Task = described["lora"]["task"]
+        settings = {key: each for key, each in described["lora"].items() if key != "task"}
+        settings["targets"] = tuple(settings["targets"])
+        model = add_lora(plain, LoraConfig(**settings), task=task, seed=0)
+    if described["quantize"] is not None:
+        quantize_layers(model, Form(**described["quantize"]))
+        for name, layer in quantized_layers(model).items():
+            layer.dtype = getattr(torch, described["dtypes"][f"{name}.weight"])
+    names = {param: name for name, param in model.named_parameters()}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for _, module, leaf, param in places(model):
+        if param not in made:
+            dtype = getattr(torch, described["dtypes"][names[param]])
+            values = read(names[param], dtype, param.shape)
+            made[param] = nn.Parameter(values, requires_grad=param.requires_grad)
+        setattr(module, leaf, made[param])  # all names of a tied parameter get the same one
+    return model
+
+
+def _adapter(model: PeftModel) -> dict[str, Any]:
+    settings: Any = model.peft_config["default"]
+    return {
+        "rank": settings.r,
+        "alpha": float(settings.lora_alpha),
+        "variant": "rslora" if settings.use_rslora else "lora",
+        "dropout": float(settings.lora_dropout),
+        "targets": sorted(settings.target_modules),
+        "task": "classifier" if settings.modules_to_save else "causal",
+    }

@@ -1,0 +1,413 @@
+"""Writing models as Hugging Face directories that plain `transformers` loads."""
+
+import json
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+from pipeline.engine.sharding.tensor_parallel import get_part
+from pipeline.files.durable import replace_durably, settle, sync
+from pipeline.files.safetensors_header import INDEX, SINGLE
+from pipeline.models.adapters.lora import merged, without_advice
+from pipeline.models.adapters.quantized import (
+    dequantized_weights,
+    quantized_layers,
+    rounded_weights,
+)
+from pipeline.models.forward.forward import base_model
+from pipeline.models.hf.directory import are_of_classifier
+from pipeline.models.hf.padding import padding_id, with_padding_token, with_rows_for
+from pipeline.parallel.device import local_device
+from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.transfer import receive_named, send_named
+from pipeline.system.faults import fault_point
+
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Maximum bytes of a file, unless one tensor is larger."""
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+def can_stream(model: PreTrainedModel) -> bool:
+    """Whether each tensor of the family's files follows from a single parameter.
+
+    Some hold in one tensor what the model has in several.
+    """
+    return not any(
+        isinstance(step, WeightConverter) and len(step.target_patterns) > 1
+        for step in get_model_conversion_mapping(model, add_legacy=False)
+    )
+
+
+def as_saved(model: PreTrainedModel, named: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """Parameters with the names and shapes that `save_pretrained` writes.
+
+    Some families have other names in files than in the model, or hold in one parameter what their
+    files have by expert. The family must be one that `can_stream`.
+    """
+    for name, tensor in named:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+def stream_export(
+    named: NamedTensors, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write full tensors as `model.safetensors`, or as shards and their index.
+
+    In memory are one shard's tensors at most, as copies on the CPU, and the one that `named`
+    yields, which may be freed or filled again at the next turn. The directory's weights are
+    replaced at the end, when the new ones are on the disk; a process that is killed meanwhile, or a
+    loss of power, leaves the old ones, the new ones or none, but no mixture.
+
+    Raises:
+        ValueError: a name was passed twice.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
+        shards = _Shards(Path(scratch))
+        for name, tensor in named:
+            if shards.pending_bytes and shards.pending_bytes + tensor.nbytes > max_shard_bytes:
+                shards.write()
+            shards.add(name, tensor)
+            del tensor  # the caller's is not ours to keep while it makes the next
+        shards.write()
+        fault_point("export.before_replace")
+        _replace(shards, directory)
+
+
+class _Shards:
+    """Files of tensors, numbered in the order in which they are written."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.files: list[Path] = []
+        self.shard_of: dict[str, int] = {}
+        self.pending_bytes = self.total_size = self.total_parameters = 0
+        self._pending: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor of the next file to the CPU."""
+        if name in self.shard_of:
+            raise ValueError(f"{name} was passed twice")
+        self.shard_of[name] = len(self.files)
+        self.pending_bytes += tensor.nbytes
+        self.total_size += tensor.nbytes
+        self.total_parameters += tensor.numel()
+        self._pending[name] = tensor.detach().to(
+            "cpu", copy=True, memory_format=torch.contiguous_format
+        )
+
+    def write(self) -> None:
+        """Write what was added since the last call."""
+        fault_point("export.before_shard")
+        file = self.scratch / f"{len(self.files)}.safetensors"
+        save_file(self._pending, file, metadata={"format": "pt"})
+        self.files.append(file)
+        self._pending, self.pending_bytes = {}, 0
+
+    def index(self, names: list[str]) -> str:
+        """The index of the shards under their final names."""
+        totals = {"total_parameters": self.total_parameters, "total_size": self.total_size}
+        weight_map = {name: names[shard] for name, shard in sorted(self.shard_of.items())}
+        return json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def _replace(shards: _Shards, directory: Path) -> None:
+    """Move the files to their names, and remove the files that they replace.
+
+    A single file goes before an index where both are there, so it is taken away last. An index goes
+    before its shards change.
+    """
+    single, index = directory / SINGLE, directory / INDEX
+    stale = {path for path in directory.iterdir() if SHARD.fullmatch(path.name)}
+    count = len(shards.files)
+    settle(shards.scratch)
+    if count == 1:
+        shards.files[0].replace(single)
+        sync(directory)
+        index.unlink(missing_ok=True)
+    else:
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        index.unlink(missing_ok=True)
+        sync(directory)
+        for file, name in zip(shards.files, names, strict=True):
+            file.replace(directory / name)
+            stale.discard(directory / name)
+        sync(directory)
+        replace_durably(index, shards.index(names).encode(), temporary=shards.scratch / INDEX)
+        single.unlink(missing_ok=True)
+    for path in stale:
+        path.unlink()
+    sync(directory)
+
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_DIR = "adapter"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_PREFIX = "base_model.model."
+"""Prefix of the names in a peft model."""
+
+
+@runtime_checkable
+class GathersUnits(Protocol):
+    """Gathers a model's parameters, a unit at a time."""
+
+    def iter_gathered_units(self) -> Iterator[Collection[nn.Parameter]]:
+        """Yield gathered parameters, valid until the next iteration; each comes once."""
+        ...
+
+
+def export(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    weights: GathersUnits | None = None,
+) -> None:
+    """Write config, safetensors and tokenizer into `directory`; each file is replaced atomically.
+
+    When it returns they are on the disk, and as readable as other files of this user.
+
+    With LoRA the directory holds the merged model, and `adapter/` the adapter in peft's form. The
+    trained model itself is not changed. All processes call it; the main one writes, and none
+    returns before the files are there. `weights`, an engine for one, brings parameters in place a
+    unit at a time; without it they are all there.
+    """
+    plain, mesh = base_model(model), current_mesh()
+    named = named_weights(plain, weights)
+    adapter: dict[str, Tensor] = {}
+    joining = _Joining(plain, mesh.tensor)
+    if are_of_classifier([type(plain).__name__]):
+        tokenizer = with_padding_token(tokenizer)
+    ready = _as_exported(model, named, adapter, joining, tokenizer)
+    if mesh.is_main:
+        for stage in range(1, mesh.stages.size):
+            device = local_device()
+            ready = chain(ready, receive_named(mesh.stages, device, from_stage=stage))
+            ready = _adapters_aside(ready, adapter)
+        _write(model, ready, adapter, tokenizer, directory)
+        if isinstance(model, PeftModel) and quantized_layers(model):
+            logger.info(
+                "%s is the quantized base and its adapter, merged; %s/ alone, over the original"
+                " weights, is another model",
+                directory,
+                directory / ADAPTER_DIR,
+            )
+    elif mesh.data.rank == 0 and mesh.tensor.rank == 0:  # the first of another stage
+        send_named(chain(ready, adapter.items()), mesh.stages, to=0)  # a view, which grows
+    else:  # of the first copy with a part of its layers, which the others wait for
+        for _ in ready if mesh.data.rank == 0 else named:
+            pass
+    mesh.world.barrier()
+
+
+def set_stop_tokens(model: nn.Module, stop_ids: Sequence[int]) -> None:
+    """Make plain `generate` stop where the chat format ends a turn."""
+    generation = base_model(model).generation_config
+    if generation is not None:
+        generation.eos_token_id = list(stop_ids)
+
+
+@torch.no_grad()
+def named_weights(
+    model: nn.Module, weights: GathersUnits | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Everything in the state dict of `model`, each tensor full until the next is requested.
+
+    `weights` may be the engine that trains the model, or one it is part of: all processes iterate
+    together. All weights of a unit are in place while it is its turn.
+    """
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if weights is not None:
+        names: dict[Tensor, list[str]] = {}
+        for name, tensor in state.items():
+            names.setdefault(tensor, []).append(name)
+        for params in weights.iter_gathered_units():
+            for param in params:
+                for name in names.get(param, ()):
+                    yield name, state.pop(name).detach()
+    for name, tensor in state.items():
+        yield name, tensor.detach()
+
+
+class _Joining:
+    """Joins the tensor-parallel parts of a model's layers into full tensors."""
+
+    def __init__(self, plain: PreTrainedModel, group: Group) -> None:
+        # Only the processes of the first copy of the model join its parts.
+        self._group = group.apart
+        state: dict[str, Tensor] = plain.state_dict(keep_vars=True)
+        self._parts = {name: get_part(tensor) for name, tensor in state.items()}
+        for name, layer in quantized_layers(plain).items():
+            self._parts[f"{name}.weight"] = layer.part
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The full tensor of this name; all processes of the group call it."""
+        part = self._parts.get(name)
+        if part is None:
+            return tensor
+        return part.joined(self._group.gather(tensor, what="weights for an export"))
+
+
+def _as_exported(
+    model: nn.Module,
+    weights: NamedTensors,
+    adapter: dict[str, Tensor],
+    joining: _Joining,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights for the plain model's files; those of an adapter are put into `adapter`."""
+    plain = base_model(model)
+    if isinstance(model, PeftModel):
+        merged_weights = _merged(plain, dequantized_weights(plain, weights), adapter, joining)
+        weights = rounded_weights(plain, merged_weights)
+    else:
+        weights = ((name, joining.whole(name, tensor)) for name, tensor in weights)
+    left_out = _left_out(plain)
+    kept = ((name, tensor) for name, tensor in weights if name not in left_out)
+    if are_of_classifier([type(plain).__name__]):
+        kept = with_rows_for(tokenizer, plain, kept)
+    yield from as_saved(plain, kept) if can_stream(plain) else kept
+
+
+def _adapters_aside(
+    weights: NamedTensors, adapter: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights without those of an adapter, which are put into `adapter`."""
+    for name, tensor in weights:
+        if name.startswith(ADAPTER_PREFIX):
+            adapter[name] = tensor.to("cpu", copy=True)
+        else:
+            yield name, tensor
+
+
+def _write(
+    model: nn.Module,
+    weights: NamedTensors,
+    adapter: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
+        staging = Path(scratch)
+        plain = base_model(model)
+        if can_stream(plain):
+            stream_export(weights, directory)
+            rest: dict[str, Tensor] = {}
+        else:
+            rest = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
+        with _config_for(plain, tokenizer, tied=not unties(plain, adapter)):
+            plain.save_pretrained(staging, state_dict=rest)
+        tokenizer.save_pretrained(staging)
+        if isinstance(model, PeftModel):
+            with without_advice():
+                model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
+            if current_mesh().parts.size > 1:  # of which peft has written what the first one has
+                own = {_in_peft(name): each for name, each in adapter.items()}
+                save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
+        move_in(staging, directory)
+
+
+@contextmanager
+def _config_for(
+    plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, tied: bool
+) -> Iterator[None]:
+    """Context in which the configuration has the tokenizer's padding token and a row for it."""
+    text = plain.config.get_text_config()
+    changed = {"pad_token_id": tokenizer.pad_token_id}
+    if are_of_classifier([type(plain).__name__]):
+        changed["vocab_size"] = max(text.vocab_size, padding_id(tokenizer) + 1)
+    elif text.pad_token_id is not None:
+        changed = {}
+    if not tied:
+        changed["tie_word_embeddings"] = False
+    kept = {name: getattr(text, name) for name in changed}
+    text.update(changed)
+    try:
+        yield
+    finally:
+        text.update(kept)
+
+
+def unties(plain: PreTrainedModel, adapter: Collection[str]) -> bool:
+    """Return whether an adapter changes one of two tied layers, such as the output layer."""
+    names = chain(*plain.all_tied_weights_keys.items())
+    tied = {name.rpartition(".")[0] for name in names}
+    changed = (name.removeprefix(ADAPTER_PREFIX) for name in adapter)
+    return any(name.startswith(f"{module}.") for name in changed for module in tied)
+
+
+def _in_peft(name: str) -> str:
+    """The name of an adapter's tensor in peft's files."""
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+
+
+def move_in(staging: Path, directory: Path) -> None:
+    """Move staged files into a model's directory, once they are on the disk."""
+    settle(staging)
+    for path in sorted(staging.iterdir()):
+        target = directory / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        path.replace(target)
+    sync(directory)
+
+
+def _merged(
+    plain: PreTrainedModel, weights: NamedTensors, adapter: dict[str, Tensor], joining: _Joining
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights as the plain model has them: adapters added into copies, never into the base.
+
+    What belongs to the adapter goes into `adapter`, under its name in the peft model.
+    """
+    layers = {
+        name: module for name, module in plain.named_modules() if isinstance(module, LoraLayer)
+    }
+    embeddings = (plain.get_input_embeddings(), plain.get_output_embeddings())
+    for name, weight in weights:
+        owner, _, leaf = name.partition(".base_layer.")
+        layer = layers.get(owner)
+        own = ".lora_" in name or ".modules_to_save." in name
+        if own or (layer is not None and layer in embeddings):  # peft keeps adapted tables whole
+            adapter[ADAPTER_PREFIX + name] = joining.whole(name, weight).to("cpu", copy=True)
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        if leaf == "weight" and layer is not None:
+            own = merged(weight, layer).to(weight.dtype)
+            yield f"{owner}.weight", joining.whole(name, own)
+        elif leaf:
+            yield f"{owner}.{leaf}", joining.whole(name, weight)
+        else:
+            whole = joining.whole(name, weight)
+            yield name.replace(".modules_to_save.default.", "."), whole
+
+
+def _left_out(plain: PreTrainedModel) -> set[str]:
+    """Names of tied tensors, and of tensors that the family never saves."""
+    state = plain.state_dict(keep_vars=True)
+    tied = {
+        name
+        for name, source in plain.all_tied_weights_keys.items()
+        if name in state and source in state and state[name] is state[source]
+    }
+    return tied | set(plain._keys_to_ignore_on_save or ())  # noqa: SLF001

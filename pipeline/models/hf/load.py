@@ -1,0 +1,419 @@
+"""Loading models and tokenizers: from Hugging Face, from a directory, or built here."""
+
+import logging
+import pickle
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from pipeline.config import EMBEDDED, FrozenModelConfig, Precision, TrainedModelConfig
+from pipeline.demo.model import build_model, build_tokenizer
+from pipeline.models.adapters.quantized import quantized
+from pipeline.models.forward.attention import RAGGED
+from pipeline.models.forward.packing import how_to_run
+from pipeline.models.hf.directory import (
+    are_of_classifier,
+    check_configuration,
+    check_tokenizer,
+    check_weights,
+    require_language_model,
+    untrusted_code,
+)
+from pipeline.models.hf.gguf import as_directory
+from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import ModelError, UserError, is_out_of_memory
+from pipeline.system.hub import cached_file, require_reachable
+from pipeline.system.installation import TRAIN
+
+
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """Suppress transformers' tables and warnings; important ones are logged in our words."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+LONGEST_REASON = 200
+"""Maximum characters of a library's message within an error message."""
+
+
+def first_words(error: Exception) -> str:
+    """The first lines of the message as one, with the type of the error if it is a single word."""
+    lines = " ".join(str(error).split("\n\n")[0].split())
+    if isinstance(error, KeyError) or not lines:
+        lines = f"{type(error).__name__} {lines}".strip()
+    return lines if len(lines) <= LONGEST_REASON else lines[:LONGEST_REASON].rstrip() + " ..."
+
+
+logger = logging.getLogger(__name__)
+
+
+def weight_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """The number format of the weights; `auto` is bf16 on a GPU that has it, else fp32."""
+    if precision == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if has_bf16 else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def model_path(config: FrozenModelConfig) -> str:
+    """Return the path of the model.
+
+    Raises:
+        ModelError: no path was given.
+    """
+    if config.path is None:
+        raise ModelError("no model path was given; set it, or run the step before through train.py")
+    return as_directory(config.path)
+
+
+def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; where it has no padding token, padding uses the end-of-sequence one.
+
+    Masks come from lengths here, so the padding token never decides anything.
+    """
+    path = model_path(config)
+    if path == EMBEDDED:
+        return build_tokenizer()
+    local = local_directory(path)
+    if local is not None:
+        check_configuration(local)
+        check_tokenizer(local)
+    tokenizer = _load(
+        path,
+        "tokenizer",
+        lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code),
+    )
+    if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
+        # Encoders such as BERT: [CLS] text [SEP].
+        tokenizer.bos_token, tokenizer.eos_token = tokenizer.cls_token, tokenizer.sep_token
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {path} has no end-of-sequence token; set eos_token in its"
+            " tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_causal_lm(
+    config: FrozenModelConfig, *, device: torch.device, seed: int = 0, defer: bool = False
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode, without dropout; one that learns, not quantized.
+
+    With `defer` its weights stay on the CPU, in mapped pages of the files where these have the
+    same number format, for an engine that keeps a shard of them.
+    """
+    path = model_path(config)
+    if path == EMBEDDED:
+        model: PreTrainedModel = build_model(vocab_size=len(build_tokenizer()), seed=seed)
+        nn.Module.to(model, dtype=weight_dtype(config.precision, device))
+    else:
+        settings = _without_dropout(path, config)
+        require_language_model(path, settings.architectures)
+        model, missing = _build(AutoModelForCausalLM, config, settings, device)
+        _require_weights(path, missing)
+    if not how_to_run(model).causal:
+        raise ModelError(
+            f"{path} is not a causal language model: the outputs of {model.config.model_type}"
+            " depend on later tokens; take another model, or set is_decoder true in its"
+            " config.json if it was trained to generate"
+        )
+    return _prepared(model, config, device, defer=defer)
+
+
+def load_classifier(
+    config: FrozenModelConfig,
+    *,
+    device: torch.device,
+    seed: int = 0,
+    defer: bool = False,
+    num_labels: int | None = None,
+) -> PreTrainedModel:
+    """A sequence classifier in evaluation mode, without dropout; one that learns, not quantized.
+
+    A head that the directory doesn't hold, or holds for another number of labels, is drawn from
+    N(0, 1 / sqrt(d + 1)), d the hidden size (Stiennon et al. 2020, appendix B). `defer` is that of
+    `load_causal_lm`.
+
+    Args:
+        config: where the model is.
+        device: where its weights go.
+        seed: of a head that is drawn.
+        defer: whether an engine moves the weights to the device.
+        num_labels: outputs of the head; None takes those of a classifier, and one for a language
+            model.
+    """
+    path = model_path(config)
+    if path == EMBEDDED:
+        raise ModelError(
+            "the embedded model is a language model: a reward model starts from step 1's output;"
+            f" run `{TRAIN} --step 1` first"
+        )
+    settings = _without_dropout(path, config)
+    is_classifier = are_of_classifier(settings.architectures)
+    own = int(settings.num_labels or 1) if is_classifier else 1
+    wanted = own if num_labels is None else num_labels
+    is_redrawn = is_classifier and wanted != own
+    settings.num_labels = wanted
+    if is_redrawn:
+        for name in OF_SCORES:
+            settings.__dict__.pop(name, None)
+    model, missing = _build(AutoModelForSequenceClassification, config, settings, device)
+    drawn = {name for name in missing if HEAD.match(name)}
+    _require_weights(path, missing - drawn)
+    draw_layers(model, drawn, seed=seed)
+    if not hasattr(model, "score") and not hasattr(model, "classifier"):
+        raise ModelError(
+            f"{path}: classifiers of its family ({model.config.model_type}) have a special"
+            " head; start from another model"
+        )
+    return _prepared(model, config, device, defer=defer)
+
+
+def draw_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
+    """Draw the layers whose weights are among `names` from N(0, 1 / sqrt(d + 1)), d the inputs.
+
+    Stiennon et al. 2020, appendix B; the numbers are the same on every process.
+    """
+    for name in sorted(names):
+        layer, _, leaf = name.rpartition(".")
+        if leaf != "weight":
+            continue
+        head = cast("nn.Linear", model.get_submodule(layer))
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(head.weight.shape, generator=generator)
+        with torch.no_grad():
+            head.weight.copy_(weight * (head.in_features + 1) ** -0.5)
+            if head.bias is not None:
+                head.bias.zero_()
+
+
+OF_SCORES = ("class_values", "cutpoints", "score_mean", "score_std")
+"""Fields of config.json in which step 2 stores the moments of a head's scores."""
+
+HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")
+"""Parameters of a classifier that a language model lacks."""
+
+
+def load_for_inference(
+    path: str | Path, *, precision: Precision = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer, to generate with on this machine's GPU or CPU."""
+    config = FrozenModelConfig(path=str(path), precision=precision)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_causal_lm(config, device=device), load_tokenizer(config)
+
+
+def load_reward(config: FrozenModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A reward model and its tokenizer, to score with on this machine's GPU or CPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_classifier(config, device=device), load_tokenizer(config)
+
+
+def lacks_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer has tokens without a row in the model's embeddings."""
+    return len(tokenizer) > cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+
+
+def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
+    """Add rows to the embeddings for all tokens of the tokenizer; larger ones are unchanged.
+
+    New rows are drawn from `seed`, the same on every process and for every copy of the model.
+    """
+    if lacks_tokens(model, tokenizer):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+
+
+HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
+"""`name` or `owner/name`; anything else can only be a directory."""
+
+
+def local_directory(path: str) -> Path | None:
+    """The directory that `path` names; None if it may be a Hub name and does not exist."""
+    local = Path(path).expanduser()
+    return None if HUB_NAME.fullmatch(path) and not local.exists() else local
+
+
+def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
+    local = local_directory(path)
+    if local is not None:
+        check_configuration(local)
+        check_weights(local, allow_pickle=config.allow_pickle)
+    settings = _load(
+        path,
+        "config.json",
+        lambda: AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code),
+    )
+    switch_off_dropout(settings)
+    return settings
+
+
+def switch_off_dropout(settings: PreTrainedConfig) -> None:
+    """Set all dropout rates to 0, for all names that families use."""
+    for name, value in list(vars(settings).items()):
+        if isinstance(value, PreTrainedConfig):
+            switch_off_dropout(value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(settings, name, 0.0)
+
+
+def _build(
+    auto: Any,  # noqa: ANN401  # one of the Auto classes, which have no common base
+    config: FrozenModelConfig,
+    settings: PreTrainedConfig,
+    device: torch.device,
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model on the CPU, and the names of its parameters that the files do not hold.
+
+    Where the files have the wanted number format, weights are mapped pages of them, which all
+    processes of a machine share.
+    """
+    path, dtype = model_path(config), weight_dtype(config.precision, device)
+    model, info = _load(
+        path,
+        "model",
+        lambda: auto.from_pretrained(
+            path,
+            config=settings,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=None if config.allow_pickle else True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, in one sentence
+        ),
+    )
+    mismatched = info["mismatched_keys"]
+    heads = {name for name, *_ in mismatched if HEAD.match(name)}
+    for name, stored, expected in sorted(each for each in mismatched if each[0] not in heads)[:1]:
+        raise ModelError(
+            f"{path} holds {name} of shape {tuple(stored)}, but the model of its config.json has it"
+            f" of shape {tuple(expected)}; config.json and weights belong to different models"
+        )
+    return model, set(info["missing_keys"]) | heads
+
+
+def _prepared(
+    model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
+) -> PreTrainedModel:
+    """Move the model to its device, in evaluation mode, packed where that is exact.
+
+    Raises:
+        ModelError: its weights are not finite.
+    """
+    if how_to_run(model).packed:
+        model.set_attn_implementation(RAGGED)
+    require_finite(model, model_path(config), current_mesh().world if defer else ALONE)
+    if not isinstance(config, TrainedModelConfig) and config.quantize != "none":
+        quantized(model.requires_grad_(False), config, device=device)
+    if defer:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)  # noqa: SLF001
+    else:
+        nn.Module.to(model, device=device)
+        align_weights(model)
+    return model.eval()
+
+
+def require_finite(model: nn.Module, path: str, processes: Group = ALONE) -> None:
+    """Refuse a model whose parameters hold NaN or infinity; each process reads its share of them.
+
+    Raises:
+        ModelError: the first such parameter, and how many there are.
+    """
+    named = list(model.named_parameters())[processes.rank :: processes.size]
+    broken = [name for name, param in named if not _is_finite(param)]
+    found = [name for own in processes.gather_objects(broken) for name in own]
+    if found:
+        others = f" and {len(found) - 1} more weights hold" if len(found) > 1 else " holds"
+        narrow = ", or has numbers too large for fp16: try precision bf16 or fp32"
+        is_fp16 = next(model.parameters()).dtype == torch.float16
+        raise ModelError(
+            f"{path}: {found[0]}{others} NaN or infinity; the model is damaged or its training"
+            " diverged: take an earlier one, or download it again"
+            f"{narrow if is_fp16 else ''}"
+        )
+
+
+@torch.no_grad()
+def _is_finite(tensor: Tensor) -> bool:
+    """True if all elements are finite, without a temporary of the tensor's size."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    low, high = tensor.aminmax()  # both are NaN where any element is
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+ALIGNMENT = 64
+"""Alignment of PyTorch's CPU memory in bytes."""
+
+
+def align_weights(model: nn.Module) -> None:
+    """Copy the weights of a mapped file that do not begin where the allocator would place them.
+
+    Matrix products add in an order that depends on the alignment, and so a frozen model would
+    compute other last digits at ZeRO stage 0 than at stage 3, which allocates its weights.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
+
+
+def _require_weights(path: str, missing: Collection[str]) -> None:
+    if missing:
+        raise ModelError(
+            f"{path} lacks {len(missing)} of the model's weights, {min(missing)} among them; it was"
+            " not saved whole or is of another architecture than its config.json says"
+        )
+
+
+def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
+    """Call `load`; describe a failure for `what` of `path` in one sentence."""
+    if local_directory(path) is None and cached_file(path, "config.json") is None:
+        sentence = f"no such model: {path} is neither a local model directory nor on this machine"
+        require_reachable(sentence, ModelError, instead="a directory")
+    try:
+        with errors_only():
+            return load()
+    except UserError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"{path} holds a pickle that does more than store tensors, and is not loaded"
+        ) from error
+    except Exception as error:  # transformers and tokenizers raise any kind, bare ones too
+        if is_out_of_memory(error):
+            raise
+        if "trust_remote_code" in str(error):
+            raise ModelError(untrusted_code(path)) from error
+        if local_directory(path) is None:
+            raise ModelError(
+                f"no such model: {path} is neither a local model directory nor a Hub model that can"
+                f" be reached ({first_words(error)})"
+            ) from error
+        raise ModelError(f"the {what} of {path} can't be loaded: {first_words(error)}") from error

@@ -1,0 +1,1 @@
+"""Models of which a process has a shard of each layer, or some of the blocks."""

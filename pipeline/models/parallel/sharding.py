@@ -1,0 +1,307 @@
+"""Tensor parallelism: the layers of a model that are sharded among processes, and how.
+
+After Shoeybi et al. 2019 (Megatron-LM), 3: in pairs of matrices the first is cut by its outputs,
+the second by its inputs, and what the processes find is summed once after each pair. Attention is
+cut by whole heads. Plans are those of `transformers`; `_PLANS` below has
+families that it has none for.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.models.adapters.quantized import LinearLayer, is_transposed, weight_shape
+from pipeline.parallel.group import Group
+from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.system.errors import ConfigError, require
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """Sharding of each layer, and changed attributes of the layers."""
+
+    styles: Mapping[str, str]
+
+    counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Attributes of modules that count heads or their elements, and are divided."""
+
+
+_PLANS: Mapping[str, FamilyPlan] = {
+    "opt": FamilyPlan(
+        {
+            "decoder.layers.*.self_attn.q_proj": "colwise",
+            "decoder.layers.*.self_attn.k_proj": "colwise",
+            "decoder.layers.*.self_attn.v_proj": "colwise",
+            "decoder.layers.*.self_attn.out_proj": "rowwise",
+            "decoder.layers.*.fc1": "colwise",
+            "decoder.layers.*.fc2": "rowwise",
+        },
+        counts={"decoder.layers.*.self_attn": ("num_heads",)},
+    ),
+    "gpt2": FamilyPlan(
+        {
+            "h.*.attn.c_attn": "colwise_three",
+            "h.*.attn.c_proj": "rowwise",
+            "h.*.mlp.c_fc": "colwise",
+            "h.*.mlp.c_proj": "rowwise",
+        },
+        counts={"h.*.attn": ("num_heads", "split_size")},
+    ),
+}
+
+
+REPLICATED = ("replicate", "embedding")
+"""Beginnings of the styles of modules that every process has whole here: tables of embeddings are
+looked up, not computed with."""
+
+OF_KEYS = ("k_proj", "v_proj")
+"""Modules with one head per key head."""
+
+PACKED = ("query_key_value", "c_attn")
+"""Modules that compute queries, keys and values together."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a layer is divided."""
+
+    by_outputs: bool
+    """Whether the outputs, rather than the inputs, are sharded."""
+
+    parts: int = 1
+    """Number of equal parts, each of which is sharded."""
+
+    joins: bool = False
+    """Whether the outputs are gathered on all processes."""
+
+    splits: bool = False
+    """Whether the inputs are not sharded yet."""
+
+
+STYLES: Mapping[str, Style] = {
+    "colwise": Style(by_outputs=True),
+    "colwise_three": Style(by_outputs=True, parts=3),
+    "packed_colwise": Style(by_outputs=True, parts=2),
+    "colwise_gather_output": Style(by_outputs=True, joins=True),
+    "rowwise": Style(by_outputs=False),
+    "rowwise_split_input": Style(by_outputs=False, splits=True),
+}
+
+
+class TensorShards:
+    """The sharded layers of a model in a tensor-parallel group; empty for one process.
+
+    Args:
+        model: on any device; nothing is changed before `narrow`.
+        tp_group: the processes that compute each layer together.
+        setting: of the user, for messages.
+        divides_head: whether the matrix that makes the logits may be divided.
+
+    Raises:
+        ConfigError: the family has no plan, or its heads or widths can't be cut into that many.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tp_group: Group,
+        *,
+        setting: str = "inference_tp_size",
+        divides_head: bool = True,
+    ) -> None:
+        self.model, self.tp_group, self.size = model, tp_group, tp_group.size
+        self.label = f"{setting} {self.size}"
+        """The setting with its value."""
+        self.divides_head = divides_head
+        self.styles: dict[str, str] = {}
+        """Style of each module that is divided, by name."""
+        if self.size == 1:
+            return
+        settings = model.config.get_text_config()
+        self.family = str(model.config.model_type)
+        self.plan = get_plan(model, setting=setting)
+        self.num_heads = int(settings.num_attention_heads)
+        self.kv_heads = int(getattr(settings, "num_key_value_heads", None) or self.num_heads)
+        self.styles = dict(self._styles())
+        self.divides_keys = any(
+            name.endswith((*OF_KEYS, *PACKED)) and not STYLES[style].joins
+            for name, style in self.styles.items()
+        )
+        self._check_heads()
+
+    def _styles(self) -> Iterator[tuple[str, str]]:
+        head, table = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        for name, _ in self.model.named_parameters():
+            style = match(self.plan.styles, name)
+            if style is not None and not style.startswith(REPLICATED):
+                raise self.refused(f"{name} would be divided as {style}")
+        for name, each in self.model.named_modules():
+            style = match(self.plan.styles, name)
+            if style is None or style.startswith(REPLICATED):
+                continue
+            if each is head and not self.divides_head:
+                continue
+            module = get_layer(each)
+            if not isinstance(module, LinearLayer) or style not in STYLES:
+                raise self.refused(f"{name} would be divided as {style}")
+            if style == "colwise_gather_output":
+                # Whole where it is the table of the embeddings, which every process has.
+                is_table = head is not None and module is head and head.weight is table.weight
+                outputs = module.nf if isinstance(module, Conv1D) else module.out_features
+                if is_table or outputs % self.size:
+                    continue
+            yield name, style
+
+    def _check_heads(self) -> None:
+        size = self.size
+        if not self.styles:
+            raise self.refused("none of its layers is divided")
+        if not self.divides_keys:
+            return
+        require(
+            self.num_heads % size == 0,
+            f"{self.label} doesn't divide the {self.num_heads} attention heads of"
+            f" {self.family}; choose one that does",
+        )
+        packed = any(name.endswith(PACKED) for name in self.styles)
+        require(
+            self.kv_heads % size == 0 or (size % self.kv_heads == 0 and not packed),
+            f"{self.label} doesn't go with the {self.kv_heads} key heads of"
+            f" {self.family}; choose one that divides them",
+        )
+
+    def refused(self, reason: str) -> ConfigError:
+        """The error for a model whose layers can't be divided."""
+        return ConfigError(
+            f"{self.label}: the layers of {self.family} can't be divided, since {reason};"
+            " set it to 1"
+        )
+
+    @property
+    def kv_heads_here(self) -> int:
+        """Key heads of this process."""
+        share = self.kv_heads // self.size if self.divides_keys else self.kv_heads
+        return max(1, share)
+
+    def spec(
+        self, owner: str, leaf: str, shape: torch.Size, *, rank: int | None = None
+    ) -> ShardSpec | None:
+        """A process's part of a weight of this full shape; None is all of it.
+
+        It is this process unless the `rank` in the group of another is given.
+        """
+        name = self.styles.get(owner)
+        if name is None:
+            return None
+        rank = self.tp_group.rank if rank is None else rank
+        style = STYLES[name]
+        transposed = is_transposed(get_layer(self.model.get_submodule(owner)))
+        if leaf == "weight":
+            dim = int(style.by_outputs == transposed)
+            return ShardSpec(dim, tuple(self._shards(owner, name, shape[dim], rank)))
+        if style.by_outputs:
+            return ShardSpec(0, tuple(self._shards(owner, name, shape[0], rank)))
+        # The bias is added once.
+        whole = (Shard(0, shape[0], counts=False),)
+        return ShardSpec(0, whole, zero=True) if rank > 0 else None
+
+    def _shards(self, owner: str, style: str, total: int, rank: int) -> Iterator[Shard]:
+        size = self.size
+        if owner.endswith(OF_KEYS) and not STYLES[style].joins and self.kv_heads < size:
+            width, copies = total // self.kv_heads, size // self.kv_heads
+            head = rank // copies
+            yield Shard(head * width, (head + 1) * width, copies, counts=rank % copies == 0)
+        else:
+            parts = STYLES[style].parts
+            for part in range(parts):
+                yield self._even(owner, part * (total // parts), total // parts, rank)
+
+    def _even(self, owner: str, first: int, total: int, rank: int) -> Shard:
+        """A process's equal share of `total` elements from `first` on."""
+        require(
+            total % self.size == 0,
+            f"{self.label} doesn't divide the width {total} of {owner}; choose one that does",
+        )
+        share = total // self.size
+        start = first + rank * share
+        return Shard(start, start + share)
+
+    def narrow(self) -> None:
+        """Set the widths and head counts of the modules to those of this process's parts."""
+        for name in self.styles:
+            self._narrow(name, get_layer(self.model.get_submodule(name)))
+        for name, module in self.model.named_modules():
+            for attribute in match(self.plan.counts, name) or ():
+                setattr(module, attribute, getattr(module, attribute) // self.size)
+            if hasattr(module, "num_key_value_groups") and self.divides_keys:
+                share = self.num_heads // self.size
+                object.__setattr__(module, "num_key_value_groups", share // self.kv_heads_here)
+
+    def _narrow(self, name: str, module: nn.Module) -> None:
+        """Set the width attribute of a module, which Conv1D uses."""
+        if isinstance(module, Conv1D):
+            module.nx, module.nf = self._shape(name, module.nx, module.nf)
+        elif isinstance(module, nn.Linear):
+            rows, columns = module.out_features, module.in_features
+            module.out_features, module.in_features = self._shape(name, rows, columns)
+
+    def _shape(self, name: str, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of this process's part of a weight."""
+        whole = torch.Size((rows, columns))
+        spec = self.spec(name, "weight", whole)
+        assert spec is not None
+        rows, columns = spec.shape(whole)
+        return rows, columns
+
+
+def get_layer(module: nn.Module) -> nn.Module:
+    """The layer inside its adapter, or the module itself."""
+    return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
+
+
+def can_shard(model: PreTrainedModel, size: int) -> bool:
+    """Whether layers can be sharded over this number of processes; the model may be on meta."""
+    try:
+        layers = TensorShards(model, Group(0, tuple(range(size))))
+        for name in layers.styles:
+            layer = get_layer(model.get_submodule(name))
+            assert isinstance(layer, LinearLayer)
+            layers.spec(name, "weight", weight_shape(layer))
+    except ConfigError:
+        return False
+    return True
+
+
+def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
+    """The plan for a model's family, by full names of its modules.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    theirs = FamilyPlan(getattr(model.config, "base_model_tp_plan", None) or {})
+    plan = _PLANS.get(model.config.model_type) or theirs
+    require(
+        bool(plan.styles),
+        f"{setting}: there is no plan to divide {model.config.model_type}; set it to 1",
+    )
+
+    def named(keys: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"{model.base_model_prefix}.{key}": value for key, value in keys.items()}
+
+    head = {"lm_head": "colwise_gather_output", **(getattr(model, "_tp_plan", None) or {})}
+    return FamilyPlan({**head, **named(plan.styles)}, named(plan.counts))
+
+
+def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
+    """The entry whose key names the module, with * for any number."""
+    for key, value in table.items():
+        if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name):
+            return value
+    return None

@@ -1,0 +1,354 @@
+"""A stage of a pipeline: the user's model with other stages' blocks left out.
+
+The model's own forward runs on every stage. It builds masks, positions and rotary tables; blocks of
+other stages hand on what they are given, the first of them what came from the stage before.
+Embeddings of later stages are zeros of the right shape, norm and head of earlier ones nothing. So a
+parameter has the name that it has in the whole model. Which modules come before the blocks and
+which after shows a small copy of the model, as does whether its blocks hand on more than hidden
+states: a model that does can't be cut.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pipeline.config import Kernels
+from pipeline.data.batches import TokenBatch
+from pipeline.models.adapters.quantized import num_weights
+from pipeline.models.forward.attention import Ragged
+from pipeline.models.forward.forward import (
+    SCORE_HEAD,
+    Backbone,
+    base_model,
+    ragged_inputs,
+    require_context,
+)
+from pipeline.models.forward.packing import Family, how_to_run, small_hidden_states
+from pipeline.models.hf.export import can_stream
+from pipeline.models.parallel.sharding import get_layer
+from pipeline.parallel.device import local_device
+from pipeline.parallel.schedules import balanced
+from pipeline.system.errors import ConfigError, ModelError
+
+
+class PassThrough(nn.Module):
+    """Replaces a block of another stage: returns the hidden states unchanged."""
+
+    def __init__(self, block: nn.Module, *, as_tuple: bool) -> None:
+        super().__init__()
+        self.as_tuple = as_tuple
+        for name, value in vars(block).items():  # which some models ask their blocks for
+            if isinstance(value, str | int | float) and name not in vars(self):
+                setattr(self, name, value)
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor]:
+        """Output of a block: hidden states."""
+        hidden = self.hidden(cast("Tensor", args[0] if args else kwargs["hidden_states"]))
+        return (hidden,) if self.as_tuple else hidden
+
+    def hidden(self, given: Tensor) -> Tensor:
+        """The hidden states to return."""
+        return given
+
+
+class StageInput(PassThrough):
+    """Replaces the first block on a later stage, and takes the received hidden states."""
+
+    received: Float[Tensor, "1 N d"] | None = None
+    """Hidden states of the next pass, from the stage before."""
+
+    def hidden(self, given: Tensor) -> Tensor:
+        """The received hidden states; noise in a trial of the model."""
+        received, self.received = self.received, None
+        if received is not None:
+            return received
+        if given.is_meta:
+            return torch.empty_like(given, requires_grad=torch.is_grad_enabled())
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(given.shape, generator=generator).to(given)
+
+
+class ZeroOutput(nn.Module):
+    """Replaces an embedding or a projection of the first stage: returns zeros."""
+
+    def __init__(self, module: nn.Module, *, of_tokens: bool) -> None:
+        super().__init__()
+        is_table = isinstance(module, nn.Embedding)
+        self.width = module.embedding_dim if is_table else cast("int", module.out_features)
+        self.whole = of_tokens or not is_table
+        """Whether the output has the length of the input, rather than being broadcast."""
+        self.dtype = cast("Tensor", module.weight).dtype
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        """Zeros in the shape of its output."""
+        given = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        like = given if given.dtype.is_floating_point is False else given[..., 0]
+        shape = like.shape if self.whole else (1,) * like.ndim
+        return torch.zeros(*shape, self.width, dtype=self.dtype, device=given.device)
+
+
+class StageModule(nn.Module):
+    """A stage that isn't the last one: token ids and received hidden states to hidden states."""
+
+    def __init__(self, model: nn.Module, *, kernels: Kernels) -> None:
+        super().__init__()
+        self.model = model
+        self.kernels: Kernels = kernels
+
+    def forward(self, batch: TokenBatch) -> Float[Tensor, "1 N d"]:
+        """Output of the last of its blocks for a batch."""
+        plain = base_model(self.model)
+        require_context(plain, batch)
+        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
+        return cast("Backbone", plain.base_model)(**ragged_inputs(batch, ragged))[0]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A process's stage of a model, and its boundaries with the other stages."""
+
+    number: int = 0
+
+    count: int = 1
+
+    inlet: StageInput | None = None
+    """Destination of received hidden states; None on the first stage."""
+
+    tied: Tensor | None = None
+    """Embedding of the first stage that is tied to the last stage's output matrix."""
+
+    borrowed: Tensor | None = None
+    """The last stage's copy of that matrix, which follows the first stage's."""
+
+    width: int = 0
+    """Width of the hidden states between stages."""
+
+    dtype: torch.dtype = torch.float32
+    """Number format of the hidden states between stages."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it reads tokens."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the head."""
+        return self.number == self.count - 1
+
+
+def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
+    """Remove other stages' modules from a model; `blocks` are the block counts of all stages.
+
+    Raises:
+        ModelError: models of its family can't be cut.
+    """
+    plain = base_model(model)
+    if not can_stream(plain):
+        raise ModelError(
+            f"{plain.config.model_type} models merge several parameters into one tensor of their"
+            " files, and can't be cut into stages; set parallel.pp 1"
+        )
+    if not how_to_run(plain).packed:
+        raise ModelError(
+            f"{plain.config.model_type} models run padded, not packed, and can't be cut into"
+            " stages; set parallel.pp 1"
+        )
+    family = Family.of(plain)
+    require_exact(family, tuple(blocks))
+    return _cut(plain, find_order(family), number=number, blocks=blocks)
+
+
+def find_blocks(
+    model: nn.Module, stages: int, given: Sequence[int] | None = None, *, follows: bool = False
+) -> list[int]:
+    """Number of blocks of each stage: as given, or balanced by their time.
+
+    A block's time goes with its weights in matrices, in codes or not, as does that of the output
+    matrix. With `follows` those given are of another model, with perhaps more or fewer blocks.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages, or those given don't add up.
+    """
+    plain = base_model(model)
+    _, every = block_list(plain)
+    if len(every) < stages:
+        raise ConfigError(
+            f"parallel.pp {stages} is more than the {len(every)} blocks of the model; take"
+            f" {len(every)} at most"
+        )
+    if given is not None and not (follows and sum(given) != len(every)):
+        if len(given) != stages or sum(given) != len(every) or min(given) < 1:
+            raise ConfigError(
+                f"parallel.partition {' '.join(map(str, given))} doesn't cut the model's"
+                f" {len(every)} blocks into {stages} stages; give {stages} numbers from 1 on that"
+                f" add up to {len(every)}"
+            )
+        return list(given)
+    head = plain.get_output_embeddings()
+    costs = [num_weights(each) for each in every]
+    last = 0 if head is None else sum(param.numel() for param in head.parameters())
+    return balanced(costs, stages, last=last)
+
+
+def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The model's blocks, and the name of the list that has them.
+
+    Raises:
+        ModelError: they aren't all in one list.
+    """
+    found = {
+        name: module
+        for name, module in plain.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) > 0
+        and all(isinstance(each, GradientCheckpointingLayer | PassThrough) for each in module)
+    }
+    if len(found) != 1:
+        raise ModelError(
+            f"{plain.config.model_type} models have their blocks in {len(found)} lists, and can't"
+            " be cut into stages; set parallel.pp 1"
+        )
+    return next(iter(found.items()))
+
+
+@dataclass(frozen=True)
+class Order:
+    """Modules outside of a family's blocks, by name, and the output of the blocks."""
+
+    before: frozenset[str]
+    after: frozenset[str]
+    as_tuple: bool
+
+
+@functools.cache
+def find_order(family: Family) -> Order:
+    """Return the modules before and after the blocks, by a pass of a small copy.
+
+    Raises:
+        ModelError: the order can't be determined.
+    """
+    model = family.copy(packed=True)
+    name, blocks = block_list(model)
+    before: set[str] = set()
+    after: set[str] = set()
+    tuples: list[bool] = []
+
+    def note(called: str) -> Callable[..., None]:
+        return lambda *_: (after if tuples else before).add(called)
+
+    for each, module in model.named_modules():
+        if not each.startswith(f"{name}.") and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(note(each))
+    for block in blocks:
+        block.register_forward_hook(lambda _m, _a, out: tuples.append(isinstance(out, tuple)))
+    with torch.no_grad():
+        small_hidden_states(model)
+    if before & after:
+        raise ModelError(
+            _unlike(model.config, f"{min(before & after)} is used before and after blocks")
+        )
+    return Order(frozenset(before), frozenset(after), as_tuple=any(tuples))
+
+
+def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[int]) -> Stage:
+    list_name, every = block_list(plain)
+    first, last = sum(blocks[:number]), sum(blocks[: number + 1])
+    stages = len(blocks)
+    is_first, is_last = number == 0, number == stages - 1
+    embedding = plain.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):  # as one with an adapter
+        raise ModelError(_unlike(plain.config, f"their embedding is a {type(embedding).__name__}"))
+    head = plain.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    width, dtype = plain.config.get_text_config().hidden_size, embedding.weight.dtype
+    outside = _outside(plain, order, list_name)  # before anything has gone
+    inlet = None if is_first else StageInput(every[0], as_tuple=order.as_tuple)
+    for index, block in enumerate(every):
+        if not first <= index < last:
+            passed = PassThrough(block, as_tuple=order.as_tuple)
+            every[index] = inlet if index == 0 and inlet is not None else passed
+    borrowed = _borrow(cast("nn.Linear", head)) if tied and is_last and not is_first else None
+    for name, module, early in outside:
+        if not (is_first if early else is_last):
+            is_table = module is embedding
+            layer, other = get_layer(module), nn.Identity()
+            if early and isinstance(layer, nn.Embedding | nn.Linear):
+                other = ZeroOutput(layer, of_tokens=is_table)
+            plain.set_submodule(name, other)
+    return Stage(
+        number,
+        stages,
+        inlet,
+        tied=embedding.weight if tied and is_first and not is_last else None,
+        borrowed=borrowed,
+        width=width,
+        dtype=dtype,
+    )
+
+
+def _outside(
+    plain: PreTrainedModel, order: Order, blocks: str
+) -> list[tuple[str, nn.Module, bool]]:
+    """The modules outside of the blocks that have parameters, and whether they come before.
+
+    An adapter belongs to its layer.
+    """
+    head = plain.get_output_embeddings()
+    found: list[tuple[str, nn.Module, bool]] = []
+    adapted = ""
+    for name, module in plain.named_modules():
+        if name.startswith(f"{blocks}.") or (adapted and name.startswith(f"{adapted}.")):
+            continue
+        if get_layer(module) is not module and name in order.before | order.after:
+            adapted = name
+        elif not any(True for _ in module.parameters(False)):
+            continue
+        owner = name.partition(".")[0]
+        if module is head or owner == SCORE_HEAD:
+            found.append((name, module, False))
+        elif name in order.before or name in order.after:
+            found.append((name, module, name in order.before))
+        else:
+            raise ModelError(_unlike(plain.config, f"it is not clear where {name} is used"))
+    return found
+
+
+def _borrow(head: nn.Linear) -> Tensor:
+    """The output matrix as a plain tensor, which the engine ignores."""
+    weight = head.weight
+    borrowed = weight.detach().to(local_device(), copy=True).requires_grad_(weight.requires_grad)
+    del head.weight
+    head.weight = borrowed  # pyright: ignore[reportAttributeAccessIssue]
+    return borrowed
+
+
+@functools.cache
+@torch.no_grad()
+def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
+    """Return if a small copy has the same hidden states with and without stages, bit for bit.
+
+    Raises:
+        ModelError: it doesn't.
+    """
+    expected = small_hidden_states(family.copy(packed=True))
+    hidden: Tensor | None = None
+    for number in range(len(blocks)):
+        part = family.copy(packed=True)
+        stage = _cut(part, find_order(family), number=number, blocks=blocks)
+        if stage.inlet is not None:
+            stage.inlet.received = hidden
+        hidden = small_hidden_states(part)
+    if hidden is None or not torch.equal(hidden, expected):
+        raise ModelError(_unlike(family.settings, "its blocks read more than hidden states"))
+
+
+def _unlike(settings: PreTrainedConfig, reason: str) -> str:
+    return f"{settings.model_type} models can't be cut into stages: {reason}; set parallel.pp 1"

@@ -1,0 +1,477 @@
+"""Tensor parallelism in training: a model of which this process has a shard of each layer.
+
+The user's model runs unmodified on the process's heads and widths. The input of a layer that is cut
+by its outputs passes through `copy_to_group`, once for all layers of a branch that read the same,
+as queries, keys and values do; the output of one that is cut by its inputs passes through
+`sum_over_group`, and its bias is added to the sum. Norms are replicated, and so are embedding and
+output matrix where they are small (`forward/vocab_parallel.py`).
+
+Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): norms, residual sums and other
+operations on single tokens run on 1/tp of the row. The row is all-gathered where a module begins
+whose layers are cut by outputs, and outputs of layers that are cut by inputs are reduce-scattered.
+The first block takes its shard of the embeddings' output, and the last one gathers all tokens. A
+row of any length is sharded, filled with zeros at its end, which never reach a cut layer.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.engine.sharding.tensor_parallel import (
+    Part,
+    completed,
+    get_part,
+    get_role,
+    mark_partial,
+    replace_by_part,
+)
+from pipeline.models.adapters.quantized import LinearLayer, QuantizedLinear, weight_shape
+from pipeline.models.forward.attention import KEY_BLOCK, Ragged
+from pipeline.models.forward.forward import base_model
+from pipeline.models.forward.packing import Family, how_to_run, small_hidden_states
+from pipeline.models.forward.vocab_parallel import divide_table, divisible_tables, rows_of
+from pipeline.models.parallel.sharding import STYLES, TensorShards, can_shard, get_layer, match
+from pipeline.models.parallel.stages import block_list
+from pipeline.parallel.device import local_device
+from pipeline.parallel.group import Group
+from pipeline.parallel.shards import ShardSpec
+from pipeline.parallel.tensor import (
+    copy_to_group,
+    gather_tokens,
+    join_over_group,
+    share_tokens,
+    split_over_group,
+    sum_over_group,
+    sum_to_tokens,
+    whole_tokens,
+)
+from pipeline.system.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+
+MIXING = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers in which only attention mixes tokens."""
+
+
+class OwnTokens:
+    """Runs the blocks of a model on this process's tokens; its methods are hooks.
+
+    Args:
+        plain: the model, whose blocks are in one list.
+        group: the processes that compute each layer together.
+    """
+
+    def __init__(self, plain: PreTrainedModel, group: Group) -> None:
+        self._plain, self._group = plain, group
+        self._list, blocks = block_list(plain)
+        self.prefix = f"{self._list}."
+        """Beginning of the names of modules in the blocks."""
+        self._fed: set[str] = set()
+        self._tokens = 0
+        """Tokens of the row in the current block."""
+        for block in blocks:
+            block.register_forward_pre_hook(self._begin, with_kwargs=True)
+            block.register_forward_hook(self._end)
+
+    def feed(self, name: str) -> None:
+        """Gather the tokens of all processes as the input of a layer that is sharded by outputs.
+
+        They are gathered for the module that it is in, whose code may look at the row's length; a
+        block itself continues with its own.
+        """
+        owner = name.rpartition(".")[0]
+        place = name if owner.rpartition(".")[0] == self._list else owner
+        if place not in self._fed:
+            self._fed.add(place)
+            module = self._plain.get_submodule(place)
+            module.register_forward_pre_hook(self._gather, with_kwargs=True)
+
+    def sum(self, output: Tensor) -> Tensor:
+        """Sum of the outputs of a layer that is sharded by inputs, for this process's tokens."""
+        return sum_to_tokens(output, self._group)
+
+    def _begin(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        hidden, layout = _hidden(args, kwargs), kwargs.get("ragged")
+        if block is self._present()[0]:
+            self._tokens = hidden.shape[-2]
+            return _replaced(args, kwargs, share_tokens(hidden, self._group))
+        is_row = isinstance(layout, Ragged)
+        self._tokens = sum(layout.lengths) if is_row else hidden.shape[-2] * self._group.size
+        return None
+
+    def _end(self, block: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
+        hidden = output[0] if isinstance(output, tuple) else output
+        runs_again = block.training and getattr(block, "gradient_checkpointing", False)
+        if runs_again and hidden.requires_grad:
+            hidden.register_hook(partial(self._begin_again, self._tokens))
+        if block is not self._present()[-1]:
+            return output
+        whole = whole_tokens(hidden, self._tokens, self._group)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    def _begin_again(self, tokens: int, _gradient: Tensor) -> None:
+        """Prepare for the recomputation of a block, which runs without its hooks."""
+        self._tokens = tokens
+
+    def _gather(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        full = gather_tokens(_hidden(args, kwargs), self._tokens, self._group)
+        return _replaced(args, kwargs, full)
+
+    def _present(self) -> list[nn.Module]:
+        """The blocks that this stage of a pipeline has."""
+        blocks = cast("nn.ModuleList", self._plain.get_submodule(self._list))
+        return [each for each in blocks if isinstance(each, GradientCheckpointingLayer)]
+
+
+def why_not(plain: PreTrainedModel, size: int) -> str | None:
+    """Return why tokens can't be split among `size` processes between layers; None if they can."""
+    kind = plain.config.model_type
+    settings = plain.config.get_text_config()
+    others = sorted(set(getattr(settings, "layer_types", None) or ()) - set(MIXING))
+    if others:
+        return f"{kind} models have layers of the kind {others[0]}, in which tokens may meet"
+    if getattr(plain, "_is_stateful", False):
+        return f"layers of {kind} models carry a state from token to token"
+    if KEY_BLOCK % size and not how_to_run(plain).packed:
+        return (
+            f"{kind} models run padded to multiples of {KEY_BLOCK} tokens, which {size} doesn't"
+            " divide"
+        )
+    try:
+        block_list(plain)
+    except ModelError:
+        return f"{kind} models have their blocks in several lists"
+    return None
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the input of a module of a block, by any name."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+CLOSE = 1e-3
+"""Relative distance, in fp32; a missing sum makes it about 1."""
+
+NOISE = 1e-6
+"""Share of the gradient that may be rounding error, as for the biases of keys."""
+
+
+def mismatch(
+    model: PreTrainedModel, group: Group, *, shards_tables: bool, sequence: bool
+) -> str | None:
+    """The reason why a model of this family can't be trained sharded; None if it can.
+
+    All processes of the group call it, and get the same answer.
+
+    Args:
+        model: of the family, whole.
+        group: the processes that will compute each layer together.
+        shards_tables: whether embedding and output matrix are sharded.
+        sequence: whether hidden states are sharded too.
+    """
+    family, packed = Family.of(model, heads=2 * group.size), how_to_run(model).packed
+    whole, sharded = (family.copy(packed=packed).to(local_device()) for _ in range(2))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    try:
+        tables = divisible_tables(sharded, group.size, least=0) if shards_tables else []
+        divide(sharded, group, tables, sequence=sequence)
+        expected, output = small_hidden_states(whole), small_hidden_states(sharded)
+        weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+        for each in (expected, output):
+            (each * weights.to(each)).sum().backward()
+        reason = _different_gradient(whole, sharded, group)
+        if not _close(output.detach(), expected.detach()):
+            reason = "they compute something else"
+    except Exception as error:  # noqa: BLE001  # whatever its code raises
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:100]
+        reason = f"their code can't run ({words})"
+    reasons = [each for each in group.gather_objects(reason) if each]
+    return reasons[0] if reasons else None
+
+
+def _different_gradient(whole: nn.Module, sharded: nn.Module, group: Group) -> str | None:
+    """The first parameter whose gradient, summed over processes, differs from the full copy's."""
+    norms = [param.grad.norm() for param in whole.parameters() if param.grad is not None]
+    noise = NOISE * torch.stack(norms).norm()
+    names: list[str] = []
+    for (name, param), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        if param.grad is None or other.grad is None:
+            continue
+        own, part = param.grad.flatten(), get_part(param)
+        stretch = (param, 0, slice(0, own.numel()))
+        found = completed(own, get_role(param), group, [stretch]).view(param.shape)
+        if not _close(found, other.grad if part is None else part.own.of(other.grad), noise):
+            names.append(name)
+    return f"the gradient of {names[0]} is another" if names else None
+
+
+def _close(found: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool:
+    return bool((found - expected).norm() <= CLOSE * expected.norm() + noise)
+
+
+SETTING = "parallel.tp"
+
+PARTIAL = "replicated_with_grad_allreduce"
+"""Entry in plans of `transformers` of full weights that are used with a process's heads alone."""
+
+
+def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
+    """Keep only this process's part of each layer of a model; all processes call it.
+
+    Parameters keep their names. Weights that are still in their files are read in parts. With
+    `sequence` hidden states between layers are shared out by tokens, where the family allows it.
+
+    Raises:
+        ConfigError: the layers of the model can't be divided so.
+        ModelError: those of its family can't be trained this way.
+    """
+    if group.size == 1:
+        return
+    plain = base_model(model)
+    _list_shards(plain, group)  # whose errors come before those of a copy
+    tables = divisible_tables(plain, group.size)
+    differs = functools.partial(mismatch, plain, group, shards_tables=len(tables) > 0)
+    if sequence:
+        reason = why_not(plain, group.size) or differs(sequence=True)
+        if reason is not None:
+            logger.info("each process keeps all hidden states between layers: %s", reason)
+        sequence = reason is None
+    if not sequence:
+        reason = differs(sequence=False)
+        if reason is not None:
+            raise ModelError(
+                f"{plain.config.model_type} models can't be divided among processes that train"
+                f" each layer together: {reason}; set parallel.tp 1"
+            )
+    divide(plain, group, tables, sequence=sequence)
+
+
+def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
+    """`cut_layers` of a frozen model; one that can't be sharded stays complete.
+
+    It may be of another family than what learns, such as an encoder without a plan.
+    """
+    if can_shard(model, group.size):
+        cut_layers(model, group, sequence=sequence)
+    else:
+        logger.info(
+            "%s models have no layers to divide among %d processes: each has a complete copy",
+            model.config.model_type,
+            group.size,
+        )
+
+
+def divide(
+    plain: PreTrainedModel, group: Group, tables: list[nn.Module], *, sequence: bool
+) -> None:
+    """`cut_layers` without a check of the family; `tables` are divided too."""
+    shards = _list_shards(plain, group)
+    _mark_partial(plain, _partial_parameters(plain, shards, sequence=sequence))
+    _divide(plain, shards, sequence=sequence)
+    _divide_tables(tables, group)
+
+
+def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
+    """Keep in a model on the meta device the shard that one process has of each layer.
+
+    Raises:
+        ConfigError: the layers of the model can't be divided so.
+    """
+    plain, group = base_model(model), Group(0, tuple(range(size)))
+    by_tokens = sequence and why_not(plain, size) is None
+    divide(plain, group, divisible_tables(plain, size), sequence=by_tokens)
+
+
+def _partial_parameters(
+    plain: PreTrainedModel, shards: TensorShards, *, sequence: bool
+) -> set[str]:
+    """Names of full weights of which each process computes a part of the gradient.
+
+    Those that the family's plan says are used with a process's heads alone; with `sequence` all
+    whole weights of the blocks, which see a process's own tokens or heads.
+    """
+    names = {name.replace(".base_layer.", ".") for name, _ in plain.named_parameters()}
+    if sequence:
+        blocks, _ = block_list(plain)
+        return {name for name in names if name.startswith(f"{blocks}.")}
+    styles = shards.plan.styles
+    return {name for name in names if match(styles, name.rpartition(".")[0]) == PARTIAL}
+
+
+def _list_shards(plain: PreTrainedModel, group: Group) -> TensorShards:
+    return TensorShards(plain, group, setting=SETTING, divides_head=False)
+
+
+def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> None:
+    group, branches = shards.tp_group, dict[str, _Branch]()
+    tokens = OwnTokens(plain, group) if sequence else None
+    for name, kind in shards.styles.items():
+        module, style = plain.get_submodule(name), STYLES[kind]
+        bias = _cut_layer(shards, name, module)
+        if style.splits:
+            module.register_forward_pre_hook(
+                lambda _module, args: (split_over_group(args[0], group),)
+            )
+        if style.joins:
+            module.register_forward_hook(_joining(group))
+        own = tokens if tokens is not None and name.startswith(tokens.prefix) else None
+        if style.by_outputs and own is not None:
+            own.feed(name)
+        elif style.by_outputs:
+            owner = name.rpartition(".")[0]
+            branches.setdefault(owner, _Branch(group)).feeds(module)
+        else:
+            total = functools.partial(sum_over_group, group=group) if own is None else own.sum
+            module.register_forward_hook(_summing(total, bias))
+    shards.narrow()
+
+
+def _mark_partial(plain: PreTrainedModel, partial: set[str]) -> None:
+    """Mark full weights, and their adapters, whose gradients are summed over the processes."""
+    for name, param in plain.named_parameters():
+        if name.replace(".base_layer.", ".") in partial:
+            mark_partial(param)
+    for name, module in plain.named_modules():
+        if isinstance(module, LoraLayer) and f"{name}.weight" in partial:
+            for adapter in (module.lora_A, module.lora_B):
+                mark_partial(cast("Tensor", adapter["default"].weight))
+
+
+def _divide_tables(tables: list[nn.Module], group: Group) -> None:
+    """Keep this process's rows of embedding and output matrix, once if they are tied."""
+    made = dict[int, nn.Parameter]()
+    for module in tables:
+        weight = cast("nn.Parameter", module.weight)
+        rows, known = weight.shape[0], id(weight)
+        specs = tuple(rows_of(module, rank, group.size) for rank in range(group.size))
+        if known in made:
+            setattr(module, "weight", made[known])  # noqa: B010  # which pyright takes for a Tensor
+        else:
+            _replace(module, "weight", specs, group)
+            made[known] = module.get_parameter("weight")
+        if getattr(module, "bias", None) is not None:
+            _replace(module, "bias", specs, group)
+        divide_table(module, rows, group)
+
+
+def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
+    """Keep this process's part of a layer and its adapter; return the layer if a bias remains.
+
+    It is one that is cut by its inputs and has a bias, which it doesn't add itself any more.
+    """
+    layer = cast("LinearLayer", get_layer(module))
+    by_outputs = STYLES[shards.styles[name]].by_outputs
+    specs = _cut(layer, "weight", shards, name)
+    has_bias = layer.bias is not None
+    if has_bias and by_outputs:
+        _cut(layer, "bias", shards, name)
+    elif has_bias:
+        object.__setattr__(layer, "forward", functools.partial(_product, layer))
+    if isinstance(module, LoraLayer):
+        _cut_adapter(shards, module, specs, by_outputs=by_outputs)
+    return layer if has_bias and not by_outputs else None
+
+
+def _cut_adapter(
+    shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, by_outputs: bool
+) -> None:
+    """Keep this process's part of an adapter, sharded like its layer by `specs`.
+
+    One half stays whole; each process has a part of its gradient.
+    """
+    down, up = module.lora_A["default"], module.lora_B["default"]
+    cut, whole = (up, down) if by_outputs else (down, up)
+    of_cut = tuple(replace(spec, dim=0 if by_outputs else 1) for spec in specs)
+    _replace(cut, "weight", of_cut, shards.tp_group)
+    mark_partial(cast("Tensor", whole.weight))
+
+
+def _cut(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:
+    is_weight = leaf == "weight"
+    shape = weight_shape(layer) if is_weight else layer.get_parameter(leaf).shape
+    found = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
+    specs = tuple(spec for spec in found if spec is not None)
+    if isinstance(layer, QuantizedLinear) and is_weight:
+        layer.cut(Part(shape, specs, shards.tp_group.rank), name=f"{name}.weight")
+    else:
+        _replace(layer, leaf, specs, shards.tp_group)
+    return specs
+
+
+def _replace(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group: Group) -> None:
+    """Replace a layer's parameter by this process's shard of it."""
+    shape = layer.get_parameter(leaf).shape
+    replace_by_part(layer, leaf, Part(shape, specs, group.rank))
+
+
+def _product(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
+    """Return the output of a layer without its bias."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.product(values)
+    return values @ layer.weight if isinstance(layer, Conv1D) else F.linear(values, layer.weight)
+
+
+class _Branch:
+    """Layers of one module with the same input that are sharded by outputs.
+
+    What they read is copied once for all of them, so that its gradients are added here before the
+    processes sum them.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._layers = self._left = 0
+        self._given: Tensor | None = None
+        self._copied: Tensor | None = None
+
+    def feeds(self, layer: nn.Module) -> None:
+        """Make a layer read the copy."""
+        layer.register_forward_pre_hook(self._copy)
+        self._layers += 1
+
+    def _copy(self, _layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given, *rest = args
+        if given is not self._given or self._copied is None:
+            self._given, self._left = given, self._layers
+            self._copied = copy_to_group(given, self._group)
+        copied = self._copied
+        self._left -= 1
+        if self._left == 0:
+            self._given = self._copied = None
+        return (copied, *rest)
+
+
+def _joining(group: Group) -> Callable[..., Tensor]:
+    return lambda _module, _args, output: join_over_group(output, group)
+
+
+def _summing(total: Callable[[Tensor], Tensor], biased: nn.Module | None) -> Callable[..., Tensor]:
+    """A hook that sums the outputs of a layer, and adds its bias once."""
+
+    def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        summed = total(output)
+        return summed if biased is None else summed + biased.get_parameter("bias")
+
+    return hook

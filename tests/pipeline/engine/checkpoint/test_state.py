@@ -1,0 +1,220 @@
+"""State saved at one ZeRO stage resumes at any other stage on any number of processes."""
+
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import Kernels, LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.format import Columns
+from pipeline.engine.checkpoint.state import (
+    describe,
+    frozen_fragments,
+    list_fragments,
+    load,
+    read_part,
+    trained_fragments,
+)
+from pipeline.engine.checkpoint.writer import CheckpointWriter
+from pipeline.engine.engine import Engine
+from pipeline.engine.sharding.tensor_parallel import Part
+from pipeline.models.adapters.lora import add_lora
+from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.system.errors import CheckpointError
+from tests.distributed import rank, run_ranks, world_size
+from tests.pipeline.engine.test_invariance import digest
+from tests.pipeline.engine.test_stages import build, compute_loss
+
+MICRO_BATCHES = 4
+"""Of a step, whatever the number of processes."""
+
+WORLDS = (1, 2, 4)
+STAGES = (0, 1, 2, 3)
+
+
+def settings(
+    stage: int, *, optim: OptimConfig | None = None, kernels: Kernels = "auto", **zero: Any
+) -> TrainedModelConfig:
+    return TrainedModelConfig(
+        kernels=kernels,
+        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero=ZeroConfig(reduction="deterministic", **zero),
+        optim=optim or OptimConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=3),
+    )
+
+
+def engine_at(stage: int, dtype: str = "bf16", **changes: Any) -> Engine:
+    return Engine(build("llama", dtype), settings(stage, **changes), total_steps=4)
+
+
+def train(engine: Engine, steps: range) -> list[float]:
+    """Micro-batch i is rank i modulo W's; the gradient norms."""
+    norms: list[float] = []
+    for step in steps:
+        for micro_batch in range(rank(), MICRO_BATCHES, world_size()):
+            engine.backward(compute_loss(engine, step, micro_batch, 0))
+        norms.append(engine.step().grad_norm)
+    return norms
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    with engine.gathered():
+        return {name: param.detach().clone() for name, param in engine.model.named_parameters()}
+
+
+def save(engine: Engine, root: Path) -> None:
+    writer = CheckpointWriter(root, job="test", rank=rank(), world_size=world_size())
+    base = None
+    if describe(engine)["frozen"]:
+        base = "base-test"
+        writer.save_base(base, frozen_fragments(engine, "model"))
+    writer.save(2, trained_fragments(engine, "model"), describe(engine), base=base)
+    writer.wait()
+    assert writer.failure is None
+
+
+def resume(engine: Engine, root: Path) -> None:
+    checkpoint = Checkpoint.open(root / "step_00000002")
+    load(engine, "model", checkpoint, checkpoint.state)
+
+
+def save_at_every_stage(root: str) -> None:
+    for stage in STAGES:
+        engine = engine_at(stage)
+        train(engine, range(2))
+        save(engine, Path(root) / f"stage {stage} of {world_size()}")
+
+
+def go_on_from(
+    root: str, sources: list[tuple[int, int]], stages: tuple[int, ...]
+) -> dict[str, tuple[str, list[float]]]:
+    """Digest of the weights, and the norms, after two more steps from each state."""
+    ended: dict[str, tuple[str, list[float]]] = {}
+    for (of, world), stage in product(sources, stages):
+        engine = engine_at(stage)
+        resume(engine, Path(root) / f"stage {of} of {world}")
+        norms = train(engine, range(2, 4))
+        ended[f"from stage {of} of {world} to {stage}"] = digest(weights(engine)), norms
+    return ended
+
+
+SOME = [(0, 1), (3, 2), (1, 4)]
+ALL = list(product(STAGES, WORLDS))
+
+
+@pytest.mark.parametrize(
+    ("sources", "stages"),
+    [
+        pytest.param(SOME, (0, 3), id="some"),
+        pytest.param(ALL, STAGES, id="all", marks=pytest.mark.faults),
+    ],
+)
+def test_any_stage_and_number_of_processes_goes_on_from_any_other(
+    sources: list[tuple[int, int]], stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    for world in WORLDS:
+        run_ranks(save_at_every_stage, str(tmp_path), world_size=world)
+    straight = engine_at(0)
+    norms = train(straight, range(4))[2:]
+    expected = digest(weights(straight)), norms
+
+    for world in WORLDS:
+        for ended in run_ranks(go_on_from, str(tmp_path), sources, stages, world_size=world):
+            assert len(ended) == len(sources) * len(stages)
+            assert {name for name, each in ended.items() if each != expected} == set()
+
+
+OTHER_OPTIMIZERS = ("SGD", "NAdam", "ASGD", "Adagrad", "Rprop")
+OFFLOADED = {
+    "cpu": OffloadConfig(optimizer="cpu", gradients="cpu", params="cpu"),
+    "nvme": OffloadConfig(optimizer="nvme", params="nvme", nvme_path=Path("/tmp")),
+}
+
+
+def go_on(root: str, optim: OptimConfig, offload: OffloadConfig) -> tuple[str, str]:
+    """Straight, and through a checkpoint that an engine with offload wrote and another reads."""
+    straight = engine_at(3, "fp32", optim=optim)
+    train(straight, range(4))
+    first = engine_at(3, "fp32", optim=optim, offload=offload)
+    train(first, range(2))
+    save(first, Path(root))
+    second = engine_at(3, "fp32", optim=optim, offload=offload)
+    resume(second, Path(root))
+    train(second, range(2, 4))
+    return digest(weights(straight)), digest(weights(second))
+
+
+def state(engine: Engine) -> list[Tensor]:
+    """Masters in fp32, and moments."""
+    return [
+        vector.clone()
+        for group in engine.visit()
+        for vector in (group.masters.fp32(), *group.moments())
+    ]
+
+
+def with_adapters(stage: int) -> Engine:
+    model = add_lora(build("llama", "bf16"), LoraConfig(rank=2), task="causal", seed=1)
+    return Engine(model, settings(stage), total_steps=4)
+
+
+def adapters_go_on(root: str) -> tuple[str, str, int]:
+    """Straight and resumed onto another base; the bytes of the checkpoint itself."""
+    straight = with_adapters(1)
+    train(straight, range(4))
+    first = with_adapters(1)
+    train(first, range(2))
+    save(first, Path(root))
+    torch.manual_seed(7)
+    second = with_adapters(3)
+    for unit in second.zero.units:
+        for flat in unit.flats:
+            flat.shard.zero_()  # as if another model had been loaded
+    resume(second, Path(root))
+    train(second, range(2, 4))
+    files = (Path(root) / "step_00000002").glob("*.safetensors")
+    return (
+        digest(weights(straight)),
+        digest(weights(second)),
+        sum(file.stat().st_size for file in files),
+    )
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    engine = engine_at(0)
+    train(engine, range(1))
+    save(engine, tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"has no trained .*lora_A.*, and the model has"):
+        resume(with_adapters(0), tmp_path)
+    with pytest.raises(CheckpointError, match="is of the optimizer AdamW, not SGD"):
+        resume(engine_at(0, optim=OptimConfig(name="SGD")), tmp_path)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((8, 4), 0), ((4, 8), 1), ((3, 8, 2), 1), ((16,), 0)])
+@pytest.mark.parametrize("stretches", [1, 2])
+def test_pieces_of_shards_have_their_places_in_the_full_parameter(
+    shape: tuple[int, ...], dim: int, stretches: int
+) -> None:
+    full = torch.arange(torch.Size(shape).numel())
+    width = shape[dim] // stretches // 2
+    starts = [[width * (2 * each + number) for each in range(stretches)] for number in range(2)]
+    specs = tuple(ShardSpec(dim, tuple(Shard(at, at + width) for at in own)) for own in starts)
+    found = torch.full_like(full, -1)
+    for number in range(2):
+        part = Part(torch.Size(shape), specs, number)
+        flat = part.own.of(full.view(shape)).reshape(-1)
+        for start, stop in pairwise((0, 1, len(flat) // 2 + 1, len(flat))):
+            for each in list_fragments("w", part, start, flat[start:stop]):
+                columns = each.columns or Columns(0, len(full), len(full))
+                found[columns.places(each.start, each.start + len(each.tensor))] = each.tensor
+            out = torch.empty_like(flat[start:stop])
+            read_part(part, start, out, lambda at, to: to.copy_(full[at : at + len(to)]))
+            assert torch.equal(out, flat[start:stop])
+
+    assert torch.equal(found, full)

@@ -1,0 +1,71 @@
+"""Loss scaling against the trajectories of DeepSpeed 0.19.8's DynamicLossScaler."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.config import LossScaleConfig
+from pipeline.engine.optimizer.precision import LossScaler
+
+
+def scaler(**settings: object) -> LossScaler:
+    return LossScaler(
+        enabled=True,
+        config=LossScaleConfig(**settings),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def trajectory(subject: LossScaler, steps: str) -> list[float]:
+    """The scale after each step: `x` overflows, `.` is good."""
+    scales = []
+    for step in steps:
+        subject.update(finite=step == ".")
+        scales.append(subject.scale)
+    return scales
+
+
+SMALL = {"initial_scale_power": 8, "loss_scale_window": 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "expected"),
+    [
+        # The second overflow halves, and each one after it; three good steps after a first double.
+        (
+            SMALL,
+            "xxx.........x........xx",
+            [256, 128, 64, *[64] * 3, *[128] * 3, *[256] * 7, *[512] * 3, *[1024] * 3, 512],
+        ),
+        # Good steps alone do not refill the hysteresis: only a doubling does.
+        (SMALL, "x.x.x.x....x.x", [256, 256, 128, 128, 64, 64, 32, 32, 32, 32, 64, 64, 64, 32]),
+        # Consecutive hysteresis: single overflows never halve, pairs do.
+        (
+            {**SMALL, "consecutive_hysteresis": True},
+            "x.x.x.x....x.xx.xx",
+            [*[256] * 10, 512, 512, 512, 512, 256, 256, 256, 128],
+        ),
+        ({**SMALL, "hysteresis": 1}, "x.x....x", [128, 128, 64, 64, 64, 64, 128, 64]),
+        (
+            {**SMALL, "hysteresis": 3},
+            "xxxx....xxx",
+            [256, 256, 128, 64, 64, 64, 64, 128, 128, 128, 64],
+        ),
+        (
+            {"initial_scale_power": 2, "loss_scale_window": 1},
+            "....x.x..",
+            [4, 8, 16, 32, 32, 32, 16, 16, 32],
+        ),
+        ({}, "x" * 17, [2**power for power in range(16, -1, -1)]),
+    ],
+)
+def test_the_scale_follows_deepspeeds(
+    settings: dict[str, Any], steps: str, expected: list[float]
+) -> None:
+    assert trajectory(scaler(**settings), steps) == expected
+
+
+def test_the_scale_stops_at_its_minimum_and_an_overflow_there_exhausts_it() -> None:
+    subject = scaler(initial_scale_power=3, min_loss_scale=2.0, loss_scale_window=2, hysteresis=1)
+
+    assert trajectory(subject, "xx...x.x") == [4, 2, 2, 2, 4, 2, 2, 2]
+    assert subject.exhausted

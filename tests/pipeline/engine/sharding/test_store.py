@@ -1,0 +1,66 @@
+"""Reading returns what was written last, or fails with one sentence."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.engine.sharding.offload import TensorStore
+from pipeline.system.errors import ConfigError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def random_tensor(numel: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Tensor:
+    """Any bits at all, NaNs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def read(store: TensorStore, key: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.zeros(numel, dtype=dtype)
+    store.read(key, out)
+    store.wait(key)
+    return out
+
+
+def test_200_random_operations_agree_with_a_dict(tmp_path: Path) -> None:
+    choose = random.Random(0)
+    sizes = {f"k{index}": choose.choice([0, 1, 1023, 1024, 4097]) for index in range(12)}
+    dtypes = {key: DTYPES[index % 3] for index, key in enumerate(sizes)}
+    store, oracle, reads = TensorStore(tmp_path, rank=3, threads=3), {}, 0
+    for key, size in sizes.items():
+        store.reserve({key: size}, dtypes[key])
+
+    for operation in range(200):
+        key = choose.choice(list(sizes))
+        if key not in oracle or choose.random() < 0.5:
+            oracle[key] = random_tensor(sizes[key], dtypes[key], seed=operation)
+            store.write(key, oracle[key])  # the old tensor lives on while it is being written
+        else:
+            assert same_bits(read(store, key, sizes[key], dtypes[key]), oracle[key])
+            reads += 1
+
+    store.flush()
+    assert reads > 50
+    for key, expected in oracle.items():
+        assert same_bits(read(store, key, sizes[key], dtypes[key]), expected)
+    store.close()
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    store = TensorStore(tmp_path / "scratch", rank=1)
+
+    with pytest.raises(ConfigError) as error:
+        store.reserve({"a": 2**50, "b": 2**50}, torch.float32)
+
+    assert "lacks the 9,007,199,254,740,992 bytes that rank 1 needs" in str(error.value)
+    store.reserve({"a": 1}, torch.float32)  # nothing of it was kept
+    store.close()

@@ -1,0 +1,88 @@
+"""Streamed optimizer state equals state in memory, of which it has two groups at most."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.engine.sharding.offload import StreamedState, TensorStore
+from tests.slow_disk import slow_down_writes
+
+SIZES = [1, 4097, 0, 1000, 4096, 7, 2500]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TensorStore]:
+    store = TensorStore(tmp_path, rank=0, threads=8)
+    yield store
+    store.close()
+
+
+def random_state(size: int, *, seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(size, generator=generator).abs() for _ in range(3))
+
+
+def filled(store: TensorStore) -> tuple[StreamedState, list[tuple[Tensor, ...]]]:
+    """State on disk, and the same in memory."""
+    streamed = StreamedState(store, SIZES)
+    in_memory = [random_state(size, seed=group) for group, size in enumerate(SIZES)]
+    for group, tensors in enumerate(in_memory):
+        streamed.put(group, tensors)
+    return streamed, in_memory
+
+
+def adam(tensors: tuple[Tensor, ...], gradient: Tensor, step: int) -> None:
+    """One fused AdamW step, in place."""
+    master, exp_avg, exp_avg_sq = tensors
+    param = torch.nn.Parameter(master)
+    param.grad = gradient
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+    optimizer.state[param] = {
+        "step": torch.tensor(float(step)),
+        "exp_avg": exp_avg,
+        "exp_avg_sq": exp_avg_sq,
+    }
+    optimizer.step()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01], ids=["a disk", "a slow disk"])
+def test_steps_on_streamed_state_equal_steps_in_memory_to_the_bit(
+    seconds: float, store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed, in_memory = filled(store)
+    slow_down_writes(monkeypatch, seconds=seconds)
+
+    for step in range(3):
+        order = range(len(SIZES)) if step % 2 == 0 else reversed(range(len(SIZES)))
+        for group, tensors in streamed.each(list(order)):
+            gradient = random_state(SIZES[group], seed=100 * step + group)[0]
+            adam(tensors, gradient, step)
+            adam(in_memory[group], gradient, step)
+
+    seen = []
+    for group, tensors in streamed.each(range(len(SIZES))):
+        seen.append(group)
+        assert all(map(torch.equal, tensors, in_memory[group]))
+    assert seen == list(range(len(SIZES)))
+    assert not torch.equal(in_memory[1][0], random_state(4097, seed=1)[0])
+
+
+def test_a_group_whose_step_fails_stays_as_it_was(store: TensorStore) -> None:
+    streamed, in_memory = filled(store)
+
+    def fail_at_the_second() -> None:
+        for turn, (_, tensors) in enumerate(streamed.each([0, 1, 3])):
+            tensors[0].fill_(-1.0)
+            if turn == 1:
+                raise RuntimeError("the step failed")
+
+    with pytest.raises(RuntimeError, match="the step failed"):
+        fail_at_the_second()
+
+    masters = {group: tensors[0].clone() for group, tensors in streamed.each([0, 1, 3])}
+    assert masters[0].tolist() == [-1.0]
+    assert torch.equal(masters[1], in_memory[1][0])
+    assert torch.equal(masters[3], in_memory[3][0])

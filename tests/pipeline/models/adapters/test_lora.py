@@ -1,0 +1,132 @@
+"""LoRA: adapters and heads learn, the base does not; what is exported is what was trained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from pipeline.config import (
+    LoraConfig,
+    OptimConfig,
+    TrainedModelConfig,
+)
+from pipeline.data.batches import collate
+from pipeline.demo.model import VOCABULARY, build_tokenizer
+from pipeline.engine.engine import Engine
+from pipeline.models.forward.forward import Policy, Scorer
+from pipeline.models.hf.export import export
+from pipeline.models.trained import trained_causal_lm, trained_classifier
+from tests.families import random_rows, saved, tiny_causal_lm
+
+CPU = torch.device("cpu")
+LORA = LoraConfig(rank=4, alpha=8.0)
+BATCH = collate(random_rows((9, 4, 7)))
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+def base(family: str, directory: Path, **changes: object) -> str:
+    return saved(tiny_causal_lm(family, vocab_size=VOCABULARY, **changes), directory)
+
+
+def settings(path: str, **changes: object) -> TrainedModelConfig:
+    optim = OptimConfig(lr=0.02, schedule="constant", warmup_ratio=0.0, weight_decay=0.1)
+    return TrainedModelConfig(path=path, optim=optim, **{"lora": LORA, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def learned(wrapper: nn.Module, config: TrainedModelConfig, *, steps: int = 3) -> nn.Module:
+    """The wrapped model, after a few steps on something."""
+    engine = Engine(wrapper, config, total_steps=steps)
+    for _ in range(steps):
+        said = engine(BATCH)
+        engine.backward((said if isinstance(said, Tensor) else said.logprobs).square().mean())
+        engine.step()
+    return wrapper.model.eval()  # pyright: ignore[reportReturnType, reportCallIssue]
+
+
+def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: param.detach().clone()
+        for name, param in model.named_parameters()
+        if not param.requires_grad
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_the_export_is_the_merged_model_and_the_adapter_loads_on_the_base(
+    family: str, tmp_path: Path
+) -> None:
+    config = settings(base(family, tmp_path / "base"))
+    model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
+    frozen = plain_weights(model)
+    with torch.enable_grad():
+        learned(Policy(model), config)
+
+    export(model, build_tokenizer(), tmp_path / "out")
+
+    adapted = model(input_ids=IDS).logits
+    original = AutoModelForCausalLM.from_pretrained(config.path)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    adapter = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(config.path), str(tmp_path / "out" / "adapter")
+    )
+    with model.disable_adapter():
+        switched_off = model(input_ids=IDS).logits
+    assert (adapted - original(input_ids=IDS).logits).abs().max() > 0.1
+    torch.testing.assert_close(merged(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(adapter(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(switched_off, original(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
+    # Exporting merges into copies: the base is still what it was, bit for bit.
+    assert frozen
+    assert all(torch.equal(frozen[name], after) for name, after in plain_weights(model).items())
+    assert set(merged.state_dict()) == set(original.state_dict())
+
+
+@torch.no_grad()
+def test_rslora_scales_by_the_root_of_the_rank_in_training_and_what_is_exported(
+    tmp_path: Path,
+) -> None:
+    lora = LoraConfig(rank=4, alpha=8.0, variant="rslora")
+    config = settings(base("llama", tmp_path / "base"), lora=lora)
+    model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
+    with torch.enable_grad():
+        learned(Policy(model), config)
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    before = layer.base_layer.weight.clone()
+
+    export(model, build_tokenizer(), tmp_path / "out")
+
+    update = 8.0 / 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    weight = exported.model.layers[0].self_attn.q_proj.weight
+    torch.testing.assert_close(weight, before + update, rtol=1e-6, atol=1e-7)
+    adapter = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(config.path), str(tmp_path / "out" / "adapter")
+    )
+    adapted = model(input_ids=IDS).logits
+    torch.testing.assert_close(adapter(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_reward_models_head_is_trained_and_exported_with_its_adapter(tmp_path: Path) -> None:
+    config = settings(base("llama", tmp_path / "base"))
+    model = trained_classifier(config, build_tokenizer(), device=CPU, seed=0)
+    head = model.base_model.model.score.modules_to_save["default"].weight
+    before = head.clone()
+    with torch.enable_grad():
+        learned(Scorer(model), config)
+
+    export(model, build_tokenizer(), tmp_path / "out")
+
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    fresh = AutoModelForSequenceClassification.from_pretrained(config.path, num_labels=1)
+    adapter = PeftModel.from_pretrained(fresh, str(tmp_path / "out" / "adapter"))
+    scores = Scorer(model).final_scores(collate(random_rows((5,))))
+    ids = torch.tensor([random_rows((5,))[0].input_ids])
+    assert not torch.equal(head, before)
+    assert torch.equal(merged.score.weight, head)
+    torch.testing.assert_close(merged(input_ids=ids).logits[0], scores, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(adapter(input_ids=ids).logits[0], scores, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,139 @@
+"""Adapters on a base in 4 or 8 bits: it is frozen, small, and the same wherever it is used."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.demo.model import VOCABULARY, build_tokenizer
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.state import frozen_fragments, trained_fragments
+from pipeline.engine.checkpoint.writer import CheckpointWriter
+from pipeline.engine.engine import Engine
+from pipeline.models.adapters.quantized import Form, QuantizedLinear
+from pipeline.models.forward.forward import Scorer
+from pipeline.models.hf.consolidate import TOKENIZER, consolidate, describe_model
+from pipeline.models.hf.export import export
+from pipeline.models.trained import trained_classifier
+from tests.families import saved, tiny_classifier
+from tests.pipeline.models.adapters.quantized_models import (
+    BATCH,
+    CPU,
+    IDS,
+    NF4,
+    WAYS,
+    base,
+    get_layers,
+    get_module,
+    learned,
+    plain_names,
+    settings,
+)
+
+
+@pytest.mark.parametrize("form", [Form("nf4"), Form("nf4", double=True), Form("int8")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
+def test_a_product_and_its_gradient_are_those_of_the_dequantized_weight_to_the_bit(
+    kind: str, dtype: torch.dtype, form: Form
+) -> None:
+    torch.manual_seed(0)
+    plain = Conv1D(24, 40) if kind == "conv1d" else nn.Linear(40, 24, bias=kind == "linear")
+    nn.Module.to(plain, dtype).requires_grad_(requires_grad=False)
+    layer = QuantizedLinear(plain, form)
+    plain.weight.copy_(layer.weight)
+    grad = torch.randn(2, 3, 24, dtype=dtype)
+
+    got, expected = [], []
+    for module, out in ((layer, got), (plain, expected)):
+        x = torch.linspace(-1, 1, 240, dtype=dtype).view(2, 3, 40).requires_grad_()
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # noqa: B023
+            y = module(x)
+        y.backward(grad)
+        assert x.grad is not None
+        out += [y, x.grad]
+        assert module is plain or not kept, "a weight was kept for the backward pass"
+
+    assert (layer.in_features, layer.out_features) == (40, 24)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@torch.no_grad()
+def test_the_export_is_the_dequantized_base_and_the_adapter_added_in_fp32_and_rounded_once(
+    precision: str, way: dict[str, Any], tmp_path: Path
+) -> None:
+    config = settings(base("llama", tmp_path / "base"), precision=precision, **way)
+    with torch.enable_grad():
+        model, engine = learned(config)
+    export(model, build_tokenizer(), tmp_path / "out", weights=engine)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+
+    assert not any("codes" in name or "scale" in name for name in merged.state_dict())
+    for name, layer in get_layers(model).items():
+        name = name.removesuffix(".base_layer")  # noqa: PLW2901
+        adapter = get_module(model, name)
+        a, b = adapter.lora_A["default"].weight, adapter.lora_B["default"].weight
+        expected = (layer.dequantized() + 2.0 * (b @ a)).to(layer.dtype)
+        assert b.abs().max() > 0
+        assert torch.equal(merged.get_submodule(name).get_parameter("weight"), expected)
+    # Adapters in peft's form fit the directory that training began with, which is another model.
+    original = AutoModelForCausalLM.from_pretrained(str(config.path), dtype="auto")
+    loaded = PeftModel.from_pretrained(original, str(tmp_path / "out" / "adapter"))
+    logits = model.eval()(input_ids=IDS).logits
+    assert not torch.equal(loaded(input_ids=IDS).logits, logits)
+    if precision == "fp32":  # merged weights are rounded, which shows in bf16
+        torch.testing.assert_close(merged(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_holds_the_codes_and_gives_the_model_that_the_run_exports(
+    tmp_path: Path,
+) -> None:
+    config = settings(base("llama", tmp_path / "base"), precision="bf16", **NF4)
+    model, engine = learned(config)
+    writer = CheckpointWriter(tmp_path / "saved", job="test", rank=0, world_size=1)
+    document = {"models": {"model": describe_model(engine.model)}}
+    writer.save_base("base-test", frozen_fragments(engine, "model"))
+    writer.save(1, trained_fragments(engine, "model"), document, base="base-test")
+    writer.wait()
+    build_tokenizer().save_pretrained(tmp_path / "saved" / TOKENIZER)
+    export(model, build_tokenizer(), tmp_path / "expected", weights=engine)
+    checkpoint = Checkpoint.open(tmp_path / "saved" / "step_00000001")
+
+    keys = set(checkpoint.keys())
+    codes = {key for key in keys if key.endswith("codes")}
+    consolidate(checkpoint, "model", tmp_path / "made")
+
+    assert len(codes) == 14
+    assert all(checkpoint.dtype(key) == torch.uint8 for key in codes)
+    assert keys.isdisjoint({key.replace("codes", "weight") for key in codes})
+    weights = "model.safetensors"
+    assert (tmp_path / "made" / weights).read_bytes() == (
+        tmp_path / "expected" / weights
+    ).read_bytes()
+
+
+def test_a_reward_model_learns_its_head_whole_over_a_quantized_base(tmp_path: Path) -> None:
+    path = saved(tiny_classifier("llama", vocab_size=VOCABULARY), tmp_path / "base")
+    config = settings(path, **NF4)
+    model = trained_classifier(config, build_tokenizer(), device=CPU, seed=0)
+    engine = Engine(Scorer(model), config, total_steps=1)
+    before = get_module(model, "score").modules_to_save.default.weight.clone()
+    engine.backward(engine(BATCH).square().mean())
+    engine.step()
+    export(model, build_tokenizer(), tmp_path / "out", weights=engine)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+
+    assert plain_names(model)
+    assert not any("score" in name for name in get_layers(model))
+    assert not torch.equal(loaded.score.weight, before)
+    torch.testing.assert_close(
+        loaded(input_ids=IDS).logits, model.eval()(input_ids=IDS).logits, rtol=1e-4, atol=1e-4
+    )

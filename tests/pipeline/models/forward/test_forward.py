@@ -1,0 +1,118 @@
+"""A batch of many lengths equals plain `transformers` on each sequence alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config import FrozenModelConfig
+from pipeline.data.batches import collate
+from pipeline.data.examples import Encoded
+from pipeline.models.forward.forward import Policy, Scorer, is_ragged
+from pipeline.models.hf.load import load_causal_lm, load_classifier
+from tests.families import (
+    FAMILIES,
+    PECULIAR,
+    RAGGED_FAMILIES,
+    TRANSFORMERS,
+    WINDOW,
+    random_rows,
+    saved,
+    tiny_causal_lm,
+    tiny_classifier,
+)
+
+CPU = torch.device("cpu")
+LENGTHS = (7, 3, 12, 5, 1, 6, 6)
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
+"""Rounding of fp32 sums in another order; a token too many or too few moves these models by 0.1."""
+
+
+def target_logprobs(model: torch.nn.Module, row: Encoded) -> list[float]:
+    """Return the plain model's output for one sequence's trained tokens."""
+    probabilities = model(input_ids=torch.tensor([row.input_ids])).logits[0].double().softmax(-1)
+    return [
+        probabilities[position - 1, token].log().item()
+        for position, token in enumerate(row.input_ids)
+        if row.trained[position] and position > 0
+    ]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR])
+@torch.no_grad()
+def test_log_probabilities_of_a_batch_are_those_of_each_sequence_alone(
+    family: str, tmp_path: Path
+) -> None:
+    plain = tiny_causal_lm(family)
+    rows = random_rows(LENGTHS, prompt=2)
+
+    model = load_causal_lm(FrozenModelConfig(path=saved(plain, tmp_path)), device=CPU)
+    logprobs = Policy(model)(collate(rows)).logprobs
+
+    alone = [logprob for row in rows for logprob in target_logprobs(plain, row)]
+    torch.testing.assert_close(logprobs, torch.tensor(alone), **TOLERANCE)
+    packed = {*RAGGED_FAMILIES, *(["gptj"] if TRANSFORMERS >= (5, 24) else [])}
+    assert is_ragged(model) == (family in packed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_scores_of_a_batch_are_those_transformers_pools_from_each_sequence_alone(
+    family: str, tmp_path: Path
+) -> None:
+    plain = tiny_classifier(family)
+    rows = random_rows(LENGTHS)
+
+    model = load_classifier(FrozenModelConfig(path=saved(plain, tmp_path)), device=CPU)
+    scores = Scorer(model).final_scores(collate(rows))
+
+    alone = [plain(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
+    torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
+@torch.no_grad()
+def test_the_score_is_read_at_the_last_token_even_where_that_is_the_padding_token(
+    family: str,
+) -> None:
+    model = tiny_classifier(family)
+    pad = model.config.pad_token_id
+    rows = [Encoded.untrained([5, 6, 7, pad]), Encoded.untrained([5, pad, pad, pad, pad])]
+
+    scores = Scorer(model).final_scores(collate(rows))
+
+    model.config.pad_token_id = None  # transformers then pools from the last position
+    alone = [model(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
+    torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_sliding_window_shorter_than_the_sequences_is_kept(tmp_path: Path) -> None:
+    path = saved(tiny_causal_lm("mistral"), tmp_path)
+    model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+    (row,) = random_rows((2 * WINDOW + 4,))
+    # Two layers see 2 * (WINDOW - 1) tokens back: the last logits know nothing of the first token.
+    changed = Encoded([row.input_ids[0] ^ 1, *row.input_ids[1:]], row.trained)
+
+    first, second = (Policy(model)(collate([r])).logprobs for r in (row, changed))
+
+    seen = 2 * (WINDOW - 1)
+    assert torch.equal(first[seen + 1 :], second[seen + 1 :])
+    assert not torch.equal(first[:seen], second[:seen])
+
+
+@torch.no_grad()
+def test_temperature_divides_the_logits_and_entropy_is_of_that_distribution(tmp_path: Path) -> None:
+    plain = tiny_causal_lm("llama")
+    model = load_causal_lm(FrozenModelConfig(path=saved(plain, tmp_path)), device=CPU)
+    (row,) = random_rows((6,))
+
+    said = Policy(model)(collate([row]), temperature=0.5, entropy=True)
+
+    distribution = torch.distributions.Categorical(
+        logits=2 * plain(input_ids=torch.tensor([row.input_ids])).logits[0, :-1]
+    )
+    targets = torch.tensor(row.input_ids[1:])
+    torch.testing.assert_close(said.logprobs, distribution.log_prob(targets), **TOLERANCE)
+    assert said.entropy is not None
+    torch.testing.assert_close(said.entropy, distribution.entropy(), **TOLERANCE)

@@ -1,0 +1,92 @@
+"""A policy whose logits are computed in tiles equals one with full logits."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import FrozenModelConfig, Kernels, OptimConfig, TrainedModelConfig
+from pipeline.data.batches import TokenBatch, collate
+from pipeline.engine.engine import Engine
+from pipeline.models.forward.forward import LARGE_VOCABULARY, Policy
+from pipeline.models.hf.load import load_causal_lm
+from tests.distributed import run_ranks
+from tests.families import FAMILIES, PECULIAR, SCALED, random_rows, saved, tiny_causal_lm
+
+CPU = torch.device("cpu")
+LENGTHS = (30, 7, 3, 12, 1)
+TILE = 11 * LARGE_VOCABULARY
+"""Of 48 targets and all words: 5 tiles."""
+
+MORE_THAN_A_PRODUCT = {*SCALED, "gemma2", "llama4_text"}
+"""The last doesn't say where its blocks end."""
+
+
+def policy(family: str, directory: Path, *, kernels: Kernels = "auto", **changes: Any) -> Policy:
+    plain = tiny_causal_lm(family, vocab_size=LARGE_VOCABULARY, **changes)
+    model = load_causal_lm(FrozenModelConfig(path=saved(plain, directory)), device=CPU)
+    return Policy(model, kernels=kernels, tile=TILE)
+
+
+def learn(policy: Policy, batch: TokenBatch, **settings: Any) -> list[Tensor]:
+    """Log-probabilities, entropies and all gradients."""
+    policy.zero_grad()
+    said = policy(batch, **settings)
+    entropy = torch.zeros(()) if said.entropy is None else said.entropy
+    (said.logprobs.sum() + entropy.sum()).backward()
+    gradients = [param.grad for param in policy.parameters() if param.grad is not None]
+    return [said.logprobs.detach(), entropy.detach(), *gradients]
+
+
+def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
+    # Some gradients are zero but for rounding, as those of OPT's key biases.
+    largest = max(each.abs().max().item() for each in expected[2:])
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR, *SCALED])
+def test_tiles_say_what_whole_logits_say_in_every_family(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = policy(family, tmp_path)
+    batch = collate(random_rows(LENGTHS))
+    settings = {"temperature": 0.8, "entropy": True}
+
+    with caplog.at_level(logging.INFO, logger="pipeline.models.forward.forward"):
+        by_tiles = learn(asked, batch, **settings)
+    whole = learn(Policy(asked.model, kernels="off"), batch, **settings)
+
+    assert_near(by_tiles, whole)
+    wholly = [each for each in caplog.messages if "are no matrix product with what" in each]
+    assert len(wholly) == (family in MORE_THAN_A_PRODUCT)
+
+
+def trained(stage: int, dtype: str, uniform: bool) -> list[Tensor]:
+    """Weights after two steps by tiles."""
+    model = tiny_causal_lm("llama", vocab_size=LARGE_VOCABULARY)
+    model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])  # pyright: ignore[reportCallIssue]
+    config = TrainedModelConfig(
+        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0),
+    )
+    engine = Engine(Policy(model, tile=TILE), config, total_steps=2)
+    for step in range(2):
+        batch = collate(random_rows(LENGTHS, seed=step))
+        engine.backward(-engine(batch, uniform=uniform).logprobs.sum() / 100)
+        engine.step()
+    with engine.gathered():
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_stage_ends_in_the_same_bits(dtype: str, uniform: bool) -> None:
+    ended = [run_ranks(trained, stage, dtype, uniform) for stage in (0, 2, 3)]
+
+    first = ended[0][0]
+    assert all(all(map(torch.equal, each, first)) for ranks in ended for each in ranks)

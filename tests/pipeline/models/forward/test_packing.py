@@ -1,0 +1,123 @@
+"""Families that packing would change are padded; what they say is what each sequence says alone."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pipeline.config import FrozenModelConfig
+from pipeline.data.batches import collate
+from pipeline.data.examples import Encoded
+from pipeline.models.forward.forward import Policy, is_ragged
+from pipeline.models.forward.packing import _tried
+from pipeline.models.hf.load import load_causal_lm
+from pipeline.system.errors import ModelError
+from tests.families import VOCAB, looks_ahead, random_rows, saved
+
+CPU = torch.device("cpu")
+LENGTHS = (7, 3, 12, 5, 1, 6, 6)
+WINDOW = 4
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "llama": ({}, None),
+    "mistral": ({"sliding_window": WINDOW}, None),
+    "qwen2": (
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        None,
+    ),
+    "mixtral": (_EXPERTS, None),
+    "nemotron": (
+        {},
+        "NemotronAttention does not pass on the sequence boundaries, and",
+    ),
+    "doge": ({"keep_window_size": 6}, "packed, log-probabilities of a small copy differ by"),
+    "phimoe": (
+        {**_EXPERTS, "sliding_window": WINDOW},
+        "packed, log-probabilities of a small copy differ by",
+    ),
+    "qwen2_moe": (
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
+        "packed, log-probabilities of a small copy differ by",
+    ),
+}
+"""Settings besides the sizes, and how the reason begins for which it is padded, if it is."""
+
+
+def tiny(family: str, **changes: Any) -> PreTrainedModel:
+    settings = {**_SIZES, **FAMILIES[family][0], **changes}
+    config = AutoConfig.for_model(family, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            param.copy_(param + 0.1 * noise if param.ndim == 1 else 0.25 * noise)
+    return model.eval()
+
+
+def logprobs_alone(model: PreTrainedModel, rows: list[Encoded]) -> torch.Tensor:
+    """Return the plain model's output for each sequence's tokens after the first."""
+    said: list[torch.Tensor] = []
+    for row in rows:
+        ids = torch.tensor(row.input_ids)
+        logprobs = model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
+        said.append(logprobs.gather(1, ids[1:, None])[:, 0])
+    return torch.cat(said).float()
+
+
+@torch.no_grad()
+def test_no_family_sees_another_sequence_and_the_log_says_which_are_padded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = random_rows(LENGTHS)
+    _tried.cache_clear()
+    wrong: list[str] = []
+    for family, (_, reason) in FAMILIES.items():
+        plain = tiny(family)
+        alone = logprobs_alone(plain, rows)
+        path = saved(plain, tmp_path / family)
+        if looks_ahead(plain):
+            with pytest.raises(ModelError, match=f"outputs of {family} depend on later tokens"):
+                load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+            continue
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="pipeline.models"):
+            model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+            load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+        error = (Policy(model)(collate(rows)).logprobs - alone).abs().max().item()
+        said = [each for each in caplog.messages if "padded" in each]
+        start = f"{family} runs padded, not packed: {reason}"
+        if error > 1e-4:
+            wrong.append(f"{family} is {error} nats off")
+        if is_ragged(model) != (reason is None):
+            wrong.append(f"{family} is packed: {is_ragged(model)}")
+        if reason is None and said:
+            wrong.append(f"{family}: {said}")
+        if reason is not None and not (len(said) == 1 and said[0].startswith(start)):
+            wrong.append(f"{family}: {said}")
+
+    assert not wrong, "\n".join(wrong)

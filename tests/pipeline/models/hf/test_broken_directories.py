@@ -1,0 +1,126 @@
+"""A missing or broken file of a model's directory is named in one sentence."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pipeline.demo.model import build_tokenizer
+from pipeline.files.safetensors_header import INDEX, SINGLE
+from pipeline.models.hf.directory import check_model_directory
+from pipeline.models.hf.load import load_for_inference
+from pipeline.system.errors import ModelError
+from tests.families import tiny_causal_lm
+
+ROOT = Path(__file__).parents[4]
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
+
+Spoil = Callable[[Path], object]
+
+
+def healthy(directory: Path, *, shards: bool = False) -> Path:
+    model = tiny_causal_lm("llama", vocab_size=len(build_tokenizer()))
+    model.save_pretrained(directory, **({"max_shard_size": "40KB"} if shards else {}))
+    build_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def write(name: str, text: str) -> Spoil:
+    return lambda directory: (directory / name).write_text(text)
+
+
+def remove(*patterns: str) -> Spoil:
+    return lambda directory: [
+        file.unlink() for pattern in patterns for file in list(directory.glob(pattern))
+    ]
+
+
+def tensor_in_no_shard(directory: Path) -> None:
+    index = json.loads((directory / INDEX).read_text())
+    index["weight_map"]["ghost"] = "model-00001-of-00004.safetensors"
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def only_an_adapter(directory: Path) -> None:
+    remove("*")(directory)
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "me/base"}')
+
+
+def fill(value: float) -> Spoil:
+    def of(directory: Path) -> None:
+        tensors = load_file(directory / SINGLE)
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+        save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
+
+    return of
+
+
+IN_FILES: list[tuple[Spoil, str]] = [
+    (write(SINGLE, POINTER), "model.safetensors is a Git-LFS pointer"),
+    (write("tokenizer.json", POINTER), "tokenizer.json is a Git-LFS pointer"),
+    (lambda d: os.truncate(d / SINGLE, 30_000), "model.safetensors can't be read"),
+    (lambda d: (d / SINGLE).write_bytes(b"\x8f" * 5000), "model.safetensors can't be read"),
+    (write("config.json", "[" * 5000 + "]" * 5000), "config.json is not JSON"),
+    (write("config.json", "{'a': 1}"), "config.json is not JSON"),
+    (write("config.json", "{}"), "config.json has no model_type"),
+    (remove("config.json"), "has no config.json"),
+    (remove("*"), "the directory is empty"),
+    (remove(SINGLE), "holds no weights"),
+    (remove("tokenizer*"), "holds no tokenizer"),
+    (write("tokenizer.json", "{"), "tokenizer.json is not JSON"),
+    (only_an_adapter, "holds an adapter without the model that it changes, me/base"),
+]
+"""How a directory is spoiled, and a part of the sentence."""
+
+IN_SHARDS: list[tuple[Spoil, str]] = [
+    (remove("model-00002-*"), "model-00002-of-00004.safetensors can't be read"),
+    (write("model-00002-of-00004.safetensors", POINTER), "is a Git-LFS pointer"),
+    (remove(INDEX), "holds no weights"),
+    (write(INDEX, "{"), f"{INDEX} is not an index"),
+    (write(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'), "which is outside"),
+    (tensor_in_no_shard, "names ghost"),
+]
+
+
+def sentence(call: Callable[[], object]) -> str:
+    with pytest.raises(ModelError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
+def test_the_files_alone_show_what_is_missing_or_broken(shards: bool, tmp_path: Path) -> None:
+    whole = healthy(tmp_path / "whole", shards=shards)
+    check_model_directory(whole)
+    for number, (spoil, part) in enumerate(IN_SHARDS if shards else IN_FILES):
+        directory = Path(shutil.copytree(whole, tmp_path / str(number)))
+        spoil(directory)
+        for call in (check_model_directory, load_for_inference):
+            said = sentence(lambda call=call, directory=directory: call(directory))
+            assert part in said
+            assert str(directory) in said
+
+
+@pytest.mark.jobs
+def test_a_command_says_it_in_one_line_and_exits_with_2(tmp_path: Path) -> None:
+    directory = healthy(tmp_path)
+    fill(float("nan"))(directory)
+
+    process = subprocess.run(
+        [sys.executable, "chat.py", "--path", str(directory)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.strip().split("\n")[-1].startswith("error: ")
+    assert "Traceback" not in process.stderr

@@ -1,0 +1,137 @@
+"""At ZeRO stage 3 every process keeps its shard of mapped weights, and gets the same bits."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.config import LoraConfig, Precision, TrainedModelConfig
+from pipeline.demo.model import VOCABULARY, build_tokenizer
+from pipeline.engine.engine import Engine
+from pipeline.models.forward.forward import Policy, Scorer, base_model
+from pipeline.models.trained import trained_causal_lm, trained_classifier
+from tests.distributed import run_ranks
+from tests.families import saved, tiny_causal_lm, tiny_classifier
+
+CPU = torch.device("cpu")
+LORA = LoraConfig(rank=4, alpha=8.0)
+FAMILIES = ("opt", "gpt2", "llama")
+BUILD: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], nn.Module]]] = {
+    "causal": (trained_causal_lm, Policy),
+    "classifier": (trained_classifier, Scorer),
+}
+
+
+def settings(path: str, **changes: Any) -> TrainedModelConfig:
+    return TrainedModelConfig(path=path, zero_stage=3, **changes)
+
+
+def engines(
+    config: TrainedModelConfig, task: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Engine, Engine]:
+    """The same sharded model, its weights mapped from files, and loaded in full."""
+    build, wrap = BUILD[task]
+    pieces = build(config, tokenizer, device=CPU, seed=5)
+    torch.rand(3)  # other random numbers were drawn before
+    whole = build(replace(config, zero_stage=0), tokenizer, device=CPU, seed=5)
+    return Engine(wrap(pieces), config, total_steps=1), Engine(wrap(whole), config, total_steps=1)
+
+
+def differences(first: Engine, second: Engine) -> list[str]:
+    """Return the names of state that differs between two engines."""
+    plain, expected = (
+        base_model(cast("Policy | Scorer", each.model).model) for each in (first, second)
+    )
+    assert first.model.training == second.model.training
+    assert plain.config.to_dict() == expected.config.to_dict()
+    assert plain.name_or_path == expected.name_or_path
+    if expected.can_generate():
+        assert plain.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert len(first.groups) == len(second.groups)
+    wrong = [
+        f"master {index}"
+        for index, (one, other) in enumerate(zip(first.masters(), second.masters(), strict=True))
+        if not torch.equal(one, other)
+    ]
+    buffers = dict(second.model.named_buffers())
+    assert dict(first.model.named_buffers()).keys() == buffers.keys()
+    wrong += [n for n, each in first.model.named_buffers() if not torch.equal(each, buffers[n])]
+    with first.gathered(), second.gathered():
+        params = dict(second.model.named_parameters(remove_duplicate=False))
+        found = dict(first.model.named_parameters(remove_duplicate=False))
+        assert found.keys() == params.keys()
+        for name, param in found.items():
+            other = params[name]
+            same = param.dtype == other.dtype and param.requires_grad == other.requires_grad
+            if type(param) is not nn.Parameter or not same or not torch.equal(param, other):
+                wrong.append(name)
+    return wrong
+
+
+def compare(cases: list[tuple[TrainedModelConfig, str, PreTrainedTokenizerBase]]) -> list[str]:
+    return [
+        f"{task} of {config.path}: {name}"
+        for config, task, tokenizer in cases
+        for name in differences(*engines(config, task, tokenizer))
+    ]
+
+
+def larger_tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    return tokenizer
+
+
+@pytest.mark.jobs
+def test_models_mapped_from_files_are_those_loaded_in_full(tmp_path: Path) -> None:
+    cases: list[tuple[TrainedModelConfig, str, PreTrainedTokenizerBase]] = []
+    for family in FAMILIES:
+        untied, tied = (
+            saved(
+                tiny_causal_lm(family, vocab_size=VOCABULARY, tie_word_embeddings=tie),
+                tmp_path / f"{family} {tie}",
+            )
+            for tie in (False, True)
+        )
+        cases += [
+            (settings(untied), "causal", larger_tokenizer()),
+            (settings(untied, lora=LORA), "classifier", build_tokenizer()),
+            (settings(tied), "causal", build_tokenizer()),
+            (settings(tied, precision="bf16", lora=LORA), "causal", build_tokenizer()),
+        ]
+    tied = str(tmp_path / "llama True")
+    cases.append((settings(tied, precision="bf16"), "causal", larger_tokenizer()))
+    reward = saved(tiny_classifier("llama", vocab_size=VOCABULARY), tmp_path / "reward")
+    cases += [
+        (settings(reward), "classifier", build_tokenizer()),
+        (settings(reward, lora=LORA), "classifier", build_tokenizer()),
+        (settings(reward), "classifier", larger_tokenizer()),
+    ]
+
+    for wrong in run_ranks(compare, cases):
+        assert not wrong
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_stay_in_the_files_pages_where_they_have_the_wanted_format(
+    precision: Precision, tmp_path: Path
+) -> None:
+    path = saved(tiny_causal_lm("llama", vocab_size=VOCABULARY), tmp_path)
+
+    model = trained_causal_lm(
+        settings(path, precision=precision), build_tokenizer(), device=CPU, seed=0
+    )
+
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "model.safetensors" in line]
+    mapped = [(int(first, 16), int(end, 16)) for first, end in ranges]
+    is_mapped = {
+        any(first <= param.data_ptr() < end for first, end in mapped)
+        for param in model.parameters()
+    }
+    assert is_mapped == {precision == "fp32"}

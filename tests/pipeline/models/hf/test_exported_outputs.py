@@ -1,0 +1,133 @@
+"""Exports have the trained outputs in plain `transformers`, alone and in padded batches."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from pipeline.config import FrozenModelConfig, LoraConfig
+from pipeline.data.batches import collate
+from pipeline.data.examples import Encoded
+from pipeline.demo.model import build_tokenizer
+from pipeline.export.onnx_file import positions_along
+from pipeline.models.adapters.lora import add_lora
+from pipeline.models.forward.forward import Policy, Scorer
+from pipeline.models.hf.export import export
+from pipeline.models.hf.load import load_causal_lm, load_classifier, load_tokenizer
+from pipeline.models.hf.padding import NEW_TOKEN
+from tests.families import saved, tiny_causal_lm, tiny_classifier
+
+END = "</s>"
+TEXTS = ["12 + 7?", "What is the capital of France?", "no"]
+CPU = torch.device("cpu")
+PAD_IS_END = {"pad_token": END}
+PAD = {"pad_token": "<pad>"}
+TIED = {"tie_word_embeddings": True}
+ALL = "all-linear"
+
+CASES: list[tuple[str, dict[str, Any], dict[str, str], str, tuple[str, ...]]] = [
+    ("llama", TIED, {**PAD_IS_END, "unk_token": "<unk>"}, "<unk>", ("embed_tokens", "q_proj")),
+    ("llama", TIED, {}, NEW_TOKEN, ("lm_head",)),
+    ("llama", {"tie_word_embeddings": False}, PAD, "<pad>", ("lm_head", "embed_tokens")),
+    ("qwen2", {}, PAD_IS_END, "<|endoftext|>", (ALL,)),  # biases; its tokenizer adds a token
+    ("qwen3", TIED, PAD, "<pad>", ()),
+    ("gemma3_text", TIED, PAD, "<pad>", ("lm_head", "q_proj")),  # scaled embeddings
+    ("phi3", {"pad_token_id": 3}, {"bos_token": "<s>"}, "<s>", (ALL,)),
+    ("mistral", {}, {}, NEW_TOKEN, ("embed_tokens",)),
+    ("gpt2", {}, {"bos_token": "<s>"}, "<s>", ("wte", "c_attn")),  # tied, transposed weights
+    ("gpt_neox", {"pad_token_id": None}, {}, NEW_TOKEN, (ALL,)),
+    ("opt", {}, PAD, "<pad>", ()),  # tied; positions from the mask
+]
+"""Family, settings, special tokens besides the end, the padding of the export, adapted modules."""
+
+
+def tokenizer_with(**tokens: str) -> PreTrainedTokenizerFast:
+    """The embedded tokenizer, of whose special tokens only these are left."""
+    backend = json.loads(build_tokenizer().backend_tokenizer.to_str()) | {"added_tokens": []}
+    backend = Tokenizer.from_str(json.dumps(backend))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, **tokens)
+
+
+def adapted(model: Any, targets: tuple[str, ...], task: Literal["causal", "classifier"]) -> Any:
+    """The model, with random adapters if there are targets."""
+    if not targets:
+        return model
+    model = add_lora(model, LoraConfig(rank=2, targets=targets), task=task, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, param in model.named_parameters():
+        if ".lora_" in name:
+            param.normal_(std=0.1, generator=generator)
+    return model.eval()
+
+
+def logprobs_of(logits: Tensor, rows: list[list[int]]) -> Tensor:
+    """Log-probabilities of all tokens but the first, from (B, T, V) without padding."""
+    each = (
+        logits[row, : len(ids) - 1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
+        for row, ids in enumerate(rows)
+    )
+    return torch.cat(list(each)).flatten()
+
+
+def batch_of(directory: Path, side: str, padding: str) -> dict[str, Tensor]:
+    """The texts by the tokenizer of the export."""
+    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side=side)
+    assert tokenizer.pad_token == padding
+    batch = tokenizer([text + END for text in TEXTS], add_special_tokens=False, padding=True)
+    return {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
+
+
+@pytest.mark.parametrize(("family", "settings", "tokens", "padding", "targets"), CASES)
+@pytest.mark.parametrize("task", ["causal", "classifier"])
+@torch.no_grad()
+def test_outputs_of_an_export_equal_the_trained_ones(
+    tmp_path: Path,
+    task: Literal["causal", "classifier"],
+    family: str,
+    settings: dict[str, Any],
+    tokens: dict[str, str],
+    padding: str,
+    targets: tuple[str, ...],
+) -> None:
+    start, out, is_lm = tmp_path / "start", tmp_path / "out", task == "causal"
+    tokenizer_with(**tokens).save_pretrained(start)
+    make, load = (tiny_causal_lm, load_causal_lm) if is_lm else (tiny_classifier, load_classifier)
+    config = FrozenModelConfig(path=saved(make(family, vocab_size=1280, **settings), start))
+    tokenizer = load_tokenizer(config)
+    targets = targets if is_lm else tuple(name for name in targets if name != "lm_head")
+    model: nn.Module = adapted(load(config, device=CPU), targets, task)
+    rows = [tokenizer(text + END, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    batch = collate([Encoded(row, [True] * len(row)) for row in rows])
+    expected = Policy(model)(batch).logprobs if is_lm else Scorer(model).final_scores(batch)
+
+    export(model, tokenizer, out)
+
+    auto = AutoModelForCausalLM if is_lm else AutoModelForSequenceClassification
+    again = auto.from_pretrained(out)
+    alone = [again(input_ids=torch.tensor([row])).logits for row in rows]
+    together = []
+    for side in ("left", "right"):
+        padded = batch_of(out, side, str(tokenizer.pad_token) if is_lm else padding)
+        logits = again(**padded, **positions_along(again, padded["attention_mask"])).logits
+        if is_lm:
+            kept = padded["attention_mask"].bool()
+            logits = torch.nn.utils.rnn.pad_sequence(
+                [row[mask] for row, mask in zip(logits, kept, strict=True)], batch_first=True
+            )
+        together.append(logprobs_of(logits, rows) if is_lm else logits.flatten())
+    if is_lm:
+        singly = [logprobs_of(each, [row]) for each, row in zip(alone, rows, strict=True)]
+    else:
+        singly = [logits.flatten() for logits in alone]
+    for found in (*together, torch.cat(singly)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,65 @@
+"""Loading: no dropout, heads of the right size, rows for new tokens, sentences for errors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config import FrozenModelConfig
+from pipeline.demo.model import build_tokenizer
+from pipeline.models.hf.load import (
+    add_tokens,
+    load_causal_lm,
+)
+from pipeline.system.errors import ModelError
+from tests.families import tiny_causal_lm
+
+CPU = torch.device("cpu")
+
+
+def test_new_tokens_get_rows_that_depend_on_the_seed_alone() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    models = [tiny_causal_lm("llama", vocab_size=len(tokenizer) - 2) for _ in range(3)]
+    known = models[0].get_input_embeddings().weight.clone()
+
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        torch.rand(seed)  # other random numbers were drawn before
+        add_tokens(model, tokenizer, seed=seed)
+
+    first, again, other = (model.get_input_embeddings().weight for model in models)
+    assert first.shape[0] == len(tokenizer)
+    assert torch.equal(first[:-2], known)
+    assert torch.equal(first, again)
+    assert not torch.equal(first[-2:], other[-2:])
+
+
+def test_a_pickle_is_loaded_only_where_the_user_allows_it(tmp_path: Path) -> None:
+    model = tiny_causal_lm("llama")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin, a pickle that can run code"):
+        load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU, seed=0)
+    allowed = FrozenModelConfig(path=str(tmp_path), allow_pickle=True)
+    loaded = load_causal_lm(allowed, device=CPU, seed=0)
+
+    for name, param in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), param)
+
+
+def test_a_pickle_that_runs_code_is_never_opened(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    tiny_causal_lm("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    attack = b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR."
+    (tmp_path / "pytorch_model.bin").write_bytes(attack)
+
+    for allowed in (False, True):
+        with pytest.raises(ModelError):
+            load_causal_lm(
+                FrozenModelConfig(path=str(tmp_path), allow_pickle=allowed), device=CPU, seed=0
+            )
+
+    assert not canary.exists()

@@ -1,0 +1,92 @@
+"""Tiny models with divided layers, and what they find of a few tokens."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pipeline.config import LoraConfig, TrainedModelConfig
+from pipeline.data.batches import TokenBatch, collate
+from pipeline.engine.engine import Engine
+from pipeline.engine.sharding.tensor_parallel import get_part, get_role
+from pipeline.models.adapters.lora import add_lora
+from pipeline.models.forward.forward import Policy
+from pipeline.models.forward.packing import how_to_run
+from pipeline.models.forward.vocab_parallel import LARGE
+from pipeline.models.parallel.tensor_parallel import cut_layers
+from pipeline.parallel.mesh import Mesh, current_mesh
+from tests.families import FAMILIES, VOCAB, random_rows, tiny_causal_lm
+from tests.pipeline.engine.inspection import get_gradients
+
+WITHOUT_PLAN = ("falcon", "gptj", "gpt_neo", "bloom")
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES if family not in WITHOUT_PLAN},
+    "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama, many words": ("llama", {"vocab_size": LARGE}),
+    "gpt2, many words, tied": ("gpt2", {"vocab_size": LARGE}),
+    "gemma2, many words, capped": ("gemma2", {"vocab_size": LARGE, "tie_word_embeddings": False}),
+}
+
+
+def batch(words: int) -> TokenBatch:
+    """A few tokens, an odd number, of all words."""
+    rows = random_rows((9, 14, 6))
+    spread = [[each * (words // VOCAB) for each in row.input_ids] for row in rows]
+    return collate([replace(row, input_ids=ids) for row, ids in zip(rows, spread, strict=True)])
+
+
+def adapted(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
+    """A model with adapters that have learned something."""
+    trained = add_lora(model, lora, task="causal", seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for param in trained.parameters():
+        if param.requires_grad:
+            param.data += 0.02 * torch.randn(param.shape, generator=generator)
+    return trained
+
+
+def learned(
+    family: str,
+    changes: dict[str, Any],
+    mesh: Mesh | None = None,
+    *,
+    sequence: bool = True,
+    dtype: torch.dtype = torch.float32,
+    lora: LoraConfig | None = None,
+) -> dict[str, Any]:
+    """The gradients of a loss, whole, by name; the norm; which parameters have which role."""
+    model = tiny_causal_lm(family, **changes)
+    nn.Module.to(model, dtype=dtype)
+    if how_to_run(model).packed:
+        model.set_attn_implementation("ragged")
+    trained = model if lora is None else adapted(model, lora)
+    mesh = mesh or current_mesh()
+    cut_layers(trained, mesh.tensor, sequence=sequence)
+    engine = Engine(
+        Policy(trained),
+        TrainedModelConfig(),
+        total_steps=1,
+        group=mesh.data,
+        parts=mesh.parts,
+        tensor=mesh.tensor,
+    )
+    rows = batch(model.config.vocab_size)
+    outputs = engine(rows, temperature=0.7, entropy=True)
+    loss = -outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()
+    engine.backward(loss)
+    params = dict(engine.model.named_parameters())
+    found: dict[str, Tensor] = {}
+    for name, gradient in get_gradients(engine).items():
+        part = get_part(params[name])
+        shares = engine.tensor.gather(gradient, what="a test")
+        found[name] = gradient if part is None else part.joined(shares)
+    roles: dict[str, set[str]] = {}
+    for name, param in params.items():
+        roles.setdefault(get_role(param), set()).add(name.split(".")[-2])
+    logits = Policy(trained).eval().logits(rows).sum().item()
+    norm = engine.step().grad_norm
+    return {"gradients": found, "norm": norm, "roles": roles, "loss": loss.item(), "logits": logits}

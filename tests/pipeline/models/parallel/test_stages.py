@@ -1,0 +1,58 @@
+"""A model split into stages equals the full one; one that can't be split is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.data.batches import TokenBatch
+from pipeline.models.forward.attention import RAGGED
+from pipeline.models.forward.forward import Policy
+from pipeline.models.forward.packing import how_to_run
+from pipeline.models.parallel.stages import StageModule, cut_stage
+from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
+
+PROJECTIONS = "opt with projections"
+"""As OPT 350m is: embeddings are narrower than hidden states, and norms come after the sums."""
+
+
+def make_model(family: str, blocks: int = 3) -> nn.Module:
+    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    own = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
+    changes = {name: blocks, **(own if family == PROJECTIONS else {})}
+    model = tiny_causal_lm(family.partition(" ")[0], **changes)
+    if how_to_run(model).packed:
+        model.set_attn_implementation(RAGGED)
+    return model.eval()
+
+
+def batch() -> TokenBatch:
+    ids = torch.randint(0, VOCAB, (16,), generator=torch.Generator().manual_seed(1))
+    return TokenBatch(ids, (9, 7), torch.arange(1, 16))
+
+
+@pytest.mark.parametrize("family", [*RAGGED_FAMILIES, PROJECTIONS])
+def test_stages_of_every_packed_family_say_what_the_whole_model_says(family: str) -> None:
+    whole = make_model(family)
+    with torch.no_grad():
+        expected = Policy(whole, kernels="off")(batch()).logprobs
+    names = {name for name, _ in whole.named_parameters()}
+
+    seen: list[str] = []
+    hidden: Tensor | None = None
+    for number in range(3):
+        part = copy.deepcopy(whole)
+        stage = cut_stage(part, number=number, blocks=[1, 1, 1])
+        seen += [name for name, _ in part.named_parameters()]
+        assert stage.is_first == (stage.inlet is None)
+        if stage.inlet is not None:
+            stage.inlet.received = hidden
+        with torch.no_grad():
+            if stage.is_last:
+                found = Policy(part, kernels="off")(batch()).logprobs
+            else:
+                hidden = StageModule(part, kernels="off")(batch())
+
+    assert torch.equal(found, expected)
+    assert sorted(seen) == sorted(names)  # each parameter once, under its own name

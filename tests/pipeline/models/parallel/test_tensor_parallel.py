@@ -1,0 +1,42 @@
+"""Two processes that compute each layer together find the gradients of one, parameter by name."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.parallel.mesh import cut_mesh
+from tests.distributed import run_ranks
+from tests.pipeline.models.parallel.parallel_models import VARIANTS, learned
+
+PARTIAL = {"qwen3": {"q_norm", "k_norm"}}
+"""Modules with whole weights of whose gradient each process finds a part."""
+
+SHARED = {"llama, one key head": {"k_proj", "v_proj"}}
+"""Modules with rows that both processes have."""
+
+
+def learned_together(names: tuple[str, ...], sequence: bool) -> dict[str, dict[str, Any]]:
+    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
+        return {name: learned(*VARIANTS[name], mesh, sequence=sequence) for name in names}
+
+
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.grid)])
+def test_two_processes_find_the_gradients_of_one_in_every_family(sequence: bool) -> None:
+    together, other = run_ranks(learned_together, tuple(VARIANTS), sequence)
+
+    for name, (family, changes) in VARIANTS.items():
+        alone, found = learned(family, changes), together[name]
+        assert found["gradients"].keys() == alone["gradients"].keys()
+        noise = 1e-6 * alone["norm"]  # which is all the gradient of keys' biases
+        for key, expected in alone["gradients"].items():
+            distance = (found["gradients"][key] - expected).norm()
+            assert distance <= 1e-5 * expected.norm() + noise, f"{name}: {key}"
+        for figure in ("norm", "loss", "logits"):
+            assert found[figure] == pytest.approx(alone[figure], rel=1e-5), f"{name}: {figure}"
+        partial = PARTIAL.get(name, set())
+        assert found["roles"].get("partial", set()) >= partial
+        assert sequence or found["roles"].get("partial", set()) == partial
+        assert found["roles"].get("shared", set()) == SHARED.get(name, set())
+        theirs = other[name]["gradients"]
+        assert all(torch.equal(found["gradients"][key], each) for key, each in theirs.items())
