@@ -68,10 +68,6 @@ def _describe(checkpoint: Checkpoint) -> Iterator[str]:
 
 def consolidate(words: Sequence[str]) -> None:
     """Write the model as a Hugging Face directory OUT; of step 3 the actor, or --model critic."""
-    from pipeline.models.hf.consolidate import consolidate as write
-    from pipeline.system.logs import configure_logging
-
-    configure_logging(is_main=True)
     model = None
     if len(words) == 4 and words[2] == "--model":
         *words, _, model = words
@@ -82,6 +78,10 @@ def consolidate(words: Sequence[str]) -> None:
     path, out = _checkpoints("consolidate", words[:1])[0], Path(words[1])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists; name a new directory")
+    from pipeline.models.hf.consolidate import consolidate as write
+    from pipeline.system.logs import configure_logging
+
+    configure_logging(is_main=True)
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     write(checkpoint, model or next(iter(checkpoint.state.get("models", {})), "model"), out)

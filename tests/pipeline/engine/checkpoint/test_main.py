@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.cli.options import run_main
 from pipeline.engine.checkpoint.__main__ import main
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from tests.pipeline.engine.checkpoint.saving import save
+from pipeline.engine.checkpoint.format import Fragment
+from tests.pipeline.engine.checkpoint.saving import save, writer
 
 FILE = "rank-00000-of-00001.safetensors"
 
@@ -48,3 +50,63 @@ def test_show_has_the_step_the_processes_and_the_tensors_of_each_kind(
     rows = (line.split() for line in shown.splitlines())
     tensors = [int(row[1]) for row in rows if len(row) == 4 and row[1].isdigit()]
     assert sum(tensors) == len(checkpoint.keys())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["verify"], "usage: python -m pipeline.engine.checkpoint verify DIR"),
+        (["show", "--all"], "usage: python -m pipeline.engine.checkpoint show DIR"),
+        (["show", "{}", "more"], "usage: python -m pipeline.engine.checkpoint show DIR"),
+        (["show", "{}/none"], "there is no directory {}/none"),
+        (["verify", "{}/empty"], "{}/empty is not a checkpoint and holds none"),
+        (["verify", "{}/step_00000002"], None),
+        (["consolidate", "{}"], "usage: python -m pipeline.engine.checkpoint consolidate DIR OUT"),
+        (["consolidate", "{}", "out", "--model"], "usage: python -m"),
+        (["consolidate", "{}", "{}/file"], "{}/file already exists; name a new directory"),
+        (["consolidate", "{}", "{}"], "{} already exists; name a new directory"),
+        (["consolidate", "{}", "{}/empty"], "{}/step_00000001 holds no"),
+    ],
+)
+def test_wrong_words_are_one_sentence(
+    words: list[str], sentence: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+
+    code = run(*(word.format(tmp_path) for word in words))
+
+    if sentence is None:  # a step that is not there is damaged
+        assert code == 1
+    else:
+        assert code == 2
+        assert f"error: {sentence.format(tmp_path)}" in capsys.readouterr().err
+
+
+def test_show_lists_all_kinds_with_their_sizes_and_shortens_long_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = writer(tmp_path)
+    saver.save_base("base-1", [Fragment("actor/frozen/a", 0, torch.zeros(3))])
+    pieces = [Fragment(f"actor/w/{name}", 0, torch.zeros(5)) for name in "ab"]
+    state = {"a": "x" * 58, "b": "x" * 59}
+    saver.save(1, [*pieces, Fragment("c", 0, torch.zeros(1000))], state, base="base-1")
+    saver.wait()
+
+    main(["show", str(tmp_path)])
+
+    shown = capsys.readouterr().out.splitlines()
+    assert "  frozen weights in base-1" in shown
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in shown
+        if len(line.split()) == 4 and "in" not in line.split()
+    }
+    assert rows == {
+        "kind": ["tensors", "elements", "bytes"],
+        "actor/frozen": ["1", "3", "12"],
+        "actor/w": ["2", "10", "40"],
+        "c": ["1", "1,000", "4,000"],
+    }
+    assert shown[-2:] == [f'  a: "{"x" * 58}"', f'  b: "{"x" * 55} ...']

@@ -1,8 +1,11 @@
 """Any number of processes reads a checkpoint, bit for bit."""
 
 import itertools
+import json
+import os
 import random
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import Columns, Fragment
+from pipeline.system.errors import CheckpointError
 from tests.pipeline.engine.checkpoint.saving import writer
 
 DTYPES = [
@@ -123,3 +127,67 @@ def test_columns_of_two_processes_are_read_as_one_tensor(tmp_path: Path) -> None
 
     assert checkpoint.numel("w") == 15
     assert torch.equal(out, matrix.view(-1)[3:14])
+
+
+def test_tensors_of_the_base_and_of_one_process_are_read_by_their_names(tmp_path: Path) -> None:
+    whole = torch.arange(12.0)
+    cuts = slice(0, 7), slice(7, 12)
+    own = [[Fragment(f"run/{rank}", 0, whole[cut])] for rank, cut in enumerate(cuts)]
+    bases = [[Fragment("base", cut.start, whole[cut])] for cut in cuts]
+    save_on_all(tmp_path, own, bases=bases)
+
+    for rank in range(3):  # the last one wrote no file
+        checkpoint = Checkpoint.open(tmp_path / "step_00000005", rank=rank)
+        assert checkpoint.keys() == ["run/0", "run/1", "base"]
+        assert checkpoint.nbytes == sum(file.stat().st_size for file in tmp_path.glob("*/rank*"))
+        found = checkpoint.read_prefix("run/")
+        assert list(found) == ["0", "1"] if rank == 2 else [str(rank)]
+        assert all(torch.equal(each, whole[cuts[int(name)]]) for name, each in found.items())
+        out = torch.empty(6, dtype=torch.float64)
+        checkpoint.read("base", 4, out)
+        assert out.tolist() == whole[4:10].tolist()
+        assert (checkpoint.numel("base"), checkpoint.read_prefix("none")) == (12, {})
+
+
+def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    save_on_all(tmp_path, [[Fragment("w", 2, torch.zeros(3))]])
+    checkpoint = Checkpoint.open(tmp_path / "step_00000005")
+
+    with pytest.raises(CheckpointError, match=r"holds no v$"):
+        checkpoint.read("v", 0, torch.empty(1))
+    with pytest.raises(CheckpointError, match="holds 2 of 4 elements of w from 0 on"):
+        checkpoint.read("w", 0, torch.empty(4))
+    os.truncate(tmp_path / "step_00000005" / "rank-00000-of-00001.safetensors", 70)
+    with pytest.raises(CheckpointError, match=r"safetensors can't be read"):
+        checkpoint.read("w", 2, torch.empty(3))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"format": 4}, "is not a manifest of format 3"),
+        ({"format": 3, "files": {"../x": {"nbytes": 1, "crc32": 1}}}, "names files outside"),
+        ({"format": 3, "files": {}, "base": "/base-1"}, "names files outside"),
+        ({"format": 3, "files": {"x": {}}}, "is not a manifest"),
+    ],
+)
+def test_a_manifest_that_is_not_one_is_refused(
+    content: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    content = {"step": 1, "base": None, "state": {}, **content}
+    crc32 = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    text = json.dumps({"crc32": crc32, "manifest": content})
+    (tmp_path / "manifest.json").write_text(text)
+
+    with pytest.raises(CheckpointError, match=sentence):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["a|b", "", "a\n"])
+def test_a_name_that_the_files_could_not_hold_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="is not a name"):
+        Fragment(key, 0, torch.zeros(1))
+    with pytest.raises(ValueError, match="must be flat"):
+        Fragment("a", 0, torch.zeros(1, 1))
+    with pytest.raises(ValueError, match="must be flat"):
+        Fragment("a", 0, torch.zeros(4)[::2])

@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import step_of, steps_in
-from pipeline.engine.checkpoint.history import RollbackRecord
+from pipeline.engine.checkpoint.history import RollbackRecord, candidates
 from pipeline.system import faults
-from pipeline.system.errors import CheckpointError
+from pipeline.system.errors import CheckpointError, ConfigError
 from tests.pipeline.engine.checkpoint.saving import (
     assert_holds,
     fragments,
@@ -102,6 +102,57 @@ def test_a_failure_on_any_rank_costs_one_save(rank: int, point: str, tmp_path: P
     assert codes == [0, 0]
     assert visible(tmp_path) == ["latest", "step_00000001", "step_00000003"]
     assert_holds(newest(tmp_path)[0], 3)
+
+
+def test_bases_that_no_checkpoint_names_are_deleted(tmp_path: Path) -> None:
+    saver = writer(tmp_path)
+    for number, step in enumerate((1, 2, 3, 4)):
+        saver.save_base(f"base-{number // 2}", fragments(0))
+        saver.save(step, fragments(step), {"step": step}, base=f"base-{number // 2}")
+    saver.wait()
+
+    assert visible(tmp_path) == ["base-1", "latest", "step_00000003", "step_00000004"]
+    saver.save(5, fragments(5), {}, base="base-0")
+    saver.wait()
+    assert saver.failure is not None
+    assert "the frozen weights base-0 are missing" in saver.failure
+    assert visible(tmp_path) == ["base-1", "latest", "step_00000003", "step_00000004"]
+
+
+def test_checkpoints_of_an_earlier_job_count_if_they_verify(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, job="earlier")
+    (tmp_path / STEP_2 / FILE).unlink()
+    (tmp_path / ".writing-step_00000003-earlier.3").mkdir()
+    (tmp_path / ".removing-step_00000001").mkdir()
+    saver = writer(tmp_path)
+    assert visible(tmp_path) == ["latest", "step_00000001", STEP_2]
+    saver.save(3, fragments(3), {"step": 3})
+    saver.wait()
+
+    assert visible(tmp_path) == ["latest", "step_00000001", STEP_2, "step_00000003"]
+    assert [step_of(path) for path in candidates(tmp_path)] == [3, 2, 1]
+    (tmp_path / "latest").write_text("step_00000002\n")
+    assert [step_of(path) for path in candidates(tmp_path)] == [2, 1, 3]
+
+
+def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep_last"):
+        writer(tmp_path, keep_last=1)
+    with pytest.raises(ValueError, match="can't be part"):
+        writer(tmp_path, job="a/b")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="can't be created"):
+        writer(tmp_path / "file" / "in it")
+    saver = writer(tmp_path)
+    with pytest.raises(ValueError, match="not a name of frozen weights"):
+        saver.save_base("step_00000001", [])
+    saver.save(1, [*fragments(1), *fragments(1)], {})
+    saver.wait()
+    assert "is saved twice" in str(saver.failure)
+    alone = writer(tmp_path, world_size=2, timeout_seconds=0.01)
+    alone.save(1, fragments(1), {})
+    alone.wait()
+    assert "rank 1 did not report within 0.01 seconds" in str(alone.failure)
 
 
 # --- damage ---------------------------------------------------------------------------------------
