@@ -108,8 +108,6 @@ class TokenFile:
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"token file {self.path} can't be read: {error}") from error
         self.documents = len(self.begins) - 1
-        if not self.documents or not len(self.ids):
-            raise DataError(f"{self.path} has no documents; pack it again")
 
     def __str__(self) -> str:
         return f"{self.path}: {self.documents:,} documents, {len(self.ids):,} tokens"
@@ -136,6 +134,8 @@ class TokenFile:
             raise DataError(f"{index} has documents that are not consecutive; copy it again")
         if bounds[-1] * self.dtype.itemsize != size:
             raise DataError(f"{index} does not match {data}; copy both again")
+        if not size:
+            raise DataError(f"{self.path} has no tokens; pack it again")
         self.begins = bounds[firsts]
         self._map = _map(data)
         self.ids = np.frombuffer(self._map, self.dtype)

@@ -90,3 +90,21 @@ def test_resume_keeps_finished_pieces_and_refuses_other_sources(tmp_path: Path) 
     bad.write_bytes(content)
     with pytest.raises(ConfigError, match="other source files"):
         packed(bad, tmp_path / "y", resume=True)
+
+
+def test_a_bad_row_is_named_by_its_line_in_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [json.dumps({"text": "x" * 90}), '{"txet": "l"}', "[1]", '{"text": "\\ud83d"}', "{"] * 9
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+
+    file = packed(tmp_path / "a.jsonl", tmp_path / "a", skip_bad_rows=True)
+
+    lines = [int(record.getMessage().split(":")[1]) for record in caplog.records]
+    assert lines == [number for number in range(1, 46) if number % 5 != 1]
+    assert read_texts(file) == ["x" * 90] * 9
+    assert file.origin is not None
+    assert (file.origin.bad_rows, file.dtype.itemsize) == (36, 2)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"x" * 999)[:-9])
+    with pytest.raises(DataError, match=r"b.jsonl.gz can't be read"):
+        packed(tmp_path / "b.jsonl.gz", tmp_path / "b")

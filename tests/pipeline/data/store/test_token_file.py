@@ -2,6 +2,7 @@
 
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from pipeline.data.store.__main__ import main
 from pipeline.data.store.token_file import TYPES, TokenFile
 from pipeline.demo.model import build_tokenizer
+from pipeline.system.errors import UserError
 from tests.pipeline.data.store.corpus import EOS, ORIGIN, write_tokens
 
 DOCUMENTS = [[1, 2, EOS], [EOS], [250, 7, 7, 7, EOS]]
@@ -112,3 +114,45 @@ def test_pack_and_show_use_the_tokenizer_of_a_directory(
     assert "c.tokens: 1 documents" in printed
     assert "SHA-256" in printed
     assert "sun and moon" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["show", "c", "--document", "3"], "--document must be 0 to 2, got 3"),
+        (["show", "c", "--document", "-1"], "--document must be 0 to 2, got -1"),
+        (["show", "bare", "--document", "0"], "does not name its tokenizer"),
+        (["show", "c", "--document", "2", "--tokenizer", "model"], "packed with another tokenizer"),
+        (["merge", "c", "other", "--out", "o"], "have different tokenizers"),
+        (["merge", "c", "c.bin", "--out", "c.idx"], "c already exists"),
+        (["shuffle", "c", "c", "--out", "o"], "shuffle takes one file, got 2"),
+        (["pack", "a.txt", "--tokenizer", "model", "--out", "o", "--workers", "0"], "--workers"),
+        (["pack", "a.txt", "--out", "o"], "--tokenizer; .* --help lists the options"),
+        (["pack", "none.txt", "--tokenizer", "model", "--out", "o"], "none.txt can't be packed"),
+        (["pack", "c.bin", "--tokenizer", "model", "--out", "o"], "c.bin can't be packed"),
+        (["pack", "a.txt", "--tokenizer", "model", "--out", "o"], "no row of a.txt .* has a text"),
+        (["show", "model"], "token file model can't be read"),
+        (["show", "empty"], "empty has no tokens"),
+        (["show", "version"], "unknown version 2 or token type 8"),
+        (["show", "type"], "unknown version 1 or token type 7"),
+    ],
+)
+def test_what_a_command_can_not_do_is_one_sentence(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build_tokenizer().save_pretrained("model")
+    Path("model", "config.json").write_text('{"model_type": "llama"}')
+    Path("a.txt").write_text(" \n")
+    write_tokens(Path("c"), DOCUMENTS)
+    write_tokens(Path("other"), DOCUMENTS, replace(ORIGIN, tokenizer_hash="0" * 64))
+    write_tokens(Path("bare"), DOCUMENTS, None)
+    write_megatron(Path("empty"), [[[]]], 8)
+    index = Path("c.idx").read_bytes()
+    for name in ("version", "type"):
+        Path(f"{name}.bin").write_bytes(Path("c.bin").read_bytes())
+    Path("version.idx").write_bytes(index[:9] + b"\2" + index[10:])
+    Path("type.idx").write_bytes(index[:17] + b"\7" + index[18:])
+
+    with pytest.raises(UserError, match=sentence):
+        main(words)

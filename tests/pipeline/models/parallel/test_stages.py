@@ -10,7 +10,8 @@ from pipeline.data.batches import TokenBatch
 from pipeline.models.forward.attention import RAGGED
 from pipeline.models.forward.forward import Policy
 from pipeline.models.forward.packing import how_to_run
-from pipeline.models.parallel.stages import StageModule, cut_stage
+from pipeline.models.parallel.stages import StageModule, cut_stage, find_blocks
+from pipeline.system.errors import ConfigError, ModelError
 from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
 
 PROJECTIONS = "opt with projections"
@@ -56,3 +57,33 @@ def test_stages_of_every_packed_family_say_what_the_whole_model_says(family: str
 
     assert torch.equal(found, expected)
     assert sorted(seen) == sorted(names)  # each parameter once, under its own name
+
+
+def test_a_family_that_runs_padded_is_not_cut() -> None:
+    with pytest.raises(ModelError, match=r"^falcon models run padded.*; set parallel.pp 1$"):
+        cut_stage(tiny_causal_lm("falcon"), number=0, blocks=[1, 1])
+
+
+@pytest.mark.parametrize(
+    ("stages", "given", "follows", "expected"),
+    [
+        (2, None, False, [3, 2]),
+        (5, None, False, [1] * 5),
+        (2, [4, 1], False, [4, 1]),
+        (2, [2, 4], True, [3, 2]),
+        (2, [4, 1], True, [4, 1]),
+        (6, None, False, "is more than the 5 blocks"),
+        (2, [3, 3], False, "partition 3 3 doesn't cut the model's 5 blocks into 2 stages"),
+        (2, [5], False, "partition 5 doesn't"),
+        (2, [5, 0], False, "partition 5 0 doesn't"),
+    ],
+)
+def test_blocks_are_given_or_balanced(
+    stages: int, given: list[int] | None, follows: bool, expected: list[int] | str
+) -> None:
+    model = make_model("llama", blocks=5)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            find_blocks(model, stages, given, follows=follows)
+    else:
+        assert find_blocks(model, stages, given, follows=follows) == expected
