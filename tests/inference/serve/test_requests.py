@@ -1,0 +1,228 @@
+"""What requests are refused for, echoes with log-probabilities, and ratings by HTTP."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from inference.ratings import RatingsFile, read_ratings
+from tests.inference.serve.serving import (
+    CHAT,
+    COMPLETIONS,
+    Running,
+    events,
+    get,
+    post,
+    request_bytes,
+    send,
+    serving,
+)
+from tests.inference.serve.test_openai_client import plain_copy
+
+CORS = "https://page.example"
+TURN = {"role": "user", "content": "Hi"}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{}]}
+ANSWERED = [TURN, {"role": "assistant", "content": "Yes"}]
+RATED = [{"model": "tiny", "text": text} for text in ("short", "longer")]
+PAIR: dict[str, Any] = {"kind": "pair", "messages": [TURN], "answers": RATED, "choice": 1}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(max_n=3, cors=(CORS,), max_tokens_default=5) as running:
+        running.state.ratings = RatingsFile(tmp_path_factory.mktemp("ratings") / "ratings.jsonl")
+        yield running
+
+
+def texts(server: Running, **fields: Any) -> list[str]:
+    answer = post(server, COMPLETIONS, {"prompt": "Hi", "temperature": 0, **fields})
+    assert answer.status == 200, answer.body
+    return [choice["text"] for choice in answer.json["choices"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [[5], []]}, "prompt"),
+        (COMPLETIONS, {"prompt": [100000]}, "prompt"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+        (COMPLETIONS, {"prompt": "Hi", "n": 4}, "n"),
+        (COMPLETIONS, {"prompt": ["Hi"] * 400, "n": 3}, "n"),
+        (COMPLETIONS, {"prompt": "Hi", "n": 2, "best_of": 3}, "best_of"),
+        (COMPLETIONS, {"prompt": "Hi", "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "Hi", "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        (COMPLETIONS, {"prompt": "Hi", "logit_bias": {"100000": 1}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "Hi", "logit_bias": {"-1": 1}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "Hi", "logit_bias": {"5": 101}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "Hi", "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"prompt": "Hi", "suffix": "x"}, "suffix"),
+        (COMPLETIONS, {"prompt": "Hi", "stop": ["x"] * 17}, "stop"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [TURN, CALLS, TURN]}, "messages"),
+        (CHAT, {"messages": ANSWERED}, "messages"),
+        (CHAT, {"messages": [TURN], "continue_final_message": True}, "messages"),
+        (
+            CHAT,
+            {"messages": ANSWERED, "continue_final_message": True, "add_generation_prompt": True},
+            None,
+        ),
+        (CHAT, {"messages": [TURN], "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "Hi", "messages": [TURN]}, "prompt"),
+        ("/detokenize", {"tokens": [100000]}, "tokens"),
+        ("/api/ratings", {**PAIR, "messages": ANSWERED}, None),
+        ("/api/ratings", {**PAIR, "answers": RATED[:1]}, None),
+        ("/api/ratings", {**PAIR, "kind": "thumb"}, None),
+        ("/api/ratings", {**PAIR, "kind": "thumb", "answers": RATED[:1], "choice": None}, None),
+        ("/api/ratings", {**PAIR, "tie": True}, None),
+        ("/api/ratings", {**PAIR, "edit": "x"}, None),
+        ("/api/ratings", {**PAIR, "kind": "edit", "answers": RATED[:1]}, None),
+    ],
+)
+def test_a_request_that_can_not_be_served_names_its_field(
+    server: Running, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    answer = post(server, path, body)
+
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert answer.error["type"] == "invalid_request_error"
+    assert len(answer.error["message"]) > len(param or "")
+
+
+def test_a_prompt_and_its_response_fill_the_context_at_most(server: Running) -> None:
+    served = server.state.models["tiny"]
+    prompt = [5] * (served.context - 3)
+
+    assert len(texts(server, prompt=prompt, max_tokens=3)) == 1
+    for length, tokens in (
+        (served.context - 3, 4),
+        (served.context, 1),
+        (served.context + 1, None),
+    ):
+        body = {"prompt": [5] * length, "max_tokens": tokens}
+        error = post(server, COMPLETIONS, body).error
+        assert error["code"] == "context_length_exceeded"
+    full = {"prompt": [5] * served.context, "max_tokens": 0, "echo": True}
+    assert post(server, COMPLETIONS, full).status == 200
+    assert post(server, COMPLETIONS, full | {"prompt": [5] * (served.context + 1)}).status == 400
+
+
+def test_the_length_of_a_response_is_as_asked_for_or_the_default(server: Running) -> None:
+    bias = {"logit_bias": {"40": 100}, "return_token_ids": True}
+
+    def lengths(path: str, **fields: Any) -> list[int]:
+        answer = post(server, path, {"temperature": 0, **bias, **fields}).json
+        rows = [choice["token_ids"] for choice in answer["choices"]]
+        assert {token for row in rows for token in row} == {40}
+        assert answer["usage"]["completion_tokens"] == sum(map(len, rows))
+        return list(map(len, rows))
+
+    assert lengths(COMPLETIONS, prompt=["Hi", "He"], n=3, best_of=3) == [16] * 6
+    assert lengths(COMPLETIONS, prompt="Hi", max_tokens=7, min_tokens=7) == [7]
+    assert lengths(CHAT, messages=[TURN]) == [5]
+    assert lengths(CHAT, messages=[TURN], max_tokens=3) == [3]
+    assert lengths(CHAT, messages=[TURN], max_tokens=3, max_completion_tokens=2) == [2]
+    answered = {"messages": ANSWERED, "max_tokens": 2}
+    assert lengths(CHAT, **answered, continue_final_message=True) == [2]
+    assert lengths(CHAT, **answered, add_generation_prompt=False) == [2]
+
+
+def test_an_echo_has_the_log_probabilities_of_transformers(server: Running) -> None:
+    served = server.state.models["tiny"]
+    prompt, fields = "The sun", {"max_tokens": 4, "echo": True, "logprobs": 2, "seed": 1}
+    ids = torch.tensor([served.encode_text(prompt)])
+    with torch.no_grad():
+        expected = plain_copy(served)(ids).logits.log_softmax(-1)[0, :-1]
+    alone, both = (
+        post(server, COMPLETIONS, {"prompt": prompt, **fields, "max_tokens": tokens}).json
+        for tokens in (0, 4)
+    )
+
+    counts = {name: count for name, count in alone["usage"].items() if isinstance(count, int)}
+    length = ids.shape[1]
+    assert counts == {"prompt_tokens": length, "completion_tokens": 0, "total_tokens": length}
+    (choice,), (longer,) = alone["choices"], both["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
+    assert longer["text"].startswith(prompt)
+    for logprobs in (choice["logprobs"], longer["logprobs"]):
+        own = [row[token].item() for row, token in zip(expected, ids[0, 1:], strict=True)]
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        assert logprobs["token_logprobs"][1:length] == pytest.approx(own, abs=1e-4)
+        top = [sorted(each.values())[::-1][:2] for each in logprobs["top_logprobs"][1:length]]
+        assert torch.tensor(top).allclose(expected.topk(2).values, atol=1e-4)
+        assert logprobs["text_offset"][:length] == [0, 0, 3]  # the first token is no text
+    assert len(longer["logprobs"]["tokens"]) == length + both["usage"]["completion_tokens"]
+    parts = events(post(server, COMPLETIONS, {"prompt": prompt, **fields, "stream": True}))
+    streamed = [part["choices"][0] for part in parts]
+    assert "".join(part["text"] for part in streamed) == longer["text"]
+    assert [n for part in streamed for n in part["logprobs"]["text_offset"]] == longer["logprobs"][
+        "text_offset"
+    ]
+
+
+def test_texts_become_token_ids_and_texts_again(server: Running) -> None:
+    served = server.state.models["tiny"]
+    text = post(server, "/tokenize", {"prompt": "The sun"}).json
+    dialogue = post(server, "/tokenize", {"messages": [TURN]}).json
+    closed = post(server, "/tokenize", {"messages": [TURN], "add_generation_prompt": False}).json
+
+    assert text["tokens"] == served.encode_text("The sun")
+    assert (text["count"], text["max_model_len"]) == (len(text["tokens"]), served.context)
+    assert dialogue["tokens"][: closed["count"]] == closed["tokens"]
+    assert dialogue["count"] > closed["count"]
+    back = post(server, "/detokenize", {"tokens": text["tokens"]}).json
+    assert back == {"prompt": "The sun"}
+
+
+def test_ratings_are_appended_counted_and_revoked(server: Running) -> None:
+    thumb = {**PAIR, "kind": "thumb", "answers": RATED[:1], "choice": 0}
+    edit = {**PAIR, "kind": "edit", "answers": RATED[:1], "choice": None, "edit": "better"}
+    tie = {**PAIR, "choice": None, "tie": True, "rater": "anna"}
+    names = [post(server, "/api/ratings", body).json["id"] for body in (PAIR, thumb, edit, tie)]
+
+    figures = get(server, "/api/ratings/summary").json
+    assert (figures["path"], figures["ratings"], figures["pairs"]) == ("ratings.jsonl", 4, 2)
+    assert figures["longer"] == 1.0
+    for expected in (200, 404):
+        name = names[0] if expected == 200 else "none"
+        assert post(server, "/api/ratings/undo", {"id": name}).status == expected
+    assert get(server, "/api/ratings/summary").json["ratings"] == 3
+    assert server.state.ratings is not None
+    lines = read_ratings(server.state.ratings.path)
+    assert [line["kind"] for line in lines] == ["pair", "thumb", "edit", "pair", "undo"]
+    assert [line["rater"] for line in lines] == ["", "", "", "anna", ""]
+    assert lines[0]["answers"][1]["text"] == "longer"
+
+
+def test_a_page_that_may_ask_is_told_so(server: Running) -> None:
+    asked = request_bytes(CHAT, method="OPTIONS", headers={"Origin": CORS})
+    preflight = send(server, asked)
+    answer = get(server, "/v1/models/tiny", Origin=CORS)
+
+    assert preflight.status == 204
+    for headers in (preflight.headers, answer.headers):
+        assert headers["access-control-allow-origin"] == CORS
+        assert headers["vary"] == "Origin"
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    assert answer.json["id"] == "tiny"
+    assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 1}, Origin=CORS).status == 200
+
+
+def test_what_a_server_lacks_is_not_found(server: Running) -> None:
+    views = get(server, "/api/server").json
+    assert views == {"models": [{"id": "tiny"}], "reward": False, "ratings": True, "watch": False}
+    assert get(server, "/api/watch").status == 404
+    assert get(server, "/no/path").status == 404
+    assert get(server, COMPLETIONS).status == 405
+    assert post(server, "/v1/score", {"messages": ANSWERED}).status == 404
+    assert post(server, COMPLETIONS, b"[]").status == 400
+    assert post(server, COMPLETIONS, b"{").status == 400
+    kept = server.state.ratings
+    server.state.ratings = None
+    try:
+        assert post(server, "/api/ratings", PAIR).status == 404
+    finally:
+        server.state.ratings = kept
