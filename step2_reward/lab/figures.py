@@ -262,7 +262,7 @@ def best_of(proxy: Sequence[float], gold: Sequence[float], n: int) -> tuple[floa
 
 def best_of_curve(
     proxies: Sequence[Sequence[float]], golds: Sequence[Sequence[float]]
-) -> list[dict[str, float]]:
+) -> list[dict[str, int | float]]:
     """Means over prompts of the best of n = 1, 2, 4, ..., N, of N samples for each prompt.
 
     Returns:
@@ -270,7 +270,7 @@ def best_of_curve(
         2020; Beirami et al. 2024, 2401.01879); proxy and gold.
     """
     most = min(map(len, proxies))
-    curve: list[dict[str, float]] = []
+    curve: list[dict[str, int | float]] = []
     for n in sorted({*(2**power for power in range(most.bit_length())), most}):
         best = [best_of(p, g, n) for p, g in zip(proxies, golds, strict=True)]
         proxy, gold = (sum(values) / len(best) for values in zip(*best, strict=True))

@@ -1,18 +1,22 @@
 """The laboratory's figures, by hand, by enumeration and on simulators of known bias."""
 
+import math
 from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from step2_reward.lab import sentences
 from step2_reward.lab.figures import (
     area_under_curve,
     best_of,
+    best_of_curve,
     calibrate,
     class_report,
     concordance,
     expected_error,
+    length_bias,
     make_bins,
     spearman,
 )
@@ -97,3 +101,35 @@ def test_the_best_of_n_is_the_mean_over_all_subsets() -> None:
             best.append((most, sum(ties) / len(ties)))
         expected = [sum(each) / len(best) for each in zip(*best, strict=True)]
         assert best_of(proxy, gold, n) == pytest.approx(expected)
+
+
+def test_the_curve_of_the_best_of_n_by_hand() -> None:
+    curve = best_of_curve([[1.0, 2.0, 3.0], [0.0, 1.0, 1.0]], [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
+
+    assert [each["n"] for each in curve] == [1, 2, 3]
+    assert [each["proxy"] for each in curve] == pytest.approx([4 / 3, (8 / 3 + 1) / 2, 2.0])
+    assert [each["gold"] for each in curve] == pytest.approx([1 / 2, (1 / 3 + 1 / 2) / 2, 1 / 4])
+    kl = [0.0, math.log(2) - 1 / 2, math.log(3) - 2 / 3]
+    assert [each["kl"] for each in curve] == pytest.approx(kl)
+    said = sentences._best_of({"best_of": curve})
+    assert said == [
+        "The best of 1 answers by its score is right 50.0 % of the time, against 50.0 % of one"
+        " answer; the best of 3, 25.0 %: beyond a KL of 0.00 nats the score rises and the truth"
+        " does not"
+    ]
+
+
+def test_the_bias_for_length_by_hand() -> None:
+    found = length_bias(
+        [
+            ([3.0, 1.0, 2.0], [9, 5, 5], [1.0, 0.0, 0.0]),  # the better one is longer, twice
+            ([1.0, 1.0], [4, 8], [1.0, 0.0]),  # and here shorter, with a tie of scores
+            ([0.0, 1.0], [7, 7], [0.0, 1.0]),  # and here as long
+        ]
+    )
+
+    assert (found["better_longer"]["value"], found["better_longer"]["count"]) == (1.0, 2)
+    assert (found["better_shorter"]["value"], found["better_shorter"]["count"]) == (0.5, 1)
+    assert (found["always_longer"], found["always_shorter"]) == (2.5 / 4, 1.5 / 4)
+    assert found["of_data"] == pytest.approx((1.0 - 1.0) / 2)
+    assert found["spearman"] == pytest.approx((math.sqrt(3) / 2 + 0.0) / 2)

@@ -1,6 +1,7 @@
 """Every kind of label: learned from its rows, exported for plain `transformers`, cut alike."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from inference.reward_model import load_scorer
 from pipeline.data.batches import collate
 from pipeline.data.chat.resolve_format import resolve_format
-from pipeline.data.examples import Encoded, Message
+from pipeline.data.examples import Encoded, Example, Message
 from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import UserError
 from step2_reward.config import RewardConfig
+from step2_reward.labels import detect_kind, resolve_labels, select_rows
 from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
@@ -126,3 +129,68 @@ def test_an_interrupted_run_goes_on_with_its_cutpoints_to_the_bit(
     train(replace(config, resume=True))
 
     assert json.loads((config.output_dir / "config.json").read_text())["cutpoints"] == whole
+
+
+def labelled(*labels: Any) -> list[Example]:
+    return [Example((), label=label, origin=f"line {n}") for n, label in enumerate(labels, 1)]
+
+
+def in_steps(*labels: float | None) -> Example:
+    return Example((), steps=("step",) * len(labels), step_labels=labels)
+
+
+TURN = (Message("assistant", "Yes"),)
+PAIR = Example((), TURN, TURN)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([PAIR, *labelled(1)], "pairs"),
+        ([PAIR, replace(PAIR, tie=True)], "ties"),
+        ([PAIR, in_steps(1.0)], "steps"),
+        (labelled(*range(20)), "classes"),
+        (labelled(*range(21)), "scalar"),
+        (labelled(0.5, 1), "scalar"),
+        (labelled("good", 1), "classes"),
+    ],
+)
+def test_the_kind_of_label_is_that_of_the_rows(rows: list[Example], expected: str) -> None:
+    assert detect_kind(RewardConfig(), rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "named"),
+    [
+        ({}, [PAIR], "no held-out row has a chosen and a rejected"),
+        ({"labels": "scalar"}, [PAIR], "no training row has a label that is a number"),
+        ({"loss": "mse"}, [PAIR, PAIR], "reward.loss mse does not learn from pairs"),
+        ({"labels": "ties"}, [PAIR, PAIR], "no training row is a tie"),
+        ({}, [in_steps(1.0, None), in_steps(0.0)], "all 1 labelled steps .* are right"),
+        ({}, [in_steps(0.4, 0.0), in_steps(1.0)], "all 2 labelled steps .* are wrong"),
+        ({"labels": "scalar"}, labelled("a", 1), "line 1: label must be a number"),
+        ({"labels": "scalar", "loss": "bce"}, labelled(1.5, 1), "line 1: label is 1.5"),
+        ({"labels": "scalar"}, labelled(2, 2, 3), "all 2 training rows have the label 2"),
+        ({}, labelled("a", "a", "b"), "all 2 training rows are of the class a"),
+        ({"class_list": ("a", "b")}, labelled("a", "c"), "line 2: label c is none of"),
+        ({"class_values": (1.0,)}, labelled("a", "b", "a"), "class_values has 1 numbers, and"),
+    ],
+)
+def test_labels_that_nothing_can_be_learned_from_are_refused(
+    settings: dict[str, Any], rows: list[Example], named: str
+) -> None:
+    with pytest.raises(UserError, match=named):
+        select_rows(RewardConfig(**settings), rows[:-1] or rows, rows[-1:] if rows[1:] else [])
+
+
+def test_classes_have_their_order_values_and_counts() -> None:
+    rows = labelled(True, False, True, True)
+    labels = resolve_labels(RewardConfig(), rows[:3], rows[3:])
+    numbers = resolve_labels(RewardConfig(labels="ordinal"), labelled(10, 9, 9), [])
+    scalar = resolve_labels(RewardConfig(labels="scalar"), labelled(1.0, 2.0, 3.0, 6.0), [])
+    ties = resolve_labels(RewardConfig(labels="ties"), [PAIR] * 3 + [replace(PAIR, tie=True)], [])
+
+    assert (labels.classes, labels.values, labels.counts) == (("false", "true"), (0.0, 1.0), (1, 2))
+    assert (numbers.classes, numbers.values, numbers.num_labels) == (("9", "10"), (9.0, 10.0), 1)
+    assert (scalar.mean, scalar.std, scalar.loss) == (3.0, math.sqrt(3.5), "mse")
+    assert (ties.tie_share, ties.loss) == (0.25, "rao_kupper")
