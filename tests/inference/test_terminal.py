@@ -56,6 +56,34 @@ def test_save_writes_the_messages_again_and_again_but_over_no_other_file(
     assert printed[-1].endswith("mine.txt exists; choose another name)")
 
 
+def test_commands_change_the_dialogue_and_its_settings(
+    enter: Type, conversation: Conversation
+) -> None:
+    printed = enter(
+        *("/system Be kind.", "Hi", "/reset", "/temperature 0.5", "/temperature x"),
+        *("/temperature -1", "/length 2", "/length 2.5", "/length 0", "/save", "/none", ""),
+    )
+
+    assert [message.content for message in conversation.messages] == ["Be kind."]
+    assert (conversation.sampling.temperature, conversation.sampling.max_new_tokens) == (0.5, 2)
+    assert [*printed[:1], *printed[-9:]] == [
+        "(new dialogue with this system message)",
+        "(new dialogue)",
+        "(temperature 0.5)",
+        "(temperature takes a number, not 'x')",
+        "(temperature must be 0 or above, got -1.0)",
+        "(max_new_tokens 2)",
+        "(max_new_tokens takes a whole number, not '2.5')",
+        "(max_new_tokens must be above 0, got 0)",
+        "(/save needs a file name)",
+        "There is no command /none; /help lists them.",
+    ]
+    assert len(printed) > 10  # the response in between
+    enter("/system", "Hi", "tell me " * 999, "/quit", "/length 9")
+    assert [message.role for message in conversation.messages] == ["user", "assistant"]
+    assert conversation.sampling.max_new_tokens == 2
+
+
 @pytest.mark.jobs
 def test_piped_lines_are_answered_and_the_command_succeeds() -> None:
     done = subprocess.run(
