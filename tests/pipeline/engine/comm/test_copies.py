@@ -44,15 +44,21 @@ SOME = [("fp32", 0, True), ("bf16", 1, False), ("bf16", 3, True), ("fp32", 3, Fa
 ALL = list(product(("fp32", "bf16", "fp16"), range(4), (True, False)))
 
 
-@pytest.mark.jobs
 @pytest.mark.parametrize(
-    "cases", [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.grid)]
+    ("cases", "several"),
+    [
+        pytest.param(SOME[1::2], (2,), id="two"),
+        pytest.param(SOME, (2, 4), id="some", marks=pytest.mark.jobs),
+        pytest.param(ALL, (2, 4), id="all", marks=pytest.mark.grid),
+    ],
 )
-def test_any_number_of_copies_ends_in_the_bits_of_one(cases: list[tuple[str, int, bool]]) -> None:
+def test_any_number_of_copies_ends_in_the_bits_of_one(
+    cases: list[tuple[str, int, bool]], several: tuple[int, ...]
+) -> None:
     expected = run_ranks(in_copies, 1, cases, world_size=4)[0]
 
     assert len({norms[0] for _, norms in expected}) > 1
-    for copies in (2, 4):
+    for copies in several:
         for found in run_ranks(in_copies, copies, cases, world_size=4):
             assert found == expected
 
