@@ -141,7 +141,6 @@ def complaint(argv: Sequence[str]) -> tuple[object, str]:
     return ended.value.code, written.getvalue()
 
 
-@pytest.mark.jobs
 def test_each_is_answered_with_the_thing_and_the_mend_and_nothing_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

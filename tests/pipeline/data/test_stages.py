@@ -1,5 +1,6 @@
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,24 @@ def test_step_3_sees_each_prompt_once(tmp_path: Path) -> None:
 
     assert len(prompts(data.train)) == len(set(prompts(data.train)))
     assert len(data.train) + len(data.eval) == 40
+
+
+def test_weights_are_the_shares_of_the_paths_and_repeat_no_row(tmp_path: Path) -> None:
+    evaluation = write(tmp_path / "eval.jsonl", pairs(4, "e"))
+    paths = [write(tmp_path / f"{name}.jsonl", pairs(40, name)) for name in "abc"]
+    all_in_step_1: dict[str, Any] = {"split": (1.0, 0.0, 0.0), "eval_path": (evaluation,)}
+
+    data = load(f"{paths[0]}:4", f"{paths[1]}:2", paths[2], **all_in_step_1)
+
+    rows = prompts(data.train)
+    assert len(set(rows)) == len(rows)
+    counts = Counter(prompt[0] for prompt in rows)
+    assert counts == {"a": 40, "b": 20, "c": 10}
+    assert sorted(prompts(data.eval)) == ["e0", "e1", "e2", "e3"]
+    assert [note.split(": ")[1] for note in data.notes if "by its weight" in note] == [
+        "20 of 40 rows, by its weight",
+        "10 of 40 rows, by its weight",
+    ]
+    assert prompts(load(*paths, **all_in_step_1).train).count("c0") == 1
+    few = load(f"{paths[0]}:1000", f"{paths[1]}:1", **all_in_step_1)
+    assert Counter(prompt[0] for prompt in prompts(few.train)) == {"a": 40, "b": 1}
