@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.cli.options import choose_command, read_files_command, run_main, say
+from pipeline.cli.options import choose_command, read_command, run_main, say
 from pipeline.data.rows.shapes import SCHEMA, UNDO
 from pipeline.files.durable import check_output, sync, write_output
 from pipeline.system.errors import ConfigError, DataError, require
@@ -238,9 +238,10 @@ def main(argv: Sequence[str]) -> None:
 
 def export_rows(words: Sequence[str]) -> None:
     """One row for each pair, by the majority of its raters, and for each correction."""
-    files, config = read_files_command(
-        ExportConfig, words, usage=USAGE, about=(export_rows.__doc__ or "").strip()
-    )
+    count = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    files, about = list(words[:count]), (export_rows.__doc__ or "").strip()
+    config = read_command(ExportConfig, words[count:], usage=USAGE, about=about)
+    require(len(files) > 0, f"a file is missing: {USAGE}")
     ratings = standing_ratings([rating for file in files for rating in read_ratings(Path(file))])
     rows, undecided = export(ratings, config.format)
     if not rows:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pipeline.config import (
     EMBEDDED,
@@ -14,11 +14,6 @@ from pipeline.config import (
     Workload,
 )
 from pipeline.system.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from pipeline.data.store.corpus import Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +75,3 @@ class PretrainConfig(StepConfig):
                 f"warm_start {self.warm_start} holds no checkpoints; give the directory of a run of"
                 " step 0, such as OUT/step0_pretrain, or its model alone as model.path"
             )
-
-    def reading(self, tokenizer: "PreTrainedTokenizerBase") -> "Reading":
-        """Settings for reading the corpus with this tokenizer.
-
-        Raises:
-            DataError: it has no fast form, or no end-of-sequence token.
-        """
-        from pipeline.data.store.corpus import make_reading
-
-        return make_reading(self.data, tokenizer, model=str(self.model.path))

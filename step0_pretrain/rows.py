@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from pipeline.data.batches import TokenBatch
-from pipeline.data.store.corpus import Corpus, open_corpus
 from pipeline.data.store.rows import MixedStream, TokenRow
 from pipeline.parallel.device import local_device
 from pipeline.run.training import local_parts
 from step0_pretrain.config import PretrainConfig
+from step0_pretrain.corpus import Corpus, Reading, open_corpus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> R
         DataError: there is no corpus, or it can't be used.
     """
     config.check_corpus()
-    reading = config.reading(tokenizer)
+    reading = Reading.for_model(config.data, tokenizer, model=str(config.model.path))
     corpus = open_corpus(reading, batch_size=config.batch_size, seed=config.seed)
     return Rows(tokenizer, corpus, corpus.stream.num_steps(config.epochs, config.max_steps))
 

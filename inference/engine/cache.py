@@ -6,13 +6,16 @@ S slots, M tokens of a slot, N tokens of a pass, B sequences, G key heads, H que
 head sizes.
 """
 
+import ctypes
 import math
+import mmap
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
@@ -26,12 +29,13 @@ from pipeline.kernels.decode_attention import (
     prepare,
     sequence_attention,
 )
-from pipeline.models.forward.attention import KEY_BLOCK, continued_attention, round_up
-from pipeline.models.forward.forward import kv_bytes_per_token, num_key_heads
-from pipeline.system.torch_process import zeros_in_huge_pages
+from pipeline.models.forward.attention import KEY_BLOCK, leave_out_cudnn, round_up
 
 FEW = 24
 """Length of a piece up to which the decoding kernel is faster than the sequence kernel."""
+
+HUGE_PAGE = 2 * 2**20
+"""Bytes. With ordinary pages a core looks up the address of every 4 KiB that it reads."""
 
 
 def slot_width(capacity: int) -> int:
@@ -40,9 +44,13 @@ def slot_width(capacity: int) -> int:
 
 
 def slot_bytes(model: PreTrainedModel, capacity: int) -> int:
-    """Memory of a slot of this process."""
-    heads = kv_heads_here(model) or num_key_heads(model)
-    return kv_bytes_per_token(model, key_heads=heads) * slot_width(capacity)
+    """Memory of a slot of this process: keys and values of all layers."""
+    settings = model.config.get_text_config()
+    heads, all_heads = kv_heads_here(model), settings.num_attention_heads
+    heads = heads or getattr(settings, "num_key_value_heads", None) or all_heads
+    size = getattr(settings, "head_dim", None) or settings.hidden_size // all_heads
+    of_token = 2 * settings.num_hidden_layers * heads * size * model.dtype.itemsize
+    return of_token * slot_width(capacity)
 
 
 class SlotCache(Cache):
@@ -318,3 +326,48 @@ class Pieces:
                 sliding_window=sliding_window,
             )
         return attended
+
+
+def continued_attention(
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 G M D"],
+    value: Float[Tensor, "1 G M E"],
+    *,
+    first: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Float[Tensor, "1 T H E"]:
+    """Attention of the tokens from position `first` of their sequence, whose prefix is cached.
+
+    Keys and values begin with those of all tokens; later ones are not seen, and must be finite.
+    """
+    end = first + query.shape[2]
+    shared_by = query.shape[1] // key.shape[1]
+    key, value = key[:, :, :end], value[:, :, :end]
+    if shared_by > 1:
+        key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
+    positions = torch.arange(first, end, device=query.device)[:, None]
+    distance = positions - torch.arange(end, device=query.device)[None, :]
+    mask = distance >= 0
+    if sliding_window is not None:
+        mask &= distance < sliding_window
+    leave_out_cudnn(query)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return attended.transpose(1, 2)
+
+
+def zeros_in_huge_pages(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
+    """Zeros with the dtype and device of `like`, on a CPU in pages of 2 MiB where possible.
+
+    The advice precedes the first write, which is when the system decides.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    tensor = like.new_empty(shape)
+    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
+        start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        size = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE - start
+        if size > 0:  # a refusal changes nothing
+            advise = ctypes.CDLL(None).madvise
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return tensor.zero_()

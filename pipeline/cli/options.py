@@ -310,21 +310,6 @@ def read_command(
         raise ConfigError(f"{_as_option(setting) if setting in names else name} {rest}") from None
 
 
-def read_files_command(
-    config_class: type[C], argv: Sequence[str], *, usage: str, about: str
-) -> tuple[list[str], C]:
-    """The words before the first option, which name files, and the settings after them.
-
-    Raises:
-        ConfigError: no file is named, or as `read_command`.
-    """
-    count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    config = read_command(config_class, argv[count:], usage=usage, about=about)
-    if not count:
-        raise ConfigError(f"a file is missing: {usage}")
-    return list(argv[:count]), config
-
-
 def choose_command(
     commands: Mapping[str, C], argv: Sequence[str], help_text: Callable[[], str]
 ) -> tuple[C, Sequence[str]]:

@@ -1,16 +1,12 @@
 """PyTorch's settings in this process: threads, allocators, rounding, random numbers."""
 
-import ctypes
-import mmap
 import os
 import random
-import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
 from torch import Tensor
 
 from pipeline.system.errors import ConfigError
@@ -22,9 +18,6 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that configure the allocator."""
 
 EXPANDABLE = "expandable_segments:True"
-
-HUGE_PAGE = 2 * 2**20
-"""Bytes. With ordinary pages a core looks up the address of every 4 KiB that it reads."""
 
 
 def set_compute_threads(number: int | None) -> None:
@@ -57,23 +50,6 @@ def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) 
     if torch.cuda.is_available():  # which may have read the environment already
         torch._C._accelerator_setAllocatorSettings(EXPANDABLE)  # noqa: SLF001
     return True
-
-
-def zeros_in_huge_pages(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
-    """Zeros with the dtype and device of `like`, on a CPU in pages of 2 MiB where possible.
-
-    The advice precedes the first write, which is when the system decides.
-    """
-    if like.device.type != "cpu":
-        return like.new_zeros(shape)
-    tensor = like.new_empty(shape)
-    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
-        start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-        size = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE - start
-        if size > 0:  # a refusal changes nothing
-            advise = ctypes.CDLL(None).madvise
-            advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return tensor.zero_()
 
 
 @contextmanager

@@ -382,17 +382,3 @@ def cache_name(model: nn.Module) -> Literal["cache", "past_key_values"]:
     """
     names = inspect.signature(base_model(model).forward).parameters
     return "cache" if "cache" in names else "past_key_values"
-
-
-def num_key_heads(model: PreTrainedModel) -> int:
-    """Heads of keys in each layer of the whole model."""
-    settings = model.config.get_text_config()
-    return getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
-
-
-def kv_bytes_per_token(model: PreTrainedModel, *, key_heads: int) -> int:
-    """Bytes of one token's keys and values in all layers, for this number of local heads."""
-    settings = model.config.get_text_config()
-    head_size = getattr(settings, "head_dim", None)
-    head_size = head_size or settings.hidden_size // settings.num_attention_heads
-    return 2 * settings.num_hidden_layers * key_heads * head_size * model.dtype.itemsize

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.config import TextDataConfig
-from pipeline.data.store.corpus import Corpus, Reading, open_corpus
 from pipeline.data.store.rows import MixedStream, Windows
 from pipeline.data.store.token_file import TokenFile
+from step0_pretrain.corpus import Corpus, Reading, open_corpus
 from tests.pipeline.data.store.corpus import EOS, byte_vocabulary, write_tokens
 
 VOCABULARY = byte_vocabulary()

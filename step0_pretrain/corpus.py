@@ -1,0 +1,162 @@
+"""The corpus of step 0: rows for training and for evaluation, from token files."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+from typing import TYPE_CHECKING
+
+from pipeline.config import TextDataConfig
+from pipeline.data.store.corpus import CorpusPath, HeldOut, document_hash, find_paths
+from pipeline.data.store.rows import MixedStream, TokenRow, Windows
+from pipeline.data.store.token_file import TokenFile, Vocabulary, read_vocabulary
+from pipeline.system.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LOOKED_AT = 2**20
+"""Documents of a file among which those for evaluation are searched."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Settings for reading a corpus for a model."""
+
+    data: TextDataConfig
+    vocabulary: Vocabulary
+    bos: int | None
+    """Token that the tokenizer puts before a text; None if it does not."""
+
+    @classmethod
+    def for_model(
+        cls, data: TextDataConfig, tokenizer: "PreTrainedTokenizerBase", *, model: str
+    ) -> "Reading":
+        """The settings for reading a corpus with the tokenizer of a model.
+
+        Raises:
+            DataError: it has no fast form, or no end-of-sequence token.
+        """
+        vocabulary = read_vocabulary(tokenizer, model)
+        first, *_ = tokenizer.encode("a")
+        return cls(data, vocabulary, first if first == tokenizer.bos_token_id else None)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Rows of step 0, for training and for evaluation."""
+
+    files: Sequence[Windows]
+    stream: MixedStream
+    eval_rows: Sequence[TokenRow]
+    held_out: HeldOut
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the tokens and the mixture."""
+        described = [
+            [rows.file.fingerprint(), len(rows), weight]
+            for rows, weight in zip(self.files, self.stream.weights, strict=True)
+        ]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each file."""
+        total = sum(self.stream.weights)
+        return [
+            f"{rows.file}, {len(rows):,} rows of up to {rows.room}, {weight / total:.1%} of the mix"
+            for rows, weight in zip(self.files, self.stream.weights, strict=True)
+        ]
+
+    def next_rows(self) -> list[TokenRow]:
+        """Rows of the next global batch, including held-out documents."""
+        for rows in self.files:
+            rows.file.release()  # so that memory does not grow with what was read
+        return [self.files[file][row] for file, row in next(self.stream)]
+
+
+def open_corpus(reading: Reading, *, batch_size: int, seed: int) -> Corpus:
+    """Open the corpus.
+
+    Raises:
+        DataError: a file can't be used, has another tokenizer, or nothing is left to train on.
+    """
+    data = reading.data
+    paths = find_paths(data)
+    opened = [_open(path, reading) for path in paths]
+    files = [rows for of_path in opened for rows in of_path]
+    # The weight of a path is divided by rows; without any weights, each row counts the same.
+    weighted = any(path.weight is not None for path in paths)
+    weights: list[float] = []
+    for path, of_path in zip(paths, opened, strict=True):
+        total = sum(map(len, of_path))
+        weight = (1.0 if path.weight is None else path.weight) if weighted else total
+        weights += [weight * len(rows) / total for rows in of_path]
+    eval_rows, held_out = _hold_out(files, weights, data)
+    stream = MixedStream([len(rows) for rows in files], weights, batch_size=batch_size, seed=seed)
+    return Corpus(files, stream, eval_rows, held_out)
+
+
+def _open(path: CorpusPath, reading: Reading) -> list[Windows]:
+    files = [TokenFile(name) for name in path.files]
+    vocabulary = reading.vocabulary
+    for file in files:
+        if file.origin is not None:
+            fits = file.origin.tokenizer_hash == vocabulary.hash
+        else:
+            fits = all(
+                not len(ids) or 0 <= ids.min() <= ids.max() < vocabulary.size
+                for ids, _ in file.chunks()
+            )
+        if not fits:
+            raise DataError(
+                f"{file.path} was packed with another tokenizer than {vocabulary.name}; pack the"
+                f" text again with --tokenizer {vocabulary.name}"
+            )
+    return [Windows(file, reading.data.max_length, reading.bos) for file in files]
+
+
+def _hold_out(
+    files: Sequence[Windows], weights: Sequence[float], data: TextDataConfig
+) -> tuple[list[TokenRow], HeldOut]:
+    """Rows of held-out documents, from each file by its weight.
+
+    If no document has a draw up to `eval_fraction`, as in a small corpus, the smallest is taken.
+    """
+    most, total = data.max_eval_rows, sum(weights)
+    counts = [max(1, round(most * weight / total)) for weight in weights]
+    draws = [_smallest_draws(rows, count, data) for rows, count in zip(files, counts, strict=True)]
+    up_to = max(data.eval_fraction, min(number for of_file in draws for number in of_file.values()))
+    eval_rows: list[TokenRow] = []
+    num_chosen = 0
+    for rows, count, of_file in zip(files, counts, draws, strict=True):
+        documents = [document for document, number in of_file.items() if number <= up_to]
+        eval_rows += islice(rows.of_documents(documents), count)
+        num_chosen += len(documents)
+    if num_chosen == sum(rows.file.documents for rows in files):
+        names = " ".join(str(rows.file.path) for rows in files)
+        raise DataError(
+            f"{names}: all documents would be held out for evaluation; give more documents"
+        )
+    return eval_rows[:most], HeldOut(seed=data.seed, up_to=up_to)
+
+
+def _smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
+    """Draws of held-out documents that fill `count` rows, and the smallest of those looked at."""
+    file, missing, held_out = rows.file, count * rows.room, HeldOut(seed=data.seed)
+    looked_at = min(file.documents, LOOKED_AT)
+    draws: dict[int, float] = {}
+    for document in Random(f"{data.seed} evaluation").sample(range(file.documents), looked_at):
+        number = held_out.draw(document_hash(file, document))
+        if number <= data.eval_fraction or number <= min(draws.values(), default=1.0):
+            draws[document] = number
+        if number <= data.eval_fraction:
+            start, end = file.span(document)
+            missing -= end - start
+        if missing <= 0:
+            break
+    file.release()
+    return draws
