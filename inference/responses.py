@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,7 +18,9 @@ from inference.settings import Sampling
 from inference.text import continuation, plain_text
 from pipeline.data.chat.chat_format import end_ids
 from pipeline.data.chat.resolve_format import resolve_format
-from pipeline.data.examples import Message, Role
+from pipeline.data.examples import Message
+from pipeline.data.rows.columns import LeftOut, turns, with_tools
+from pipeline.data.rows.sources import Row
 from pipeline.models.forward.forward import context_length
 from pipeline.system.errors import DataError
 from pipeline.system.logs import Progress
@@ -80,7 +82,7 @@ def parse_prompt(line: str, *, origin: str) -> Prompt:
         raise DataError(f'{origin} must be an object with either "prompt" or "messages"')
     columns = {name: value for name, value in row.items() if name not in ("prompt", "messages")}
     if "messages" in row:
-        messages = parse_messages(row["messages"], origin=origin)
+        messages = parse_messages(row, origin=origin)
         return Prompt(row["messages"], messages, None, origin, columns)
     text = row["prompt"]
     if not isinstance(text, str):
@@ -88,27 +90,19 @@ def parse_prompt(line: str, *, origin: str) -> Prompt:
     return Prompt(text, (Message("user", text),), text, origin, columns)
 
 
-def parse_messages(value: object, *, origin: str) -> tuple[Message, ...]:
-    """Parse messages: objects with `role` and `content`.
+def parse_messages(row: Mapping[str, Any], *, origin: str) -> tuple[Message, ...]:
+    """Parse `messages`, and `tools` if there are any, in the forms of training rows.
 
-    The last one is the user's, or the beginning of the response.
+    The last message is the user's or a tool's, or the beginning of the response.
     """
-    roles = get_args(Role)
-    turns = value if isinstance(value, list) else []
-    messages = tuple(
-        Message(turn["role"], turn["content"])
-        for turn in turns
-        if isinstance(turn, Mapping)
-        and turn.get("role") in roles
-        and isinstance(turn.get("content"), str)
-    )
-    if not messages or len(messages) < len(turns):
-        raise DataError(
-            f'{origin}: "messages" must be a list of objects with a "role" ({", ".join(roles)})'
-            ' and a text "content"'
-        )
-    if messages[-1].role == "system" or all(each.role != "user" for each in messages):
+    try:
+        messages = with_tools(Row(row, origin), turns(Row(row, origin), "messages"))
+    except LeftOut as reason:
+        raise DataError(f"{origin}: a dialogue {reason} can't be continued") from None
+    if not messages or messages[-1].role == "system" or messages[-1].calls:
         raise DataError(f"{origin}: the last message must be the user's, or continue an answer")
+    if all(each.role != "user" for each in messages):
+        raise DataError(f"{origin}: no message is the user's")
     return messages
 
 

@@ -1,12 +1,13 @@
 """The common form of rows of all shapes."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn under which rows, and chat templates, have the reasoning."""
@@ -28,9 +29,19 @@ class Message:
     prefill: str = ""
     """Beginning of `content` that the prompt has already: it is read and not learned."""
 
+    keys: str = ""
+    """Further keys for the template, as a JSON object: the `tools` of a dialogue on its first turn,
+    `tool_calls` of the assistant, `name` and `tool_call_id` of a tool."""
+
+    @property
+    def calls(self) -> list[Any]:
+        """Calls of tools, in the form of `tool_calls`."""
+        return json.loads(self.keys or "{}").get("tool_calls", [])
+
     def __repr__(self) -> str:
-        # Rows are ordered by it: a turn without reasoning keeps its place.
+        # Rows are ordered by it: a turn without reasoning and tools keeps its place.
         rest = f", reasoning={self.reasoning!r}" if self.reasoning else ""
+        rest += f", keys={self.keys!r}" if self.keys else ""
         return (
             f"Message(role={self.role!r}, content={self.content!r}, trained={self.trained!r}{rest})"
         )

@@ -101,7 +101,7 @@ def _print_row(
     """Print a row as it was read, and each of its dialogues with the trained tokens marked."""
     for name in ("prompt", "chosen", "rejected"):
         for message in getattr(example, name):
-            text = " ".join(message.content.split())
+            text = " ".join((message.content or message.keys).split())
             shown = text if len(text) <= 80 else text[:77] + "..."
             say(f"  {name:8} {message.role:9} {shown}")
     for name, full in encoded.items():

@@ -13,6 +13,7 @@ from inference.generate import main
 from inference.generation import Response
 from inference.responses import Prompt, Responder, TextResponse, read_prompts, write_responses
 from inference.settings import Sampling
+from pipeline.data.examples import Message
 from pipeline.models.hf.load import load_for_inference
 from pipeline.system.errors import DataError
 from tests.pipeline.export.models import save_embedded
@@ -66,6 +67,21 @@ def test_the_command_answers_in_the_order_of_the_input(tmp_path: Path) -> None:
             assert 1 <= len(ids) == len(logprobs) <= 5
             assert all(logprob <= 0 for logprob in logprobs)
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_messages_are_read_as_in_training_rows(tmp_path: Path) -> None:
+    given = {
+        "messages": [{"from": "human", "value": "Q"}, {"from": "observation", "value": "22"}],
+        "tools": [{"name": "weather"}],
+    }
+    (prompt,) = read_prompts(write(tmp_path / "in.jsonl", [given]))
+
+    tools = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
+    assert prompt.messages == (
+        Message("user", "Q", keys=json.dumps(tools)),
+        Message("tool", "22"),
+    )
+    assert prompt.given == given["messages"]
 
 
 def test_a_killed_run_goes_on_from_its_last_whole_line(
@@ -145,10 +161,12 @@ def test_a_response_ends_where_that_of_plain_generate_does(
         ("[]", 'line 2 must be an object with either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', "line 2 must be an object with either"),
         ('{"prompt": 3}', 'line 2: "prompt" must be text'),
-        ('{"messages": []}', 'line 2: "messages" must be a list of objects'),
-        ('{"messages": [{"role": "bot", "content": "x"}]}', "(system, user, assistant)"),
+        ('{"messages": []}', "line 2: the last message must be the user's"),
+        ('{"messages": [{"role": "cook", "content": "x"}]}', "line 2: a turn in messages must be"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: no message is the user"),
         (
-            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls":'
+            ' [{"name": "a"}]}]}',
             "line 2: the last message must be the user's, or continue an answer",
         ),
     ],

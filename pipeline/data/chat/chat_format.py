@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipeline.data.examples import REASONING, Encoded, Message
 from pipeline.system.errors import ConfigError, DataError, ModelError
@@ -92,10 +93,16 @@ END_OF_THINK = "\n</think>\n\n"
 _OPENED = re.compile(r"<think>(?P<space>\s*)\Z")
 _BLOCK = re.compile(r"(<think>\s*)?(</think>\s*)?\Z")
 _EMPTY = re.compile(r"\s*<think>\s*</think>")
-"""A thinking block that a generation prompt opens, or an empty one too, at its end; an empty one at
-the beginning of a turn."""
+_LEADING = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
+"""A thinking block that a generation prompt opens, or an empty one too, at its end; an empty one,
+or any, at the beginning of a turn."""
 
+UNSTABLE = (
+    " once more turns follow, so a prompt would not be trained on as it is generated from; choose"
+    " another --format"
+)
 LOST_TEXT = "leaves out a part of the response, which is trained as given behind the prompt"
+LOST_BESIDE_CALLS = "leaves out the text or reasoning beside calls of tools, which is not trained"
 LOST_REASONING = "has no place for reasoning, which is left out; write it into the content"
 LOST_HISTORY = (
     "renders an answer otherwise once more turns follow (it leaves thinking out, say); such an"
@@ -104,6 +111,18 @@ LOST_HISTORY = (
 
 PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
 PROBE_RESPONSE = Message("assistant", "Four.")
+
+_SIX = {"type": "object", "properties": {"six": {"type": "string", "description": "Six."}}}
+_PROBE = {"name": "probefive", "description": "Five.", "parameters": {**_SIX, "required": ["six"]}}
+_TOOL = {"type": "function", "function": _PROBE}
+_CALL = {"name": "probefive", "arguments": {"six": "Seven."}}
+_CALLING = json.dumps({"tool_calls": [{"id": "probefive", "type": "function", "function": _CALL}]})
+PROBE_CALL = (
+    Message("user", "One?"),
+    Message("assistant", "", keys=_CALLING),
+    Message("tool", "Nine.", keys='{"name": "probefive", "tool_call_id": "probefive"}'),
+)
+NO_TOOLS = "; leave out rows with tools, or choose another --format"
 
 
 @dataclass(frozen=True)
@@ -179,19 +198,34 @@ class ChatFormat:
         return cls is not None and cls == self.tokenizer.bos_token_id and adds_bos(self.tokenizer)
 
     def render(self, messages: Messages, *, generation_prompt: bool) -> str:
-        """The text of a dialogue, as `apply_chat_template` gives it."""
+        """The text of a dialogue, as `apply_chat_template` gives it.
+
+        Raises:
+            DataError: the template can't render it, or has no place for the tools in it.
+        """
+        tools = json.loads(messages[0].keys or "{}").get("tools")
+        if tools and not self._takes_tools:
+            raise DataError(f"{self.title} ignores `tools`{NO_TOOLS}")
+        calls = any(message.calls or message.role == "tool" for message in messages)
+        form = self._call_form if calls else _TEXT_FORM
+        return self._render(messages, tools, form, generation_prompt=generation_prompt)
+
+    def _render(
+        self,
+        messages: Messages,
+        tools: list[Any] | None,
+        form: "_CallForm",
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
         import jinja2
 
         folded = messages if self.system_slot else _fold_system(messages)
-        turns = [
-            {"role": message.role, "content": message.content}
-            | (dict.fromkeys(REASONING, message.reasoning) if message.reasoning else {})
-            for message in folded
-        ]
         try:
             text = self.tokenizer.apply_chat_template(
-                turns,
+                [form.turn(message) for message in folded],
                 chat_template=self.template,
+                tools=tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
@@ -207,6 +241,25 @@ class ChatFormat:
                 " fix the template, choose another --format, or leave such dialogues out"
             ) from error
         return str(text)
+
+    @cached_property
+    def _takes_tools(self) -> bool:
+        return _PROBE["name"] in self._render(PROBE_PROMPT[:1], [_TOOL], _TEXT_FORM)
+
+    @cached_property
+    def _call_form(self) -> "_CallForm":
+        """How the template reads calls of tools: the first form that it renders whole."""
+        wrong = ("None", str(_CALL["arguments"]))  # what Python prints, and models should not
+        for null_content, json_arguments in product((True, False), (False, True)):
+            form = _CallForm(null_content, json_arguments)
+            try:
+                text = self._render(PROBE_CALL, None, form)
+            except DataError:
+                continue
+            has_parts = all(part in text for part in (_CALL["name"], "Seven.", "Nine."))
+            if has_parts and not any(part in text for part in wrong):
+                return form
+        raise DataError(f"{self.title} has no place for calls of tools{NO_TOOLS}")
 
     def segments(self, messages: Messages, origin: str = "") -> list[Segment]:
         """The text of a dialogue, cut where assistant turns begin and end.
@@ -238,7 +291,7 @@ class ChatFormat:
             turn = self._turn(so_far, prompt)
             body = turn.removesuffix(self._end_of_turn)
             self._common(messages[: at + 1], prompt, text)
-            if not text.startswith(prompt + body):
+            if not turn or not text.startswith(prompt + body):
                 if message.trained:
                     self._report(origin, LOST_HISTORY)
                 continue
@@ -276,11 +329,19 @@ class ChatFormat:
         It is the template's where that keeps the turn's text behind `prompt`, the text of the turns
         before it with the generation prompt, and the response as given where it doesn't.
 
+        Empty for calls of tools that the template writes otherwise behind this prompt.
+
         Raises:
-            DataError: the template isn't stable, or closes the thinking of a row in its prompts.
+            DataError: the template isn't stable, leaves out calls of tools, or closes the thinking
+                of a row in its prompts.
         """
         text = self.render(messages, generation_prompt=False)
-        message = messages[-1]
+        *before, message = messages
+        without_block = _BLOCK.sub("", prompt, count=1)
+        plain = [_without_thinking(turn) for turn in before]
+        if not text.startswith(without_block) and plain != before:
+            # It leaves out earlier thinking here, and not in the prompt; the turn is the same.
+            return self._turn([*plain, message], self.render(plain, generation_prompt=True), origin)
         written = text[len(self._common(messages, prompt, text)) :]
         knows_blocks = "think>" in self.template
         if not knows_blocks and not _has(written, message.reasoning):
@@ -295,14 +356,29 @@ class ChatFormat:
                 " true}', or remove the thinking"
             )
         opened = bool(_OPENED.search(prompt))
-        kept = _keeps(message, written)
+        kept = self._kept(message, written, origin)
         if is_behind and kept and _block_fits(text[len(prompt) :], opened=opened, thinks=thinks):
-            return self._ended(text[len(prompt) :], message.content)
+            return self._ended(text[len(prompt) :], message)
         if opened and kept and written.lstrip().startswith(END_THINK):
-            return self._ended(written, message.content)
+            return self._ended(written, message)
+        if not message.calls:
+            return self._as_given(message, prompt) + self._end_of_turn
+        if text.startswith(without_block):
+            thinking = replace(message, content="".join(message.content.rpartition(END_THINK)[:2]))
+            calls = _LEADING.sub("", written, count=1).lstrip("\n")
+            return self._as_given(thinking, prompt) + self._ended(calls, message)
+        if origin:
+            raise DataError(f"{self.title} renders calls of tools otherwise{UNSTABLE}")
+        return ""
+
+    def _kept(self, message: Message, written: str, origin: str) -> bool:
+        """Whether a rendered turn has the text of a message; beside calls it may be left out."""
+        if any(call["function"]["name"] not in written for call in message.calls):
+            raise DataError(f"{self.title} leaves out calls of tools beside text{NO_TOOLS}")
+        kept = _keeps(message, written)
         if not kept:
-            self._report(origin, LOST_TEXT)
-        return self._as_given(message, prompt) + self._end_of_turn
+            self._report(origin, LOST_BESIDE_CALLS if message.calls else LOST_TEXT)
+        return kept or bool(message.calls)
 
     def _common(self, messages: Messages, prompt: str, text: str) -> str:
         """The text before the last turn that a prompt and the text of the dialogue share."""
@@ -310,12 +386,9 @@ class ChatFormat:
         for common in (without_block, self.render(messages[:-1], generation_prompt=False)):
             if text.startswith(common):
                 return common
-        if any(_thinks(message) for message in messages):
+        if any(_thinks(message) or message.calls for message in messages):
             return ""
-        raise DataError(
-            f"{self.title} renders the beginning of a dialogue differently once more turns follow,"
-            " so a prompt would not be trained on as it is generated from; choose another --format"
-        )
+        raise DataError(f"{self.title} renders the beginning of a dialogue otherwise{UNSTABLE}")
 
     def _as_given(self, message: Message, prompt: str) -> str:
         """The text of a turn as the row has it, behind a prompt that may have opened thinking."""
@@ -331,9 +404,12 @@ class ChatFormat:
         text = text.removeprefix(THINK)
         return text.lstrip("\n") if after else text
 
-    def _ended(self, region: str, content: str) -> str:
+    def _ended(self, region: str, message: Message) -> str:
         """A last turn up to its end-of-turn token, which is added where the template has none."""
-        answer = content.rpartition(END_THINK)[2].strip()  # thinking may be rendered otherwise
+        if message.calls:
+            end = region.rfind(self._end_of_call)
+            return (region[:end] if end >= 0 else region.rstrip()) + self._end_of_call
+        answer = message.content.rpartition(END_THINK)[2].strip()  # thinking may differ
         found = region.rfind(answer)
         end = region.find(self._end_of_turn, found + len(answer) if found >= 0 else 0)
         return (region[:end] if end >= 0 else region.rstrip()) + self._end_of_turn
@@ -473,10 +549,29 @@ class ChatFormat:
         Where the last turn has none it is the token that begins the next turn (GLM's `<|user|>`),
         and end-of-sequence where there is none either.
         """
+        return self._own_end or self._end_in_history or self._eos
+
+    @cached_property
+    def _own_end(self) -> str:
         dialogue = self.render((*PROBE_PROMPT, PROBE_RESPONSE), generation_prompt=False)
         tail = dialogue.rpartition(PROBE_RESPONSE.content)[2]
         found = [(tail.find(each), -len(each), each) for each in self._specials if each in tail]
-        return min(found)[2] if found else self._end_in_history or self._eos
+        return min(found)[2] if found else ""
+
+    @cached_property
+    def _end_of_call(self) -> str:
+        """The special token after calls: `<|call|>` in Harmony, `<|observation|>` in GLM."""
+        text = self.render(PROBE_CALL[:2], generation_prompt=False).rstrip()
+        tail = text.rpartition("Seven.")[2]
+        if self._end_of_turn in tail:
+            return self._end_of_turn
+        if not self._own_end:
+            whole = self.render(PROBE_CALL, generation_prompt=True)
+            tail = whole.removeprefix(text).lstrip()
+            found = [token for token in self._specials if tail.startswith(token)]
+        else:
+            found = [token for token in self._specials if tail.endswith(token)]
+        return max(found, key=len, default=self._end_of_turn)
 
     @cached_property
     def _end_in_history(self) -> str:
@@ -510,6 +605,36 @@ def _named(origin: str) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(f"{origin}: {error}" if origin else str(error)) from error
+
+
+class _CallForm(NamedTuple):
+    """How a template reads calls of tools."""
+
+    null_content: bool
+    """Empty content beside calls is null."""
+
+    json_arguments: bool
+    """Arguments are JSON text."""
+
+    def turn(self, message: Message) -> dict[str, Any]:
+        """The turn that a template reads."""
+        keys = json.loads(message.keys or "{}")
+        keys.pop("tools", None)
+        for call in keys.get("tool_calls", []) if self.json_arguments else []:
+            function = call["function"]
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        is_null = self.null_content and message.calls and not message.content
+        reasoning = dict.fromkeys(REASONING, message.reasoning) if message.reasoning else {}
+        content = None if is_null else message.content
+        return {"role": message.role, "content": content, **reasoning, **keys}
+
+
+_TEXT_FORM = _CallForm(null_content=False, json_arguments=False)
+
+
+def _without_thinking(message: Message) -> Message:
+    answer = message.content.rpartition(END_THINK)
+    return replace(message, content=answer[2].lstrip() if answer[1] else answer[2], reasoning="")
 
 
 def _thinks(message: Message) -> bool:

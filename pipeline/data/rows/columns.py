@@ -25,16 +25,22 @@ ROLES: dict[str, Role] = {
     "gpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    "tool": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "tool_call": "assistant",
+    "function_call": "assistant",
 }
-_TOOL_ROLES = {
-    *("tool", "tool_call", "tool_response", "tool_result", "function", "function_call"),
-    *("observation", "ipython"),
-}
-_TOOL_KEYS = ("tool_calls", "function_call")
+_CALLS = ("tool_calls", "tool_call", "function_call")
+"""Keys of a turn that have calls of tools, and roles of turns whose content is one."""
 _LEARNED = ("weight", "loss", "train")
 """Keys that say whether a turn is learned, in the files of OpenAI, ms-swift and Axolotl."""
-_WITH_TEXT = {"content", "value", *_TOOL_KEYS}
-_KEYS = {"role", "from", *_WITH_TEXT, *_LEARNED, *REASONING}
+_WITH_TEXT = {"content", "value", *_CALLS}
+_OF_TOOLS = ("name", "tool_call_id")
+_KEYS = {"role", "from", *_WITH_TEXT, *_LEARNED}
 
 NO_ANSWER = "in which no assistant answers a user"
 EMPTY_RESPONSE = "with an empty response"
@@ -78,14 +84,21 @@ def join_turns(messages: Sequence[Message]) -> Turns:
     """Join consecutive messages of one role by a blank line; many chat formats refuse them."""
     joined: list[Message] = []
     for message in messages:
-        last = joined[-1] if joined else None
+        last = joined[-1] if joined and message.role != "tool" else None
         if last and (last.role, last.trained) == (message.role, message.trained):
             content = f"{last.content}\n\n{message.content}".strip("\n")
             reasoning = f"{last.reasoning}\n\n{message.reasoning}".strip("\n")
-            joined[-1] = replace(last, content=content, reasoning=reasoning)
+            calls = [*last.calls, *message.calls]
+            keys = json.dumps({"tool_calls": calls}, ensure_ascii=False) if calls else ""
+            joined[-1] = replace(last, content=content, reasoning=reasoning, keys=keys)
         else:
             joined.append(message)
     return tuple(joined)
+
+
+def is_empty(turn: Message) -> bool:
+    """Whether it is an assistant's turn without text and calls."""
+    return turn.role == "assistant" and not turn.content.strip() and not turn.calls
 
 
 def last_response(turns: Turns) -> tuple[Turns, Turns]:
@@ -101,7 +114,7 @@ def last_response(turns: Turns) -> tuple[Turns, Turns]:
 def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
     """Split two full dialogues into (prompt, chosen, rejected): the prompt is what they share.
 
-    The prompt ends in a user turn and each response in an assistant turn.
+    The prompt ends in the turn of a user or a tool, and each response in an assistant turn.
 
     Raises:
         LeftOut: one of them has no response to the last user turn they share.
@@ -109,7 +122,7 @@ def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
-    while shared and chosen[shared - 1].role != "user":
+    while shared and chosen[shared - 1].role not in ("user", "tool"):
         shared -= 1
     # Turns after the last response answer nothing. They are removed behind the shared prompt, which
     # an unanswered dialogue must not shorten: the other's answer would become part of a response.
@@ -174,7 +187,7 @@ def turns(row: Row, name: str) -> Turns:
     """Return the turns in a column of {"role", "content"} or ShareGPT's {"from", "value"} objects.
 
     Raises:
-        LeftOut: there are tool calls among them.
+        LeftOut: neighbouring assistant turns are partly learned.
         DataError: the column holds something else.
     """
     items = _items(row, name)
@@ -184,7 +197,7 @@ def turns(row: Row, name: str) -> Turns:
             " name another column with --fields or fix the row"
         )
     joined = join_turns([_turn(row, name, turn) for turn in items])
-    if any(one.role == two.role for one, two in pairwise(joined)):
+    if any(one.role == two.role != "tool" for one, two in pairwise(joined)):
         raise LeftOut("with neighbouring assistant turns of different weight")
     return joined
 
@@ -202,9 +215,8 @@ def from_first_user(row: Row, dialogue: Turns) -> Turns:
 def _turn(row: Row, name: str, item: object) -> Message:
     turn: dict[str, Any] = item if isinstance(item, dict) else {"": item}
     given = str(turn.get("role", turn.get("from")))
-    if given in _TOOL_ROLES or any(turn.get(key) for key in _TOOL_KEYS):
-        raise LeftOut("with tool calls, which no step trains on")
     role = ROLES.get(given)
+    calls, turn = _calls(row, turn, given)
     content, reasoning = _texts(turn)
     if role is None or content is None or reasoning is None:
         raise DataError(
@@ -212,8 +224,9 @@ def _turn(row: Row, name: str, item: object) -> Message:
             f' {{"from": ..., "value": ...}} with text and a role of {names(ROLES)}, got'
             f" {str(turn)[:80]}"
         )
-    keys = _KEYS if role == "assistant" else _KEYS.difference(REASONING)
-    row.unused.update(f"{name}[].{key}" for key in turn.keys() - keys if turn[key] is not None)
+    further = {"assistant": {*REASONING}, "tool": {*_OF_TOOLS}}.get(role, set[str]())
+    known = _KEYS | further
+    row.unused.update(f"{name}[].{key}" for key in turn.keys() - known if turn[key] is not None)
     learned = {key: turn[key] for key in _LEARNED if turn.get(key) is not None}
     wrong = [f"{key} {value!r}" for key, value in learned.items() if value not in (0, 1)]
     if wrong:
@@ -222,10 +235,68 @@ def _turn(row: Row, name: str, item: object) -> Message:
             " (0 or false)"
         )
     if role == "assistant":
-        return Message(role, content, all(learned.values()), reasoning)
+        keys = json.dumps({"tool_calls": calls}, ensure_ascii=False) if calls else ""
+        return Message(role, content, all(learned.values()), reasoning, keys=keys)
     if any(learned.values()):
         row.remarks.add(f"turns of the {role} are marked as learned, and only the assistant's are")
-    return Message(role, content)
+    of_tool = {key: turn[key] for key in _OF_TOOLS if role == "tool" and turn.get(key)}
+    return Message(role, content, keys=json.dumps(of_tool) if of_tool else "")
+
+
+def _calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[str, Any]]:
+    """The calls of tools in a turn, in the form of `tool_calls`, and the turn with text."""
+    found = [turn[key] for key in _CALLS if turn.get(key)]
+    if role in _CALLS:
+        found, turn = [turn.get("content", turn.get("value"))], {**turn, "content": ""}
+    elif found and turn.get("content", turn.get("value")) is None:
+        turn = {**turn, "content": ""}
+    given = _without_null(_parsed(found[0])) if found else []
+    calls: list[dict[str, Any]] = []
+    for call in given if isinstance(given, list) else [given]:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        arguments = _parsed(function.get("arguments") or {})
+        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f'{row.origin}: a call of a tool must have a name and arguments, {{"name": ...,'
+                f' "arguments": {{...}}}}, got {str(call)[:80]}'
+            )
+        function = {"name": function["name"], "arguments": arguments}
+        known = {"id": call["id"]} if call.get("id") else {}
+        calls.append({**known, "type": "function", "function": function})
+    return calls, turn
+
+
+def with_tools(row: Row, dialogue: Turns) -> Turns:
+    """The dialogue with the row's `tools`, JSON schemas, in the keys of its first turn."""
+    tools = _without_null(_parsed(row.columns.get("tools") or []))
+    if not tools or not dialogue:
+        return dialogue
+    tools = tools if isinstance(tools, list) else [tools]
+    functions = [tool.get("function", tool) if isinstance(tool, dict) else {} for tool in tools]
+    if not all(isinstance(function.get("name"), str) for function in functions):
+        raise DataError(
+            f"{row.origin}: tools must be a list of JSON schemas with a name each, got"
+            f" {str(row.columns['tools'])[:80]}; rename the column if it is something else"
+        )
+    schemas = [{"type": "function", "function": function} for function in functions]
+    first, *rest = dialogue
+    keys = {**json.loads(first.keys or "{}"), "tools": schemas}
+    return (replace(first, keys=json.dumps(keys, ensure_ascii=False)), *rest)
+
+
+def _parsed(value: object) -> Any:  # noqa: ANN401
+    """The value of JSON text, and any other value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _without_null(value: object) -> Any:  # noqa: ANN401
+    """A value without null: in tables, objects have the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: _without_null(of) for key, of in value.items() if of is not None}
+    return [_without_null(each) for each in value] if isinstance(value, list) else value
 
 
 def _texts(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -257,7 +328,9 @@ def prompt(row: Row, name: str = "prompt") -> Turns:
     if not found or found[-1].role != "assistant":
         return found
     *before, begun = found
-    if not begun.content.strip():
+    if begun.calls:
+        raise LeftOut("whose prompt ends in a call of a tool, without its result")
+    if is_empty(begun):
         return tuple(before)
     row.remarks.add("the prompt ends in an assistant turn, which the response continues")
     return (*before, replace(begun, trained=False))

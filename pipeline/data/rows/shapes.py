@@ -21,6 +21,7 @@ from pipeline.data.rows.columns import (
     common_prompt,
     dialogue,
     from_first_user,
+    is_empty,
     label_column,
     last_response,
     names,
@@ -32,6 +33,7 @@ from pipeline.data.rows.columns import (
     text,
     turns,
     with_system,
+    with_tools,
 )
 from pipeline.data.rows.sources import Row
 from pipeline.system.errors import DataError
@@ -241,7 +243,7 @@ class Shape:
 
 
 _MARGINS = ("margin", "score_chosen", "score_rejected")
-_EVERYWHERE = {*_MARGINS, "label", "kto_tag"}
+_EVERYWHERE = {*_MARGINS, "label", "kto_tag", "tools"}
 """Columns that a row of any shape may have."""
 
 _ALPACA = ("input", "context", "system")
@@ -314,19 +316,17 @@ def read_row(
 
 
 def _example(shape: Shape, row: Row, reading: Reading, kept: RowColumns) -> Example:
-    """Apply the columns that rows of all shapes may have: margin and label."""
+    """Apply the columns that rows of all shapes may have: tools, margin and label."""
     example = replace(shape.read(row), origin=row.origin)
+    example = replace(example, prompt=with_tools(row, example.prompt))
     if example.rejected and example.margin is None:
         example = replace(example, margin=_margin(row))
     for messages in (example.chosen, example.rejected):
-        if any(turn.role == "assistant" and not turn.content.strip() for turn in messages):
+        if any(map(is_empty, messages)):
             raise LeftOut(EMPTY_RESPONSE)
     # Empty assistant turns in the prompt are read and not learned.
-    empty = [turn.role == "assistant" and not turn.content.strip() for turn in example.prompt]
-    if any(empty):
-        turns = zip(example.prompt, empty, strict=True)
-        question = [replace(turn, trained=False) if skip else turn for turn, skip in turns]
-        example = replace(example, prompt=tuple(question))
+    turns = [replace(turn, trained=False) if is_empty(turn) else turn for turn in example.prompt]
+    example = replace(example, prompt=tuple(turns))
     if (kept.labels or kept.known_labels) and not example.rejected:
         example = replace(example, label=read_label(row))
     if kept.labels or not example.prompt or not example.chosen or example.rejected:

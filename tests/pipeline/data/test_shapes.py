@@ -197,22 +197,104 @@ def test_weight_0_keeps_a_turn_from_being_learned() -> None:
     assert nothing.chosen == ()
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        {"role": "tool", "content": "22 degrees"},
-        {"from": "observation", "value": "22 degrees"},
-        {"from": "function_call", "value": "{}"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-    ],
-)
-def test_rows_with_tool_calls_are_left_out_and_counted(turn: dict[str, Any]) -> None:
-    reading = Reading()
-    said = [*turns(("user", "Q")), turn, *turns(GOOD_PAIR)]
+SCHEMA = {"name": "weather", "parameters": {"type": "object"}}
+CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
+TEXT_CALL = {**CALL, "arguments": '{"city": "Oslo"}'}
+WITH_TOOLS = {
+    "TRL": {
+        "messages": [
+            *turns(("user", "Q")),
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]},
+            *turns(("tool", "22"), GOOD_PAIR),
+        ],
+        "tools": [{"type": "function", "function": SCHEMA}],
+    },
+    "OpenAI": {
+        "messages": [
+            *turns(("user", "Q")),
+            {"role": "assistant", "content": None, "tool_calls": [{"function": TEXT_CALL}]},
+            *turns(("tool", "22"), GOOD_PAIR),
+        ],
+        "tools": json.dumps([{"type": "function", "function": SCHEMA}]),
+    },
+    "OpenAI, earlier": {
+        "messages": [
+            *turns(("user", "Q")),
+            {"role": "assistant", "content": None, "function_call": TEXT_CALL},
+            *turns(("function", "22"), GOOD_PAIR),
+        ],
+        "tools": [SCHEMA],
+    },
+    "LLaMA-Factory": {
+        "conversations": [
+            {"from": "human", "value": "Q"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": "22"},
+            {"from": "gpt", "value": "good"},
+        ],
+        "tools": json.dumps([SCHEMA]),
+    },
+    "parquet, whose objects have the keys of all rows": {
+        "prompt": [
+            {"role": "user", "content": "Q", "tool_calls": None, "name": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {**CALL, "arguments": {"city": "Oslo", "day": None}}}],
+                "name": None,
+            },
+            {"role": "tool", "content": "22", "tool_calls": None, "name": None},
+        ],
+        "response": "good",
+        "tools": [{"type": "function", "function": {**SCHEMA, "strict": None}}],
+    },
+}
 
-    assert read_row(Row({"messages": said}, ""), {}, reading) is None
-    assert reading.left_out == {"with tool calls, which no step trains on": 1}
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_every_form_of_tool_calls_reads_the_same(name: str) -> None:
+    calls = {"tool_calls": [{"type": "function", "function": CALL}]}
+    tools = {"tools": [{"type": "function", "function": SCHEMA}]}
+
+    assert read(**WITH_TOOLS[name]) == Example(
+        (
+            Message("user", "Q", keys=json.dumps(tools)),
+            Message("assistant", "", keys=json.dumps(calls)),
+            Message("tool", "22"),
+        ),
+        (GOOD,),
+        origin="rows.jsonl line 17",
+    )
+
+
+def test_a_call_of_a_tool_is_a_response_and_calls_one_after_another_are_one_turn() -> None:
+    calls = [{"role": "tool_call", "content": json.dumps({**CALL, "name": n})} for n in ("a", "b")]
+    example = read(messages=[*turns(("user", "Q")), *calls])
+
+    assert example is not None
+    assert example.num_targets == 1
+    assert [call["function"]["name"] for call in example.chosen[0].calls] == ["a", "b"]
+    results = turns(("tool", "1"), ("tool", "2"))
+    dialogue = read(messages=[*turns(("user", "Q")), *calls, *results, *turns(GOOD_PAIR)])
+    assert dialogue is not None
+    assert [turn.content for turn in dialogue.prompt] == ["Q", "", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tools": ["search"]}, "line 17: tools must be a list of JSON schemas with a name"),
+        ({"messages": [{"role": "function_call", "content": "search()"}]}, "line 17: a call of"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a",
+             "arguments": "x="}}]}]},
+            "line 17: a call of a tool must have a name and arguments",
+        ),
+    ],
+)  # fmt: skip
+def test_tools_that_can_not_be_read_are_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(**{"messages": turns(("user", "Q"), GOOD_PAIR), **row})
 
 
 @pytest.mark.parametrize("key", ["weight", "loss", "train"])

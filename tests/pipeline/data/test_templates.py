@@ -1,6 +1,8 @@
 """Chat templates of tokenizers and of files, as formats."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -228,7 +230,7 @@ def test_a_turn_that_nothing_ends_is_ended_by_eos() -> None:
 
 def test_a_template_that_is_not_prefix_stable_is_refused() -> None:
     with pytest.raises(
-        DataError, match="renders the beginning of a dialogue differently once more turns"
+        DataError, match="renders the beginning of a dialogue otherwise once more turns"
     ):
         with_template(COUNTING)
 
@@ -468,3 +470,145 @@ def test_an_empty_channel_of_another_name_in_the_prompt_takes_no_thinking() -> N
     assert learned(chat_format, (USER,), Message("assistant", "Blue.")) == ["Blue.<|im_end|>"]
     with pytest.raises(DataError, match="closes the thinking"):
         learned(chat_format, (USER,), Message("assistant", "Blue.", reasoning="Weigh it."))
+
+
+def tool_template(call: str, end: str, *, tools: str = "{{- tools | tojson }}") -> str:
+    """A template of ChatML's structure that has calls of tools."""
+    return (
+        f"{{%- if tools %}}{tools}{{% endif -%}}{{%- for m in messages -%}}"
+        "{{- '<|im_start|>' + m.role + '\\n' -}}{%- if m.tool_calls -%}"
+        f"{{%- for each in m.tool_calls %}}{call}{{% endfor %}}{{{{- '{end}' -}}}}"
+        "{%- else %}{{- m.content + '<|im_end|>' }}{% endif %}{{- '\\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif -%}"
+    )
+
+
+NAMED = "{{- each.function.name + ' ' + each.function.arguments | tojson -}}"
+AS_TEXT = "{{- each.function.name + ' ' + each.function.arguments -}}"
+SCHEMA = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}
+CALLED = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]
+DIALOGUE = (
+    Message("user", "Warm?", keys=json.dumps({"tools": [SCHEMA]})),
+    Message("assistant", "", keys=json.dumps({"tool_calls": CALLED})),
+    Message("tool", "22 degrees"),
+)
+YES = Message("assistant", "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "arguments"),
+    [
+        (tool_template(NAMED, "<|im_end|>"), "<|im_end|>", {"city": "Oslo"}),
+        # Harmony: a call ends with another token than an answer.
+        (tool_template(NAMED, "<|call|>"), "<|call|>", {"city": "Oslo"}),
+        # DeepSeek: arguments are text, and calls have no content.
+        (
+            tool_template(AS_TEXT, "<|im_end|>").replace(
+                "m.tool_calls -%}", "m.tool_calls and not m.content -%}"
+            ),
+            "<|im_end|>",
+            '{"city": "Oslo"}',
+        ),
+        # Templates that join content to text: it must not be null.
+        (
+            tool_template(NAMED, "<|im_end|>").replace(
+                "m.tool_calls -%}", "m.tool_calls -%}{{- m.content + '' -}}"
+            ),
+            "<|im_end|>",
+            {"city": "Oslo"},
+        ),
+    ],
+)
+def test_calls_of_tools_are_trained_as_the_template_renders_them(
+    template: str, end: str, arguments: object
+) -> None:
+    chat_format = with_tokens(template, "<|im_start|>", "<|im_end|>", "<|call|>")
+
+    call = f'weather {{"city": "Oslo"}}{end}'
+    assert learned(chat_format, DIALOGUE, YES) == [call, "Yes.<|im_end|>"]
+    assert learned(chat_format, DIALOGUE[:1], DIALOGUE[1]) == [call]
+    content = "" if "{{- m.content + ''" in template else None
+    function = {"name": "weather", "arguments": arguments}
+    rendered = chat_format.tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "Warm?"},
+            {"role": "assistant", "content": content, "tool_calls": [{"function": function}]},
+            {"role": "tool", "content": "22 degrees"},
+        ],
+        tools=[SCHEMA],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert chat_format.tokenizer.decode(chat_format.encode_prompt(DIALOGUE)) == rendered
+
+
+def test_a_call_may_end_where_the_result_begins() -> None:
+    template = GLM.replace("m.content", "(m.tool_calls | tojson if m.tool_calls else m.content)")
+    tokens = ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|tool|>")
+    chat_format = with_tokens("{{- tools | tojson if tools }}" + template, *tokens)
+
+    call = json.dumps(CALLED)
+    assert learned(chat_format, DIALOGUE, YES) == [f"{call}<|tool|>", "Yes.<|user|>"]
+
+
+def test_a_call_behind_a_prompt_that_opens_thinking_closes_it() -> None:
+    template = tool_template(NAMED, "<|im_end|>").replace(
+        "assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif"
+    )
+    chat_format = with_chatml_tokens(template)
+    thought = replace(DIALOGUE[1], reasoning="Look.")
+
+    call = 'weather {"city": "Oslo"}<|im_end|>'
+    assert learned(chat_format, DIALOGUE[:1], DIALOGUE[1]) == [f"\n</think>\n\n{call}"]
+    assert learned(chat_format, DIALOGUE[:1], thought) == [f"Look.\n</think>\n\n{call}"]
+
+
+def test_thinking_before_calls_that_an_answer_drops_changes_no_later_turn() -> None:
+    # gpt-oss: with the last answer, the thinking before its calls is left out.
+    thinks = (
+        "{%- if m.thinking is defined and (add_generation_prompt or loop.last) -%}"
+        "{{- 'analysis ' + m.thinking + '<|end|>' }}{% endif -%}{{- '' -}}"
+    )
+    template = tool_template(NAMED, "<|call|>").replace(
+        "{%- if m.tool_calls", thinks + "{%- if m.tool_calls"
+    )
+    chat_format = with_tokens(template, "<|im_start|>", "<|im_end|>", "<|call|>", "<|end|>")
+    dialogue = (DIALOGUE[0], replace(DIALOGUE[1], reasoning="Look."), DIALOGUE[2])
+
+    assert learned(chat_format, dialogue, replace(YES, reasoning="So.")) == [
+        'analysis Look.<|end|>weather {"city": "Oslo"}<|call|>',
+        "analysis So.<|end|>Yes.<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (DATED, "ignores `tools`"),
+        (tool_template(NAMED, "<|im_end|>", tools=""), "ignores `tools`"),
+        (DATED.replace("'\\n' + m.content", "'\\n' + (m.content or tools | tojson)"), "no place"),
+    ],
+)
+def test_a_template_without_a_place_for_tools_is_refused(template: str, message: str) -> None:
+    if message == "no place":
+        template = "{{- tools | tojson if tools }}" + template
+    chat_format = with_chatml_tokens(template)
+
+    with pytest.raises(DataError, match=rf"^rows.jsonl line 1: .*{message}"):
+        learned(chat_format, DIALOGUE, YES)
+
+
+def test_text_that_a_template_leaves_out_beside_calls_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chat_format = with_chatml_tokens(tool_template(NAMED, "<|im_end|>"))
+    both = replace(DIALOGUE[1], content="Let me look.")
+
+    assert learned(chat_format, DIALOGUE[:1], both) == ['weather {"city": "Oslo"}<|im_end|>']
+    assert "beside calls" in caplog.text
+    # DeepSeek's: the calls are left out instead, which nothing can repair.
+    only = tool_template(NAMED, "<|im_end|>").replace(
+        "m.tool_calls -%}", "m.tool_calls and not m.content -%}"
+    )
+    with pytest.raises(DataError, match="leaves out calls of tools beside text"):
+        learned(with_chatml_tokens(only), DIALOGUE[:1], both)
