@@ -81,7 +81,8 @@ def responses_to(
         batch_size=batch_size,
     )
     mine = {
-        places[each.index]: decode_response(chat.tokenizer, each.response.ids) for each in finished
+        places[each.index]: decode_response(chat.tokenizer, each.response.text_ids)
+        for each in finished
     }
     merged: dict[tuple[int, int], str] = {}
     for responses in data.gather_objects(mine):

@@ -213,7 +213,7 @@ class Responder:
             # A raw text continues the prompt, so that its first word keeps its space.
             return continuation(self.tokenizer, list(prompt) if self.raw else [], token_ids)
 
-        text = read(response.ids)
+        text = read(response.text_ids)
         found = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]
         if not found:
             stop = "eos" if response.stopped else "length"

@@ -297,7 +297,7 @@ def sample_responses(
         trained = [False] * len(prompt) + [True] * len(response.ids)
         full = Encoded(prompt + response.ids, trained)
         if own is not chat:
-            text = decode_response(own.tokenizer, response.ids)
+            text = decode_response(own.tokenizer, response.text_ids)
             full = chat.encode(unique[row], (Message("assistant", text),))
         ended.append(full.tail(config.data.max_length, keep_first=chat.begins_with_cls))
     return ended, len(prompts)

@@ -331,7 +331,7 @@ class _Table:
         _append(episode.sequence, response.ids, trained=True)
         episode.ids += response.ids
         episode.logprobs += response.logprobs
-        text = decode_response(self._chat.tokenizer, response.ids)
+        text = decode_response(self._chat.tokenizer, response.text_ids)
         episode.turns += (Message("assistant", text),)
         if episode.end == "failed":
             return [playing]

@@ -172,7 +172,7 @@ class HeldOut(HeldOutPrompts):
     def _text(self, response: Response) -> str:
         if isinstance(response, EpisodeResponse):
             return transcript(response.turns)
-        return decode_response(self.models.tokenizer, response.ids)
+        return decode_response(self.models.tokenizer, response.text_ids)
 
     def _parts(self, response: Response) -> dict[str, float]:
         is_episode = isinstance(response, EpisodeResponse)

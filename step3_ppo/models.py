@@ -80,7 +80,7 @@ class RewardText:
         else:
             before = self._dialogues[tuple(prompt)]
             continues = before[-1].role == "assistant"
-            text = decode_response(self.tokenizer, response.ids, continues=continues)
+            text = decode_response(self.tokenizer, response.text_ids, continues=continues)
             answer = Message("assistant", text)
         whole = self.chat.encode(before, [answer])
         if not response.stopped and whole.input_ids[-1] in self.chat.stop_ids:

@@ -230,7 +230,7 @@ class Submitting:
             )
         return Episode(
             prompt=prompt.messages,
-            response=decode_response(self._tokenizer, response.ids),
+            response=decode_response(self._tokenizer, response.text_ids),
             extra=prompt.extra,
             stopped=response.stopped,
             num_tokens=len(response.ids),

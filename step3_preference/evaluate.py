@@ -140,7 +140,7 @@ class HeldOut(HeldOutPrompts):
     ) -> list[ScoredResponse]:
         """Text and score of the responses of all processes, in the order of the prompts."""
         del strict  # a reward model never fails
-        texts = [decode_response(self.chat.tokenizer, each.ids) for each in responses]
+        texts = [decode_response(self.chat.tokenizer, each.text_ids) for each in responses]
         scores = self._scores(texts, self.config.reward)
         return self.merged(
             [

@@ -34,6 +34,11 @@ class Response:
     stopped: bool = False
     """Whether a stop token ended it, rather than its length or the caller."""
 
+    @property
+    def text_ids(self) -> list[int]:
+        """The tokens without the stop token, whose text is the response's."""
+        return self.ids[:-1] if self.stopped else self.ids
+
 
 @dataclass(frozen=True)
 class Finished:

@@ -465,7 +465,7 @@ def over_optimization(
         seed=config.seed,
         keys=list(range(len(slots))),
     )
-    texts = [decode_response(tokenizer, response.ids) for response in responses]
+    texts = [decode_response(tokenizer, response.text_ids) for response in responses]
     limit = settings.data.max_length
     rows = [
         Row((encode_dialogue(chat, Example(p), (Message("assistant", x),), max_length=limit),))

@@ -152,6 +152,9 @@ def test_a_response_ends_where_that_of_plain_generate_does(
 
     assert ids + response.token_ids == greedy_by_transformers(tmp_path, ids)
     assert response.stop == "eos"
+    # The token that ended it is a word of the tokenizer's, and no part of the response.
+    text = responder.tokenizer.decode(response.token_ids[:-1], skip_special_tokens=True)
+    assert response.text.strip() == text.strip()
 
 
 @pytest.mark.parametrize(
