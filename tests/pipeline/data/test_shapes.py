@@ -378,3 +378,81 @@ def test_half_an_emoji_in_turns_as_text_is_refused() -> None:
 def test_a_number_beyond_every_float_is_refused() -> None:
     with pytest.raises(DataError, match="line 17: margin must be a finite number"):
         read(prompt="Q", chosen="a", rejected="b", margin=10**400)
+
+
+RATING: dict[str, Any] = {
+    "schema": 1,
+    "id": "1",
+    "kind": "pair",
+    "messages": turns(("user", "Q")),
+    "answers": [{"text": "good"}, {"text": "bad"}],
+    "choice": 0,
+}
+DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("assistant", "b"))
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({}, "the row is empty"),
+        ({"colour": "red"}, "no known shape of row has the columns colour"),
+        ({"chosen": "a", "rejected": "b"}, "chosen and rejected must be whole dialogues"),
+        ({"prompt": "Q", "steps": ["a"], "labels": [1, 0]}, "lists of the same length"),
+        ({"prompt": "Q", "steps": "a", "labels": "b"}, "lists of the same length"),
+        ({"prompt": "Q", "steps": [1], "labels": [1]}, "must be texts"),
+        ({"prompt": "Q", "steps": ["a"], "labels": [1.1]}, "got 1.1"),
+        ({"prompt": "Q", "steps": ["a"], "labels": [-0.1]}, "got -0.1"),
+        ({"prompt": "Q", "steps": ["a"], "labels": [float("nan")]}, "got nan"),
+        ({"prompt": "Q", "response": "a", "label": 1}, "label is 1; with a response it must be"),
+        ({"prompt": 3, "response": "a"}, "prompt must be"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "a turn in messages must be"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a turn in messages"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 2}]}, "weight 2"),
+        ({**RATING, "schema": 9}, "rating of schema 9"),
+        ({**RATING, "answers": ["good"]}, "a list of objects with a text each"),
+        ({**RATING, "choice": 2}, "kind 'pair' has 2 answers and the choice 2"),
+        ({**RATING, "kind": "thumb"}, "kind 'thumb' has 2 answers"),
+    ],
+)
+def test_a_row_that_can_not_be_read_is_named(row: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError, match=f"line 17.*{sentence}"):
+        read(**row)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": turns(("system", "S"), ("assistant", "a"))}, "answer"),
+        ({"prompt": turns(("user", "Q"), ("system", "S")), "response": "a"}, "answer"),
+        ({"chosen": DIALOGUES[0], "rejected": DIALOGUES[1][:1]}, "answer"),
+        ({"prompt": "Q", "response": " "}, "empty"),
+        ({"prompt": "Q", "chosen": "a", "rejected": ""}, "empty"),
+        ({"prompt": "Q", "steps": [" "], "labels": [1]}, "empty"),
+        ({**RATING, "answers": [{"text": "a"}, {"text": " "}]}, "empty"),
+        ({**RATING, "choice": None}, "prefer neither response"),
+        ({**RATING, "tie": True}, "prefer neither response"),
+    ],
+)
+def test_a_row_without_a_response_is_left_out_and_counted(row: dict[str, Any], reason: str) -> None:
+    reading = Reading()
+
+    assert read_row(Row(row, "rows.jsonl line 17"), {}, reading) is None
+    ((found, count),) = reading.left_out.items()
+    assert (reason in found, count) == (True, 1)
+
+
+def test_margins_steps_and_empty_turns_are_read() -> None:
+    scored = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, score_rejected=1.0)
+    given = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, margin=9.0)
+    steps = read(prompt="Q", completions=["a", " ", "b"], labels=[True, 0, None])
+    empty = read(
+        messages=turns(("user", "Q"), ("assistant", ""), ("user", "R"), ("assistant", "a"))
+    )
+
+    assert scored is not None
+    assert given is not None
+    assert (scored.margin, given.margin) == (2.5, 9.0)
+    assert steps is not None
+    assert (steps.steps, steps.step_labels) == (("a", "b"), (1.0, None))
+    assert empty is not None
+    assert [turn.trained for turn in empty.prompt if turn.role == "assistant"] == [False]
