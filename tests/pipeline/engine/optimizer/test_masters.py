@@ -11,7 +11,7 @@ from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.pipeline.engine.test_kernels import settings, trained
-from tests.pipeline.engine.test_stages import DTYPES, build
+from tests.pipeline.engine.test_stages import DTYPES, build, compute_loss
 
 
 def kinds(engine: Engine) -> set[str]:
@@ -43,6 +43,15 @@ def test_offload_to_a_disk_has_whole_masters_with_the_same_bits(
     assert kinds(make_engine(3, offload=places)) == {"whole"}
     here, there = trained(3, "auto", "bf16"), trained(3, "auto", "bf16", offload=places)
     assert all(map(torch.equal, here, there))
+
+
+def test_weights_on_a_disk_leave_memory_after_their_use(tmp_path: Path) -> None:
+    engine = make_engine(3, offload=OffloadConfig(params="nvme", nvme_path=tmp_path))
+
+    engine.backward(compute_loss(engine, 0, 0, 0))
+
+    disks = [flat.disk for unit in engine.zero.units for flat in unit.flats]
+    assert [disk is not None and disk._buffer is None for disk in disks] == [True] * len(disks)
 
 
 class Row(nn.Module):
