@@ -29,7 +29,7 @@ from pipeline.kernels.decode_attention import (
     prepare,
     sequence_attention,
 )
-from pipeline.models.forward.attention import KEY_BLOCK, leave_out_cudnn, round_up
+from pipeline.models.forward.attention import KEY_BLOCK, attend_causally, round_up
 
 FEW = 24
 """Length of a piece up to which the decoding kernel is faster than the sequence kernel."""
@@ -317,43 +317,15 @@ class Pieces:
                 out=attended[0, rows],
             ):
                 continue
-            attended[:, rows] = continued_attention(
+            end = piece.first + piece.length
+            attended[:, rows] = attend_causally(
                 query[:, :, rows],
-                key[slot],
-                value[slot],
-                first=piece.first,
+                key[slot, :, :end],
+                value[slot, :, :end],
                 scaling=scaling,
                 sliding_window=sliding_window,
-            )
+            ).transpose(1, 2)
         return attended
-
-
-def continued_attention(
-    query: Float[Tensor, "1 H T D"],
-    key: Float[Tensor, "1 G M D"],
-    value: Float[Tensor, "1 G M E"],
-    *,
-    first: int,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Float[Tensor, "1 T H E"]:
-    """Attention of the tokens from position `first` of their sequence, whose prefix is cached.
-
-    Keys and values begin with those of all tokens; later ones are not seen, and must be finite.
-    """
-    end = first + query.shape[2]
-    shared_by = query.shape[1] // key.shape[1]
-    key, value = key[:, :, :end], value[:, :, :end]
-    if shared_by > 1:
-        key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
-    positions = torch.arange(first, end, device=query.device)[:, None]
-    distance = positions - torch.arange(end, device=query.device)[None, :]
-    mask = distance >= 0
-    if sliding_window is not None:
-        mask &= distance < sliding_window
-    leave_out_cudnn(query)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return attended.transpose(1, 2)
 
 
 def zeros_in_huge_pages(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:

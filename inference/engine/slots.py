@@ -354,14 +354,15 @@ class Slots(Scheduler):
                 (request.prompt[position], position, start + position)
                 for position in range(slot.stored, slot.stored + count)
             ]
-        continues = any(piece.first for piece in layout_pieces)
+        # On a GPU a single call reads whole prompts, from the pass itself.
+        is_whole = self.device.type != "cpu" and not any(piece.first for piece in layout_pieces)
         layout = (
-            Pieces(layout_pieces)
-            if continues
-            else Ragged([count for _, count in pieces], self.device, kernels=kernel_mode())
+            Ragged([count for _, count in pieces], self.device, kernels=kernel_mode())
+            if is_whole
+            else Pieces(layout_pieces)
         )
         inputs = torch.tensor(columns).T.contiguous().to(self.device)
-        self._modules(inputs, layout, reads_slots=continues, keep=1)
+        self._modules(inputs, layout, reads_slots=not is_whole, keep=1)
         self._passes.prefill += 1
         self.record_read(pieces)
 
@@ -376,4 +377,6 @@ class Slots(Scheduler):
             for slot, (ticket, length) in enumerate(zip(running, lengths, strict=True))
         ]
         layout = NextToken(lengths, self.device)
-        return running, self._decode(columns, layout, spare=self.cache.spare)
+        # The pass that allocates the cache can't be repeated.
+        repeats = bool(self.cache.keys)
+        return running, self._decode(columns, layout, spare=self.cache.spare, repeats=repeats)

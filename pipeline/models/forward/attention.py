@@ -7,7 +7,7 @@ its own layouts, which read a cache. Called without the keyword, it is the libra
 scaled-dot-product attention.
 
 On a GPU in 16 bits `torch.nn.attention.varlen` computes it without padding: FlashAttention over a
-row of sequences (Dao 2023). Where that kernel can't run, sequences of similar length are padded.
+row of sequences (Dao 2023). Where that kernel can't run, each sequence has a call of its own.
 
 Dimension names: N tokens of all sequences, H query heads, G key heads, D and E head sizes.
 """
@@ -124,32 +124,9 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
     return True
 
 
-def pad(
-    rows: Float[Tensor, "N ..."], source: Int[Tensor, " P"], place: Int[Tensor, " N"]
-) -> Float[Tensor, "P ..."]:
-    """Rows `source[p]` for each p; `place[n]` is the index of row n, other indices are padding.
-
-    Padding must take no part in the loss: its gradient, which would be 0, is never read.
-    """
-    return _Pad.apply(rows, source, place)  # pyright: ignore[reportReturnType]
-
-
 def unpad(padded: Float[Tensor, "P ..."], place: Int[Tensor, " N"]) -> Float[Tensor, "N ..."]:
     """The rows without padding: row n is at `place[n]`; padding has the gradient 0."""
     return _Unpad.apply(padded, place)  # pyright: ignore[reportReturnType]
-
-
-class _Pad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(place)
-        return rows.index_select(0, source)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place), None, None
 
 
 class _Unpad(torch.autograd.Function):
@@ -216,7 +193,7 @@ class LostLayoutError(RuntimeError):
 
 
 MAX_PADDING = 1.3
-"""Maximum ratio of padded to real tokens in an attention call that sequences share."""
+"""Maximum ratio of padded to real tokens in a forward pass that sequences share."""
 
 
 @runtime_checkable
@@ -239,7 +216,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Padded:
-    """Sequences of one row as groups of similar length, each group padded for one attention call.
+    """Sequences of one row as groups of similar length, each group padded for one forward pass.
 
     Dimension names: P padded tokens of all groups, B sequences of a group, T their padded length.
     """
@@ -253,33 +230,14 @@ class Padded:
     place: Int[Tensor, " N"]
     """Index among the padded tokens of each token of the row."""
 
-    @property
-    def as_they_lie(self) -> bool:
-        """Whether there is a single group without padding, so that nothing is moved."""
-        return len(self.shapes) == 1 and len(self.source) == len(self.place)
-
-    def spread(self, heads: Float[Tensor, "1 H N D"]) -> list[Tensor]:
-        """These heads of each group: (B, H, T, D)."""
-        if self.as_they_lie:
-            return [heads.squeeze(0).unflatten(1, self.shapes[0]).transpose(0, 1)]
-        rows = heads.squeeze(0).transpose(0, 1)  # (N, H, D)
-        return [group.transpose(1, 2) for group in self.split(pad(rows, self.source, self.place))]
-
     def split(self, padded: Shaped[Tensor, "P ..."]) -> list[Shaped[Tensor, "_B _T ..."]]:
         """The padded tokens of each group."""
         groups = padded.split([rows * length for rows, length in self.shapes])
         return [group.unflatten(0, at) for group, at in zip(groups, self.shapes, strict=True)]
 
-    def collect(self, groups: Sequence[Float[Tensor, "_B H _T E"]]) -> Float[Tensor, "1 _N H E"]:
-        """Return the outputs of the groups in the order of the row."""
-        rows = [group.transpose(1, 2).flatten(0, 1) for group in groups]
-        if self.as_they_lie:
-            return rows[0].unsqueeze(0)
-        return unpad(rows[0] if len(rows) == 1 else torch.cat(rows), self.place).unsqueeze(0)
-
 
 class Ragged:
-    """Order of sequences in one row, and those that share an attention call."""
+    """Order of sequences in one row."""
 
     def __init__(
         self, lengths: Sequence[int], device: torch.device, *, kernels: Kernels = "auto"
@@ -289,8 +247,6 @@ class Ragged:
         self.positions = send(positions, device)
         self.lengths = tuple(lengths)
         self.device = device
-        self.groups = similar_lengths(lengths)
-        """Indices of the sequences that share an attention call."""
 
     def attend(
         self,
@@ -304,9 +260,8 @@ class Ragged:
     ) -> Float[Tensor, "1 N H E"]:
         """Causal attention of each sequence to itself.
 
-        On a GPU in 16 bits they need no padding. Otherwise it sits on the right, for
-        the attention alone: under a causal mask no real token sees what comes after it, so padding
-        needs no mask.
+        On a GPU in 16 bits all sequences share a call. Otherwise each has its own: padding them to
+        a common length takes longer than the attention itself.
         """
         if self.kernels != "off" and varlen_runs(query, key, value, dropout=dropout):
             together = partial(
@@ -317,23 +272,12 @@ class Ragged:
                 sliding_window=sliding_window,
             )
             return in_order(together, query, key, value)
-        if key.shape[1] != query.shape[1]:
-            key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-            value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-
-        leave_out_cudnn(query)
-        outputs: list[Tensor] = []
-        for taken in zip(*(self.padded.spread(each) for each in (query, key, value)), strict=True):
-            window = window_mask(taken[0].shape[2], sliding_window, query.device)
-            attend = partial(
-                F.scaled_dot_product_attention,
-                attn_mask=window,
-                is_causal=window is None,
-                dropout_p=dropout,
-                scale=scaling,
-            )
-            outputs.append(in_order(attend, *taken))  # (B, H, T, E)
-        return self.padded.collect(outputs)
+        attend = partial(
+            attend_causally, scaling=scaling, sliding_window=sliding_window, dropout=dropout
+        )
+        rows = (each.split(self.lengths, dim=2) for each in (query, key, value))
+        outputs = [in_order(attend, *sequence) for sequence in zip(*rows, strict=True)]
+        return torch.cat(outputs, dim=2).transpose(1, 2)
 
     @cached_property
     def _bounds(self) -> Tensor:
@@ -342,8 +286,47 @@ class Ragged:
 
     @cached_property
     def padded(self) -> Padded:
-        """The sequences as attention calls take them."""
-        return _padded(self.groups, self.lengths, self.device)
+        """The sequences as forward passes of models that require padding take them."""
+        return _padded(similar_lengths(self.lengths), self.lengths, self.device)
+
+
+def attend_causally(
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 G M D"],
+    value: Float[Tensor, "1 G M E"],
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "1 H T E"]:
+    """Attention of the last T of a sequence's M tokens to all tokens up to themselves."""
+    leave_out_cudnn(query)
+    shared_by = query.shape[1] // key.shape[1]
+    if shared_by > 1 and query.is_cuda:  # only some of its kernels take grouped queries
+        key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
+    mask = causal_mask(query.shape[2], key.shape[2], sliding_window, query.device)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=key.shape[1] < query.shape[1],
+    )
+
+
+def causal_mask(
+    num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device
+) -> Bool[Tensor, "T M"] | None:
+    """True where one of the last tokens sees a key; None where `is_causal` means the same."""
+    if num_queries == num_keys and (sliding_window is None or num_keys <= sliding_window):
+        return None
+    positions = torch.arange(num_keys - num_queries, num_keys, device=device)
+    distance = positions[:, None] - torch.arange(num_keys, device=device)[None, :]
+    mask = distance >= 0
+    return mask if sliding_window is None else mask & (distance < sliding_window)
 
 
 def leave_out_cudnn(query: Tensor) -> None:
@@ -446,20 +429,6 @@ def _require_mask(
     pairs = query.shape[2] * key.shape[2]
     if attention_mask is not None and pairs > 1 and attention_mask.shape[-2:] == (1, 1):
         raise LostLayoutError(f"{type(module).__name__} does not pass on the sequence boundaries")
-
-
-def window_mask(
-    length: int, sliding_window: int | None, device: torch.device, *, more: int = 0
-) -> Bool[Tensor, "T S"] | None:
-    """True where token i sees token j: j <= i < j + sliding_window; None where that is all j.
-
-    `more` is the number of further keys, which no token attends to.
-    """
-    if sliding_window is None or length <= sliding_window:
-        return None
-    tokens = torch.arange(length, device=device)
-    distance = tokens[:, None] - torch.arange(length + more, device=device)[None, :]
-    return (distance >= 0) & (distance < sliding_window)
 
 
 AttentionInterface.register(RAGGED, ragged_attention)

@@ -1,4 +1,4 @@
-"""Sequences that share a call without padding attend as each does alone."""
+"""Sequences that share a call attend as each does alone."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.models.forward.attention import Ragged, pad, unpad
-from pipeline.models.forward.forward import attention
+from pipeline.models.forward import attention
+from pipeline.models.forward.attention import Ragged, unpad
 
 LENGTHS = (7, 1, 40, 3)
 
@@ -50,7 +50,7 @@ OPTIONS = ("scale", "window_size", "enable_gqa", "num_splits")
 @pytest.mark.parametrize("options_of_torch", [OPTIONS[:2], OPTIONS])  # 2.11 and later
 @pytest.mark.parametrize("sliding_window", [None, 5])
 @pytest.mark.parametrize("shared_by", [1, 3])
-def test_the_call_without_padding_is_that_of_the_padded_ones(
+def test_a_call_for_all_sequences_is_a_call_for_each(
     shared_by: int,
     sliding_window: int | None,
     options_of_torch: Sequence[str],
@@ -58,7 +58,7 @@ def test_the_call_without_padding_is_that_of_the_padded_ones(
 ) -> None:
     given = heads(torch.float32, torch.device("cpu"), shared_by=shared_by)
     options: Any = {"scaling": 0.3, "sliding_window": sliding_window}
-    padded = Ragged(LENGTHS, torch.device("cpu")).attend(*given, **options)
+    alone = Ragged(LENGTHS, torch.device("cpu")).attend(*given, **options)
 
     monkeypatch.setattr(attention, "varlen_runs", lambda *_, **__: True)
     monkeypatch.setattr(attention, "varlen_attn", as_documented)
@@ -66,27 +66,8 @@ def test_the_call_without_padding_is_that_of_the_padded_ones(
     together = Ragged(LENGTHS, torch.device("cpu")).attend(*given, **options)
     switched_off = Ragged(LENGTHS, torch.device("cpu"), kernels="off").attend(*given, **options)
 
-    torch.testing.assert_close(together, padded, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(switched_off, padded, rtol=1e-5, atol=1e-6)
-
-
-class Watched(torch.autograd.Function):
-    """Restore whether nondeterministic operators only warn."""
-
-    warns: list[bool]
-
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor) -> Tensor:
-        del ctx
-        return heads.clone()
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> Tensor:
-        del ctx
-        Watched.warns.append(torch.is_deterministic_algorithms_warn_only_enabled())
-        return grad
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(switched_off, alone, rtol=1e-5, atol=1e-6)
 
 
 SOURCE = torch.tensor([2, 3, 4, 0, 1, 1])
@@ -101,7 +82,7 @@ def test_gradients_are_those_of_indexed_reads() -> None:
 
     def gradient(*, indexed: bool) -> torch.Tensor:
         leaf = rows.clone().requires_grad_()
-        padded = leaf[SOURCE] if indexed else pad(leaf, SOURCE, PLACE)
+        padded = leaf[SOURCE]
         padded = padded * padded.detach().cos()
         back = padded[PLACE] if indexed else unpad(padded, PLACE)
         (back * weight).sum().backward()
