@@ -253,7 +253,7 @@ class Decoder:
         self._agree = agree
 
     def __call__(
-        self, columns: Sequence[Column], layout: NextToken, *, spare: int
+        self, columns: Sequence[Column], layout: NextToken, *, spare: int, repeats: bool
     ) -> Float[Tensor, "B V"]:
         """Return the logits after each token.
 
@@ -261,10 +261,11 @@ class Decoder:
             columns: token, position and place in the cache of each row.
             layout: attention of the rows.
             spare: the place in the cache for padding.
+            repeats: whether the pass may be recorded or replayed.
         """
         count = len(columns)
         padding = (columns[-1][0], 0, spare)
-        if self._replays:
+        if self._replays and repeats:
             rows = self._rows(count, max(layout.lengths))
             is_replay = rows.stage is Stage.REPLAY
             try:

@@ -56,23 +56,20 @@ class PassCounts:
 class Stage(Enum):
     """The next pass of a number of rows."""
 
-    MODULES = auto()
-    """Run the modules: recording would not pay for a batch of one or two tokens."""
-
     RECORD = auto()
     VERIFY = auto()
     REPLAY = auto()
 
 
 class ReplayedRows(ABC):
-    """Passes of one number of rows: recorded in the second, verified in the third, then replayed.
+    """Passes of one number of rows: recorded in the first, verified in the second, then replayed.
 
-    The first three return the logits of the modules.
+    The first two return the logits of the modules.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self.stage = Stage.MODULES
+        self.stage = Stage.RECORD
 
     def run(self, columns: Sequence[Column], layout: NextToken) -> Float[Tensor, "N V"]:
         """Return the logits of the rows, in memory that the next pass may use again.
@@ -87,9 +84,6 @@ class ReplayedRows(ABC):
         self._take(columns, layout)
         if self.stage is Stage.REPLAY:
             return self._replay()
-        if self.stage is Stage.MODULES:
-            self.stage = Stage.RECORD
-            return self._by_modules()
         try:
             if self.stage is Stage.RECORD:
                 self.stage = Stage.VERIFY

@@ -56,9 +56,21 @@ Vector score_tile(const Stored* query, const Stored* key, int64_t size, int live
     return horizontal_sums(sums);
 }
 
+// What is read after the scores: the processor's own prefetching begins anew with each head of each sequence.
+struct Soon {
+    const Stored* values;  // or null
+    const Stored* keys;
+
+    void fetch(int64_t from, int64_t numbers) const {
+        for (const Stored* line : {values, keys})
+            for (int64_t k = from; line != nullptr && k < from + numbers; k += STEP) __builtin_prefetch(line + k, 0, 2);
+    }
+};
+
 // Scores of `count` keys, and -inf up to a whole vector.
-void compute_scores(const Attention& by, const Stored* query, const Stored* key, int count, float* scores) {
+void compute_scores(const Attention& by, const Stored* query, const Stored* key, int count, float* scores, const Soon& soon) {
     for (int t = 0; t < count; t += LANES) {
+        soon.fetch(t * by.size, LANES * by.size);
         Vector scaled = score_tile(query, key + t * by.size, by.size, std::min(LANES, count - t)) * by.scaling;
         for (int n = count - t; n < LANES; n++) scaled[n] = -INFINITY;
         std::memcpy(scores + t, &scaled, sizeof scaled);
@@ -120,8 +132,11 @@ void attend(const Attention& by, int64_t row, int64_t kv_head, std::vector<Head>
     float scores[BLOCK];
     for (int64_t first = start; first < end; first += BLOCK) {
         const int count = int(std::min<int64_t>(BLOCK, end - first));
+        // The next block, or the same keys of the next head; past the last one nothing is fetched.
+        const int64_t next = (first + BLOCK < end ? first + BLOCK : start + by.width) * by.size;
         for (size_t n = 0; n < heads.size(); n++) {
-            compute_scores(by, query + int64_t(n) * by.query_head, key + first * by.size, count, scores);
+            const Soon soon{n == 0 ? value + first * by.size : nullptr, n + 1 == heads.size() ? key + next : nullptr};
+            compute_scores(by, query + int64_t(n) * by.query_head, key + first * by.size, count, scores, soon);
             const float shrink = softmax_block(scores, count, heads[n]);
             add_values(value + first * by.size, by.size, scores, count, shrink, heads[n].sums);
         }
