@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference.engine.cache import NextToken, prepare_attention
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.elementwise import prepare_norm, prepare_rotation
+from pipeline.kernels.elementwise import prepare_norm, prepare_rotation, prepare_silu_product
 from pipeline.kernels.linear import Linear, prepare
 from pipeline.models.forward.attention import Layout
 
@@ -371,7 +371,23 @@ def fuse(calls: Sequence[Call], result: Tensor) -> list[Call]:
             if all(reads[each] == 1 for each in inner) and (repeat := fuse_group(group)):
                 read = [t for call in group for t in call.read() if memory(t) not in inner]
                 fused[index:end] = [Call(None, read, {}, group[-1].made, repeat)]
+        if names[index] == "silu" and reads[memory(calls[index].made[0])] == 1:
+            fuse_gate(fused, index)
     return fused
+
+
+def fuse_gate(calls: list[Call], index: int) -> None:
+    """Fuse the silu at an index with the product that reads it, if a kernel computes both."""
+    (x,), (gate,) = calls[index].args, calls[index].made
+    end = next(
+        n for n in range(index + 1, len(calls)) if memory(gate) in map(memory, calls[n].read())
+    )
+    others = [tensor for tensor in calls[end].read() if tensor is not gate]
+    if calls[end].name == "mul" and len(others) == 1:
+        (up,) = others
+        if repeat := prepare_silu_product(x, up, calls[end].made[0]):
+            calls[end] = Call(None, (x, up), {}, calls[end].made, repeat)
+            del calls[index]
 
 
 def fuse_norm(group: Sequence[Call]) -> Replay | None:

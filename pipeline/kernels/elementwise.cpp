@@ -1,4 +1,6 @@
-// RMSNorm and rotary embedding of fp32 rows on the CPU, each in one pass. Reference: the models' own operators.
+// RMSNorm, rotary embedding and SwiGLU's gate of fp32 rows on the CPU, each in one pass. Reference: the models' own operators.
+
+#include <algorithm>
 
 #define NUMBER Float32
 #include "include/vectors.h"
@@ -31,4 +33,15 @@ extern "C" void rotate(const float* x, const float* cos, const float* sin, float
                 to[k + half] = two[k] * cos[k + half] + one[k] * sin[k + half];
             }
         }
+}
+
+// x / (1 + exp(-x)) up
+extern "C" void silu_product(const float* x, const float* up, float* out, int64_t count) {
+    constexpr float MOST = 88.0f;  // whose exponential is still finite
+    for (int64_t k = 0; k < count; k += LANES) {
+        const int bytes = int(std::min<int64_t>(LANES, count - k)) * int(sizeof(float));
+        const Vector gate = load_part<Vector>(x + k, bytes);
+        const Vector result = gate / (exp_of(-gate > MOST ? broadcast(MOST) : -gate) + 1.0f) * load_part<Vector>(up + k, bytes);
+        std::memcpy(out + k, &result, bytes);
+    }
 }

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embedding of fp32 rows on the CPU, prepared for calls on fixed memory."""
+"""RMSNorm, rotary embedding and SwiGLU's gate in fp32 on the CPU, prepared for fixed memory."""
 
 import ctypes
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from pipeline.kernels.build import FUSED, Library, build
 def library() -> Library | None:
     """The kernels; None if they can't be built."""
     built = build(Path(__file__).with_suffix(".cpp"), {}, FUSED)
-    return choice.accept("RMSNorm and rotary embedding", built)
+    return choice.accept("RMSNorm, rotary embedding and SwiGLU", built)
 
 
 def prepare_norm(
@@ -32,6 +32,19 @@ def prepare_norm(
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     sizes = ctypes.c_int64(x.numel() // size), ctypes.c_int64(size)
     return partial(built.rms_norm, *pointers, *sizes, ctypes.c_float(eps))
+
+
+def prepare_silu_product(
+    x: Float[Tensor, "*B K"], up: Float[Tensor, "*B K"], out: Float[Tensor, "*B K"]
+) -> Callable[[], object] | None:
+    """Return a call that writes silu(x) * up (Shazeer 2020, eq. 6); None for other tensors."""
+    tensors = (x, up, out)
+    if not all(is_supported(tensor) and tensor.is_contiguous() for tensor in tensors):
+        return None
+    if x.shape != up.shape or not (built := library()):
+        return None
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    return partial(built.silu_product, *pointers, ctypes.c_int64(x.numel()))
 
 
 def prepare_rotation(

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
-from pipeline.kernels.elementwise import prepare_norm, prepare_rotation
+from pipeline.kernels.elementwise import prepare_norm, prepare_rotation, prepare_silu_product
 from tests.pipeline.kernels.numbers import random, relative_error
 
 
@@ -40,6 +41,22 @@ def test_rotation_of_heads_in_any_layout_is_at_least_as_accurate_as_pytorch() ->
 
     exact = rotated(x.double(), cos.double(), sin.double())
     assert relative_error(out, exact) <= 1.1 * relative_error(rotated(x, cos, sin), exact)
+
+
+def test_gate_is_at_least_as_accurate_as_pytorch_and_saturates() -> None:
+    x, up = 4 * random(3, 67), random(3, 67, seed=1)
+    x[0, :3] = torch.tensor([-200.0, 200.0, torch.nan])
+    out = torch.empty_like(x)
+    call = prepare_silu_product(x, up, out)
+    assert call is not None
+    call()
+
+    exact = silu(x.double()) * up.double()
+    assert out[0, 2].isnan()
+    assert out[0, :2].tolist() == [pytest.approx(0, abs=1e-30), 200 * up[0, 1]]
+    assert relative_error(out[1:], exact[1:]) <= 1.1 * relative_error(
+        silu(x[1:]) * up[1:], exact[1:]
+    )
 
 
 def test_other_dtypes_are_left_to_pytorch() -> None:
