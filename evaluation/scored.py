@@ -130,9 +130,3 @@ def summarize(
 
 def _by_source(responses: Sequence[ScoredResponse], when: str) -> dict[str, float]:
     return {f"{name}_{when}": value for name, value in source_means(responses).items()}
-
-
-def repeated_trigrams(ids: Sequence[int]) -> int:
-    """Number of tokens that complete a trigram which the response already contains."""
-    trigrams = list(zip(ids, ids[1:], ids[2:], strict=False))
-    return len(trigrams) - len(set(trigrams))

@@ -17,7 +17,7 @@ from pipeline.data.examples import Example
 from pipeline.data.lengths import Fit, RowsFit
 from pipeline.models.forward.forward import LabelOutputs, Scorer
 from pipeline.models.forward.scores import Cutpoints, separator_ids
-from pipeline.models.trained import evaluating
+from pipeline.models.passes import evaluating
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError

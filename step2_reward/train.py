@@ -36,8 +36,8 @@ from pipeline.models.forward.forward import (
 from pipeline.models.hf.chat import decode_response, load_chat, require_same_chat
 from pipeline.models.hf.export import move_in
 from pipeline.models.hf.load import load_causal_lm, load_tokenizer
-from pipeline.models.passes import make_passes, scorer_of
-from pipeline.models.trained import evaluating, trained_classifier, within_context
+from pipeline.models.passes import evaluating, make_passes, scorer_of
+from pipeline.models.trained import trained_classifier, within_context
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.run import Run

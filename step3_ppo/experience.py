@@ -21,7 +21,7 @@ from inference.generation import Response
 from pipeline.data.batches import TokenBatch, collate, pad
 from pipeline.data.examples import Encoded
 from pipeline.models.forward.forward import TokenLogprobs
-from pipeline.models.trained import evaluating
+from pipeline.models.passes import evaluating
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.advantages import ESTIMATORS, Estimate, Rewarded

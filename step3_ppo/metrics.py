@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from evaluation.scored import repeated_trigrams
-from inference.generation import Response
+from inference.engine.requests import Response, repeated_trigrams
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.advantages import are_equal, group_std
 from step3_ppo.config import PPOConfig

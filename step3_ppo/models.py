@@ -30,8 +30,8 @@ from pipeline.models.hf.chat import decode_response, require_same_chat, speaks_a
 from pipeline.models.hf.export import set_stop_tokens
 from pipeline.models.hf.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.parallel.stages import StageModule
-from pipeline.models.passes import ForwardPasses, Passes, frozen_passes, make_passes
-from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
+from pipeline.models.passes import ForwardPasses, Passes, evaluating, frozen_passes, make_passes
+from pipeline.models.trained import trained_causal_lm, trained_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError, ModelError

@@ -22,10 +22,9 @@ from evaluation.scored import (
     comparison,
     mean_length,
     mean_score,
-    repeated_trigrams,
     stop_rate,
 )
-from inference.engine.requests import Response
+from inference.engine.requests import Response, repeated_trigrams
 from inference.reward_model import score_responses
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
@@ -33,7 +32,7 @@ from pipeline.data.examples import Encoded
 from pipeline.engine.checkpoint.parts import BestWeights
 from pipeline.guards.guards import Guards
 from pipeline.models.hf.chat import decode_response
-from pipeline.models.trained import evaluating
+from pipeline.models.passes import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.report.figures import method_title

@@ -26,8 +26,7 @@ from pipeline.data.sharing.steps import StageData
 from pipeline.engine.engine import Engine
 from pipeline.files.durable import replace_durably
 from pipeline.models.forward.forward import Policy
-from pipeline.models.passes import Passes
-from pipeline.models.trained import evaluating
+from pipeline.models.passes import Passes, evaluating
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.training import Rows

@@ -40,6 +40,12 @@ class Response:
         return self.ids[:-1] if self.stopped else self.ids
 
 
+def repeated_trigrams(ids: Sequence[int]) -> int:
+    """Number of tokens that complete a trigram which the response already contains."""
+    trigrams = list(zip(ids, ids[1:], ids[2:], strict=False))
+    return len(trigrams) - len(set(trigrams))
+
+
 @dataclass(frozen=True)
 class Finished:
     """A response that has ended."""

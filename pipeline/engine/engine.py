@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from pipeline.config import Kernels, OptimConfig, TrainedModelConfig
 from pipeline.engine.comm.collectives import BufferPool
 from pipeline.engine.comm.transports import make_collectives
-from pipeline.engine.optimizer.norms import MOST_READ, NormsOfParts, squares_of_pieces
-from pipeline.engine.optimizer.precision import LossScaler
+from pipeline.engine.optimizer.gradients import (
+    MOST_READ,
+    LossScaler,
+    NormsOfParts,
+    squares_of_pieces,
+)
 from pipeline.engine.optimizer.trained import TrainedParams
 from pipeline.engine.setup import build_units, get_placement, keep_freed_memory, store_on_disk
 from pipeline.engine.zero import ZeroModel

@@ -6,7 +6,8 @@ stage.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -49,13 +50,25 @@ Found = Callable[[B], Tensor]
 """Computes a result of a micro-batch with the engine, such as its summed loss."""
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients: no checkpointing, no adapter dropout."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
 class ForwardPasses:
     """The passes of a complete model."""
 
     def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
         """Return `found` of each batch on the last stage, and nothing on the others.
 
-        Without gradients where the caller has turned them off.
+        Without gradients within `evaluating`.
         """
         return [found(batch) for batch in batches]
 

@@ -1,8 +1,6 @@
 """Models for training: loaded, with adapters, ready for the engine."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -94,18 +92,6 @@ def _prepared(
             block.gradient_checkpointing = number % config.checkpoint_every == 0
     plain.config.use_cache = True  # for the exported model; training passes its own flag
     return model.train()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients: no checkpointing, no adapter dropout."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
 
 
 StepT = TypeVar("StepT", bound=StepConfig)

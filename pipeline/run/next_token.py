@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.data.batches import TokenBatch
-from pipeline.models.passes import Passes
-from pipeline.models.trained import evaluating
+from pipeline.models.passes import Passes, evaluating
 from pipeline.run.run import Run
 from pipeline.run.training import Training
 

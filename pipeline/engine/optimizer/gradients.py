@@ -1,15 +1,38 @@
-"""Gradients between autograd and the optimizer: buffers, reductions and sums."""
+"""Gradients between autograd and the optimizer: buffers, sums, their norm and the loss scale.
 
-from collections.abc import Callable
+The global norm has the same bits whatever the sharding: a vector counts as CHUNKS equal stretches.
+Each stretch is stored on one process wherever the number of processes divides CHUNKS; its squares
+are summed there, by the same code at the same length, and one exact collective joins the stretches.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.engine.comm.collectives import BufferPool, GradientCopies, Work
-from pipeline.engine.sharding.flat import FlatParams
+from pipeline.config import LossScaleConfig
+from pipeline.engine.comm.collectives import BufferPool, Collectives, GradientCopies, Work
+from pipeline.engine.sharding.flat import FlatParams, num_chunks
+from pipeline.parallel.group import Group
 
 PIECE = 1 << 24
 """Elements of a sum in main memory that are on the GPU at once: 64 MiB in fp32."""
+
+BLOCK = 262144
+"""Elements that are converted to fp64 at once: 2 MiB, enough to amortize a call."""
+
+GPU_COLUMNS = 2**18
+"""Elements of each stretch that are converted to fp64 at once on a GPU."""
+
+MOST_READ = 256
+"""Stretches of a vector whose sums the host adds, exactly."""
+
+RUN = 4096
+"""Elements that are summed at once: PyTorch shares rows among threads, never a row of so few, so
+that the order of addition is the same for each number of threads."""
 
 
 class RunningSum:
@@ -240,3 +263,139 @@ class FlatGradients:
                 self.pool.give_back(self._buffer)
             self._buffer = None
         self.sum.clear()
+
+
+def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows"]:
+    """Sum of squares of each of the `rows` equal stretches of `shard`, in float64."""
+    stretches = shard.view(rows, -1)
+    if shard.device.type != "cpu":
+        # A norm in another dtype copies its input: in pieces the copy stays small.
+        pieces = stretches.split(GPU_COLUMNS, dim=1)
+        norms = [torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in pieces]
+        return torch.stack(norms).square().sum(0)
+    # On a CPU a reduction that casts as it goes is twenty times slower than these two passes.
+    block = torch.empty(BLOCK, dtype=torch.float64)
+    return torch.tensor([_sum_of_squares(row, block) for row in stretches], dtype=torch.float64)
+
+
+def squares_of_pieces(piece: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor, " rows"]:
+    """Sums of squares of a reduced gradient by stretches, of which a process has a piece.
+
+    Float64, of `num_chunks` values; the other processes' stretches are zero.
+    """
+    rows = num_chunks(comm.size)
+    values = torch.zeros(rows, dtype=torch.float64, device=piece.device)
+    if comm.copy == 0:  # all copies have the same sum, which counts once
+        comm.piece(values).copy_(squared_norms(piece, rows // comm.size))
+    return values
+
+
+class NormsOfParts:
+    """Sums of squares over all parts of a model; constructed by all processes with a part."""
+
+    def __init__(self, parts: Group, units: Sequence[str]) -> None:
+        self._parts = parts
+        of_parts = parts.gather_objects(list(units))
+        self.units = [unit for own in of_parts for unit in own]
+        """The unit of each vector, those of the first part first."""
+        self._before = sum(len(own) for own in of_parts[: parts.rank])
+        self._own = len(units)
+
+    def gathered(self, own: Sequence[float]) -> Sequence[float]:
+        """Sums of squares of the vectors of all parts, with equally many numbers per vector.
+
+        Each is zero except on one part, so that their sums are exact.
+        """
+        if self._parts.size == 1:
+            return own
+        rows = len(own) // self._own
+        after = len(self.units) - self._before - self._own
+        values = [*[0.0] * (self._before * rows), *own, *[0.0] * (after * rows)]
+        return self._parts.sums(values)
+
+
+def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> float:
+    sums: list[float] = []
+    for part in values.split(len(block)):
+        squares = block[: len(part)].copy_(part)
+        squares.mul_(squares)
+        whole = len(part) // RUN * RUN
+        sums += squares[:whole].view(-1, RUN).sum(dim=1).tolist()
+        sums.append(squares[whole:].sum().item())
+    return math.fsum(sums)
+
+
+@dataclass
+class LossScaler:
+    """The factor that keeps small fp16 gradients from vanishing (Micikevicius et al. 2018, 3.2).
+
+    A step whose gradients overflow is skipped and costs one of `hysteresis` tokens; when only one
+    is left, every overflow halves the scale. After one good step, each `loss_scale_window` more in
+    a row double the scale and refill the tokens. With `enabled` off the scale stays 1, and a static
+    one stays what it is; the engine skips non-finite steps all the same. Step for step as
+    DeepSpeed's `DynamicLossScaler`.
+    """
+
+    enabled: bool
+    config: LossScaleConfig = field(default_factory=LossScaleConfig)
+    scale: float = field(init=False)
+    good_steps: int = field(init=False, default=0)
+    """Since the last overflow."""
+
+    tokens: int = field(init=False)
+    """Overflows until the scale is halved; at 1 the next one does it."""
+
+    exhausted: bool = field(init=False, default=False)
+    """True if the last step overflowed at the lowest scale."""
+
+    def __post_init__(self) -> None:
+        self.scale = self.config.initial_scale if self.enabled else 1.0
+        self.tokens = self.config.hysteresis
+
+    @property
+    def searching(self) -> bool:
+        """True if an overflow leads to a smaller scale."""
+        return self.enabled and not self.config.loss_scale and not self.exhausted
+
+    def update(self, *, finite: bool) -> None:
+        """Record whether the step's gradients were finite."""
+        if not self.enabled or self.config.loss_scale:
+            return
+        self.exhausted = False
+        if finite:
+            window = self.config.loss_scale_window
+            window_done = self.good_steps > 0 and self.good_steps % window == 0
+            if window_done:
+                self.scale *= 2
+            if window_done or self.config.consecutive_hysteresis:
+                self.tokens = self.config.hysteresis
+            self.good_steps += 1
+            return
+        self.good_steps = 0
+        if self.tokens > 1:
+            self.tokens -= 1
+            return
+        lowest = float(self.config.min_loss_scale)
+        self.exhausted = self.scale <= lowest
+        self.scale = max(self.scale / 2, lowest)
+
+    def state_dict(self) -> dict[str, float | int | bool]:
+        """The state for `load_state_dict`."""
+        return {name: getattr(self, name) for name in ("enabled", "scale", "good_steps", "tokens")}
+
+    def load_state_dict(self, state: Mapping[str, float | int | bool]) -> None:
+        """Restore the scale and the counts of a `state_dict`.
+
+        A static scale stays as it is set. The state of a scaler that was off, of a run in another
+        precision, says nothing of fp16: the search begins at the configured initial scale.
+        """
+        if not self.enabled or self.config.loss_scale:
+            return
+        self.exhausted = False
+        if state["enabled"]:
+            self.scale = float(state["scale"])
+            self.good_steps = int(state["good_steps"])
+            self.tokens = int(state["tokens"])
+        else:
+            self.__post_init__()
+            self.good_steps = 0

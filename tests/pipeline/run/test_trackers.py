@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.run.trackers import Trackers, open_trackers
+from pipeline.run.run import Trackers, open_trackers
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 

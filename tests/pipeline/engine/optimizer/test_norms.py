@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pipeline.engine.optimizer.norms import squared_norms
+from pipeline.engine.optimizer.gradients import squared_norms
 
 
 @pytest.mark.parametrize("rows", [1, 16])

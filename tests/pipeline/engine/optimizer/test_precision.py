@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import LossScaleConfig
-from pipeline.engine.optimizer.precision import LossScaler
+from pipeline.engine.optimizer.gradients import LossScaler
 
 
 def scaler(**settings: object) -> LossScaler:
