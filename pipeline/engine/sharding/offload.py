@@ -1,13 +1,12 @@
 """Tensors in a scratch file on a disk: optimizer state and weights."""
 
+import io
 import os
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 import torch
 from jaxtyping import Shaped
@@ -21,6 +20,17 @@ from pipeline.system.faults import fault_point
 
 ALIGNMENT = 4096
 """Tensors begin at multiples of a disk's block."""
+
+
+class ScratchFile(io.FileIO):
+    """A file that is closed with the last reference to it.
+
+    A finalizer of the store that waited for its threads could deadlock: garbage collection may run
+    it within `threading`, whose locks it would need.
+    """
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class TensorStore:
@@ -42,13 +52,13 @@ class TensorStore:
         self._size = 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+            with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                self._file = ScratchFile(os.dup(file.fileno()), "r+b")
         except OSError as error:
             raise ConfigError(
                 f"the offload directory {directory} can't be written to: {error.strerror}"
             ) from error
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tensor-store")
-        self._release = weakref.finalize(self, _release, self._threads, self._file)
 
     def reserve(self, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
         """Take the space of new tensors: the number of elements by key.
@@ -109,7 +119,8 @@ class TensorStore:
 
     def close(self) -> None:
         """Release the space, after pending operations."""
-        self._release()
+        self._threads.shutdown()
+        self._file.close()
 
     def _begin(
         self,
@@ -127,7 +138,7 @@ class TensorStore:
         place = f"the offload file of rank {self.rank} in {self.directory}"
         failures = self._failures
 
-        def run() -> None:  # without `self`: a forgotten store closes in the caller's thread
+        def run() -> None:  # without `self`, so that pending operations keep the file alone
             for operation in before:
                 operation.result()
             if failures:
@@ -144,11 +155,6 @@ class TensorStore:
     def _raise_failure(self) -> None:
         if self._failures:
             raise OffloadError(self._failures[0])
-
-
-def _release(threads: ThreadPoolExecutor, file: IO[bytes]) -> None:
-    threads.shutdown()
-    file.close()
 
 
 class StreamedState:

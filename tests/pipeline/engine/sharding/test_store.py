@@ -1,6 +1,11 @@
 """Reading returns what was written last, or fails with one sentence."""
 
+import gc
+import os
 import random
+import struct
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -64,3 +69,26 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
     assert "lacks the 9,007,199,254,740,992 bytes that rank 1 needs" in str(error.value)
     store.reserve({"a": 1}, torch.float32)  # nothing of it was kept
     store.close()
+
+
+def test_a_forgotten_store_closes_its_file_without_waiting_for_its_threads(tmp_path: Path) -> None:
+    """Garbage collection may run in any thread, within locks that waiting would need."""
+    store, blocked = TensorStore(tmp_path, rank=0, threads=1), threading.Event()
+    store.reserve({"k": 4}, torch.float32)
+    scratch = weakref.ref(store._file)
+    descriptor = os.dup(store._file.fileno())
+    store._threads.submit(blocked.wait, 20)
+    store.write("k", torch.ones(4))
+    future = store._pending["k"]
+
+    store.__dict__["cycle"] = store
+    del store
+    gc.collect()
+
+    assert not future.done()
+    blocked.set()
+    future.result()
+    assert struct.unpack("4f", os.pread(descriptor, 16, 0)) == (1.0, 1.0, 1.0, 1.0)
+    os.close(descriptor)
+    del future
+    assert scratch() is None
