@@ -13,9 +13,9 @@ from pipeline.launch.layout import Host, Layout, is_this_machine, layout
 from pipeline.launch.local import PLANNED, list_gpus
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import MARK, RESULT, finished_steps
-from pipeline.plan.request import Request, check_sections_run, parse_request
+from pipeline.plan.request import CommandLine, Request, check_sections_run, parse_request
 from pipeline.plan.resolve import EMBEDDED_PRESET, Resolver, resolve_run, step_configs
-from pipeline.plan.stage import Stage, side_by_side, without_unchosen
+from pipeline.plan.stage import METHODS, Stage, side_by_side, without_unchosen
 from pipeline.system.errors import ModelError, require
 from pipeline.system.installation import ROOT
 
@@ -112,20 +112,23 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     check_sections_run(command_line, stages, known)
     made = {each.number for each in stages if (out / each.name / RESULT).is_file()}
     command_line = replace(command_line, made=frozenset(made))
-    if request.plan_for is not None:
-        machine = parse_machine(request.plan_for)
-        where = _imagined(machine)
-    else:
-        where = layout(request)
-        machine = _machine(where, request)
-    command_line, configs = resolve_run(command_line, stages, known=known, world=machine.world)
+    stages = tuple(
+        stage
+        for stage in stages
+        if stage.number <= max(request.step) or _has_part(stage, command_line)
+    )
+    imagined = None if request.plan_for is None else parse_machine(request.plan_for)
+    where = layout(request) if imagined is None else _imagined(imagined)
+    world = where.processes or 1
+    command_line, configs = resolve_run(command_line, stages, known=known, world=world)
     request = command_line.request
+    machine = imagined or _machine(where, request)
     requested = tuple(stage for stage in stages if stage.number in request.step)
-    resolver = Resolver(command_line, stages, machine.world)
+    resolver = Resolver(command_line, stages, world)
     chosen: Mapping[str, Settings] = {}
     if request.plan == "auto":
         chosen = _choose(resolver, requested, configs, machine)
-        configs = step_configs(command_line, stages, world=machine.world, chosen=chosen)
+        configs = step_configs(command_line, stages, world=world, chosen=chosen)
     finished = finished_steps(request, stages, configs, known=known)
     check_inputs(request, stages, configs)
     plan = Plan(
@@ -139,6 +142,14 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         given={stage.name: resolver.given(stage, files=False) for stage in stages},
     )
     return replace(plan, notes=tuple(_notes(plan, resolver, replaced, known)))
+
+
+def _has_part(stage: Stage, command_line: CommandLine) -> bool:
+    """Whether a step after those that run has a directory, or settings that the user gave."""
+    given = {name.partition(".")[0] for name, options in command_line.overrides.items() if options}
+    given = given.union(*(file.settings for file in command_line.files))
+    is_given = not given.isdisjoint({stage.section, METHODS})
+    return is_given or (command_line.request.output_dir / stage.name).exists()
 
 
 def _replaced(request: Request, stages: Sequence[Stage]) -> dict[str, Stage]:

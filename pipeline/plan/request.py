@@ -352,19 +352,22 @@ def _check_sections(
 def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
     """Raise an error for an unknown option, with suggestions from the steps' settings too."""
     known = {each.name for each in fields(Request)} | {stage.section for stage in stages}
+    unknown = [name for name, _ in own if name.partition(".")[0] not in known]
+    known.add(METHODS)
+    if not unknown and all(layer.settings.keys() <= known for layer in files):
+        return
     of_steps = [
         setting
         for stage in stages
         for setting in list_settings(stage.config_class, f"{stage.section}.")
     ]
-    for name, _ in own:
-        if name.partition(".")[0] not in known:
-            settings = [*list_settings(Request), *of_steps]
-            hint = deepspeed_chat_hint(name) or did_you_mean(settings, name, _option_name)
-            raise ConfigError(f"there is no option {_option_name(name)}; {hint}")
+    for name in unknown:
+        settings = [*list_settings(Request), *of_steps]
+        hint = deepspeed_chat_hint(name) or did_you_mean(settings, name, _option_name)
+        raise ConfigError(f"there is no option {_option_name(name)}; {hint}")
     below = {word for setting in of_steps for word in setting.name.split(".")[1:]}
     for layer in files:
-        for name in layer.settings.keys() & below - known - {METHODS}:
+        for name in layer.settings.keys() & below - known:
             raise ConfigError(
                 f"{name} in {layer.origin} is a setting of the steps; put it below pretrain:, sft:,"
                 " reward:, ppo: or preference:"

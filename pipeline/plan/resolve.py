@@ -12,17 +12,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli.options import read_layers
 from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed import deepspeed_layer
 from pipeline.models.hf.gguf import as_directory
 from pipeline.plan.output import recorded_model, recorded_start
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, METHODS, Stage
-from pipeline.settings.build import Layer, build_config, merge, method_layer
+from pipeline.settings.build import Layer, build_config, merge, method_layer, read_settings
 from pipeline.settings.fields import Option, flatten, get_default, nested
 from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import ROOT
@@ -223,7 +223,7 @@ class Resolver:
         """Layers 2 to 4."""
         layers: list[Layer] = []
         if self.has_preset(stage):
-            (preset,) = read_layers([str(EMBEDDED_PRESET)])
+            preset = _read_preset()
             settings = preset.settings.get(stage.section, {})
             others = {role for role in stage.models if not self.has_preset(stage, role)}
             settings = {name: value for name, value in settings.items() if name not in others}
@@ -339,6 +339,11 @@ class Resolver:
                 value = values[-1] if values else get_default(stage.config_class, name)
                 settings[name] = max(value, options[other]) if isinstance(value, int) else value
         return Layer(settings, "the command line")
+
+
+@cache
+def _read_preset() -> Layer:
+    return read_settings(EMBEDDED_PRESET)
 
 
 def _method(stage: Stage, request: Request) -> str | None:
