@@ -122,7 +122,7 @@ def percent(share: float | None) -> str:
 
 
 def gain(outcome: Mapping[str, Any]) -> float:
-    """How far the rate of right answers, sampled, rose over step 1's."""
+    """How far the rate of right responses, sampled, rose over step 1's."""
     figures = outcome["eval"]
     return figures["sampled_reward_after"] - figures["sampled_reward_before"]
 

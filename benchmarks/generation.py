@@ -1,17 +1,17 @@
 """Generation against `generate` of transformers: same model, prompts, tokens, precision.
 
     python -m benchmarks.generation [--precisions fp32 bf16] [--rounds 5] [--threads 2]
-    python -m benchmarks.generation --tiny      # the same course with answers of a few tokens
+    python -m benchmarks.generation --tiny      # the same course with responses of a few tokens
     python -m benchmarks.generation --model DIR --batches 1 16 --longest 64 --precisions fp32
 
 A Llama of 15M parameters with random weights answers prompts of 64 tokens greedily. The first cases
-have answers of 128 tokens each; the last has 64 prompts whose answers are 8 to 128 tokens long, as
-answers that end by themselves are. The two sides alternate within one run, after one round each
-that doesn't count; a figure is the median over rounds of answer tokens per second. The last column
-counts answers whose tokens are the same, which part where two tokens are equally likely but for
-rounding, and the one before it the share of our decoding passes that came from graphs or traces.
-With `--model` the prompts are 56 tokens of this repository's documentation, and all answers have
-the same length.
+have responses of 128 tokens each; the last has 64 prompts whose responses are 8 to 128 tokens long,
+as responses that end by themselves are. The two sides alternate within one run, after one round
+each that doesn't count; a figure is the median over rounds of response tokens per second. The last
+column counts responses whose tokens are the same, which part where two tokens are equally likely
+but for rounding, and the one before it the share of our decoding passes that came from graphs or
+traces. With `--model` the prompts are 56 tokens of this repository's documentation, and all
+responses have the same length.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Course:
     shortest: int = 8
     batches: Sequence[int] = BATCHES
     spread: int = 64
-    """Prompts of the case with answers of all lengths."""
+    """Prompts of the case with responses of all lengths."""
 
 
 TINY = Course(longest=8, shortest=3, batches=(1,), spread=3)
@@ -68,10 +68,10 @@ CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-HEAD = ("precision", "prompts", "answers", "transformers", "ours", "ratio", "spread")
+HEAD = ("precision", "prompts", "responses", "transformers", "ours", "ratio", "spread")
 HEAD += ("replayed", "same")
 
-Answers = list[list[int]]
+Responses = list[list[int]]
 
 
 class RowLengths(StoppingCriteria):
@@ -93,10 +93,10 @@ class RowLengths(StoppingCriteria):
 
 def answer_with_transformers(
     model: Any,  # noqa: ANN401  # its `generate` is not typed
-    prompts: Answers,
+    prompts: Responses,
     lengths: Sequence[int],
-) -> Answers:
-    """Greedy answers in one batch, which runs until its longest row has ended."""
+) -> Responses:
+    """Greedy responses in one batch, which runs until its longest row has ended."""
     ids = torch.tensor(prompts, device=model.device)
     settings = GenerationConfig(
         max_new_tokens=max(lengths), do_sample=False, eos_token_id=None, pad_token_id=2
@@ -116,13 +116,13 @@ def answer_with_transformers(
 
 def answer_with_ours(
     model: PreTrainedModel,
-    prompts: Answers,
+    prompts: Responses,
     lengths: Sequence[int],
     passes: PassCounts,
     *,
     slots: int,
-) -> Answers:
-    """Greedy answers of the engine, which gives a slot back when its answer ends."""
+) -> Responses:
+    """Greedy responses of the engine, which gives a slot back when its response ends."""
     finished = generate_each(
         model,
         prompts,
@@ -132,22 +132,22 @@ def answer_with_ours(
         stop_when=lambda index, ids: len(ids) == lengths[index],
         passes=passes,
     )
-    answers = {each.index: each.response.ids for each in finished}
-    return [answers[row] for row in range(len(prompts))]
+    responses = {each.index: each.response.ids for each in finished}
+    return [responses[row] for row in range(len(prompts))]
 
 
 def compare(
-    sides: Sequence[Callable[[], Answers]], *, rounds: int, clock: Callable[[], float]
-) -> tuple[list[list[float]], list[Answers]]:
+    sides: Sequence[Callable[[], Responses]], *, rounds: int, clock: Callable[[], float]
+) -> tuple[list[list[float]], list[Responses]]:
     """Seconds of each side in each round, and what each side answered."""
-    answers = [side() for side in sides]
+    responses = [side() for side in sides]
     seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
         for side, times in zip(sides, seconds, strict=True):
             started = clock()
             side()
             times.append(clock() - started)
-    return seconds, answers
+    return seconds, responses
 
 
 def main(argv: Sequence[str]) -> None:
@@ -157,10 +157,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--tiny", action="store_true", help="a few short answers")
+    parser.add_argument("--tiny", action="store_true", help="a few short responses")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the Llama")
     parser.add_argument("--batches", nargs="+", type=int, help="numbers of prompts, with --model")
-    parser.add_argument("--longest", type=int, default=64, help="tokens of answers, with --model")
+    parser.add_argument("--longest", type=int, default=64, help="tokens of responses, with --model")
     parser.add_argument("--output", type=Path, help="where results.json is written")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -224,7 +224,7 @@ def measured(
             }
 
 
-def text_prompts(directory: Path, count: int) -> Answers:
+def text_prompts(directory: Path, count: int) -> Responses:
     """Consecutive passages of the documentation, `TEXT_PROMPT` tokens each."""
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
     ids = AutoTokenizer.from_pretrained(directory)("".join(page.read_text() for page in pages))

@@ -7,7 +7,7 @@
 DIR holds the package `dschat` of DeepSpeedExamples (applications/DeepSpeed-Chat), PATH is a Python
 that has deepspeed. All sides answer the same 8 prompts of 128 tokens with 64 new ones an iteration
 and learn from them in one step with Llamas of 15M parameters: actor, reference, critic and reward
-model. TRL has no PPO any more: its GRPOTrainer has no critic to train, and samples 2 answers to
+model. TRL has no PPO any more: its GRPOTrainer has no critic to train, and samples 2 responses to
 each of 4 prompts; ours does the same by `method: grpo`, in addition to PPO. The sides alternate
 within one run, each round in fresh processes; a figure is the median over rounds of the median
 iteration, a ratio the median of those within rounds.
@@ -145,12 +145,12 @@ def run_ours(
 
 
 def run_grpo(directory: Path, iterations: int, precision: Precision) -> list[Times]:
-    """Ours, as TRL's side: 4 prompts, 2 answers each, the same reward model, KL in the loss."""
+    """Ours, as TRL's side: 4 prompts, 2 responses each, the same reward model, KL in the loss."""
     return run_ours(directory, iterations, precision, "grpo", {"group_size": 2, "kl_coef": 0.05})
 
 
 def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Times]:
-    """GRPOTrainer with a reference and a reward model: 4 prompts, 2 answers each."""
+    """GRPOTrainer with a reference and a reward model: 4 prompts, 2 responses each."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback

@@ -316,7 +316,7 @@ class Talk:
 
 
 def talk(held_out: HeldOutPrompts) -> Talk | None:
-    """Answers of the actor to the hand-written prompts; None for data other than the task."""
+    """Responses of the actor to the hand-written prompts; None for data other than the task."""
     if not held_out.is_verifiable:
         return None
     prompts = [
@@ -361,8 +361,8 @@ def verification(
         sampled: responses to them by model, those of step 3 the last, what it began with before it.
 
     Returns:
-        `judge`: the share of right answers by model; `judge_counts`: the number of prompts, and on
-        how many of them step 3 alone (gained) or what it began with alone (lost) is right.
+        `judge`: the share of right responses by model; `judge_counts`: the number of prompts, and
+        on how many of them step 3 alone (gained) or what it began with alone (lost) is right.
     """
     verdicts = {name: held_out.verdicts(responses) for name, responses in sampled.items()}
     known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}

@@ -244,7 +244,7 @@ LENGTHS = {
 
 
 OPTIONS = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
-"""Answers of which a constrained response must contain one."""
+"""Phrases of which a constrained response must contain one."""
 
 _BULLET = re.compile(r"^[ \t]*(?:[-+]|\*(?!\*))[ \t]*\S", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"\*\*(?=\S)[^*\n]*\S\*\*|(?<!\*)\*(?=[^\s*])[^*\n]*(?<=\S)\*(?!\*)")

@@ -100,7 +100,7 @@ def parse_messages(row: Mapping[str, Any], *, origin: str) -> tuple[Message, ...
     except LeftOut as reason:
         raise DataError(f"{origin}: a dialogue {reason} can't be continued") from None
     if not messages or messages[-1].role == "system" or messages[-1].calls:
-        raise DataError(f"{origin}: the last message must be the user's, or continue an answer")
+        raise DataError(f"{origin}: the last message must be the user's, or continue a response")
     if all(each.role != "user" for each in messages):
         raise DataError(f"{origin}: no message is the user's")
     return messages

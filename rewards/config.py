@@ -81,7 +81,7 @@ class RewardConfig:
     kind: Kind
     """model: step 3's reward model; environment: what its environment gives; function: a Python
     function of yours; math, exact, regex, length: programs that read the response;
-    verifier: the one of the embedded task, 1 for an answer that is correct and polite, else 0;
+    verifier: the one of the embedded task, 1 for a response that is correct and polite, else 0;
     code: tests that run the program in the response; remote: a service; judge: a language model
     behind an OpenAI-compatible endpoint."""
 

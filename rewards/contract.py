@@ -20,10 +20,10 @@ class Episode:
     """The dialogue that was answered; empty for plain text."""
 
     response: str
-    """In an environment, the last answer."""
+    """In an environment, the last response."""
 
     turns: tuple[Message, ...] = ()
-    """In an environment, the turns between `prompt` and `response`: the earlier answers, and what
+    """In an environment, the turns between `prompt` and `response`: the earlier responses, and what
     followed them."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Episode:
     """The response ended with the end token, not at its limit of tokens."""
 
     num_tokens: int = 0
-    """Tokens of the response; in an environment those of all answers."""
+    """Tokens of the response; in an environment those of all responses."""
 
     slot: int = 0
     """Index in the rollout, by which results are ordered."""

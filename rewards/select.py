@@ -1,9 +1,9 @@
-r"""Select the best of several answers as training data: `python -m rewards.select`.
+r"""Select the best of several responses as training data: `python -m rewards.select`.
 
 python -m rewards.select --path DIR --prompts FILE --reward math --best-of 8 \
         --write demonstrations --output best.jsonl
 
-Samples answers to each prompt, has sources of rewards score them, and writes the best ones as
+Samples responses to each prompt, has sources of rewards score them, and writes the best ones as
 demonstrations (rejection sampling), or the best and the worst ones as pairs.
 """
 
@@ -29,31 +29,31 @@ ALIASES = {"reward_function": "reward", "out": "output"}
 
 @dataclass(frozen=True, kw_only=True)
 class SelectConfig(SamplingConfig):
-    """Settings of sampling, scoring and writing answers."""
+    """Settings of sampling, scoring and writing responses."""
 
     path: str = ""
-    """Model that answers: a directory, such as OUT/step1_sft, or Hub id."""
+    """Model that responds: a directory, such as OUT/step1_sft, or Hub id."""
 
     reward: tuple[str, ...] = ()
     """Sources of rewards: file.py:function (--reward-function), a kind (math, verifier, ...), or
     all settings, '{kind: model, path: OUT/step2_reward}' for a reward model."""
 
     best_of: int = 16
-    """Answers to each prompt. One that is cut off at max_new_tokens is never chosen."""
+    """Responses to each prompt. One that is cut off at max_new_tokens is never chosen."""
 
     write: Literal["demonstrations", "pairs"] = "demonstrations"
-    """demonstrations: the best answer to each prompt, for step 1; pairs: the best and the worst,
+    """demonstrations: the best response to each prompt, for step 1; pairs: the best and the worst,
     for step 2."""
 
     output: Path = Path("selected.jsonl")
     """Output file for the rows; an existing one is replaced."""
 
     min_reward: float | None = None
-    """Minimum reward of a chosen answer; null always takes the best one."""
+    """Minimum reward of a chosen response; null always takes the best one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.path), "--path is missing: give the model that answers")
+        require(bool(self.path), "--path is missing: give the model that responds")
         require(
             bool(self.reward), "--reward is missing: give file.py:function, or a kind such as math"
         )
@@ -61,7 +61,7 @@ class SelectConfig(SamplingConfig):
         require(
             self.temperature > 0,
             f"--temperature must be above 0, got {self.temperature}: without chance all"
-            f" {self.best_of} answers are one",
+            f" {self.best_of} responses are one",
         )
 
     @property
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
         argv,
         usage=f"{MODULE} rewards.select --path DIR --prompts FILE --reward SOURCE ..."
         " [--SETTING VALUE ...]",
-        about="Sample answers, score them, and write the best as data to learn from.",
+        about="Sample responses, score them, and write the best as data to learn from.",
         aliases=ALIASES,
     )
     check_output(config.output, option="--output")
@@ -103,8 +103,8 @@ def main(argv: Sequence[str]) -> None:
     for source in sources:
         if source.kind == "model":
             check_ready(str(source.path), examples, scores=True)
-    answers = respond(config.path, examples, config, num_samples=config.best_of)
-    batches, scored = score(sources, answers, config)
+    responses = respond(config.path, examples, config, num_samples=config.best_of)
+    batches, scored = score(sources, responses, config)
     weights = [source.weight for source in sources]
     rewards = iter(weighted_sum(without_failures([*scored.values()], weights), weights))
     candidates = [
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A sampled answer and its reward."""
+    """A sampled response and its reward."""
 
     text: str
 
@@ -138,7 +138,7 @@ class Candidate:
 
 
 def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, Candidate | None]:
-    """The answers of the highest and of the lowest reward, the first of equal ones.
+    """The responses of the highest and of the lowest reward, the first of equal ones.
 
     None for the best if none may be chosen, and for the worst if it equals the best in reward or
     text.
@@ -160,17 +160,17 @@ def select(
     """The rows to write, and the number of prompts that give none, by reason."""
     rows: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
-    for example, answers in zip(examples, candidates, strict=True):
-        best, worst = best_and_worst(answers)
+    for example, responses in zip(examples, candidates, strict=True):
+        best, worst = best_and_worst(responses)
         prompt = [_turn(message) for message in example.prompt]
         if best is None or best.reward is None:
-            left_out["no answer to choose"] += 1
+            left_out["no response to choose"] += 1
         elif config.min_reward is not None and best.reward < config.min_reward:
             left_out["a low reward"] += 1
         elif config.write == "demonstrations":
             rows.append({"messages": [*prompt, _answer(best)], "reward": best.reward})
         elif worst is None:
-            left_out["no answer of less reward"] += 1
+            left_out["no response of less reward"] += 1
         else:  # without a margin, which rewards have no unit for
             rows.append(
                 {
@@ -202,22 +202,22 @@ def summary(
 ) -> list[str]:
     """Summary lines: samples, rewards and written rows."""
     n = config.best_of
-    answers = [each for of_prompt in candidates for each in of_prompt]
+    responses = [each for of_prompt in candidates for each in of_prompt]
     known = [[each.reward for each in row if each.reward is not None] for row in candidates]
     tops = [max(rewards) for rewards in known if rewards]
     count = sum(map(len, known))
-    lines = [f"prompts     {len(candidates):,}, {n} answers to each"]
+    lines = [f"prompts     {len(candidates):,}, {n} responses to each"]
     if tops:
         mean, top = sum(map(sum, known)) / count, sum(tops) / len(tops)
         lines.append(f"reward      mean {mean:.4g}, best of {n} {top:.4g}")
     lines += [
-        f"no reward   {len(answers) - count:,} answers; sources failed {num_failed:,} times",
-        f"cut off     {sum(not each.stopped for each in answers):,} answers, never chosen",
+        f"no reward   {len(responses) - count:,} responses; sources failed {num_failed:,} times",
+        f"cut off     {sum(not each.stopped for each in responses):,} responses, never chosen",
         f"chosen      {len(rows):,} {config.write}",
     ]
     lines += [f"left out    {number:,} with {why}" for why, number in left_out.items()]
     if rows:
-        # Beirami et al. 2024, arXiv:2401.01879, theorem 1; ties only merge answers.
+        # Beirami et al. 2024, arXiv:2401.01879, theorem 1; ties only merge responses.
         bound = math.log(n) - (n - 1) / n
         more = "; more where prompts are left out" if len(rows) < len(candidates) else ""
         lines.append(f"KL          at most log {n} - {n - 1}/{n} = {bound:.3f} nats{more}")

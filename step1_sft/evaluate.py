@@ -1,4 +1,4 @@
-"""Compare the answers of two models to the same prompts.
+"""Compare the responses of two models to the same prompts.
 
 python -m step1_sft.evaluate --baseline facebook/opt-1.3b --model OUT/step1_sft
 python -m step1_sft.evaluate --baseline DIR --model DIR --prompts IN.jsonl --out comparison.json
@@ -64,7 +64,7 @@ class CompareConfig:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the answers of both models, and write `--out`.
+    """Print the responses of both models, and write `--out`.
 
     Raises:
         UserError: a wrong setting, no model at a path, a line that is not a prompt.
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
             Prompt(text, (Message("user", text),), text, f"default prompt {number}")
             for number, text in enumerate(DEFAULT_PROMPTS, start=1)
         ]
-    answers = {
+    responses = {
         role: answer(path, prompts, sampling)
         for role, path in zip(ROLES, (config.baseline, config.model), strict=True)
     }
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
         "\n".join(
             [
                 f"Prompt:   {prompt.messages[-1].content}",
-                *(f"{role.capitalize() + ':':10}{answers[role][row]}" for role in ROLES),
+                *(f"{role.capitalize() + ':':10}{responses[role][row]}" for role in ROLES),
             ]
         )
         for row, prompt in enumerate(prompts)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
         comparison = {
             "paths": {"baseline": config.baseline, "model": config.model},
             "rows": [
-                {"prompt": prompt.given, **{role: answers[role][row] for role in ROLES}}
+                {"prompt": prompt.given, **{role: responses[role][row] for role in ROLES}}
                 for row, prompt in enumerate(prompts)
             ],
         }

@@ -56,7 +56,7 @@ class RewardConfig(LabelSettings, StepConfig):
 
     max_new_tokens: int = 256
     """Longest response when measuring the score's mean and standard deviation, in tokens; as in
-    step 3, since answers that have not ended by then don't count."""
+    step 3, since responses that have not ended by then don't count."""
 
     best_by: Literal["accuracy", "loss"] = "accuracy"
     """Criterion of the best weights, on held-out rows: accuracy (pairs in the right order, or
@@ -179,5 +179,5 @@ class LabConfig:
         require(self.max_length > 1, f"max_length must be above 1, got {self.max_length}")
         require(
             self.actor is None or self.data_path == EMBEDDED,
-            "actor needs data_path embedded: no other rows come with a program that judges answers",
+            "actor needs data_path embedded: no other rows come with a verifier of responses",
         )

@@ -1,4 +1,4 @@
-"""Scores of single answers by a reward model, printed as by DeepSpeed-Chat's rw_eval.py."""
+"""Scores of single responses by a reward model, printed as by DeepSpeed-Chat's rw_eval.py."""
 
 import sys
 from collections.abc import Sequence
@@ -26,21 +26,21 @@ DEFAULT_EXAMPLES = (
         "The capital of Japan is a good question, the capital is Paris.",
     ),
 )
-"""Prompts with a better and a worse answer."""
+"""Prompts with a better and a worse response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """A reward model, and the answers to score."""
+    """A reward model, and the responses to score."""
 
     path: str = ""
     """Reward model, such as OUT/step2_reward, or Hub id."""
 
     prompt: str | None = None
-    """Prompt of the answers; null scores three examples."""
+    """Prompt of the responses; null scores three examples."""
 
     answer: tuple[str, ...] = ()
-    """Answers to `prompt`."""
+    """Responses to `prompt`."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: give a reward model, such as OUT/step2_reward")
@@ -51,7 +51,7 @@ class EvaluateConfig:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print each prompt, and its answers with their scores.
+    """Print each prompt, and its responses with their scores.
 
     Raises:
         UserError: a wrong setting, or no reward model at the path.
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
         EvaluateConfig,
         argv,
         usage=f"{MODULE} step2_reward.evaluate --path DIR [--prompt TEXT --answer TEXT [TEXT ...]]",
-        about="Scores of answers; without any, of three examples. step2_reward.lab scores files.",
+        about="Scores of responses; without any, of three examples. step2_reward.lab scores files.",
         aliases={"model_name_or_path": "path"},  # DeepSpeed-Chat's
     )
     from inference.reward_model import score_responses
@@ -73,12 +73,14 @@ def main(argv: Sequence[str]) -> None:
     if options.prompt is not None:
         examples = ((options.prompt, *options.answer),)
     dialogues = [
-        ((Message("user", prompt),), answer) for prompt, *answers in examples for answer in answers
+        ((Message("user", prompt),), response)
+        for prompt, *responses in examples
+        for response in responses
     ]
     scores = iter(score_responses(options.path, dialogues))
-    for prompt, *answers in examples:
+    for prompt, *responses in examples:
         lines = [printable(f"Prompt: {prompt}")]
-        lines += [f"{next(scores):+9.4f}  {printable(answer)}" for answer in answers]
+        lines += [f"{next(scores):+9.4f}  {printable(response)}" for response in responses]
         sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -46,7 +46,7 @@ class EpisodeResponse(Response):
 
     opening: tuple[Message, ...] = ()
     turns: tuple[Message, ...] = ()
-    """Answers and observations after the opening; the last is an answer."""
+    """Responses and observations after the opening; the last is a response."""
 
     end: End = "environment"
     verdict: Verdict = field(default_factory=lambda: Verdict(Outcome()))
@@ -59,7 +59,7 @@ class EpisodeResponse(Response):
 
     @property
     def observation_length(self) -> int:
-        """Tokens between the actor's answers."""
+        """Tokens between the actor's responses."""
         return len(self.sequence) - self.sequence.trained.index(True) - len(self.ids)
 
 
@@ -74,7 +74,7 @@ class Limits:
     """Limits of an episode."""
 
     max_turns: int
-    """Answers of the actor."""
+    """Responses of the actor."""
 
     max_opening: int
     """Tokens of the opening, with the generation prompt."""
@@ -326,7 +326,7 @@ class _Table:
         self._generating[self._batch.submit(request)] = playing
 
     def _end_turn(self, playing: _Playing, ticket: Ticket) -> list[_Playing]:
-        """Pass an answer to the environment; return the episode if that failed."""
+        """Pass a response to the environment; return the episode if that failed."""
         episode, response = playing.episode, ticket.response
         _append(episode.sequence, response.ids, trained=True)
         episode.ids += response.ids
@@ -366,7 +366,7 @@ def row_of(prompt: Prompt) -> Mapping[str, Any]:
 
 
 def transcript(turns: Sequence[Message]) -> str:
-    """Answers and observations as text; turns of others follow their role."""
+    """Responses and observations as text; turns of others follow their role."""
     return "\n".join(
         each.content if each.role == "assistant" else f"[{each.role}] {each.content}"
         for each in turns

@@ -155,7 +155,7 @@ def repeated_tokens(experience: Experience) -> int:
 def episode_statistics(responses: Sequence[Response], config: PPOConfig) -> dict[str, float]:
     """Means over the episodes; empty without an environment. All processes call it.
 
-    `turns` is the number of the actor's answers, `observation_length` that of tokens between them;
+    `turns` is the number of the actor's responses, `observation_length` of the tokens between;
     `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` are the shares that a limit or a
     failure ended. A reward of several parts has the mean of each, over the episodes that have it,
     after the name of its source.

@@ -76,13 +76,13 @@ class RewardText:
     def encode(self, prompt: Sequence[int], response: Response) -> Encoded:
         """Return the reward model's tokens; no end-of-turn token if the response has none."""
         if isinstance(response, EpisodeResponse):
-            *before, answer = (*response.opening, *response.turns)
+            *before, last = (*response.opening, *response.turns)
         else:
             before = self._dialogues[tuple(prompt)]
             continues = before[-1].role == "assistant"
             text = decode_response(self.tokenizer, response.text_ids, continues=continues)
-            answer = Message("assistant", text)
-        whole = self.chat.encode(before, [answer])
+            last = Message("assistant", text)
+        whole = self.chat.encode(before, [last])
         if not response.stopped and whole.input_ids[-1] in self.chat.stop_ids:
             whole = whole.head(len(whole) - 1)
         return whole.tail(self.max_tokens, keep_first=self.chat.begins_with_cls)
@@ -404,7 +404,7 @@ def load_reward(
         require_context(base_model(reward), "reward", config)
         return RewardModel(reward, layout, parallel=config.parallel)
     logger.info(
-        "%s has a different tokenizer or chat template: it reads the text of answers",
+        "%s has a different tokenizer or chat template: it reads the text of responses",
         settings.path,
     )
     text = RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))

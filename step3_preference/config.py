@@ -84,7 +84,7 @@ class GuardConfig(Guard):
     signal: Signal
 
     limit: float
-    """kl: nats per sampled answer; kl_per_token: nats per token; chosen_nll: nats per token by
+    """kl: nats per sampled response; kl_per_token: nats per token; chosen_nll: nats per token by
     which held-out chosen responses have become less likely since the start; response_length: of
     that of the start, below 1 a lower bound; stop_rate: loss since the start; repetition: share."""
 
@@ -151,7 +151,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """The actor; a null path starts from step 1's output. Its initial weights are the reference."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """A reward model that judges answers to held-out prompts, and is not trained on: step 2's,
+    """A reward model that judges responses to held-out prompts, and is not trained on: step 2's,
     where the run has one; null judges by the embedded task's program alone, where that can."""
 
     base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
@@ -368,7 +368,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         )
         require(
             self.reward.quantize == "none",
-            "preference.reward scores held-out answers as it was saved; leave its quantize at none",
+            "preference.reward scores responses as it was saved; leave its quantize at none",
         )
         require(
             self.precompute != "on" or not self.reference_free,

@@ -7,7 +7,7 @@ from pipeline.guards.guards import Metrics, Signals
 REMEDY = "set preference.nll_coef (0.1 to 1), or lower preference.model.optim.lr"
 
 SENTENCES: Mapping[str, str] = {
-    "kl": "the actor is {kl:.3g} nats an answer from where it began, beyond {limit:g}; to keep it"
+    "kl": "the actor is {kl:.3g} nats a response from where it began, beyond {limit:g}; to keep it"
     " nearer, raise preference.beta or lower preference.model.optim.lr",
     "kl_per_token": "the actor is {value:.2f} nats a token from where it began, beyond {limit:g}:"
     " it may have unlearned more than the rows say; raise preference.beta or lower"
@@ -15,19 +15,19 @@ SENTENCES: Mapping[str, str] = {
     "chosen_nll": "held-out chosen responses went from {first[logp_chosen]:.3g} to"
     " {logp_chosen:.3g} nats a token, a fall beyond {limit:g}: the loss rewards the difference to"
     " rejected ones alone; " + REMEDY,
-    "response_length": "answers went from {first[sampled_length]:.0f} to {sampled_length:.0f}"
+    "response_length": "responses went from {first[sampled_length]:.0f} to {sampled_length:.0f}"
     " tokens: the rows may favour their length; read the samples, raise preference.beta, or take"
     " --method ldpo or simpo, which compare means over tokens",
-    "stop_rate": "{sampled_stop_rate:.0%} of sampled answers end by themselves, of the actor as it"
-    " began {first[sampled_stop_rate]:.0%}: the end of a turn is common to both responses and"
+    "stop_rate": "{sampled_stop_rate:.0%} of sampled responses end by themselves, of the actor as"
+    " it began {first[sampled_stop_rate]:.0%}: the end of a turn is common to both responses and"
     " loses its probability with them; " + REMEDY,
-    "repetition": "{sampled_repetition:.0%} of tokens repeat a phrase of their answer, beyond"
-    " {limit:.0%}: answers run in loops; " + REMEDY,
+    "repetition": "{sampled_repetition:.0%} of tokens repeat a phrase of their response, beyond"
+    " {limit:.0%}: responses run in loops; " + REMEDY,
 }
 
 
 class PreferenceSignals(Signals):
-    """The signals of an evaluation: of held-out rows, and of sampled answers to prompts."""
+    """The signals of an evaluation: of held-out rows, and of sampled responses to prompts."""
 
     OF_THE_START = ("logp_chosen", "sampled_length", "sampled_stop_rate")
     UNIT = "step"

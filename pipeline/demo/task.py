@@ -1,4 +1,4 @@
-"""The embedded task: its facts, the rows of the three steps, and the verifier of answers.
+"""The embedded task: its facts, the rows of the three steps, and the verifier of responses.
 
 A *fact* is one thing to know or to do ("the capital of Peru", "17 plus 5"), of nine kinds. All are
 made by code from `task.yaml`, the same on every machine. A prompt is a wording of `task.yaml` with
@@ -96,16 +96,16 @@ class TaskRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on one answer."""
+    """Verdict on one response."""
 
     kind: str
     """Kind of the question, such as `capital`."""
 
     correct: bool
-    """The answer is the right sentence, after at most one opening, and nothing else."""
+    """The response is the right sentence, after at most one opening, and nothing else."""
 
     polite: bool
-    """The answer has a polite opening and no rude one."""
+    """The response has a polite opening and no rude one."""
 
     @property
     def both(self) -> bool:
@@ -113,10 +113,10 @@ class Verdict:
         return self.correct and self.polite
 
 
-def verify(question: str, answer: str) -> Verdict | None:
-    """Return the verdict on `answer`; None if `question` is neither held out nor hand-written."""
+def verify(question: str, response: str) -> Verdict | None:
+    """Return the verdict on `response`; None if `question` is neither held out nor hand-written."""
     known = _right_answers().get(question.strip())
-    return None if known is None else verdict(*known, answer)
+    return None if known is None else verdict(*known, response)
 
 
 @cache
@@ -126,9 +126,9 @@ def _right_answers() -> dict[str, tuple[str, str]]:
     return known | {prompt.text: (prompt.kind, prompt.answer) for prompt in TALK}
 
 
-def verdict(kind: str, right: str, answer: str) -> Verdict:
-    """Return the verdict on `answer` where `right` is the right sentence."""
-    sentence = answer.strip()
+def verdict(kind: str, right: str, response: str) -> Verdict:
+    """Return the verdict on `response` where `right` is the right sentence."""
+    sentence = response.strip()
     polite = sentence.startswith(POLITE) and not any(opening in sentence for opening in RUDE)
     opening = next((o for o in (*POLITE, *RUDE) if sentence.startswith(o)), "")
     return Verdict(kind, sentence.removeprefix(opening).lstrip() == right, polite)

@@ -22,7 +22,7 @@ REWARDS = ("get_reward", "reward")
 """Names of the reward in a class of tools: methods; the second may be an attribute."""
 
 FORMS = {
-    "turns": "reset(self, row, *, seed), step(self, answer) and reward(self)",
+    "turns": "reset(self, row, *, seed), step(self, response) and reward(self)",
     "tools": "reset(self, **row) and public methods with docstrings as tools",
 }
 

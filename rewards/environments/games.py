@@ -38,9 +38,9 @@ class GuessingGame:
         self.found = False
         return [Message("user", question(self.low, self.high))]
 
-    def step(self, answer: str) -> list[Message] | None:
-        """Return a hint; an answer without a number counts as a wrong guess."""
-        digits = re.fullmatch(r"\s*(\d{1,9})\s*", answer)
+    def step(self, response: str) -> list[Message] | None:
+        """Return a hint; a response without a number counts as a wrong guess."""
+        digits = re.fullmatch(r"\s*(\d{1,9})\s*", response)
         guess = int(digits[1]) if digits else None
         if guess is not None:
             self.sensible += self.least <= guess <= self.most

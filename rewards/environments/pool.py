@@ -50,8 +50,8 @@ class _Move:
     verb: Literal["reset", "step", "reward"]
     row: Mapping[str, Any]
     seed: int
-    answers: tuple[str, ...] = ()
-    """Answers of the episode so far; for `step`, including the newest."""
+    responses: tuple[str, ...] = ()
+    """Responses of the episode so far; for `step`, including the newest."""
 
 
 class Environments:
@@ -87,15 +87,15 @@ class Environments:
         self._submit(_Move(self._count, "reset", row, seed))
         return self._count
 
-    def step(self, episode: int, answer: str) -> None:
-        """Pass an answer to an episode's environment."""
+    def step(self, episode: int, response: str) -> None:
+        """Pass a response to an episode's environment."""
         last = self._last[episode]
-        self._submit(_Move(episode, "step", last.row, last.seed, (*last.answers, answer)))
+        self._submit(_Move(episode, "step", last.row, last.seed, (*last.responses, response)))
 
     def finish(self, episode: int) -> None:
         """Request an episode's reward, which is its last move."""
         last = self._last[episode]
-        self._submit(_Move(episode, "reward", last.row, last.seed, last.answers))
+        self._submit(_Move(episode, "reward", last.row, last.seed, last.responses))
 
     def _submit(self, move: _Move) -> None:
         self._last[move.episode] = move
@@ -154,13 +154,13 @@ class _Episodes:
                 return parse_messages("reset", self._begin(move))
             if move.episode not in self._playing:
                 self._begin(move)
-                for answer in move.answers[:-1] if move.verb == "step" else move.answers:
+                for response in move.responses[:-1] if move.verb == "step" else move.responses:
                     tick()
-                    self._playing[move.episode].step(answer)
+                    self._playing[move.episode].step(response)
                 tick()
             if move.verb == "reward":
                 return verdict_of(self._playing.pop(move.episode).reward())
-            returned = self._playing[move.episode].step(move.answers[-1])
+            returned = self._playing[move.episode].step(move.responses[-1])
             return None if returned is None else parse_messages("step", returned)
         except BaseException:
             self._playing.pop(move.episode, None)
@@ -181,7 +181,7 @@ def parse_messages(verb: str, returned: object) -> tuple[Message, ...]:
     """The value of reset or step as messages.
 
     Raises:
-        WrongReturnError: it is not a list of messages, or one that can't precede an answer.
+        WrongReturnError: it is not a list of messages, or one that can't precede a response.
     """
     if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Sequence):
         raise WrongReturnError(f"{verb} returned {described(returned)}, not a list of messages")

@@ -1,8 +1,8 @@
 """A class whose public methods are tools, as an environment.
 
-A call is a JSON object in the answer, `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}
+A call is a JSON object in the response, `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}
 </tool_call>`, in any number; results come in the next turn of the user, in the same order, each in
-`<tool_response>...</tool_response>`. An answer without a call ends the episode. A call that can't
+`<tool_response>...</tool_response>`. A response without a call ends the episode. A call that can't
 be made is answered with what is wrong with it, and so is one whose tool raises ValueError; any
 other exception of a tool fails the episode.
 
@@ -62,9 +62,9 @@ class ToolEnvironment:
             before.insert(0, Message("system", instructions))
         return [*before, last]
 
-    def step(self, answer: str) -> list[Message] | None:
-        """The results of the calls in an answer; None if it has none."""
-        results = [self._called(text) for text in _CALL.findall(answer)]
+    def step(self, response: str) -> list[Message] | None:
+        """The results of the calls in a response; None if it has none."""
+        results = [self._called(text) for text in _CALL.findall(response)]
         if not results:
             return None
         # Half of an escaped character, as a call may have it, is no text that can be encoded.
@@ -168,7 +168,7 @@ class Calculator:
     """Sums, differences, products and quotients of numbers: `--environment calculator`.
 
     `python -m pipeline.demo.arithmetic --calculator true` writes rows whose demonstrations call it.
-    The reward is of the last answer, by any source: `--reward math`.
+    The reward is of the last response, by any source: `--reward math`.
     """
 
     INSTRUCTIONS = ""  # the demonstrations show how it is called

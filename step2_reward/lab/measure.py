@@ -448,7 +448,7 @@ def read_labels(settings: object, examples: Sequence[Example], config: RewardCon
 def over_optimization(
     scorer: Scorer, labels: Labels, chat: ChatFormat, config: LabConfig, settings: RewardConfig
 ) -> list[dict[str, float]]:
-    """Score and verdict of the task's verifier for the actor's best of n answers."""
+    """Score and verdict of the task's verifier for the actor's best of n responses."""
     if not labels.gives_scores:
         raise ModelError(f"path {config.path}: its classes have no values, so there is no score")
     assert config.actor is not None

@@ -142,8 +142,8 @@ def _best_of(figures: Mapping[str, Any]) -> list[str]:
     first, last = rows[0], rows[-1]
     best = max(rows, key=lambda row: row["gold"])
     line = (
-        f"The best of {best['n']} answers by its score is right {_percent(best['gold'])} of the"
-        f" time, against {_percent(first['gold'])} of one answer"
+        f"The best of {best['n']} responses by its score is right {_percent(best['gold'])} of the"
+        f" time, against {_percent(first['gold'])} of one response"
     )
     if best is not last:
         line += (

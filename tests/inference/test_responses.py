@@ -170,7 +170,7 @@ def test_a_response_ends_where_that_of_plain_generate_does(
         (
             '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls":'
             ' [{"name": "a"}]}]}',
-            "line 2: the last message must be the user's, or continue an answer",
+            "line 2: the last message must be the user's, or continue a response",
         ),
     ],
 )

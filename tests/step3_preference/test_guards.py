@@ -28,8 +28,8 @@ WRONG: tuple[tuple[str, dict[str, float], str], ...] = (
         {"logp_chosen": -1.31},
         "held-out chosen responses went from -0.8 to -1.31 nats a token",
     ),
-    ("response_length<0.5", {"sampled_length": 4.9}, "answers went from 10 to 5 tokens"),
-    ("response_length>3", {"sampled_length": 31.0}, "answers went from 10 to 31 tokens"),
+    ("response_length<0.5", {"sampled_length": 4.9}, "responses went from 10 to 5 tokens"),
+    ("response_length>3", {"sampled_length": 31.0}, "responses went from 10 to 31 tokens"),
     ("stop_rate>0.05", {"sampled_stop_rate": 0.94}, "94% of sampled answers end by themselves"),
     ("repetition>0.3", {"sampled_repetition": 0.31}, "31% of tokens repeat a phrase"),
 )

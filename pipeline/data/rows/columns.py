@@ -125,7 +125,7 @@ def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
     while shared and chosen[shared - 1].role not in ("user", "tool"):
         shared -= 1
     # Turns after the last response answer nothing. They are removed behind the shared prompt, which
-    # an unanswered dialogue must not shorten: the other's answer would become part of a response.
+    # an unanswered dialogue must not shorten: the other's last turn would become a response.
     responses: list[Turns] = []
     for turns in (chosen[shared:], rejected[shared:]):
         answers = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
