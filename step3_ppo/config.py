@@ -25,9 +25,7 @@ from pipeline.system.errors import require
 from step3_ppo.guard_settings import WARNING, GuardSettings, unmeasured
 from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, Needs
 from step3_ppo.reward_settings import (
-    ENVIRONMENT,
     MODEL,
-    RESERVED,
     RewardSettings,
     read_reward_options,
     with_environment,
@@ -410,8 +408,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
         check_method(self, ESTIMATOR_NEEDS[self.advantage])
         object.__setattr__(self, "rewards", with_environment(self))
-        check_environment(self)
-        check_rewards(self)
+        self.check_rewards()
+        _check_scores(self)
         check_tasks(self)
         self._complete_guards()
         for source in self.rewards:
@@ -623,55 +621,10 @@ def _check_overlong(config: PPOConfig) -> None:
     )
 
 
-def check_environment(config: PPOConfig) -> None:
-    """Refuse settings of environments that contradict each other.
-
-    Raises:
-        ConfigError: one sentence that names the setting.
-    """
-    sources = [source for source in config.rewards if source.kind == ENVIRONMENT]
-    require(len(sources) < 2, "ppo.rewards names two sources of kind environment; keep one of them")
-    require(
-        not sources or config.environment is not None,
-        "ppo.rewards has a source of kind environment, and ppo.environment names none; set it, or"
-        " remove the source",
-    )
-    names = [source.name for source in config.rewards]
-    require(
-        all(names.count(source.name) == 1 for source in sources),
-        "ppo.rewards: the environment's source has the name of another source; rename one",
-    )
-    require(
-        config.gold is None or config.gold.kind != ENVIRONMENT,
-        "ppo.gold can't be of kind environment; give it weight 0 among ppo.rewards to measure it",
-    )
+def _check_scores(config: PPOConfig) -> None:
     require(
         config.environment is None or config.inference_tp_size == 1,
         "ppo.environment takes turns with one process at a time; leave ppo.inference_tp_size at 1",
-    )
-
-
-def check_rewards(config: PPOConfig) -> None:
-    """Refuse settings of rewards that contradict each other or other settings.
-
-    Raises:
-        ConfigError: one sentence that names the setting.
-    """
-    models = [source for source in config.rewards if source.kind == MODEL]
-    require(len(models) < 2, "ppo.rewards names two sources of kind model; keep one of them")
-    for source in config.rewards:
-        require(
-            source.name not in RESERVED,
-            f"rewards.{source.name}: the metric reward_{source.name} is another figure; rename"
-            " the source",
-        )
-    require(
-        config.gold is None or config.gold.kind != MODEL,
-        "ppo.gold can't be of kind model; give it weight 0 among ppo.rewards to measure it",
-    )
-    require(
-        0 <= config.max_reward_failures <= 1,
-        f"ppo.max_reward_failures must lie in [0, 1], got {config.max_reward_failures}",
     )
     for name in ("missing_eos_score", "score_clip"):
         value, usual = getattr(config, name), getattr(type(config), name)

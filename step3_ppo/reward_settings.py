@@ -83,6 +83,44 @@ class RewardSettings:
         columns = row_columns(read_sources([*self.programs, *([self.gold] if self.gold else [])]))
         return columns if self.environment is None else replace(columns, all=True)
 
+    def check_rewards(self) -> None:
+        """Refuse sources that contradict each other.
+
+        Raises:
+            ConfigError: one sentence that names the setting.
+        """
+        names = [source.name for source in self.rewards]
+        for kind in (ENVIRONMENT, MODEL):
+            of_kind = [source for source in self.rewards if source.kind == kind]
+            require(
+                len(of_kind) < 2,
+                f"ppo.rewards names two sources of kind {kind}; keep one of them",
+            )
+            require(
+                self.gold is None or self.gold.kind != kind,
+                f"ppo.gold can't be of kind {kind}; give it weight 0 among ppo.rewards to measure"
+                " it",
+            )
+        own = self.environment_source
+        require(
+            own is None or self.environment is not None,
+            "ppo.rewards has a source of kind environment, and ppo.environment names none; set it,"
+            " or remove the source",
+        )
+        require(
+            own is None or names.count(own.name) == 1,
+            "ppo.rewards: the environment's source has the name of another source; rename one",
+        )
+        for name in names:
+            require(
+                name not in RESERVED,
+                f"rewards.{name}: the metric reward_{name} is another figure; rename the source",
+            )
+        require(
+            0 <= self.max_reward_failures <= 1,
+            f"ppo.max_reward_failures must lie in [0, 1], got {self.max_reward_failures}",
+        )
+
     def read_environment(self) -> "EnvironmentFile":
         """The class of the environment, from its file.
 

@@ -30,7 +30,7 @@ WRONG: tuple[tuple[str, dict[str, float], str], ...] = (
     ),
     ("response_length<0.5", {"sampled_length": 4.9}, "responses went from 10 to 5 tokens"),
     ("response_length>3", {"sampled_length": 31.0}, "responses went from 10 to 31 tokens"),
-    ("stop_rate>0.05", {"sampled_stop_rate": 0.94}, "94% of sampled answers end by themselves"),
+    ("stop_rate>0.05", {"sampled_stop_rate": 0.94}, "94% of sampled responses end by themselves"),
     ("repetition>0.3", {"sampled_repetition": 0.31}, "31% of tokens repeat a phrase"),
 )
 
