@@ -39,14 +39,8 @@ class Trace:
 @pytest.mark.jobs
 def test_an_iteration_runs_at_most_60_files(toy: Path, tmp_path: Path) -> None:
     trace = Trace(step=2)
-    config = toy_config(
-        toy,
-        output_dir=tmp_path,
-        data=DataConfig(max_eval_rows=2),
-        max_prompt_length=48,
-        max_steps=2,
-        epochs=2.0,
-    )
+    length = {"max_steps": 2, "epochs": 2.0, "max_prompt_length": 48}
+    config = toy_config(toy, output_dir=tmp_path, data=DataConfig(max_eval_rows=2), **length)
 
     threading.setprofile(trace)
     sys.setprofile(trace)

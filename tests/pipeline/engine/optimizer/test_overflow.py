@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.optimizer.precision import LossScaler
+from pipeline.engine.optimizer.gradients import LossScaler
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, compute_loss
 

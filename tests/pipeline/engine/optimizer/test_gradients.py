@@ -1,11 +1,13 @@
-"""Loss scaling against the trajectories of DeepSpeed 0.19.8's DynamicLossScaler."""
+"""The norm's bits depend on the numbers alone; the loss scale follows DeepSpeed 0.19.8's."""
 
+import math
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.config import LossScaleConfig
-from pipeline.engine.optimizer.gradients import LossScaler
+from pipeline.engine.optimizer.gradients import LossScaler, squared_norms
 
 
 def scaler(**settings: object) -> LossScaler:
@@ -69,3 +71,28 @@ def test_the_scale_stops_at_its_minimum_and_an_overflow_there_exhausts_it() -> N
 
     assert trajectory(subject, "xx...x.x") == [4, 2, 2, 2, 4, 2, 2, 2]
     assert subject.exhausted
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_neither_the_number_of_threads_nor_of_rows_changes_a_bit(rows: int) -> None:
+    values = torch.randn(rows * 150_000, generator=torch.Generator().manual_seed(0))
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for number in (1, 2, 4):
+            torch.set_num_threads(number)
+            found.append(squared_norms(values, rows).tolist())
+    finally:
+        torch.set_num_threads(threads)
+    one_by_one = [squared_norms(row, 1).item() for row in values.view(rows, -1)]
+
+    assert found == [one_by_one] * 3
+
+
+def test_the_sum_is_fp64s() -> None:
+    values = torch.tensor([1e19, 1.0, 1e-19] * 16)  # whose squares fp32 can't hold
+
+    total = math.fsum(squared_norms(values, 16).tolist())
+
+    exact = [value.item() ** 2 for value in values]
+    assert total == pytest.approx(math.fsum(exact), rel=1e-15)
