@@ -7,11 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.generation import generate
-from pipeline.config import (
-    LoraConfig,
-    OptimConfig,
-    TrainedModelConfig,
-)
+from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine

@@ -29,9 +29,7 @@ def of_classes(toy: Path, directory: Path, *, values: list[float] | None) -> PPO
     build_tokenizer().save_pretrained(directory)
     path = str(directory)
     return replace(
-        config,
-        reward=replace(config.reward, path=path),
-        critic=replace(config.critic, path=path),
+        config, reward=replace(config.reward, path=path), critic=replace(config.critic, path=path)
     )
 
 

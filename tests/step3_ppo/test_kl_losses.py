@@ -84,14 +84,7 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl_of_whole_responses() -> Non
     zeros, mask = torch.zeros(9, dtype=torch.float64), torch.ones(9, 2).bool()
     rewards = token_rewards(zeros, taken.detach(), of_reference, mask, kl_coef=1.0)
     rewarded = Rewarded(
-        rewards,
-        mask,
-        zeros,
-        None,
-        group_size=1,
-        gamma=1.0,
-        lam=1.0,
-        counted=mask[:, 0],
+        rewards, mask, zeros, None, group_size=1, gamma=1.0, lam=1.0, counted=mask[:, 0]
     )
     advantages = ESTIMATORS["reinforce_pp"](rewarded).advantages
     flat = taken.flatten()

@@ -45,9 +45,7 @@ def rewarded_rollout(
 
 
 def compute_gradient(
-    experience: Experience,
-    config: PPOConfig,
-    rewards: Tensor = REWARDS,
+    experience: Experience, config: PPOConfig, rewards: Tensor = REWARDS
 ) -> Tensor:
     """The actor's, of one update on these responses."""
     models = toy_models(config)

@@ -84,14 +84,7 @@ def ended(out: Path) -> dict[str, Any]:
     And but for how far generation is from training, whose last digit depends on what is generated
     at once.
     """
-    apart = (
-        "seconds",
-        "tokens_per_second",
-        "memory",
-        "time",
-        "bubble",
-        "rollout_gap",
-    )
+    apart = ("seconds", "tokens_per_second", "memory", "time", "bubble", "rollout_gap")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {
         "weights": {

@@ -13,10 +13,7 @@ from step3_ppo.experience import compute_advantages, score_responses
 from step3_ppo.metrics import rollout_statistics
 from step3_ppo.rewards import compute_reward
 from step3_ppo.rollout import generate_responses
-from step3_ppo.update import (
-    PtxStream,
-    update_policy,
-)
+from step3_ppo.update import PtxStream, update_policy
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.inspection import get_gradients
 from tests.step3_ppo.toy import (

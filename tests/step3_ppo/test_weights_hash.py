@@ -5,12 +5,7 @@ from pathlib import Path
 import pytest
 
 from inference.replica import weights_hash
-from pipeline.config import (
-    FrozenModelConfig,
-    LoraConfig,
-    Precision,
-    TrainedModelConfig,
-)
+from pipeline.config import FrozenModelConfig, LoraConfig, Precision, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.hf.export import export
 from pipeline.models.hf.load import load_causal_lm

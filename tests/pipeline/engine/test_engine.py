@@ -11,10 +11,7 @@ from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine, NonFiniteGradientError
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Scorer
-from tests.families import (
-    tiny_causal_lm,
-    tiny_classifier,
-)
+from tests.families import tiny_causal_lm, tiny_classifier
 
 
 def settings(**optim: object) -> TrainedModelConfig:

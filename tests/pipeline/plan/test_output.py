@@ -5,12 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.options import write_config
-from pipeline.plan.output import (
-    add_to_summary,
-    clear_step,
-    finished_steps,
-    read_summary,
-)
+from pipeline.plan.output import add_to_summary, clear_step, finished_steps, read_summary
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.system.errors import ConfigError

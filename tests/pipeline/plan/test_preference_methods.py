@@ -39,9 +39,7 @@ def test_methods_of_both_kinds_run_side_by_side(tmp_path: Path) -> None:
         *("--preference.beta", "0.2", "--methods.dpo.nll_coef", "0.5", "--ppo.kl_coef", "0.3"),
     )
 
-    assert steps(made) == [
-        *("step1_sft", "step2_reward", "step3_ppo", "step3_grpo", "step3_dpo"),
-    ]
+    assert steps(made) == [*("step1_sft", "step2_reward", "step3_ppo", "step3_grpo", "step3_dpo")]
     config = preference(made, "step3_dpo")
     assert (config.beta, config.nll_coef, config.shares) == (0.2, 0.5, (3,))
     assert config.reward.path == str(tmp_path / "step2_reward")

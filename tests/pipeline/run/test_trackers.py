@@ -46,9 +46,7 @@ def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_missing_package_stops_the_run_with_the_command_that_installs_it(
-    tmp_path: Path,
-) -> None:
+def test_a_missing_package_stops_the_run_with_the_command_that_installs_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run `pip install wandb`"):
         SFTConfig(output_dir=tmp_path, trackers=("wandb",)).require_trackers()
 

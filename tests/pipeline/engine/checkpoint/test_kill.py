@@ -41,12 +41,7 @@ def test_a_job_killed_at_any_point_of_a_save_loses_that_save_at_most(
 
 def test_a_rank_that_is_killed_alone_costs_the_others_one_save(tmp_path: Path) -> None:
     codes = run_processes(
-        save_steps,
-        tmp_path,
-        [1, 2],
-        "killed",
-        world_size=3,
-        fault="checkpoint.mid_file:1:2:kill",
+        save_steps, tmp_path, [1, 2], "killed", world_size=3, fault="checkpoint.mid_file:1:2:kill"
     )
 
     assert codes[1] == -9

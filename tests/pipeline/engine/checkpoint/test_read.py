@@ -117,10 +117,7 @@ def test_columns_of_two_processes_are_read_as_one_tensor(tmp_path: Path) -> None
     matrix = torch.arange(15.0).view(3, 5)
     columns = [Columns(0, 2, 5), Columns(2, 3, 5)]
     own = [matrix[:, :2].reshape(-1), matrix[:, 2:].reshape(-1)]
-    save_on_all(
-        tmp_path,
-        [[Fragment("w", 0, own[rank], columns[rank])] for rank in (0, 1)],
-    )
+    save_on_all(tmp_path, [[Fragment("w", 0, own[rank], columns[rank])] for rank in (0, 1)])
 
     checkpoint, out = Checkpoint.open(tmp_path / "step_00000005"), torch.empty(11)
     checkpoint.read("w", 3, out)
