@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from inference.generate import GenerateConfig
-from inference.serve.config import ServeConfig, read_keys
+from inference.serve.config import ServeConfig
 from inference.settings import SamplingOptions
 from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
 from pipeline.data.inspect import InspectConfig
@@ -23,10 +23,11 @@ from step3_preference.config import GuardConfig, PreferenceConfig
 COUNT = ((1,), (0,))
 ABOVE = ((1e-9,), (0.0,))
 NOT_BELOW = ((0,), (-1,))
-INSIDE = ((1e-9, 0.999), (0.0, 1.0))
 SHARE = ((0.0, 1.0), (-1e-9, 1.001))
 OR_NULL = ((1, None), (0,))
 
+OVERLONG = {"max_new_tokens": 8, "missing_eos_score": None}
+SERVE = {"path": ("it",)}
 GENERATE = {"path": "it", "prompts": Path("in.jsonl"), "out": Path("out.jsonl")}
 DROPOUT = TrainedModelConfig(lora=LoraConfig(dropout=0.1))
 MODELS = tuple(Source(name=name, kind="model") for name in "ab")
@@ -36,115 +37,61 @@ GAME = {"environment": "game.py:Game"}
 STOP = GuardConfig(signal="chosen_nll", limit=0.5, action="stop")
 ADVANTAGE = {"advantage": "reinforce_pp", "baseline": "group", "group_size": 2}
 
-LIMITS: list[tuple[type, dict[str, Any], dict[str, tuple[Any, Any]]]] = [
-    (SFTConfig, {}, {"patience": OR_NULL}),
-    (
-        RewardConfig,
-        {},
-        {
-            "patience": OR_NULL,
-            "center_coef": ((0.0,), (-1e-9,)),
-            "normalization_prompts": ((2,), (1,)),
-            "max_new_tokens": COUNT,
-            "focal_gamma": ((0.0,), (-1e-9,)),
-            "class_list": (((), ("bad", "good")), (("one",), ("two", "two"))),
-            "class_weights": (((1e-9, 1.0),), ((0.0, 1.0),)),
-            "step_separator": ((" ",), ("",)),
-        },
-    ),
-    (
-        LabConfig,
-        {"path": "it"},
-        {
-            "path": (("it",), ("",)),
-            **dict.fromkeys(("rows", "best_of", "prompts"), COUNT),
-            "max_length": ((2,), (1,)),
-        },
-    ),
-    (
-        PPOConfig,
-        {},
-        {
-            **dict.fromkeys(("group_size", "generation_batch_size", "max_prompt_length"), COUNT),
-            **dict.fromkeys(("max_new_tokens", "inference_tp_size", "ppo_epochs"), COUNT),
-            **dict.fromkeys(("kl_horizon", "samples_every", "max_turns", "reward_timeout"), COUNT),
-            **dict.fromkeys(("reward_workers", "temperature"), COUNT),
-            **dict.fromkeys(("gamma", "lam", "max_reward_failures"), SHARE),
-            **dict.fromkeys(("clip_high", "value_clip", "score_clip", "kl_target"), OR_NULL),
-            **dict.fromkeys(("kl_coef", "correction_threshold"), ((0.0,), (-1e-9,))),
-            "dynamic_sampling": ((0,), (-1,)),
-            "target_kl": OR_NULL,
-            "clip": INSIDE,
-            "ema_decay": INSIDE,
-            "dual_clip": ((1.001, None), (1.0,)),
-            "correction_cap": ((1.0,), (0.999,)),
-        },
-    ),
-    (PPOConfig, {"batch_size": 1}, {"rollout_size": ((2,), (1, 0))}),
-    (PPOConfig, {"rollout_size": 8}, {"batch_size": ((8,), (9,))}),
-    (
-        PPOConfig,
-        {"max_new_tokens": 8, "missing_eos_score": None},
-        {"overlong_buffer": ((0, 8), (-1, 9))},
-    ),
-    (
-        PreferenceConfig,
-        {},
-        {
-            **dict.fromkeys(("beta", "temperature"), ABOVE),
-            **dict.fromkeys(("max_prompt_length", "max_new_tokens"), COUNT),
-            **dict.fromkeys(("gamma", "nll_coef", "eval_prompts"), NOT_BELOW),
-            "label_smoothing": ((0.0, 0.49), (-1e-9, 0.5)),
-            "patience": OR_NULL,
-            "shares": (((1,),), ((),)),
-        },
-    ),
-    (
-        PreferenceConfig,
-        {"method": "kto", "loss": "kto"},
-        dict.fromkeys(("weight_chosen", "weight_rejected"), ((0.1, "auto"), (0.0,))),
-    ),
-    (
-        SamplingOptions,
-        {"max_new_tokens": 8},
-        {
-            "max_new_tokens": COUNT,
-            "min_new_tokens": ((0, 8), (-1, 9)),
-            "temperature": ((0.0,), (-1e-9,)),
-            "top_p": ((1e-9, 1.0), (0.0, 1.001)),
-            "top_k": OR_NULL,
-            "min_p": SHARE,
-            "repetition_penalty": ABOVE,
-        },
-    ),
-    (
-        GenerateConfig,
-        GENERATE,
-        {
-            **dict.fromkeys(("samples", "batch_size"), COUNT),
-            "cache_gib": ((1e-9, None), (0.0,)),
-            "stop": (((), ("a",)), (("a", ""),)),
-            "path": (("it",), ("",)),
-            **dict.fromkeys(("prompts", "out"), ((Path("it"),), (Path(),))),
-        },
-    ),
-    (
-        ServeConfig,
-        {"path": ("it",)},
-        {
-            "path": ((("it",),), ((),)),
-            "port": ((0, 65535), (-1, 65536)),
-            **dict.fromkeys(("slots", "context", "prefill_chunk"), OR_NULL),
-            **dict.fromkeys(("cache_gib", "queue_seconds", "request_seconds"), ABOVE),
-            **dict.fromkeys(("idle_seconds", "max_body_mib"), ABOVE),
-            **dict.fromkeys(("queue", "max_tokens_default", "max_n"), COUNT),
-            "drain_seconds": ((0.0,), (-1e-9,)),
-            "cors": ((("http://a:1", "https://b"),), (("ftp://a",), ("http://a/b",), ("a//b",))),
-            "watch": ((Path(),), (Path("no such directory"),)),
-        },
-    ),
-    (InspectConfig, {}, {"rows": NOT_BELOW}),
-    (MemoryConfig, {"params": "7B"}, {"gpus": COUNT, "nodes": COUNT}),
+LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
+    (SFTConfig, {}, "patience", OR_NULL),
+    (RewardConfig, {}, "patience", OR_NULL),
+    (RewardConfig, {}, "center_coef focal_gamma", ((0.0,), (-1e-9,))),
+    (RewardConfig, {}, "normalization_prompts", ((2,), (1,))),
+    (RewardConfig, {}, "max_new_tokens", COUNT),
+    (RewardConfig, {}, "class_list", (((), ("bad", "good")), (("one",), ("two", "two")))),
+    (RewardConfig, {}, "class_weights", (((1e-9, 1.0),), ((0.0, 1.0),))),
+    (RewardConfig, {}, "step_separator", ((" ",), ("",))),
+    (LabConfig, {"path": "it"}, "path", (("it",), ("",))),
+    (LabConfig, {"path": "it"}, "rows best_of prompts", COUNT),
+    (LabConfig, {"path": "it"}, "max_length", ((2,), (1,))),
+    (PPOConfig, {}, "group_size generation_batch_size max_prompt_length max_new_tokens", COUNT),
+    (PPOConfig, {}, "inference_tp_size ppo_epochs kl_horizon samples_every max_turns", COUNT),
+    (PPOConfig, {}, "reward_timeout reward_workers temperature", COUNT),
+    (PPOConfig, {}, "gamma lam max_reward_failures", SHARE),
+    (PPOConfig, {}, "clip_high value_clip score_clip kl_target target_kl", OR_NULL),
+    (PPOConfig, {}, "kl_coef correction_threshold", ((0.0,), (-1e-9,))),
+    (PPOConfig, {}, "dynamic_sampling", NOT_BELOW),
+    (PPOConfig, {}, "clip ema_decay", ((1e-9, 0.999), (0.0, 1.0))),
+    (PPOConfig, {}, "dual_clip", ((1.001, None), (1.0,))),
+    (PPOConfig, {}, "correction_cap", ((1.0,), (0.999,))),
+    (PPOConfig, {"batch_size": 1}, "rollout_size", ((2,), (1, 0))),
+    (PPOConfig, {"rollout_size": 8}, "batch_size", ((8,), (9,))),
+    (PPOConfig, OVERLONG, "overlong_buffer", ((0, 8), (-1, 9))),
+    (PreferenceConfig, {}, "beta temperature", ABOVE),
+    (PreferenceConfig, {}, "max_prompt_length max_new_tokens", COUNT),
+    (PreferenceConfig, {}, "gamma nll_coef eval_prompts", NOT_BELOW),
+    (PreferenceConfig, {}, "label_smoothing", ((0.0, 0.49), (-1e-9, 0.5))),
+    (PreferenceConfig, {}, "patience", OR_NULL),
+    (PreferenceConfig, {}, "shares", (((1,),), ((),))),
+    (PreferenceConfig, {"loss": "kto"}, "weight_chosen weight_rejected", ((0.1, "auto"), (0.0,))),
+    (SamplingOptions, {}, "max_new_tokens", COUNT),
+    (SamplingOptions, {"max_new_tokens": 8}, "min_new_tokens", ((0, 8), (-1, 9))),
+    (SamplingOptions, {}, "temperature", ((0.0,), (-1e-9,))),
+    (SamplingOptions, {}, "top_p", ((1e-9, 1.0), (0.0, 1.001))),
+    (SamplingOptions, {}, "top_k", OR_NULL),
+    (SamplingOptions, {}, "min_p", SHARE),
+    (SamplingOptions, {}, "repetition_penalty", ABOVE),
+    (GenerateConfig, GENERATE, "samples batch_size", COUNT),
+    (GenerateConfig, GENERATE, "cache_gib", ((1e-9, None), (0.0,))),
+    (GenerateConfig, GENERATE, "stop", (((), ("a",)), (("a", ""),))),
+    (GenerateConfig, GENERATE, "path", (("it",), ("",))),
+    (GenerateConfig, GENERATE, "prompts out", ((Path("it"),), (Path(),))),
+    (ServeConfig, {}, "path", ((("it",),), ((),))),
+    (ServeConfig, SERVE, "port", ((0, 65535), (-1, 65536))),
+    (ServeConfig, SERVE, "slots context prefill_chunk", OR_NULL),
+    (ServeConfig, SERVE, "cache_gib queue_seconds request_seconds", ABOVE),
+    (ServeConfig, SERVE, "idle_seconds max_body_mib", ABOVE),
+    (ServeConfig, SERVE, "queue max_tokens_default max_n", COUNT),
+    (ServeConfig, SERVE, "drain_seconds", ((0.0,), (-1e-9,))),
+    (ServeConfig, SERVE, "cors", ((("http://a:1",), ("https://b",)), (("a//b",), ("http://a/b",)))),
+    (ServeConfig, SERVE, "watch", ((Path(),), (Path("no such directory"),))),
+    (InspectConfig, {}, "rows", NOT_BELOW),
+    (MemoryConfig, {"params": "7B"}, "gpus nodes", COUNT),
 ]
 
 CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
@@ -194,8 +141,8 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
 
 CASES = [
     pytest.param(kind, base, name, *values, id=f"{kind.__name__}.{name}")
-    for kind, base, limits in LIMITS
-    for name, values in limits.items()
+    for kind, base, names, values in LIMITS
+    for name in names.split()
 ]
 
 
@@ -216,27 +163,6 @@ def test_contradictory_settings_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         kind(**settings)
-
-
-def test_keys_are_read_from_options_variable_and_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("RLHF_API_KEY", "variable")
-    file = tmp_path / "keys"
-    file.write_text("# comment\n\nname eightlet\n other-key\n")
-
-    keys = read_keys(ServeConfig(path=("it",), api_key=("optional",), api_key_file=file))
-
-    named = {"key 1": "optional", "key 2": "variable", "name": "eightlet"}
-    assert keys == {**named, "keys line 4": "other-key"}
-    for content in ("a b c-long-key", "", "short", "ünïcödes-"):
-        file.write_text(content)
-        with pytest.raises(ConfigError, match="--api-key"):
-            read_keys(ServeConfig(path=("it",), api_key_file=file))
-    monkeypatch.delenv("RLHF_API_KEY")
-    with pytest.raises(ConfigError, match="--host"):
-        read_keys(ServeConfig(path=("it",), host="0.0.0.0"))
-    assert read_keys(ServeConfig(path=("it",), host="0.0.0.0", insecure_no_key=True)) == {}
 
 
 @pytest.mark.parametrize(
