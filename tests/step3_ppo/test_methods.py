@@ -109,7 +109,11 @@ def test_a_response_without_a_reward_is_as_if_it_were_not_there(
 
     assert made.advantages[:3, 0].tolist() == [0.75, -0.75, 0.0]
     assert distance(found[0], found[1]) < 1e-5
-    assert rollout_statistics(made)["uncounted"] == 1 / 8
+    statistics = rollout_statistics(made)
+    assert statistics["uncounted"] == 1 / 8
+    assert [statistics[f"dead_{name}"] for name in ("groups", "right", "wrong")] == [0.5, 0.5, 0.0]
+    wrong = rollout_statistics(rewarded_rollout(experience, config, torch.zeros(8)))
+    assert [wrong[f"dead_{name}"] for name in ("groups", "right", "wrong")] == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(("gap", "corrected"), [(5e-4, False), (2e-3, True)])
