@@ -198,7 +198,6 @@ def iteration(directory: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.jobs
 def test_an_iteration_on_two_processes_is_the_one_on_a_single_process(toy: Path) -> None:
     alone = iteration(str(toy))
 
