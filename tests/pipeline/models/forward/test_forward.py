@@ -10,6 +10,8 @@ from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.models.forward.forward import Policy, Scorer, is_ragged
 from pipeline.models.hf.load import load_causal_lm, load_classifier
+from pipeline.models.parallel.stages import StageModule
+from pipeline.system.errors import DataError
 from tests.families import (
     FAMILIES,
     PECULIAR,
@@ -116,3 +118,17 @@ def test_temperature_divides_the_logits_and_entropy_is_of_that_distribution(tmp_
     torch.testing.assert_close(said.logprobs, distribution.log_prob(targets), **TOLERANCE)
     assert said.entropy is not None
     torch.testing.assert_close(said.entropy, distribution.entropy(), **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_sequence_longer_than_the_context_is_refused() -> None:
+    language, classifier = (make("llama") for make in (tiny_causal_lm, tiny_classifier))
+    for model in (language, classifier):
+        model.set_attn_implementation("ragged")
+    policy = Policy(language, kernels="off")
+    fits, too_long = (collate(random_rows((3, length))) for length in (64, 65))
+
+    for run in (policy, policy.logits, Scorer(classifier), StageModule(language, kernels="off")):
+        run(fits)
+        with pytest.raises(DataError, match="a sequence has 65 tokens and the model reads 64"):
+            run(too_long)
