@@ -89,6 +89,11 @@ def test_a_run_that_was_cut_off_ends_as_the_whole_one(
 
     assert metrics(again) == metrics(whole)
     assert same(again, whole)
+    start, *others = [line for line in metrics(whole) if "eval_loss" in line]
+    assert start["eval_kl"] == 0.0
+    names = {f"eval_{name}" for name in ("kl", "sampled_length", "sampled_stop_rate")}
+    assert all(line.keys() > names and line["eval_kl"] != 0.0 for line in others)
+    assert len(others) > 0
 
 
 @pytest.mark.parametrize("method", CASES)
