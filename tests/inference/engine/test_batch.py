@@ -12,11 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from inference.engine.batch import OpenBatch
+from inference.engine.cache import slot_bytes
 from inference.engine.requests import Ended, Event, Reason, Request, Response, Ticket, Token
 from inference.engine.sampling import Sampler
+from inference.generation import slots_within
 from pipeline.config import FrozenModelConfig
 from pipeline.models.hf.load import load_causal_lm
-from pipeline.system.errors import DataError
+from pipeline.system.errors import ConfigError, DataError
 from tests.families import random_rows, saved, tiny_causal_lm
 
 PROMPTS = [tuple(row.input_ids) for row in random_rows((7, 3, 12, 5, 1, 6, 9, 4))]
@@ -26,7 +28,7 @@ SAMPLERS = (
     WARM,
     replace(WARM, seed=11),
     Sampler(temperature=0.7, seed=5, top_k=7, top_p=0.9),
-    Sampler(temperature=1.3, seed=5, min_p=0.05, repetition_penalty=1.5),
+    Sampler(temperature=1.3, seed=5, min_p=0.05, repetition_penalty=2.0),
     Sampler(temperature=1.0, seed=9, min_new_tokens=6, stop_ids=tuple(range(50))),
     replace(WARM, presence_penalty=0.5, frequency_penalty=0.2, logit_bias=((7, 1.5), (9, -2.0))),
 )
@@ -211,3 +213,17 @@ def test_what_the_policy_says_is_reported_at_temperature_1_with_the_likeliest_to
         assert [value for _, value in report.top] == pytest.approx(
             row.topk(4).values.tolist(), abs=1e-4
         )
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "qwen3"])
+def test_the_memory_of_a_slot_is_what_its_cache_takes(family: str, tmp_path: Path) -> None:
+    model = loaded(family, tmp_path)
+    batch = opened(model)
+    batch.submit(asked(0))
+    finish(batch)
+
+    cache, one = batch._rows.cache, slot_bytes(model, 40)
+    assert sum(each.nbytes for each in (*cache.keys, *cache.values)) == 3 * one
+    assert [slots_within(model, bytes_, num_tokens=40) for bytes_ in (one, 2 * one - 1)] == [1, 1]
+    with pytest.raises(ConfigError, match=f"take {one:,} bytes, and there is room for {one - 1:,}"):
+        slots_within(model, one - 1, num_tokens=40)

@@ -8,6 +8,9 @@ import torch
 
 from pipeline.config import LossScaleConfig
 from pipeline.engine.optimizer.gradients import LossScaler, squared_norms
+from pipeline.engine.sharding.tensor_parallel import Part, counted, mark_part
+from pipeline.parallel.group import Group
+from pipeline.parallel.shards import Shard, ShardSpec
 
 
 def scaler(**settings: object) -> LossScaler:
@@ -73,6 +76,20 @@ def test_the_scale_stops_at_its_minimum_and_an_overflow_there_exhausts_it() -> N
     assert subject.exhausted
 
 
+def test_a_state_restores_the_search_and_not_a_static_scale() -> None:
+    subject, restored = (scaler(initial_scale_power=8, loss_scale_window=3) for _ in range(2))
+    trajectory(subject, "xx..")
+
+    restored.load_state_dict(subject.state_dict())
+    assert restored.state_dict() == subject.state_dict()
+    assert trajectory(restored, "..x") == trajectory(subject, "..x") == [128.0, 256.0, 256.0]
+    restored.load_state_dict({**subject.state_dict(), "enabled": False})
+    assert (restored.scale, restored.good_steps, restored.tokens) == (256.0, 0, 2)
+    static = scaler(loss_scale=64.0)
+    static.load_state_dict(subject.state_dict())
+    assert trajectory(static, "x") == [64.0]
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_neither_the_number_of_threads_nor_of_rows_changes_a_bit(rows: int) -> None:
     values = torch.randn(rows * 150_000, generator=torch.Generator().manual_seed(0))
@@ -96,3 +113,17 @@ def test_the_sum_is_fp64s() -> None:
 
     exact = [value.item() ** 2 for value in values]
     assert total == pytest.approx(math.fsum(exact), rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, [1.0] * 9), (1, [1.0] * 2 + [0.0] * 3 + [1.0] * 4)]
+)
+def test_elements_that_several_processes_have_count_once(rank: int, expected: list[float]) -> None:
+    """A vector has elements 2 to 5 of a parameter that both have, at the same positions."""
+    specs = tuple(ShardSpec(0, (Shard(0, 8, 2, counts=first),)) for first in (True, False))
+    param = torch.nn.Parameter(torch.empty(8))
+    mark_part(param, Part(torch.Size([8]), specs, rank))
+
+    gradient = counted(torch.ones(9), "shared", Group(rank, (0, 1)), [(param, 2, slice(2, 5))])
+
+    assert gradient.tolist() == expected

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.optimizer.gradients import LossScaler
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, compute_loss
 
@@ -66,34 +65,3 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, dtype: str) -
     assert first["steps"] == (1, 2)  # the schedule has not moved for the skipped step
     assert first["scale"] == (8.0 if dtype == "fp16" else 1.0)
     assert first["rates"][0] > first["rates"][1] == pytest.approx(0.9 * 1e-2)
-
-
-def test_the_loss_scale_halves_doubles_and_is_restored() -> None:
-    settings = LossScaleConfig(
-        initial_scale_power=3, hysteresis=2, loss_scale_window=2, min_loss_scale=4
-    )
-    scaler, other = (LossScaler(enabled=True, config=settings) for _ in range(2))
-
-    def scales(finite: list[bool]) -> list[float]:
-        found: list[float] = []
-        for each in finite:
-            scaler.update(finite=each)
-            found.append(scaler.scale)
-        return found
-
-    # The second of two overflows halves; every two good steps after the first pair double.
-    assert scales([False, True, True, True, True, True]) == [8.0, 8.0, 8.0, 16.0, 16.0, 32.0]
-    assert scales([False, False, False]) == [32.0, 16.0, 8.0]
-    scaler.update(finite=True)
-    other.load_state_dict(scaler.state_dict())
-    assert other.state_dict() == scaler.state_dict() == {**other.state_dict(), "good_steps": 1}
-    assert scales([False, False]) == [4.0, 4.0]
-    assert scaler.exhausted
-    scaler.update(finite=True)
-    assert not scaler.exhausted
-    other.load_state_dict({**scaler.state_dict(), "enabled": False})
-    assert (other.scale, other.good_steps, other.tokens) == (8.0, 0, 2)
-    static = LossScaler(enabled=True, config=LossScaleConfig(loss_scale=64.0))
-    static.update(finite=False)
-    static.load_state_dict(scaler.state_dict())
-    assert static.scale == 64.0
