@@ -293,16 +293,14 @@ def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
     if not cache.is_dir():
         sentence = f"data path {name} is neither a file or directory here nor in the Hub's cache"
         require_reachable(sentence, DataError, instead="a local file")
-    try:
-        splits = datasets.load_dataset(repository, config)
+    try:  # a name without a split gives all of them
+        splits = cast("datasets.DatasetDict", datasets.load_dataset(repository, config))
     # The loader runs readers of many kinds, and each fails in its own way.
     except Exception as error:
         raise DataError(
             f"data path {name} is neither a file or directory here nor a data set that the Hub"
             f" gives ({_one_line(error)}); check the name and the connection, or give a local file"
         ) from error
-    if not isinstance(splits, datasets.DatasetDict):
-        raise DataError(f"data path {name} has no named splits")
 
     def rows(split: str) -> Iterator[Row]:
         for number, row in enumerate(splits[split], start=1):

@@ -108,6 +108,8 @@ def read_texts(name: str, step: int | None) -> tuple[list[str], list[str]]:
         for rows in (source.train, source.eval)
     )
     assert (len(source.train), len(source.eval)) == (2 * len(train), 2 * len(test))
+    numbers = [row.origin.rpartition(" ")[2] for row in (*source.train, *source.eval)]
+    assert numbers == ["1", "2"] * (len(train) + len(test))
     return train, test
 
 

@@ -1,6 +1,7 @@
 """Exports are plain Hugging Face directories, replaced whole."""
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,10 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR, *MIXTURES])
-def test_an_export_is_to_the_byte_what_save_pretrained_writes(family: str, tmp_path: Path) -> None:
+def test_an_export_is_to_the_byte_what_save_pretrained_writes(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no disk but the export's"))
     model = tiny_mixture(family) if family in MIXTURES else tiny_causal_lm(family)
     model.config.pad_token_id = 2
 
