@@ -43,17 +43,24 @@ def diverging(step: str, start: Path, out: Path, **changes: Any) -> StepConfig:
 EXPORTED = {"sft": ".", "ppo": "actor"}
 
 
+EVALUATED = {"sft": "held-out perplexity", "reward": "held-out rows", "ppo": "held-out prompts"}
+
+
+@pytest.mark.parametrize("eval_every", [None, 1])
 @pytest.mark.parametrize("step", list(CONFIGS))
 def test_each_step_says_when_and_why_and_exports_the_best_weights(
-    step: str, start: Path, tmp_path: Path
+    step: str, eval_every: int | None, start: Path, tmp_path: Path
 ) -> None:
-    config = diverging(step, start, tmp_path / "out", max_steps=30, eval_every=None)
+    config = diverging(step, start, tmp_path / "out", max_steps=30, eval_every=eval_every)
 
     with pytest.raises(DivergedError) as error:
         run(config)
 
     sentence = str(error.value)
     assert "diverged after step" in sentence
+    if eval_every is not None:
+        assert f"{EVALUATED[step]} after" in sentence
+        assert "diverged after step 1: " in sentence
     assert "is nan; lower the learning rate" in sentence
     assert "optim.lr is 1e+10" in sentence
     assert not (config.output_dir / "result.json").exists()
