@@ -402,11 +402,10 @@ def write_samples(
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def _prompt(prompt: Prompt, responses: Sequence[ScoredResponse]) -> Sequence[Mapping[str, str]]:
+def _prompt(prompt: Prompt, responses: Sequence[ScoredResponse]) -> Sequence[Mapping[str, Any]]:
     """Return the prompt as JSON, or the start of its environment."""
     given = next((response.opening for response in responses if response.opening), None)
-    own = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
-    return own if given is None else given
+    return [turn.turn for turn in prompt.messages] if given is None else given
 
 
 def describe(question: str, response: ScoredResponse) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class ScoredResponse:
     stopped: bool
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """Reward of each source, by the name of its metric."""
-    opening: Sequence[Mapping[str, str]] = ()
+    opening: Sequence[Mapping[str, Any]] = ()
     """Messages with which an episode's environment began; empty without an environment."""
 
 

@@ -250,10 +250,7 @@ class Terminal:
         if path.exists() and path not in self._saved:
             self.say(f"({path} exists; choose another name)")
             return
-        messages = [
-            {"role": message.role, "content": message.content}
-            for message in self.conversation.messages
-        ]
+        messages = [message.turn for message in self.conversation.messages]
         try:
             path.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8")
         except OSError as error:

@@ -140,10 +140,8 @@ def read_text(path: Path, where: str) -> str:
         return path.expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{where}: there is no file {path}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{where}: {path} is not UTF-8 text") from None
-    except OSError as error:
-        raise ConfigError(f"{where}: {path} can't be read ({error.strerror})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: {path} can't be read as UTF-8 text ({error})") from None
 
 
 def read_function(config: RewardConfig) -> FunctionFile:
@@ -155,11 +153,8 @@ def read_function(config: RewardConfig) -> FunctionFile:
     where = f"rewards.{config.name}.path"
     file, tree, node = read_definition(config.path or "", where, _FUNCTIONS)
     arguments = node.args
-    positional = [argument.arg for argument in arguments.args]
-    names = (*positional, *(argument.arg for argument in arguments.kwonlyargs))
-    optional = set(positional[len(positional) - len(arguments.defaults) :])
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        optional |= set() if default is None else {argument.arg}
+    names = tuple(argument.arg for argument in (*arguments.args, *arguments.kwonlyargs))
+    optional = optional_parameters(arguments)
     form = _form(set(names), _used_by(node, tree)) if config.form == "auto" else config.form
     family = (form or "").partition("_")[0]
     unknown = set(names) - optional - _GIVEN.get(family, set())
@@ -175,6 +170,13 @@ def read_function(config: RewardConfig) -> FunctionFile:
     needed = tuple(name for name in names if name in read - optional - _GENERATED)
     given = (form, names, frozenset(optional), needed, arguments.kwarg is not None)
     return FunctionFile(file.file, file.name, file.text, *given)
+
+
+def optional_parameters(given: ast.arguments) -> set[str]:
+    """The parameters with a default."""
+    positional = zip(reversed(given.args), reversed(given.defaults), strict=False)
+    pairs = [*positional, *zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    return {argument.arg for argument, default in pairs if default is not None}
 
 
 def _used_by(node: ast.stmt, tree: ast.Module) -> list[ast.stmt]:
@@ -261,15 +263,11 @@ def _arguments(
     ]
     return {
         **columns,
-        "prompts": [_messages(prompt) for prompt, _ in dialogues],
-        "completions": [_messages(completion) for _, completion in dialogues],
+        "prompts": [[turn.turn for turn in prompt] for prompt, _ in dialogues],
+        "completions": [[turn.turn for turn in completion] for _, completion in dialogues],
     }
 
 
 def prompt_text(prompt: Sequence[Message]) -> str:
     """A prompt as plain text: its turns, with a blank line between them."""
     return "\n\n".join(message.content for message in prompt)
-
-
-def _messages(turns: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in turns]

@@ -136,6 +136,11 @@ class Candidate:
     """The response ended with the end token. One that was cut off is never chosen:
     training would teach its end."""
 
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The response as rows have it."""
+        return Message("assistant", self.text).turn
+
 
 def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, Candidate | None]:
     """The responses of the highest and of the lowest reward, the first of equal ones.
@@ -162,35 +167,28 @@ def select(
     left_out: Counter[str] = Counter()
     for example, responses in zip(examples, candidates, strict=True):
         best, worst = best_and_worst(responses)
-        prompt = [_turn(message) for message in example.prompt]
+        prompt = [each.turn | ({} if each.trained else {"weight": 0}) for each in example.prompt]
+        tools = {"tools": example.prompt[0].tools} if example.prompt[0].tools else {}
         if best is None or best.reward is None:
             left_out["no response to choose"] += 1
         elif config.min_reward is not None and best.reward < config.min_reward:
             left_out["a low reward"] += 1
         elif config.write == "demonstrations":
-            rows.append({"messages": [*prompt, _answer(best)], "reward": best.reward})
+            rows.append({"messages": [*prompt, best.turn], **tools, "reward": best.reward})
         elif worst is None:
             left_out["no response of less reward"] += 1
         else:  # without a margin, which rewards have no unit for
             rows.append(
                 {
                     "prompt": prompt,
-                    "chosen": [_answer(best)],
-                    "rejected": [_answer(worst)],
+                    **tools,
+                    "chosen": [best.turn],
+                    "rejected": [worst.turn],
                     "reward_chosen": best.reward,
                     "reward_rejected": worst.reward,
                 }
             )
     return rows, left_out
-
-
-def _turn(message: Message) -> dict[str, Any]:
-    turn = {"role": message.role, "content": message.content}
-    return turn if message.trained else {**turn, "weight": 0}
-
-
-def _answer(candidate: Candidate) -> dict[str, Any]:
-    return {"role": "assistant", "content": candidate.text}
 
 
 def summary(

@@ -361,8 +361,7 @@ def _append(sequence: Encoded, ids: Sequence[int], *, trained: bool) -> None:
 
 def row_of(prompt: Prompt) -> Mapping[str, Any]:
     """Arguments of an environment's reset."""
-    dialogue = [{"role": each.role, "content": each.content} for each in prompt.messages]
-    return {**prompt.extra, "dialogue": dialogue}
+    return {**prompt.extra, "dialogue": [each.turn for each in prompt.messages]}
 
 
 def transcript(turns: Sequence[Message]) -> str:

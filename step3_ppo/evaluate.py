@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,11 +47,11 @@ SHOWN = 2
 """Prompts whose responses are printed during training."""
 
 
-def get_opening(response: Response) -> list[Mapping[str, str]]:
+def get_opening(response: Response) -> list[Mapping[str, Any]]:
     """Start of an episode; empty for any other response."""
     if not isinstance(response, EpisodeResponse):
         return []
-    return [{"role": each.role, "content": each.content} for each in response.opening]
+    return [each.turn for each in response.opening]
 
 
 class HeldOut(HeldOutPrompts):

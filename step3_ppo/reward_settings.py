@@ -78,10 +78,11 @@ class RewardSettings:
         """
         from rewards.sources import read_sources, row_columns
 
-        if self.environment is not None:
-            self.read_environment()
         columns = row_columns(read_sources([*self.programs, *([self.gold] if self.gold else [])]))
-        return columns if self.environment is None else replace(columns, all=True)
+        if self.environment is None:
+            return columns
+        needed = columns.needed | self.read_environment().columns
+        return replace(columns, needed=needed, all=True)
 
     def check_rewards(self) -> None:
         """Refuse sources that contradict each other.

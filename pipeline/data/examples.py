@@ -34,9 +34,22 @@ class Message:
     `tool_calls` of the assistant, `name` and `tool_call_id` of a tool."""
 
     @property
+    def turn(self) -> dict[str, Any]:
+        """The turn as rows and templates have it; the tools of its dialogue are apart."""
+        keys = json.loads(self.keys or "{}")
+        keys.pop("tools", None)
+        reasoning = {REASONING[0]: self.reasoning} if self.reasoning else {}
+        return {"role": self.role, "content": self.content, **reasoning, **keys}
+
+    @property
     def calls(self) -> list[Any]:
         """Calls of tools, in the form of `tool_calls`."""
-        return json.loads(self.keys or "{}").get("tool_calls", [])
+        return self.turn.get("tool_calls", [])
+
+    @property
+    def tools(self) -> list[Any] | None:
+        """The tools of the dialogue that begins with this turn, as JSON schemas."""
+        return json.loads(self.keys or "{}").get("tools")
 
     def __repr__(self) -> str:
         # Rows are ordered by it: a turn without reasoning and tools keeps its place.

@@ -5,15 +5,15 @@ runs: an edit of the file during a run changes nothing.
 """
 
 import ast
+import re
 from dataclasses import dataclass
 
 from pipeline.system.errors import require
 from pipeline.system.installation import ROOT
-from rewards.functions import UserFile, read_definition
+from rewards.functions import UserFile, optional_parameters, read_definition
 
 VERBS = ("reset", "step", "reward")
 """The methods of an environment, which docs/environments.md describes."""
-
 
 BUILT_IN = {"guessing": "games.py:GuessingGame", "calculator": "tools.py:Calculator"}
 """Our examples, by short name."""
@@ -34,6 +34,9 @@ class EnvironmentFile(UserFile):
     gives_reward: bool
     """Whether the class defines a reward; for tools, a function may give it."""
 
+    columns: frozenset[str]
+    """Columns of the rows that its `reset` can't do without."""
+
 
 def read_environment(path: str) -> EnvironmentFile:
     """The class that `path` names, FILE.py:CLASS or one of `BUILT_IN`.
@@ -52,14 +55,9 @@ def read_environment(path: str) -> EnvironmentFile:
     classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
     family, is_complete = _family(node, classes)
     members = [member for node in family for member in node.body]
-    methods = {member.name for member in members if isinstance(member, ast.FunctionDef)}
-    stored = {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for member in members
-        for node in ast.walk(member)
-        if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    gives_reward = not is_complete or "reward" in stored or not methods.isdisjoint(REWARDS)
+    methods = {each.name: each for each in members[::-1] if isinstance(each, ast.FunctionDef)}
+    stored = re.search(r"\breward\b[^=\n]* = ", "\n".join(map(ast.unparse, members)))
+    gives_reward = not is_complete or bool(stored) or not methods.keys().isdisjoint(REWARDS)
     missing = [verb for verb in VERBS if verb not in methods]
     subject = f"{where}: class {file.name} of {file.file}"
     require(
@@ -70,7 +68,21 @@ def read_environment(path: str) -> EnvironmentFile:
         not is_complete or "step" in methods or ("reset" in methods and any(map(is_tool, methods))),
         f"{subject} is not an environment: it needs {FORMS['turns']}, or {FORMS['tools']}",
     )
-    return EnvironmentFile(file.file, file.name, file.text, gives_reward)
+    reset = methods.get("reset")
+    columns = _columns(reset, takes_row="step" in methods) if reset else frozenset[str]()
+    return EnvironmentFile(file.file, file.name, file.text, gives_reward, columns)
+
+
+def _columns(reset: ast.FunctionDef, *, takes_row: bool) -> frozenset[str]:
+    """The parameters of a tool class's `reset` without a default, and keys that index the row."""
+    given, text = reset.args, ast.unparse(reset)
+    row = next((each.arg for each in (given.args[1:2] if takes_row else [given.kwarg]) if each), "")
+    is_guarded = "try:" in text or f" in {row}" in text
+    needed = set[str]() if is_guarded else {*re.findall(rf"\b{row}\['(\w+)'\]", text)}
+    if not takes_row:
+        parameters = {each.arg for each in (*given.args[1:], *given.kwonlyargs)}
+        needed |= parameters - optional_parameters(given)
+    return frozenset(needed - {"seed", "dialogue"})
 
 
 def is_tool(name: str) -> bool:

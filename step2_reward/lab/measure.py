@@ -356,8 +356,7 @@ def describe_row(
 
 
 def _describe_prompt(example: Example) -> Figures:
-    turns = [{"role": turn.role, "content": turn.content} for turn in example.prompt]
-    return {"origin": example.origin, "prompt": turns}
+    return {"origin": example.origin, "prompt": [turn.turn for turn in example.prompt]}
 
 
 MICRO_BATCH = 16

@@ -14,6 +14,7 @@ from rewards.environments.file import read_environment
 from rewards.environments.games import GuessingGame
 from rewards.environments.pool import Environments, Played
 from rewards.environments.tools import Calculator, ToolEnvironment
+from step3_ppo.config import PPOConfig
 from tests.rewards.processes import alive, descendants, read_command
 
 GAME = """
@@ -118,6 +119,45 @@ def test_an_episode_that_fails_costs_no_other_its_state(
         hanging = [each for each in below if "time.sleep(600)" in " ".join(read_command(each))]
     assert not hanging
     assert not [each for each in below if alive(each)]
+
+
+NEEDY = """
+class Game:
+    def reset(self, row, *, seed):
+        self.answer = row["answer"], row.get("hint")
+
+    def step(self, answer): ...
+
+    def reward(self): ...
+
+class Careful(Game):
+    def reset(self, row, *, seed):
+        self.answer = row["answer"] if "answer" in row else ""
+
+class Tools:
+    def reset(self, stock, day="Monday", *, seed, owner, **row):
+        self.town = row["town"]
+        self.reward = 0.0
+
+    def buy(self, item: str):
+        \"\"\"Buy.\"\"\"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("Game", {"answer"}), ("Careful", set()), ("Tools", {"stock", "owner", "town"})],
+)
+def test_columns_that_reset_needs_are_known_before_the_run(
+    name: str, columns: set[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(NEEDY)
+
+    config = PPOConfig(environment=f"{file}:{name}")
+
+    assert config.row_columns.needed == columns
+    assert config.row_columns.all
 
 
 class Shop:

@@ -116,7 +116,7 @@ def test_required_parameters_are_columns_also_of_nested_ones(
     assert source.columns == columns
     if reward is None:
         (name,) = columns
-        with pytest.raises(DataError, match=f"no row has the column {name}, which a reward reads"):
+        with pytest.raises(DataError, match=f"no row has the column {name}, which a reward"):
             check_columns([VERL_ROW], {}, kept)
         return
     check_columns([VERL_ROW], {}, kept)

@@ -203,7 +203,7 @@ class ChatFormat:
         Raises:
             DataError: the template can't render it, or has no place for the tools in it.
         """
-        tools = json.loads(messages[0].keys or "{}").get("tools")
+        tools = messages[0].tools
         if tools and not self._takes_tools:
             raise DataError(f"{self.title} ignores `tools`{NO_TOOLS}")
         calls = any(message.calls or message.role == "tool" for message in messages)
@@ -618,15 +618,13 @@ class _CallForm(NamedTuple):
 
     def turn(self, message: Message) -> dict[str, Any]:
         """The turn that a template reads."""
-        keys = json.loads(message.keys or "{}")
-        keys.pop("tools", None)
-        for call in keys.get("tool_calls", []) if self.json_arguments else []:
+        turn = message.turn
+        for call in turn.get("tool_calls", []) if self.json_arguments else []:
             function = call["function"]
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        is_null = self.null_content and message.calls and not message.content
-        reasoning = dict.fromkeys(REASONING, message.reasoning) if message.reasoning else {}
-        content = None if is_null else message.content
-        return {"role": message.role, "content": content, **reasoning, **keys}
+        if self.null_content and message.calls and not message.content:
+            turn["content"] = None
+        return turn | (dict.fromkeys(REASONING, message.reasoning) if message.reasoning else {})
 
 
 _TEXT_FORM = _CallForm(null_content=False, json_arguments=False)

@@ -393,6 +393,6 @@ def check_columns(
     for name in sorted(kept.needed if kept else ()):
         if all(find_column(row, name) is None for row in rows):
             raise DataError(
-                f"no row has the column {name}, which a reward reads; there are {names(columns)}:"
-                " rename one, or name another one as the reward's column"
+                f"no row has the column {name}, which a reward or environment reads; there are"
+                f" {names(columns)}: rename one, or name another one as the reward's column"
             )
