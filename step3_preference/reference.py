@@ -66,6 +66,7 @@ class RowStore:
         """
         self._chat = chat
         train, evaluated = self._keep("training", data.train), self._keep("held-out", data.eval)
+        evaluated = evaluated[: self.config.data.max_eval_rows]
         if self.config.is_unpaired:
             _require_both("training", train)
             _require_both("held-out", evaluated)

@@ -1,6 +1,7 @@
 """Trained and skipped parts of rows, and the messages about them."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,13 @@ import torch
 
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.sharing.steps import StageData
+from pipeline.data.sharing.steps import StageData, load_examples
 from pipeline.models.hf.chat import load_chat
 from step3_preference.config import PreferenceConfig
 from step3_preference.objective import kto_weights
 from step3_preference.reference import RowStore
 from step3_preference.rows import Row, collate_rows, fit, mismatched
-from tests.step3_preference.toy import toy_config
+from tests.step3_preference.toy import toy_config, write_rows
 
 USER, SURE, NO = (
     Message("user", "What is two and two, please, my friend?"),
@@ -58,6 +59,22 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(
         f" {chosen} tokens; left out: 1 don't fit, 1 have equal responses, 1 have a response"
         " without a learned token"
     ) in caplog.text
+
+
+def test_rows_that_do_not_fit_take_no_place_in_the_evaluation(toy: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "chosen": "no " * 99, "rejected": "a"} for n in range(9)]
+    rows.append({"prompt": "Fits?", "chosen": "a", "rejected": "b"})
+    for name, part in (("train", rows), ("held_out", rows[:1] + rows[5:])):
+        write_rows(tmp_path / f"{name}.jsonl", part)
+    data = {"path": [f"{tmp_path}/train.jsonl"], "eval_path": [f"{tmp_path}/held_out.jsonl"]}
+    for seed in range(3):  # of several orders one has a row that is too long first
+        config = toy_config(toy, data={**data, "max_length": 40, "max_eval_rows": 1, "seed": seed})
+        found = load_examples(config.data, step=3, seed=0, share=config.row_share)
+        store = RowStore(config)
+
+        kept = store.sift(replace(found, train=[PAIR]), load_chat(config.model, config.data)[1])
+
+        assert [row.prompt[0].content for row in kept.eval] == ["Fits?"]
 
 
 def test_kto_balances_its_kinds_over_all_training_rows(toy: Path) -> None:

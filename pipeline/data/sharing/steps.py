@@ -49,7 +49,8 @@ class StageData:
 
     train: list[Example]
     eval: list[Example]
-    """Up to `max_eval_rows`; of prompts all, since the step leaves out too long ones first."""
+    """Up to `max_eval_rows`; of prompts, and with a `RowShare`, all, since the step leaves out too
+    long ones first."""
 
     notes: list[str]
     """Remarks for the user: columns and rows that are not used, and why."""
@@ -213,6 +214,9 @@ class _Sharing:
     notes: list[str]
     """Receives what was left out."""
 
+    drops: bool
+    """Whether the step leaves out held-out rows that are too long."""
+
     def mix(self, paths: Sequence[ReadPath]) -> list[list[Example]]:
         """Return the training rows of each path; with weights, each path's share is its weight's.
 
@@ -362,7 +366,7 @@ class _Sharing:
             f"step {self.step} is evaluated on {len(evaluated)} of {num_rows(len(held_out))} held"
             " out"
         )
-        return usable if use == "prompts" else evaluated
+        return usable if self.drops or use == "prompts" else evaluated
 
 
 def _read_and_share(
@@ -377,7 +381,7 @@ def _read_and_share(
     labelled = kept.labels or kept.known_labels
     uses: Mapping[int, RowUse] = {**USES, 2: "labels"} if labelled else USES
     part = share or RowShare(uses[step], (step,))
-    sharing = _Sharing(config, step, part, uses, notes)
+    sharing = _Sharing(config, step, part, uses, notes, drops=share is not None)
     paths = read_paths(config.path, config.fields, kept, step=step, notes=notes)
     mixed = sharing.mix(paths)
     train = [row for rows in mixed for row in rows]
