@@ -357,21 +357,23 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
     if best.step == 0:
         logger.warning(
             "%s made the actor no better than the starting model on held-out prompts (%.3g, at"
-            " first %.3g)%s: lower ppo.actor.optim.lr, or look at the %s",
+            " first %.3g)%s: lower ppo.actor.%s, or look at the %s",
             method,
             now,
             start,
             ", and the starting weights are exported" if best.keep else "",
+            config.actor.rate[0],
             "reward model" if config.uses_reward_model else "rewards",
         )
     elif now < start:
         logger.warning(
             "%s made the actor worse than the starting model in the end (%.3g on held-out prompts,"
-            " at first %.3g)%s: lower ppo.actor.optim.lr",
+            " at first %.3g)%s: lower ppo.actor.%s",
             method,
             now,
             start,
             f"; the weights after iteration {best.step} ({-best.value:.3g}) are exported"
             if best.keep
             else "",
+            config.actor.rate[0],
         )

@@ -16,14 +16,14 @@ LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tok
 
 SENTENCES: Mapping[str, str] = {
     "kl": "the actor is {kl:.3g} nats a response from the reference, beyond {limit:g}; to keep it"
-    " nearer, raise ppo.kl_coef or lower ppo.actor.optim.lr",
+    " nearer, raise ppo.kl_coef or lower ppo.actor.{rate}",
     "kl_per_token": "the actor is {value:.2f} nats a token from the reference, beyond {limit:g}:"
     " its responses may please what rewards them alone; raise ppo.kl_coef or lower"
-    " ppo.actor.optim.lr",
+    " ppo.actor.{rate}",
     "ratio_max": "updates made a token {ratio_max:.0f} times as likely, beyond {limit:.0f} times:"
-    " they go too far; lower ppo.actor.optim.lr, ppo.ppo_epochs or ppo.target_kl",
+    " they go too far; lower ppo.actor.{rate}, ppo.ppo_epochs or ppo.target_kl",
     "entropy": "entropy went from {first[entropy]:.3g} to {entropy:.3g} nats a token: responses"
-    " {effect}; lower ppo.actor.optim.lr or raise ppo.kl_coef",
+    " {effect}; lower ppo.actor.{rate} or raise ppo.kl_coef",
     "response_length": "responses went from {first[response_length]:.0f} to {response_length:.0f}"
     " tokens: the reward may favour their length; read the samples, or raise ppo.kl_coef",
     "stop_rate": "{stop_rate:.0%} of responses end by themselves, against {first[stop_rate]:.0%} at"
@@ -31,10 +31,10 @@ SENTENCES: Mapping[str, str] = {
     "repetition": "{repetition:.0%} of tokens repeat a phrase of their response, beyond"
     " {limit:.0%}: responses run in loops; raise ppo.kl_coef, or take repetition off the reward",
     "explained_variance": "the critic explains {explained_variance:.2f} of the returns' variance,"
-    " below {limit:g}: advantages are noise; change ppo.critic.optim.lr, or raise"
+    " below {limit:g}: advantages are noise; change ppo.critic.{critic_rate}, or raise"
     " ppo.critic_warmup_steps",
     "skipped": "{skipped:.2g} optimizer steps of an update were skipped, beyond {limit:g}:"
-    " gradients are not finite; lower ppo.actor.optim.lr, or train with precision bf16 or fp32",
+    " gradients are not finite; lower ppo.actor.{rate}, or train with precision bf16 or fp32",
     "dead_groups": "{dead_groups:.0%} of prompts have responses of equal rewards, beyond"
     " {limit:.0%}: they teach nothing; take other prompts, or set ppo.dynamic_sampling",
     "reward_failures": "{reward_failures:.0%} of responses have no reward, beyond {limit:.0%}: look"
@@ -50,6 +50,9 @@ class RLSignals(Signals):
 
     scores_ends: bool = True
     """Whether `ppo.missing_eos_score` bounds the score of responses without an end."""
+
+    rate: str = "optim.lr"
+    critic_rate: str = "optim.lr"
 
     OF_THE_START = ("entropy", "response_length", "stop_rate")
     OF_TRENDS = OF_DIVERGENCE
@@ -78,10 +81,11 @@ class RLSignals(Signals):
     ) -> str:
         """Return the problem and its fix."""
         if guard.signal == "divergence":
-            return _divergence(history)
+            return _divergence(history, self.rate)
         more = {
             "effect": "all become alike" if guard.limit < 1 else "become noise",
             "remedy": _ends(metrics, scores_ends=self.scores_ends),
+            "critic_rate": self.critic_rate,
         }
         return super().format_sentence(guard, {**metrics, **more}, first, history)
 
@@ -103,12 +107,12 @@ def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
     return proxy > errors and gold < -errors
 
 
-def _divergence(history: Sequence[Metrics]) -> str:
+def _divergence(history: Sequence[Metrics], rate: str) -> str:
     proxy, gold = (change([each[name] for each in history]) for name in ("score", "gold"))
     return (
         f"over {len(history)} iterations what is trained on rose by {proxy:.2g} and gold fell by"
         f" {-gold:.2g}: the actor exploits its reward; correct the reward, raise ppo.kl_coef or"
-        " lower ppo.actor.optim.lr"
+        f" lower ppo.actor.{rate}"
     )
 
 

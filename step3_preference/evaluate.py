@@ -388,10 +388,11 @@ def warn_if_not_improved(
     if best.step == 0 and best.last_step > 0:
         logger.warning(
             "%s made the loss on held-out rows no smaller (at first %.4g)%s: lower"
-            " preference.model.optim.lr, or look at the rows",
+            " preference.model.%s, or look at the rows",
             method,
             before["loss"],
             ", and the weights that it began with are exported" if best.keep else "",
+            config.model.rate[0],
         )
     fell = {name: before[name] - after[name] for name in ("logp_chosen", "logp_rejected")}
     if fell["logp_chosen"] > 0.1 * abs(before["logp_chosen"]) and fell["logp_rejected"] > 0:

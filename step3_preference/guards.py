@@ -1,17 +1,18 @@
 """The guards' signals of an evaluation: their values and sentences."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pipeline.guards.guards import Metrics, Signals
 
-REMEDY = "set preference.nll_coef (0.1 to 1), or lower preference.model.optim.lr"
+REMEDY = "set preference.nll_coef (0.1 to 1), or lower preference.model.{rate}"
 
 SENTENCES: Mapping[str, str] = {
     "kl": "the actor is {kl:.3g} nats a response from where it began, beyond {limit:g}; to keep it"
-    " nearer, raise preference.beta or lower preference.model.optim.lr",
+    " nearer, raise preference.beta or lower preference.model.{rate}",
     "kl_per_token": "the actor is {value:.2f} nats a token from where it began, beyond {limit:g}:"
     " it may have unlearned more than the rows say; raise preference.beta or lower"
-    " preference.model.optim.lr",
+    " preference.model.{rate}",
     "chosen_nll": "held-out chosen responses went from {first[logp_chosen]:.3g} to"
     " {logp_chosen:.3g} nats a token, a fall beyond {limit:g}: the loss rewards the difference to"
     " rejected ones alone; " + REMEDY,
@@ -26,9 +27,11 @@ SENTENCES: Mapping[str, str] = {
 }
 
 
+@dataclass(frozen=True)
 class PreferenceSignals(Signals):
     """The signals of an evaluation: of held-out rows, and of sampled responses to prompts."""
 
+    rate: str = "optim.lr"
     OF_THE_START = ("logp_chosen", "sampled_length", "sampled_stop_rate")
     UNIT = "step"
     SLOWER = "half the learning rate"

@@ -94,7 +94,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     start = Start(passes)
     reference = open_reference(start, rows, store, config)
     interval = steps_between_evaluations(config, rows, store.held_out)
-    guards = Guards(config.guards, PreferenceSignals(), interval)
+    guards = Guards(config.guards, PreferenceSignals(config.model.rate[0]), interval)
     training = set_up_training(
         config, model, passes.engine, rows, store.held_out, run, guards, passes
     )

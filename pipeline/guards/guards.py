@@ -41,8 +41,11 @@ class Signals(ABC):
     """Description of the changes that a rollback makes."""
 
     SENTENCES: ClassVar[Mapping[str, str]]
-    """By signal: a format string of the metrics, `first` (those of the start), `limit` and `value`
-    with what is wrong and what may help."""
+    """By signal: a format string of the metrics, `first` (those of the start), `limit`, `value` and
+    `rate` with what is wrong and what may help."""
+
+    rate: str = "optim.lr"
+    """Setting of the trained weights' learning rate: `optim.lr` or `lora.lr`."""
 
     @abstractmethod
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
@@ -60,6 +63,7 @@ class Signals(ABC):
         del history
         value = self.compute_value(guard.signal, metrics, first)
         numbers = {**metrics, "first": first, "limit": guard.limit, "value": value}
+        numbers["rate"] = self.rate
         return self.SENTENCES[guard.signal].format_map(numbers)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.guards.guards import QUIET, Guards
 from step3_ppo.guard_settings import WARNING, GuardConfig
 from step3_ppo.guards import RLSignals, diverges
@@ -59,6 +60,15 @@ def windows(name: str) -> int:
 
 def sentences(guards: Guards, step: int, metrics: dict[str, float]) -> list[str]:
     return [trip.sentence for trip in guards.check(step, metrics)]
+
+
+def test_with_adapters_the_sentence_names_their_learning_rate() -> None:
+    rate, _ = TrainedModelConfig(path="base", lora=LoraConfig()).rate
+    guards = Guards(WARNING, RLSignals(rate=rate, critic_rate="optim.lr"))
+
+    (said,) = sentences(guards, 1, SOUND | WRONG["kl_per_token>0.25"][0])
+
+    assert said.endswith("lower ppo.actor.lora.lr")
 
 
 @pytest.mark.parametrize("name", WRONG)
