@@ -70,7 +70,9 @@ def _write(file: Path, scratch: Path) -> None:
         raise ModelError(f"{file} can't be loaded: {reason}") from error
     scaled = any(name.endswith(".rope.scaling.type") for name in reader.fields)
     scaled |= any(tensor.name == ROPE_FACTORS for tensor in reader.tensors)
-    if scaled and model.config.rope_parameters["rope_type"] == "default":
+    rope = model.config.rope_parameters if scaled else {}
+    kinds = [rope] if "rope_type" in rope else rope.values()  # of some families by kind of layer
+    if scaled and all(kind["rope_type"] == "default" for kind in kinds):
         raise ModelError(
             f"{file} scales its rotary embeddings, which transformers does not read from a GGUF"
             " file; give the directory of the model"
