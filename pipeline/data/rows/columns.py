@@ -55,8 +55,11 @@ _MARKER = re.compile(r"\n\n(Human|Assistant):")
 # The form of DeepSpeed-Chat's prompts, on one line: " Human: ... Assistant:".
 _ONE_LINE = re.compile(r"\A\s*Human:(?P<user>.*)\sAssistant:(?P<assistant>.*)\Z", re.DOTALL)
 
-# The beginning of turns that a file has as text: `[{"role": ...` or `{'content': ...`.
-_TURNS_AS_TEXT = re.compile(r"""\s*(\[\s*)?\{\s*(?P<quote>['"])(?P<key>\w+)(?P=quote)\s*:""")
+# The beginning of turns as text: `[{"role": ...`, `{'content': ...`, `array([{'role': ...`.
+_TURNS_AS_TEXT = re.compile(
+    r"""\s*((\w+\.)?(array|list|tuple)\(\s*)?([\[(]\s*)*"""
+    r"""\{\s*(?P<quote>['"])(?P<key>\w+)(?P=quote)\s*:"""
+)
 
 
 def parse_dialogue(text: str) -> Turns | None:
@@ -166,12 +169,12 @@ def _items(row: Row, name: str) -> list[Any] | None:
             items = parse(value.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        items = items if isinstance(items, list) else [items]
+        items = list(items) if isinstance(items, list | tuple) else [items]
         if not all(isinstance(item, dict) and _is_turn(item) for item in items):
             return None
         require_characters(items, row.origin)
         return items
-    if begin["key"] not in _KEYS:
+    if begin["key"] not in _KEYS.union(REASONING):
         return None
     raise DataError(
         f"{row.origin}: {name} has turns as text that is neither JSON nor a Python literal; save"
@@ -215,14 +218,14 @@ def from_first_user(row: Row, dialogue: Turns) -> Turns:
 def _turn(row: Row, name: str, item: object) -> Message:
     turn: dict[str, Any] = item if isinstance(item, dict) else {"": item}
     given = str(turn.get("role", turn.get("from")))
-    role = ROLES.get(given)
+    role = ROLES.get(given.lower())
     calls, turn = _calls(row, turn, given)
     content, reasoning = _texts(turn)
     if role is None or content is None or reasoning is None:
+        wanted = f"a role of {names(ROLES)}" if role is None else "a text as content"
         raise DataError(
             f'{row.origin}: a turn in {name} must be {{"role": ..., "content": ...}} or'
-            f' {{"from": ..., "value": ...}} with text and a role of {names(ROLES)}, got'
-            f" {str(turn)[:80]}"
+            f' {{"from": ..., "value": ...}} with {wanted}, got {str(item)[:80]}'
         )
     further = {"assistant": {*REASONING}, "tool": {*_OF_TOOLS}}.get(role, set[str]())
     known = _KEYS | further

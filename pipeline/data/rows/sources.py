@@ -262,10 +262,22 @@ def _parse_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
         line += text.count("\n", begin, place)
 
 
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # of which one would silently be lost
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_as_object)
+
+
 def _parse(path: Path, text: str, place: int, line: int) -> tuple[Any, int]:
     """Return the JSON value at `place`, which is in `line`, and where it ends."""
     try:
-        return json.JSONDecoder().raw_decode(text, place)
+        return _DECODER.raw_decode(text, place)
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at line {error.lineno} column {error.colno}"
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 lists

@@ -97,12 +97,16 @@ SAME_DEMONSTRATION = {
         "prompt": turns(("user", "Q")),
         "completion": turns(("assistant", "good")),
     },
+    "with capitals": {"messages": turns(("User", "Q"), ("Assistant", "good"))},
     "begun by the assistant": {
         "messages": turns(("assistant", "Hi!"), ("user", "Q"), ("assistant", "good"))
     },
     "turns as Python prints them": {
         "prompt": "[{'role': 'user', 'content': 'Q'}]",
         "response": "{'role': 'assistant', 'content': 'good'}",
+    },
+    "turns as a printed tuple": {
+        "messages": str(tuple(turns(("user", "Q"), ("assistant", "good"))))
     },
     "turns as indented JSON": {
         "messages": json.dumps(turns(("user", "Q"), ("assistant", "good")), indent=2)
@@ -340,6 +344,7 @@ def test_keys_of_turns_that_nothing_reads_are_reported_like_columns() -> None:
         "[{'role': 'user', 'content': 'Q'}\n {'role': 'assistant', 'content': 'good'}]",
         "[{'role': 'user', 'content': 'Q",
         '[{"role": "user", "content": array([1])}]',
+        "array([{'role': 'user', 'content': 'Q'}], dtype=object)",
     ],
 )
 def test_turns_as_text_that_can_not_be_read_are_refused(text: str) -> None:

@@ -177,8 +177,9 @@ def test_a_hub_name_that_can_not_be_reached_is_one_sentence(
         ('{"prompt": %s}' % ("9" * 5000), "is not valid JSON .*digits"),
         ('{"prompt": %s}' % ("[" * 100_000), "is not valid JSON .*recursion"),
         ('{"prompt": "a",', "is not valid JSON"),
+        ('{"prompt": "a", "prompt": "b"}', "an object has the key 'prompt' twice"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_a_row_that_json_can_not_hold_is_named(line: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
