@@ -290,6 +290,8 @@ class Resolver:
         main_role = stage.main_role
         main = self._path(stage, main_role, made[main_role])
         made |= {role: main for role in stage.without if origins[role] != stage.models[role]}
+        if "critic" in made and origins["critic"] not in self._present:  # else it is of that step
+            made["critic"] = self._path(stage, "reward", made["critic"])
         if BASE in made:
             start = self.start(stage)
             skips = stage.models[main_role] != BEFORE == origins[main_role] and main == made[BASE]

@@ -109,6 +109,10 @@ def test_a_reward_model_stands_for_step_2_and_ppo_needs_no_other_step(tmp_path: 
         *["facebook/opt-350m"] * 2,
     ]
     assert plan.notes[0] == (f"step 3 takes {OWN} as its actor: {tmp_path} has no output of step 1")
+    dotted = ("--ppo.actor.path", OWN, "--ppo.reward.path", "facebook/opt-350m")
+    assert planned(tmp_path, "--step", "3", *dotted)[1]["step3_ppo"]["critic.path"] == models[3]
+    own = planned(tmp_path, *dotted)[1]["step3_ppo"]
+    assert own["critic.path"] == f"{tmp_path}/step2_reward"
 
 
 def test_a_critic_without_a_reward_model_starts_from_the_actors_model(tmp_path: Path) -> None:
