@@ -501,21 +501,11 @@ YES = Message("assistant", "Yes.")
         (tool_template(NAMED, "<|im_end|>"), "<|im_end|>", {"city": "Oslo"}),
         # Harmony: a call ends with another token than an answer.
         (tool_template(NAMED, "<|call|>"), "<|call|>", {"city": "Oslo"}),
-        # DeepSeek: arguments are text, and calls have no content.
+        # DeepSeek: arguments are text, and the content beside calls is not null.
         (
-            tool_template(AS_TEXT, "<|im_end|>").replace(
-                "m.tool_calls -%}", "m.tool_calls and not m.content -%}"
-            ),
+            tool_template("{{- m.content + " + AS_TEXT[4:], "<|im_end|>"),
             "<|im_end|>",
             '{"city": "Oslo"}',
-        ),
-        # Templates that join content to text: it must not be null.
-        (
-            tool_template(NAMED, "<|im_end|>").replace(
-                "m.tool_calls -%}", "m.tool_calls -%}{{- m.content + '' -}}"
-            ),
-            "<|im_end|>",
-            {"city": "Oslo"},
         ),
     ],
 )
@@ -527,12 +517,11 @@ def test_calls_of_tools_are_trained_as_the_template_renders_them(
     call = f'weather {{"city": "Oslo"}}{end}'
     assert learned(chat_format, DIALOGUE, YES) == [call, "Yes.<|im_end|>"]
     assert learned(chat_format, DIALOGUE[:1], DIALOGUE[1]) == [call]
-    content = "" if "{{- m.content + ''" in template else None
     function = {"name": "weather", "arguments": arguments}
     rendered = chat_format.tokenizer.apply_chat_template(
         [
             {"role": "user", "content": "Warm?"},
-            {"role": "assistant", "content": content, "tool_calls": [{"function": function}]},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
             {"role": "tool", "content": "22 degrees"},
         ],
         tools=[SCHEMA],
