@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from pipeline.system.errors import CheckpointError
 from tests.distributed import PROCESSES
 
 NUMEL = 10_000
+
+_barrier: Barrier
+"""Of the processes that `run_processes` started."""
 
 POINTS = [
     "before_write",
@@ -72,9 +76,7 @@ def save_steps(rank: int, world_size: int, root: Path, steps: list[int], job: st
     for step in steps:
         saver.save(step, fragments(step, rank=rank, world_size=world_size), {"step": step})
         saver.wait()
-        while any(root.glob(f".writing-step_{step:08d}-*")):  # as a training step would wait
-            time.sleep(0.001)
-    saver.wait()
+        _barrier.wait()  # as a training step would
 
 
 def run_processes(
@@ -84,8 +86,9 @@ def run_processes(
 
     As soon as one has failed, the others are killed, as launchers do.
     """
+    barrier = PROCESSES.Barrier(world_size)
     processes = [
-        PROCESSES.Process(target=_run, args=(body, rank, world_size, args, fault), daemon=True)
+        PROCESSES.Process(target=_run, args=(body, rank, args, fault, barrier), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
@@ -107,14 +110,16 @@ def run_processes(
 def _run(
     body: Callable[..., None],
     rank: int,
-    world_size: int,
     args: tuple[object, ...],
     fault: str | None,
+    barrier: Barrier,
 ) -> None:
+    global _barrier  # noqa: PLW0603  # one job in a process
+    _barrier = barrier
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
     faults._faults = [tuple(word.split(":")) for word in (fault or "").split(",") if word]
-    body(rank, world_size, *args)
+    body(rank, barrier.parties, *args)
 
 
 def visible(root: Path) -> list[str]:
