@@ -17,10 +17,8 @@ import torch.distributed as dist
 from pipeline.parallel.mesh import current_mesh
 
 PROCESSES = multiprocessing.get_context("forkserver")
-# The server imports these once; every rank is then forked from it in milliseconds.
-PROCESSES.set_forkserver_preload(
-    ["torch.distributed", "peft", "step1_sft.train", "step3_ppo.train", "tests.families"]
-)
+# The server imports this once; every rank is then forked from it in milliseconds.
+PROCESSES.set_forkserver_preload(["tests.preloaded"])
 _TIMEOUT_SECONDS = 120
 
 
