@@ -24,7 +24,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def logits_of_all(path: str) -> list[tuple[str, Tensor, Tensor]]:
     compared: list[tuple[str, Tensor, Tensor]] = []
-    for stage, tp_size, lora in itertools.product(range(4), (1, 2, 4), (None, LORA)):
+    for stage, (number, tp_size) in itertools.product(range(4), enumerate((1, 2, 4))):
+        lora = LORA if (stage + number) % 2 else None  # every pair of settings, not every product
         actor = Actor(path, zero_stage=stage, tp_size=tp_size, lora=lora)
         actor.relearn()
         name = f"stage {stage}, tp {tp_size}, {'LoRA' if lora else 'all weights'}"
@@ -67,7 +68,7 @@ def test_adapters_are_merged_as_the_export_merges_them(llama: str) -> None:
 
 
 def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
-    """Whether 100 syncs with learning between them leave the frozen weights, and bytes more.
+    """Whether 20 syncs with learning between them leave the frozen weights, and bytes more.
 
     After all of them the replica still equals the trained model.
     """
@@ -81,8 +82,8 @@ def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
     actor.replica_logits()
     gc.collect()
     before = live_bytes()
-    for number in range(100):
-        if number % 10 == 0:
+    for number in range(20):
+        if number % 4 == 0:
             actor.learn()
         actor.hybrid.engine.zero.updates += 1  # so that every sync is a whole one
         with actor.hybrid.generating():
@@ -105,7 +106,7 @@ def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
     ],
     ids=["LoRA", "LoRA at stage 3", "LoRA divided, resident", "offloaded"],
 )
-def test_a_hundred_weight_syncs_change_no_frozen_byte_and_keep_no_memory(
+def test_weight_syncs_change_no_frozen_byte_and_keep_no_memory(
     llama: str, changes: dict[str, Any]
 ) -> None:
     for unchanged, more_bytes in run_ranks(sync_often, llama, changes):
@@ -126,13 +127,10 @@ def train_with_syncs(path: str, changes: dict[str, Any], syncs: list[bool]) -> d
 @pytest.mark.parametrize(
     ("stage", "tp_size", "lora"),
     [
+        # Every pair of settings.
         pytest.param(0, 1, None, id="all weights"),
-        pytest.param(3, 2, LORA, id="LoRA, stage 3, divided"),
-        pytest.param(0, 1, LORA, id="LoRA", marks=pytest.mark.jobs),
-        pytest.param(0, 2, None, id="divided", marks=pytest.mark.jobs),
+        pytest.param(3, 1, LORA, id="LoRA, stage 3"),
         pytest.param(0, 2, LORA, id="LoRA, divided", marks=pytest.mark.jobs),
-        pytest.param(3, 1, None, id="stage 3", marks=pytest.mark.jobs),
-        pytest.param(3, 1, LORA, id="LoRA, stage 3", marks=pytest.mark.jobs),
         pytest.param(3, 2, None, id="stage 3, divided", marks=pytest.mark.jobs),
     ],
 )

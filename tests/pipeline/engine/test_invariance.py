@@ -27,19 +27,22 @@ def digest(weights: dict[str, Tensor]) -> str:
     return whole.hexdigest()
 
 
-def shared_out(dtype: str, stage: int, family: str) -> tuple[str, list[float]]:
+def shared_out(dtype: str, stages: tuple[int, ...], family: str) -> list[tuple[str, list[float]]]:
     """The same eight micro-batches, dealt to the processes one after the other."""
 
     def loss(engine: nn.Module, step: int, micro_batch: int, of_rank: int) -> Tensor:
         return compute_loss(engine, step, micro_batch * world_size() + of_rank, 0)
 
-    got = train(
-        build(family, dtype),
-        settings(stage, max_norm=0.5, reduction="deterministic"),
-        accumulation=MICRO_BATCHES // world_size(),
-        loss=loss,
-    )
-    return digest(got.weights), got.norms
+    ended: list[tuple[str, list[float]]] = []
+    for stage in stages:
+        got = train(
+            build(family, dtype),
+            settings(stage, max_norm=0.5, reduction="deterministic"),
+            accumulation=MICRO_BATCHES // world_size(),
+            loss=loss,
+        )
+        ended.append((digest(got.weights), got.norms))
+    return ended
 
 
 REDUCED = [
@@ -59,15 +62,11 @@ REDUCED = [
 def test_deterministic_reduction_gives_1_2_and_4_processes_the_same_bits(
     family: str, dtype: str
 ) -> None:
-    alone = shared_out(dtype, 0, family)
+    (alone,) = shared_out(dtype, (0,), family)
 
-    ended = [
-        each
-        for world, stage in ((2, 1), (2, 3), (4, 0), (4, 2), (4, 3))
-        for each in run_ranks(shared_out, dtype, stage, family, world_size=world)
-    ]
-
-    assert all(each == alone for each in ended)
+    for world, stages in ((2, (1, 3)), (4, (0, 2, 3))):
+        ended = run_ranks(shared_out, dtype, stages, family, world_size=world)
+        assert ended == [[alone] * len(stages)] * world
 
 
 def half_way(dtype: str, stage: int, **zero: Any) -> tuple[str, str]:
@@ -88,18 +87,18 @@ def half_way(dtype: str, stage: int, **zero: Any) -> tuple[str, str]:
     return seen[0], seen[1]
 
 
-def ways_to_train(ways: dict[str, dict[str, Any]], dtype: str, stage: int) -> list[str]:
-    """Return the settings whose final weights differ from those of plain stage 2."""
+def ways_to_train(ways: dict[int, dict[str, dict[str, Any]]], dtype: str) -> list[str]:
+    """Return the settings, by stage, whose final weights differ from those of plain stage 2."""
     plain = train(build("llama", dtype), settings(2, max_norm=0.5), accumulation=2)
     ties = half_way(dtype, 2)
     assert ties[0] == ties[1]
     wrong: list[str] = []
-    for name, zero in ways.items():
+    for stage, name, zero in ((at, *way) for at in ways for way in ways[at].items()):
         got = train(build("llama", dtype), settings(stage, max_norm=0.5, **zero), accumulation=2)
         if digest(got.weights) != digest(plain.weights) or got.norms != plain.norms:
-            wrong.append(name)
+            wrong.append(f"stage {stage}, {name}")
         if half_way(dtype, stage, **zero) != ties:
-            wrong.append(f"{name}, half way between two weights")
+            wrong.append(f"stage {stage}, {name}, half way between two weights")
     return wrong
 
 
@@ -143,13 +142,12 @@ AT_STAGE_3: dict[str, dict[str, Any]] = {
 def test_stages_transports_and_offload_agree_on_any_number_of_processes(
     world: int, dtype: str
 ) -> None:
-    stages = range(4) if world > 2 else (0, 3)
-    for stage in stages:
-        ways = WAYS | AT_STAGE_3 if stage == 3 else WAYS
-        if world > 2:  # four processes on two cores are slow: the stages, and the two transports
-            ways = {name: ways[name] for name in ("plain", "through the process group")}
-        ended = run_ranks(ways_to_train, ways, dtype, stage, world_size=world)
-        assert ended == [[]] * world, f"stage {stage}"
+    ways = {0: WAYS, 3: WAYS | AT_STAGE_3}
+    if world > 2:  # four processes on two cores are slow: the stages, and the two transports
+        transports = {name: WAYS[name] for name in ("plain", "through the process group")}
+        ways = dict.fromkeys(range(4), transports)
+
+    assert run_ranks(ways_to_train, ways, dtype, world_size=world) == [[]] * world
 
 
 def two_forwards(stage: int, checkpointing: str) -> str:
@@ -167,8 +165,12 @@ def two_forwards(stage: int, checkpointing: str) -> str:
         return digest(dict(model.named_parameters()))
 
 
-def adapters(stage: int) -> tuple[str, str, int]:
-    """Weights after training, the frozen ones before and after, and bytes of moments."""
+def all_adapters() -> list[tuple[str, int]]:
+    return [adapters(stage) for stage in range(4)]
+
+
+def adapters(stage: int) -> tuple[str, int]:
+    """Weights after training, and bytes of moments; the frozen ones are as before."""
     model = add_lora(
         build("llama", "bf16"),  # pyright: ignore[reportArgumentType]
         LoraConfig(rank=2),
@@ -188,18 +190,21 @@ def adapters(stage: int) -> tuple[str, str, int]:
     moments = sum(
         each.nbytes for group in engine.groups for each in group.state.values() if each.numel() > 1
     )
-    return digest(weights), before, moments
+    return digest(weights), moments
 
 
 @pytest.mark.jobs
 def test_adapters_agree_at_every_stage_and_the_base_has_no_state_and_never_changes() -> None:
-    ended = {stage: run_ranks(adapters, stage) for stage in range(4)}
+    ended = run_ranks(all_adapters)
 
-    assert len({each[0] for ranks in ended.values() for each in ranks}) == 1
+    assert len({weights for ranks in ended for weights, _ in ranks}) == 1
     # 928 elements of A and B in each of two blocks, padded to 1,024; two moments of 4 bytes.
-    for stage, ranks in ended.items():
-        whole = sum(each[2] for each in ranks) / (2 if stage == 0 else 1)
-        assert whole == 2 * 1024 * 2 * 4
+    whole = 2 * 1024 * 2 * 4
+    at_stage_0, *others = [
+        [num_bytes for _, num_bytes in ranks] for ranks in zip(*ended, strict=True)
+    ]
+    assert at_stage_0 == [whole, whole]
+    assert [sum(of_ranks) for of_ranks in others] == [whole] * 3
 
 
 def slept(stage: int, dtype: str) -> tuple[bool, list[int]]:

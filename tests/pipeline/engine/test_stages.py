@@ -1,7 +1,6 @@
 """Every ZeRO stage equals a plain trainer on one process, bit for bit."""
 
 from collections.abc import Callable
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -110,12 +109,17 @@ def plain(family: str, dtype: str, accumulation: int, max_norm: float | None) ->
 
 
 def all_stages(family: str, dtype: str) -> list[str]:
-    """Train in every way on this rank; what differs from the plain trainer."""
+    """Train on this rank with any three values of settings; what differs from the plain trainer.
+
+    Half of all products have them; every second family takes the other half.
+    """
     wrong: list[str] = []
-    expected = cache(plain)
-    for accumulation, max_norm in product((1, 4), (None, 0.5)):
-        reference = expected(family, dtype, accumulation, max_norm)
-        for stage, checkpointing in product(range(4), ("none", "full")):
+    half = [*FAMILIES].index(family)
+    for (i, accumulation), (j, max_norm) in product(enumerate((1, 4)), enumerate((None, 0.5))):
+        reference = plain(family, dtype, accumulation, max_norm)
+        for stage in range(4):
+            is_odd = (half + i + j + stage // 2 + stage) % 2
+            checkpointing = "full" if is_odd else "none"
             got = train(
                 build(family, dtype, checkpointing=checkpointing),
                 settings(stage, max_norm=max_norm),

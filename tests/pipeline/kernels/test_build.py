@@ -1,13 +1,13 @@
 """Building C++ kernels: the cache, and every way to fail."""
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
 from pipeline.kernels import build
 from pipeline.kernels.build import CACHE, Library
+from tests.distributed import run_ranks
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
 
@@ -33,6 +33,11 @@ def answer(source: Path, number: int = 42) -> int:
     return built.answer()
 
 
+def answer_into(cache: str, source: Path) -> int:
+    os.environ[CACHE] = cache
+    return answer(source)
+
+
 def test_a_source_is_compiled_once(cache: Path, source: Path) -> None:
     assert answer(source) == 42
     (kept,) = cache.iterdir()
@@ -49,14 +54,7 @@ def test_a_source_is_compiled_once(cache: Path, source: Path) -> None:
 def test_processes_that_build_at_once_each_get_a_complete_library(
     cache: Path, source: Path
 ) -> None:
-    program = (
-        "import sys; from pathlib import Path; from pipeline.kernels.build import build;"
-        "print(build(Path(sys.argv[1]), {'ANSWER': 42}).answer())"
-    )
-    command = [sys.executable, "-c", program, str(source)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
-
-    assert [process.communicate()[0] for process in processes] == [b"42\n"] * 3
+    assert run_ranks(answer_into, str(cache), source, world_size=3) == [42] * 3
     assert len(list(cache.iterdir())) == 1
 
 
