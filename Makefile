@@ -19,6 +19,8 @@ TORCH ?= torch==2.13.0
 OUTPUT ?= output
 CI_TIERS = not faults and not grid and not serve
 TIERS ?= not jobs and $(CI_TIERS)
+# Files in the order of tests/conftest.py, not those with the most tests first.
+WORKERS = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-jobs test-faults test-grid test-serve check
 
@@ -35,7 +37,7 @@ test:
 test-jobs: export PYTHONDONTWRITEBYTECODE =
 test-jobs:
 	$(call install,.test-venv,.[dev],--no-compile)
-	.test-venv/bin/python -m pytest --numprocesses 2 --dist loadfile -m "jobs and $(CI_TIERS)"
+	.test-venv/bin/python -m pytest $(WORKERS) -m "jobs and $(CI_TIERS)"
 
 test-faults: export PYTHONDONTWRITEBYTECODE =
 test-faults:
@@ -52,13 +54,14 @@ test-serve:
 	$(call install,.test-venv,.[dev],--no-compile)
 	.test-venv/bin/python -m pytest -m serve
 
-# Bytecode is kept, whatever the environment says: the tests start hundreds of processes.
+# Bytecode is kept, whatever the environment says: the tests start hundreds of processes. Pyright
+# runs while the first tests do.
 check: export PYTHONDONTWRITEBYTECODE =
 check:
 	ruff check .
 	ruff format --check .
-	pyright
-	python -m pytest --numprocesses 2 --dist loadfile -m "$(TIERS)"
+	pyright & types=$$!; python -m pytest $(WORKERS) -m "$(TIERS)"; tests=$$?; \
+		wait $$types && exit $$tests
 
 # torch comes first and alone, so that nothing else decides its build. $(3) are further options of pip:
 # the tests compile the modules that they import, a quarter of all.

@@ -1,8 +1,12 @@
 """Settings of the whole suite."""
 
+import gc
 import os
 import signal
+from collections import Counter
+from collections.abc import Iterator
 
+import pytest
 from jaxtyping import install_import_hook
 
 from tests.sources import PACKAGES, ROOT
@@ -28,3 +32,21 @@ def annotated_modules() -> list[str]:
 # Every call is held to the shapes and dtypes that its annotations say. Other modules have nothing
 # but types that pyright checks, and the checks would make loops over rows ten times slower.
 install_import_hook(annotated_modules(), "beartype.beartype")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import everything without the garbage collector, which would search it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the files of long tests first, so that no worker idles while another ends one."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        jobs = Counter(item.path for item in items if item.get_closest_marker("jobs"))
+        items.sort(key=lambda item: -jobs[item.path])
