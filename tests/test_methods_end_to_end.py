@@ -13,7 +13,6 @@ from pipeline.cli.options import parse_step
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train
 from tests.step3_ppo.toy import save_models
-from tests.test_end_to_end import SHORT
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -85,24 +84,3 @@ def test_methods_of_one_run_are_compared_and_end_as_alone(tmp_path: Path) -> Non
     config = parse_step(PPOConfig, ["--config", str(out / "step3_rloo" / "config.yaml")])
     train(replace(config, output_dir=tmp_path / "alone"))
     assert (weights(tmp_path / "alone"), metrics(tmp_path / "alone")) == before
-
-
-@pytest.mark.grid
-@pytest.mark.timeout(600)
-def test_three_steps_of_two_methods_run_steps_1_and_2_once(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    many = ("--ppo.eval_every", "1", "--ppo.actor.optim.lr", "1e-3", "--ppo.max_steps", "3")
-
-    done = run(out, "--method", "dr_grpo", "reinforce_pp", *SHORT, *many)
-
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((out / "summary.json").read_text())
-    assert list(summary["steps"]) == [
-        *("step1_sft", "step2_reward", "step3_dr_grpo", "step3_reinforce_pp"),
-    ]
-    assert summary["steps"]["step3_dr_grpo"]["eval"]["judge"].keys() == {
-        *("base", "step1_sft", "step3_dr_grpo"),
-    }
-    page = (out / "report.html").read_text()
-    assert "Dr. GRPO" in page
-    assert "REINFORCE++" in page

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.step3_ppo.toy import save_models
-from tests.step3_preference.toy import save_toy, write_rows
+from tests.step3_preference.toy import save_toy
 from tests.test_methods_end_to_end import STEP3, run
 
 SHORT = [
@@ -74,29 +74,3 @@ def test_two_processes_learn_from_labels_with_adapters_and_resume_skips_what_is_
     again = run(out, *command, "--resume")
     assert again.returncode == 0, again.stderr
     assert "step 3 is finished, skipped" in again.stdout
-
-
-@pytest.mark.jobs
-def test_wrong_rows_are_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    save_toy(tmp_path)
-    same = {"chosen": "It is four.", "rejected": "It is four."}
-    write_rows(tmp_path / "same.jsonl", [{"prompt": f"What is {n}?", **same} for n in range(9)])
-    common = (
-        *("--step", "3", "--preference.model.path", str(tmp_path / "actor"), *SHORT),
-        *("--actor-model", str(tmp_path / "actor"), "--preference.max_prompt_length", "48"),
-    )
-
-    equal = run(
-        *(tmp_path / "a", "--method", "dpo", *common),
-        *("--data-path", str(tmp_path / "same.jsonl"), "--plan", "off"),
-    )
-    unpaired = run(
-        *(tmp_path / "b", "--method", "dpo", *common),
-        *("--data-path", str(tmp_path / "labelled.jsonl")),
-    )
-
-    assert (equal.returncode, unpaired.returncode) == (2, 2), (equal.stderr, unpaired.stderr)
-    assert "training rows can be learned from" in equal.stderr
-    assert "have equal responses" in equal.stderr
-    assert "no row has what step 3 needs, a chosen and a rejected response" in unpaired.stderr
-    assert "Traceback" not in equal.stderr + unpaired.stderr

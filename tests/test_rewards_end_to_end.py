@@ -13,9 +13,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SCORE = """
 def check(prompts, completions, answer, **columns):
     return [float(right in text) for text, right in zip(completions, answer)]
-
-def broken(episodes):
-    raise KeyError("answer")
 """
 
 SHORT = [
@@ -72,20 +69,3 @@ def test_a_function_is_enough_for_a_run_from_file_to_report(directory: Path) -> 
     assert "Reward check" in (out / "report.html").read_text()
     assert not (out / "step2_reward").exists()
     assert "is called as TRL's (prompts, completions, **columns)" in done.stderr
-
-
-@pytest.mark.grid
-def test_the_answers_of_gsm8k_are_golds_on_two_processes(directory: Path) -> None:
-    done = run(directory, "--reward", "math", "--deployment-type", "single_node")
-
-    assert done.returncode == 0, done.stderr
-    assert [line["reward_failures"] for line in lines(directory)] == [0, 0]
-
-
-@pytest.mark.grid
-def test_a_function_that_fails_ends_the_command_with_exit_code_2(directory: Path) -> None:
-    done = run(directory, "--reward-function", "score.py:broken")
-
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: rewards.broken failed on 8 of 8")
-    assert "Traceback" not in done.stderr

@@ -11,6 +11,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.sharing.steps import StageData, load_examples
 from pipeline.models.hf.chat import load_chat
+from pipeline.system.errors import DataError
 from step3_preference.config import PreferenceConfig
 from step3_preference.objective import kto_weights
 from step3_preference.reference import RowStore
@@ -59,6 +60,17 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(
         f" {chosen} tokens; left out: 1 don't fit, 1 have equal responses, 1 have a response"
         " without a learned token"
     ) in caplog.text
+
+
+def test_rows_of_which_none_can_be_learned_from_are_refused(toy: Path) -> None:
+    chat, config = opened(toy, 200)
+    equal = Example((USER,), (SURE,), (SURE,))
+    data = replace(config.data, path=(str(toy / "labelled.jsonl"),))
+
+    with pytest.raises(DataError, match=r"none of the 2 training rows .*2 have equal responses"):
+        RowStore(config).sift(StageData([equal, equal], [PAIR], []), chat)
+    with pytest.raises(DataError, match="no row has what step 3 needs, a chosen and a rejected"):
+        load_examples(data, step=3, seed=0, share=config.row_share)
 
 
 def test_rows_that_do_not_fit_take_no_place_in_the_evaluation(toy: Path, tmp_path: Path) -> None:
