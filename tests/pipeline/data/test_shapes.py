@@ -456,3 +456,15 @@ def test_margins_steps_and_empty_turns_are_read() -> None:
     assert (steps.steps, steps.step_labels) == (("a", "b"), (1.0, None))
     assert empty is not None
     assert [turn.trained for turn in empty.prompt if turn.role == "assistant"] == [False]
+
+
+def test_the_prompt_of_two_dialogues_ends_in_the_last_user_turn_that_they_share() -> None:
+    begin = ("user", "Q"), ("assistant", "a")
+    pair = read(
+        chosen=turns(*begin, ("user", "R"), ("assistant", "good"), ("user", "thanks")),
+        rejected=turns(*begin, ("user", "S"), ("assistant", "bad")),
+    )
+
+    assert pair is not None
+    said = [[turn.content for turn in part] for part in (pair.prompt, pair.chosen, pair.rejected)]
+    assert said == [["Q"], ["a", "R", "good"], ["a", "S", "bad"]]
