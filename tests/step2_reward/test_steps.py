@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from inference.reward_model import load_scorer, score_responses
 from pipeline.config import RowColumns
 from pipeline.data.batches import collate
+from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
@@ -19,13 +20,14 @@ from pipeline.demo.model import build_tokenizer
 from pipeline.models.forward.forward import LabelOutputs
 from pipeline.models.forward.scores import separator_ids, step_ends
 from pipeline.models.hf.load import load_classifier
+from pipeline.system.errors import DataError
 from step2_reward.config import RewardConfig
 from step2_reward.lab.__main__ import main as measure
 from step2_reward.lab.figures import PredictedSteps, first_errors, step_figures
 from step2_reward.labels import Labels
 from step2_reward.objectives import StepObjective
 from step2_reward.rows import Row as LabelledRow
-from step2_reward.rows import collate_rows
+from step2_reward.rows import collate_rows, encode_steps
 from step2_reward.train import train
 from step3_ppo.models import RewardModel
 from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
@@ -79,6 +81,19 @@ def test_all_labelled_steps_weigh_alike_however_rows_are_cut() -> None:
         loss, right = total(parts)
         torch.testing.assert_close(loss, expected)
         assert right == pytest.approx(((flat > 0) == (targets >= 0.5)).float().mean().item())
+
+
+def test_steps_that_tokens_can_not_separate_are_refused() -> None:
+    chat = resolve_format(build_tokenizer(), "human_assistant")
+    config = RewardConfig(labels="steps", step_separator="no token ends so")
+    question, steps = (Message("user", "q"),), ("2\n+ 2\n= 4", "so 4")
+    example = Example(question, steps=steps, step_labels=(1.0, 0.0), origin="line 3")
+
+    with pytest.raises(DataError, match="has no token that ends in 'no token ends so'"):
+        StepObjective(Labels("steps", "bce"), config).separators(chat)
+    separators = frozenset(separator_ids(chat.tokenizer, "\n"))
+    with pytest.raises(DataError, match="line 3: 2 steps joined by ' ' are 3 where"):
+        encode_steps(example, chat, " ", separators, max_length=99)
 
 
 def test_first_errors_by_hand() -> None:
