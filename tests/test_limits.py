@@ -11,7 +11,7 @@ from inference.serve.config import ServeConfig
 from inference.settings import SamplingOptions
 from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
 from pipeline.data.inspect import InspectConfig
-from pipeline.engine.memory import MemoryConfig, parse_count
+from pipeline.engine.memory import MemoryConfig
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig as Source
 from step1_sft.config import SFTConfig
@@ -94,6 +94,8 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (MemoryConfig, {"params": "7B"}, "gpus nodes", COUNT),
 ]
 
+BUFFER = {"overlong_buffer": 4.0}
+GROUP = {"advantage": "rloo", "group_size": 4, "kl_in": "none", "missing_eos_score": None}
 CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (SFTConfig, {"patience": 1, "eval_every": 0}, "patience"),
     (RewardConfig, {"patience": 1, "eval_every": 0}, "patience"),
@@ -117,6 +119,17 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (PPOConfig, {"rewards": (LENGTH,), "missing_eos_score": -2.0}, "missing_eos_score"),
     (PPOConfig, {"rewards": (LENGTH,), "score_clip": 2.0}, "score_clip"),
     (PPOConfig, {**ADVANTAGE, "whiten_rewards": True}, "whiten_rewards"),
+    (PPOConfig, {**ADVANTAGE, "group_size": 1}, "ppo.baseline group is the mean"),
+    (PPOConfig, {**GROUP, "baseline": "group"}, "baseline group belongs to ppo.advantage reinf"),
+    (PPOConfig, {**GROUP, "kl_in": "loss", "kl_estimator": "k1"}, "k1 in the loss has an expected"),
+    (PPOConfig, {**GROUP, "kl_in": "reward", "kl_estimator": "k3"}, "k3 belongs in the loss"),
+    (PPOConfig, {**GROUP, "kl_target": 6.0}, "ppo.kl_target steers a KL penalty"),
+    (PPOConfig, {**GROUP, "overlong": "mask", "missing_eos_score": -1.0}, "overlong mask decides"),
+    (PPOConfig, {**GROUP, **BUFFER, "missing_eos_score": -1.0}, "ppo.overlong_buffer 4 decides"),
+    (PPOConfig, {**GROUP, **BUFFER, "overlong": "mask"}, "ppo.overlong mask leaves responses"),
+    (PPOConfig, {**GROUP, "advantage": "dr_grpo", "group_size": 1}, "group_size to 2 or more"),
+    (PPOConfig, {"dynamic_sampling": 2, "group_size": 1}, "ppo.dynamic_sampling"),
+    (PPOConfig, {**GROUP, "loss": "cispo", "dual_clip": 3.0}, "dual_clip bounds a clipped loss"),
     (PPOConfig, {"advantage": "rloo", "group_size": 2, "gamma": 0.9}, "ppo.gamma"),
     (PPOConfig, {"advantage": "rloo", "group_size": 2, "critic_warmup_steps": 1}, "warmup"),
     (PreferenceConfig, {"patience": 1, "eval_every": 0}, "patience"),
@@ -163,20 +176,6 @@ def test_contradictory_settings_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         kind(**settings)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1_889,110", 1889110), ("1889.1M", 1889100000), ("7b", 7 * 10**9), ("2K", 2000)],
-)
-def test_numbers_of_parameters_are_read_with_their_factor(text: str, number: int) -> None:
-    assert parse_count(text, "params") == number
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "1e999", "B7"])
-def test_what_is_no_number_of_parameters_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="params"):
-        parse_count(text, "params")
 
 
 @pytest.mark.parametrize(
