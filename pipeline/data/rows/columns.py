@@ -164,11 +164,8 @@ def _items(row: Row, name: str) -> list[Any] | None:
     begin = _TURNS_AS_TEXT.match(value)
     if begin is None:
         return None
-    for parse in (json.loads, ast.literal_eval):  # CSV files have JSON, or what Python prints
-        try:
-            items = parse(value.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
+    items = _parsed(value)
+    if not isinstance(items, str):
         items = list(items) if isinstance(items, list | tuple) else [items]
         if not all(isinstance(item, dict) and _is_turn(item) for item in items):
             return None
@@ -288,11 +285,13 @@ def with_tools(row: Row, dialogue: Turns) -> Turns:
 
 
 def _parsed(value: object) -> Any:  # noqa: ANN401
-    """The value of JSON text, and any other value as it is."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
+    """The value of text, JSON or as Python prints it, and anything else as it is."""
+    for parse in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
+        try:
+            return parse(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return value
 
 
 def _without_null(value: object) -> Any:  # noqa: ANN401

@@ -219,7 +219,7 @@ WITH_TOOLS = {
             {"role": "assistant", "content": None, "tool_calls": [{"function": TEXT_CALL}]},
             *turns(("tool", "22"), GOOD_PAIR),
         ],
-        "tools": json.dumps([{"type": "function", "function": SCHEMA}]),
+        "tools": str([{"type": "function", "function": SCHEMA}]),  # as pandas writes it
     },
     "OpenAI, earlier": {
         "messages": [
