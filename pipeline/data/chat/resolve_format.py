@@ -170,7 +170,11 @@ def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
         try:
             return tokenizer.get_chat_template()
         except ValueError as error:
-            raise ModelError(f"--format tokenizer: {error}") from error
+            names = ", ".join(tokenizer.chat_template)
+            raise ModelError(
+                f"the tokenizer has the chat templates {names}, and none is called default; save"
+                " one as the tokenizer's chat_template.jinja, or name a Jinja file by --format"
+            ) from error
     path = Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(
