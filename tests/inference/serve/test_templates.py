@@ -11,7 +11,7 @@ from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from tests.families import saved, tiny_causal_lm
 from tests.inference.serve.serving import CHAT, Answer, Running, post, serving
-from tests.pipeline.data.test_templates import QWEN3, chatml_tokenizer
+from tests.pipeline.data.chat.test_templates import QWEN3, chatml_tokenizer
 
 USER = {"role": "user", "content": "Hi."}
 

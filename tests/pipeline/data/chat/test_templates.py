@@ -12,7 +12,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.system.errors import DataError
-from tests.pipeline.data.test_chat_format import PROMPT, RESPONSE, SYSTEM, USER, ready
+from tests.pipeline.data.chat.test_chat_format import PROMPT, RESPONSE, SYSTEM, USER, ready
 from tests.pipeline.data.tokenizers import byte_level
 
 QWEN3 = """{%- for m in messages -%}
