@@ -284,7 +284,7 @@ def with_tools(row: Row, dialogue: Turns) -> Turns:
     return (replace(first, keys=json.dumps(keys, ensure_ascii=False)), *rest)
 
 
-def _parsed(value: object) -> Any:  # noqa: ANN401
+def _parsed(value: Any) -> Any:  # noqa: ANN401
     """The value of text, JSON or as Python prints it, and anything else as it is."""
     for parse in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
         try:
