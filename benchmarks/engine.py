@@ -16,7 +16,7 @@ left to compare where others load the machine.
 Bytes are of the tensors on the process that has most: live ones between steps, and at the highest
 moment of a step (`benchmarks/memory.py` says how they are counted). Peers keep their defaults where
 `benchmarks/engine_systems.py` doesn't say otherwise: in bf16 DDP, FSDP2 and DeepSpeed add
-gradients in bf16, the engine in fp32. The engine has malloc keep freed memory; set
+gradients in bf16, the engine in fp32. The engine keeps freed memory; set
 MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=100000000000 to give that to all of them.
 """
 

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from pipeline.engine.setup import keep_freed_memory
 from pipeline.kernels.adamw import AdamW, Weights, adamw_, new_moments, split_master
+from pipeline.kernels.host_allocator import keep_freed_memory
 
 BYTES = {
     "fp32": 28,

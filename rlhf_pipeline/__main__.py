@@ -13,7 +13,7 @@ OWN = (
 USAGE = (
     "usage: python -m rlhf_pipeline MODULE [OPTION ...]\n\n"
     "Runs a module of the package, such as inference.generate, step1_sft.evaluate,\n"
-    "pipeline.data.inspect, pipeline.engine.memory or pipeline.engine.checkpoint.\n"
+    "pipeline.data.inspect or pipeline.engine.checkpoint.\n"
     "`rlhf` runs the three steps, `rlhf-chat` talks to a model, `rlhf-serve` serves models."
 )
 

@@ -56,7 +56,7 @@ INFERENCE_LAYERS = (
 
 PROGRAMS = {
     *("inference/generate.py", "pipeline/data/inspect.py"),
-    *("pipeline/engine/memory.py", "rewards/select.py", "evaluation/winrate.py"),
+    *("rewards/select.py", "evaluation/winrate.py"),
 }
 """Run by `python -m`, as every `__main__.py` is: they import anything, and nothing imports them."""
 

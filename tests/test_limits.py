@@ -11,7 +11,6 @@ from inference.serve.config import ServeConfig
 from inference.settings import SamplingOptions
 from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
 from pipeline.data.inspect import InspectConfig
-from pipeline.engine.memory import MemoryConfig
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig as Source
 from step1_sft.config import SFTConfig
@@ -91,7 +90,6 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (ServeConfig, SERVE, "cors", ((("http://a:1",), ("https://b",)), (("a//b",), ("http://a/b",)))),
     (ServeConfig, SERVE, "watch", ((Path(),), (Path("no such directory"),))),
     (InspectConfig, {}, "rows", NOT_BELOW),
-    (MemoryConfig, {"params": "7B"}, "gpus nodes", COUNT),
 ]
 
 BUFFER = {"overlong_buffer": 4.0}
@@ -148,8 +146,6 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (PreferenceConfig, {"reward": FrozenModelConfig(quantize="int8")}, "reward"),
     (ServeConfig, {"path": ("it",), "tls_cert": Path("it")}, "tls_cert"),
     (ServeConfig, {"path": ("it",), "tls_key": Path("it")}, "tls_key"),
-    (MemoryConfig, {}, "model"),
-    (MemoryConfig, {"params": "7B", "model": "it"}, "model"),
 ]
 
 CASES = [

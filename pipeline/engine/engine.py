@@ -20,9 +20,10 @@ from pipeline.engine.optimizer.gradients import (
     squares_of_pieces,
 )
 from pipeline.engine.optimizer.trained import TrainedParams
-from pipeline.engine.setup import build_units, get_placement, keep_freed_memory, store_on_disk
+from pipeline.engine.setup import build_units, get_placement, store_on_disk
 from pipeline.engine.zero import ZeroModel
 from pipeline.kernels.adamw import AdamW, Launches, Shard
+from pipeline.kernels.host_allocator import keep_freed_memory
 from pipeline.kernels.pinned_memory import pinned_empty
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import ALONE, Group

@@ -1,0 +1,120 @@
+// PyTorch's allocator of main memory, without the holes of malloc's heap.
+//
+// A large tensor has a mapping of its own. A freed one is kept for the next tensor of nearly its
+// size. Before mappings exceed the highest sum of living tensors so far by more than a share, kept
+// ones go back to the system, the one that has been unused for longest first.
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <malloc.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr size_t kLarge = 1 << 18;
+constexpr size_t kSpare = 16;  // mappings may exceed what is needed by one part in so many
+
+void free_block(void* data);
+
+struct Block {
+  void* data;
+  size_t size;
+};
+
+class HostAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t n) override {
+    void* data = n < kLarge ? nullptr : take(n);
+    if (data == nullptr) data = c10::alloc_cpu(n);
+    c10::profiledCPUMemoryReporter().New(data, n);
+    return {data, data, raw_deleter(), c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* to, const void* from, size_t count) const override {
+    default_copy_data(to, from, count);
+  }
+
+  // Returns false where the memory is not one of ours.
+  bool give(void* data) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = used_.find(data);
+    if (found == used_.end()) return false;
+    live_ -= found->second;
+    kept_.push_back({data, found->second});
+    used_.erase(found);
+    return true;
+  }
+
+ private:
+  void* take(size_t n) {
+    size_t unit = 4096;
+    while (unit * 32 < n) unit *= 2;  // sizes are multiples of at most a 16th of them
+    Block block{nullptr, (n + unit - 1) / unit * unit};
+    std::lock_guard<std::mutex> lock(mutex_);
+    // The last one freed may still be in the processor's caches.
+    auto found = std::find_if(kept_.rbegin(), kept_.rend(),
+                              [&](const Block& each) { return each.size == block.size; });
+    if (found != kept_.rend()) {
+      block = *found;
+      kept_.erase(std::next(found).base());
+    } else {
+      highest_ = std::max(highest_, live_ + block.size);
+      release(highest_ + highest_ / kSpare, block.size);
+      block.data = map(block.size);
+      if (block.data == nullptr) return nullptr;
+      mapped_ += block.size;
+    }
+    live_ += block.size;
+    highest_ = std::max(highest_, live_);
+    used_.emplace(block.data, block.size);
+    return block.data;
+  }
+
+  // Returns kept blocks until another one of `size` bytes would fit below `limit`.
+  void release(size_t limit, size_t size) {
+    auto at = kept_.begin();
+    for (; at != kept_.end() && mapped_ + size > limit; ++at) {
+      munmap(at->data, at->size);
+      mapped_ -= at->size;
+    }
+    kept_.erase(kept_.begin(), at);
+  }
+
+  static void* map(size_t size) {
+    void* data =
+        mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) return nullptr;
+    madvise(data, size, MADV_HUGEPAGE);
+    return data;
+  }
+
+  std::mutex mutex_;
+  std::vector<Block> kept_;  // in the order in which they were freed
+  std::unordered_map<void*, size_t> used_;
+  size_t live_ = 0, highest_ = 0, mapped_ = 0;
+};
+
+HostAllocator& host_allocator() {
+  static auto* allocator = new HostAllocator;  // tensors may outlive everything that is static
+  return *allocator;
+}
+
+void free_block(void* data) {
+  if (data == nullptr) return;
+  c10::profiledCPUMemoryReporter().Delete(data);
+  if (!host_allocator().give(data)) c10::free_cpu(data);
+}
+
+}  // namespace
+
+extern "C" void install() {
+  mallopt(M_MMAP_MAX, 0);  // what is smaller, or of other libraries, stays in malloc's heap
+  mallopt(M_TRIM_THRESHOLD, -1);
+  c10::SetCPUAllocator(&host_allocator(), 1);
+}
