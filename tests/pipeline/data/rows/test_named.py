@@ -164,6 +164,24 @@ def test_a_row_in_the_real_schema_reads(name: str) -> None:
     assert NAMED[name].has_rejected == bool(expected[2])
 
 
+def test_the_better_answer_is_the_second_one_where_the_row_says_so() -> None:
+    swapped = {**WEBGPT, "score_0": -0.5, "score_1": 1.0}
+    for name, row, other in (
+        ("stanfordnlp/SHP", SHP, {**SHP, "labels": 0}),
+        ("openai/webgpt_comparisons", WEBGPT, swapped),
+    ):
+        prompt, chosen, rejected = texts(read(name, row))
+        assert texts(read(name, other)) == (prompt, rejected, chosen)
+    example = read("openai/webgpt_comparisons", swapped)
+    assert example is not None
+    assert example.margin == 1.5
+    for name, row in (
+        ("openai/webgpt_comparisons", {**WEBGPT, "score_1": 0.5}),
+        ("Cohere/miracl-ja", {**MIRACL, "negative_passages": []}),
+    ):
+        assert read(name, row) is None
+
+
 def test_every_named_set_is_tested_and_there_are_sixteen_with_the_local_files() -> None:
     assert set(NAMED) - set(ROWS) == {"Cohere/miracl-ja"}  # DeepSpeed-Chat's short name
     assert len({*ROWS, "local/jsonfile"}) == 16

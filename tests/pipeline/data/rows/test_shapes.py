@@ -441,10 +441,9 @@ def test_a_row_without_a_response_is_left_out_and_counted(row: dict[str, Any], r
     assert (reason in found, count) == (True, 1)
 
 
-def test_margins_steps_and_empty_turns_are_read() -> None:
+def test_margins_and_empty_turns_are_read() -> None:
     scored = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, score_rejected=1.0)
     given = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, margin=9.0)
-    steps = read(prompt="Q", completions=["a", " ", "b"], labels=[True, 0, None])
     empty = read(
         messages=turns(("user", "Q"), ("assistant", ""), ("user", "R"), ("assistant", "a"))
     )
@@ -452,8 +451,6 @@ def test_margins_steps_and_empty_turns_are_read() -> None:
     assert scored is not None
     assert given is not None
     assert (scored.margin, given.margin) == (2.5, 9.0)
-    assert steps is not None
-    assert (steps.steps, steps.step_labels) == (("a", "b"), (1.0, None))
     assert empty is not None
     assert [turn.trained for turn in empty.prompt if turn.role == "assistant"] == [False]
 
