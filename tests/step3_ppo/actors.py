@@ -21,7 +21,7 @@ from step3_ppo.hybrid_engine import HybridEngine
 from tests.families import random_rows
 
 CPU = torch.device("cpu")
-LORA = LoraConfig(rank=2, alpha=8.0)
+LORA = LoraConfig(rank=2, alpha=12.0)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 BATCH = collate(random_rows((9, 4, 7)))
 OFFLOADED = ZeroConfig(offload=OffloadConfig(optimizer="cpu", params="cpu"))

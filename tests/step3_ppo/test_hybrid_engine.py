@@ -63,7 +63,7 @@ def test_adapters_are_merged_as_the_export_merges_them(llama: str) -> None:
         for name, layer in base_model(actor.model).named_modules():
             if hasattr(layer, "base_layer"):
                 rank_2 = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-                expected = layer.base_layer.weight + 4.0 * rank_2  # alpha / rank
+                expected = layer.base_layer.weight + 6.0 * rank_2  # alpha / rank
                 assert torch.equal(merged[f"{name}.weight"], expected)
 
 
