@@ -5,6 +5,7 @@ never loaded.
 """
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,7 +112,12 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
             tokens = mean_tokens(preview.data.train, config, chat)
             previews[stage.name] = replace(preview, row_tokens=tokens)
 
-    _run(plan, [rows, chat, partial(_lengths, plan)])
+    gc.disable()  # modules and rows stay: a search among them finds nothing
+    try:
+        _run(plan, [rows, chat, partial(_lengths, plan)])
+    finally:
+        gc.freeze()
+        gc.enable()
     return previews
 
 
