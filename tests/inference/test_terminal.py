@@ -84,6 +84,22 @@ def test_commands_change_the_dialogue_and_its_settings(
     assert conversation.sampling.max_new_tokens == 2
 
 
+class Interrupted(io.StringIO):
+    """Standard output at whose first line Ctrl-C comes."""
+
+    def write(self, _: str) -> int:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_ends_a_chat_whose_lines_come_from_a_pipe(
+    enter: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Interrupted())
+
+    with pytest.raises(KeyboardInterrupt):
+        enter("/length 2")
+
+
 @pytest.mark.jobs
 def test_piped_lines_are_answered_and_the_command_succeeds() -> None:
     done = subprocess.run(

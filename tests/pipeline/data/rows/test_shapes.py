@@ -404,12 +404,10 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
         ({"prompt": "Q", "steps": ["a"], "labels": [float("nan")]}, "got nan"),
         ({"prompt": "Q", "response": "a", "label": 1}, "label is 1; with a response it must be"),
         ({"messages": [{"role": "king", "content": "a"}]}, "a turn in messages must be"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a turn in messages"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 2}]}, "weight 2"),
         ({**RATING, "schema": 9}, "rating of schema 9"),
         ({**RATING, "answers": ["good"]}, "a list of objects with a text each"),
         ({**RATING, "choice": 2}, "kind 'pair' has 2 answers and the choice 2"),
-        ({**RATING, "kind": "thumb"}, "kind 'thumb' has 2 answers"),
     ],
 )
 def test_a_row_that_can_not_be_read_is_named(row: dict[str, Any], sentence: str) -> None:

@@ -57,7 +57,6 @@ def test_show_has_the_step_the_processes_and_the_tensors_of_each_kind(
     [
         (["verify"], "usage: python -m pipeline.engine.checkpoint verify DIR"),
         (["show", "--all"], "usage: python -m pipeline.engine.checkpoint show DIR"),
-        (["show", "{}", "more"], "usage: python -m pipeline.engine.checkpoint show DIR"),
         (["show", "{}/none"], "there is no directory {}/none"),
         (["verify", "{}/empty"], "{}/empty is not a checkpoint and holds none"),
         (["verify", "{}/step_00000002"], None),

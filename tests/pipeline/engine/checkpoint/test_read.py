@@ -178,13 +178,3 @@ def test_a_manifest_that_is_not_one_is_refused(
 
     with pytest.raises(CheckpointError, match=sentence):
         Checkpoint.open(tmp_path)
-
-
-@pytest.mark.parametrize("key", ["a|b", "", "a\n"])
-def test_a_name_that_the_files_could_not_hold_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match="is not a name"):
-        Fragment(key, 0, torch.zeros(1))
-    with pytest.raises(ValueError, match="must be flat"):
-        Fragment("a", 0, torch.zeros(1, 1))
-    with pytest.raises(ValueError, match="must be flat"):
-        Fragment("a", 0, torch.zeros(4)[::2])
