@@ -100,7 +100,8 @@ def test_a_bad_row_is_named_by_its_line_in_the_file(
 
     file = packed(tmp_path / "a.jsonl", tmp_path / "a", skip_bad_rows=True)
 
-    lines = [int(record.getMessage().split(":")[1]) for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]  # and progress, where it is slow
+    lines = [int(each.split(":")[1]) for each in messages if each.startswith("skipped")]
     assert lines == [number for number in range(1, 46) if number % 5 != 1]
     assert read_texts(file) == ["x" * 90] * 9
     assert file.origin is not None
