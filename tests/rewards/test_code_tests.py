@@ -5,7 +5,7 @@ import pytest
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome
 from rewards.sources import read_source, scorer_of
-from tests.rewards.test_sandbox import isolated
+from tests.rewards.test_sandbox import is_possible, isolated  # noqa: F401  # the mark calls it
 
 ADD = "def add(a, b):\n    return a + b\n"
 SUM = "print(sum(map(int, input().split())))"

@@ -108,13 +108,10 @@ def ended(out: Path) -> dict[str, Any]:
     "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
 )
 def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
-    changes = CASES[case]
-    division = changes.get("parallel", {})
-    save_models(tmp_path, blocks=2 * division.get("chunks", 1))
-    plain = {"micro_batches": division.get("micro_batches", 3)}
-    whole = {**changes, "inference_tp_size": 1, "parallel": plain}
+    save_models(tmp_path)
+    whole = {**CASES[case], "inference_tp_size": 1}
     alone = small(tmp_path, tmp_path / "alone", pp=1, **whole)
-    staged = small(tmp_path, tmp_path / "staged", pp=2, **changes)
+    staged = small(tmp_path, tmp_path / "staged", pp=2, **CASES[case])
     run(alone)
 
     run_ranks(run, staged)
@@ -123,8 +120,7 @@ def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     lose_the_end(staged.output_dir, last=2)
     run(replace(staged, parallel=alone.parallel, inference_tp_size=1, resume=True))
     assert ended(staged.output_dir) == ended(alone.output_dir)
-    if not division:  # chunks keep activations of more blocks than one process with one micro-batch
-        require_less_memory(staged, alone)
+    require_less_memory(staged, alone)
 
 
 MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
