@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inference.engine.cache import NextToken, prepare_attention
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.elementwise import prepare_norm, prepare_rotation, prepare_silu_product
-from pipeline.kernels.linear import Linear, prepare
+from pipeline.kernels.linear import Linear, linear, prepare
 from pipeline.models.forward.attention import Layout
 
 Pass = Callable[[Int[Tensor, "3 N"], Layout], Float[Tensor, "N V"]]
@@ -241,7 +241,9 @@ class TraceRecorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         """Called by PyTorch for each operator."""
-        result = func(*args, **(kwargs or {}))
+        result = linear(*args) if func is torch.ops.aten.linear.default and not kwargs else None
+        if result is None:
+            result = func(*args, **(kwargs or {}))
         if not self._outside:
             call = Call(func, args, kwargs or {}, tuple(tensors_in((result,))))
             require_replayable(call, result)

@@ -58,8 +58,7 @@ Vector score_tile(const Stored* query, const Stored* key, int64_t size, int live
 
 // What is read after the scores: the processor's own prefetching begins anew with each head of each sequence.
 struct Soon {
-    const Stored* values;  // or null
-    const Stored* keys;
+    const Stored *values, *keys;  // or null
 
     void fetch(int64_t from, int64_t numbers) const {
         for (const Stored* line : {values, keys})

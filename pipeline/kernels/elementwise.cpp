@@ -1,7 +1,5 @@
 // RMSNorm, rotary embedding and SwiGLU's gate of fp32 rows on the CPU, each in one pass. Reference: the models' own operators.
 
-#include <algorithm>
-
 #define NUMBER Float32
 #include "include/vectors.h"
 
@@ -39,7 +37,7 @@ extern "C" void rotate(const float* x, const float* cos, const float* sin, float
 extern "C" void silu_product(const float* x, const float* up, float* out, int64_t count) {
     constexpr float MOST = 88.0f;  // whose exponential is still finite
     for (int64_t k = 0; k < count; k += LANES) {
-        const int bytes = int(std::min<int64_t>(LANES, count - k)) * int(sizeof(float));
+        const int bytes = int(count - k < LANES ? count - k : LANES) * int(sizeof(float));
         const Vector gate = load_part<Vector>(x + k, bytes);
         const Vector result = gate / (exp_of(-gate > MOST ? broadcast(MOST) : -gate) + 1.0f) * load_part<Vector>(up + k, bytes);
         std::memcpy(out + k, &result, bytes);

@@ -95,6 +95,17 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
     return Linear(built, product, product.rows, kept)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """A linear layer by the kernel; None if PyTorch is used, as in `prepare`."""
+    if not all(type(tensor) in (Tensor, Parameter) for tensor in (x, weight)):
+        return None
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    if call := prepare(x.contiguous(), weight, bias, out):
+        call()
+        return out
+    return None
+
+
 class LinearByKernel(TorchFunctionMode):
     """Inside it, linear layers without gradients use the kernel where it supports them."""
 
@@ -106,14 +117,9 @@ class LinearByKernel(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         """Called by PyTorch for each of its functions."""
-        if func is F.linear and not kwargs and not torch.is_grad_enabled():
-            x, weight, *bias = args
-            if not all(type(tensor) in (Tensor, Parameter) for tensor in (x, weight)):
-                return func(*args)
-            out = x.new_empty(*x.shape[:-1], len(weight))
-            if call := prepare(x.contiguous(), weight, bias[0] if bias else None, out):
-                call()
-                return out
+        is_layer = func is F.linear and not kwargs and not torch.is_grad_enabled()
+        if is_layer and (out := linear(*args)) is not None:
+            return out
         return func(*args, **(kwargs or {}))
 
 
