@@ -183,3 +183,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
 
     assert str(path) in str(caught.value)
     assert sentence in str(caught.value)
+    path.write_text("\n")
+    with pytest.raises(DataError, match="has no prompts"):
+        read_prompts(path)

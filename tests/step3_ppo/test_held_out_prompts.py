@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeline.config import DataConfig, FrozenModelConfig
 from pipeline.models.hf.chat import load_chat
 from step3_ppo.config import PPOConfig
+from step3_ppo.evaluate import evaluation_cost
 from step3_ppo.rollout import load_prompts
 
 
@@ -27,3 +28,11 @@ def test_too_long_prompts_do_not_take_the_places_of_others(tmp_path: Path) -> No
 
     texts = {prompt.messages[0].content for prompt in held_out}
     assert texts == {f"Take {number}." for number in range(8)}
+
+
+def test_the_work_of_an_evaluation_in_iterations_by_hand() -> None:
+    ppo = PPOConfig(rollout_size=64, batch_size=64, ppo_epochs=2)  # two models learn, two score
+    alone = PPOConfig(rollout_size=64, batch_size=64, ppo_epochs=1, advantage="rloo", group_size=4)
+
+    assert evaluation_cost(32, ppo) == 32 / 64 * (4 + 4) / (4 + 4 + 12)
+    assert evaluation_cost(64, alone) == (4 + 3) / (4 + 3 + 3)

@@ -90,12 +90,8 @@ def test_a_prompt_and_its_response_fill_the_context_at_most(server: Running) -> 
     prompt = [5] * (served.context - 3)
 
     assert len(texts(server, prompt=prompt, max_tokens=3)) == 1
-    for length, tokens in (
-        (served.context - 3, 4),
-        (served.context, 1),
-        (served.context + 1, None),
-    ):
-        body = {"prompt": [5] * length, "max_tokens": tokens}
+    for more, tokens in (-3, 4), (0, 1), (1, None):
+        body = {"prompt": [5] * (served.context + more), "max_tokens": tokens}
         error = post(server, COMPLETIONS, body).error
         assert error["code"] == "context_length_exceeded"
     full = {"prompt": [5] * served.context, "max_tokens": 0, "echo": True}
@@ -151,9 +147,8 @@ def test_an_echo_has_the_log_probabilities_of_transformers(server: Running) -> N
     parts = events(post(server, COMPLETIONS, {"prompt": prompt, **fields, "stream": True}))
     streamed = [part["choices"][0] for part in parts]
     assert "".join(part["text"] for part in streamed) == longer["text"]
-    assert [n for part in streamed for n in part["logprobs"]["text_offset"]] == longer["logprobs"][
-        "text_offset"
-    ]
+    offsets = [each for part in streamed for each in part["logprobs"]["text_offset"]]
+    assert offsets == longer["logprobs"]["text_offset"]
 
 
 def test_texts_become_token_ids_and_texts_again(server: Running) -> None:

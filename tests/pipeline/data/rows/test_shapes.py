@@ -426,7 +426,6 @@ def test_a_row_that_can_not_be_read_is_named(row: dict[str, Any], sentence: str)
         ({"prompt": "Q", "steps": [" "], "labels": [1]}, "empty"),
         ({**RATING, "answers": [{"text": "a"}, {"text": " "}]}, "empty"),
         ({**RATING, "choice": None}, "prefer neither response"),
-        ({**RATING, "tie": True}, "prefer neither response"),
     ],
 )
 def test_a_row_without_a_response_is_left_out_and_counted(row: dict[str, Any], reason: str) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import random
 import threading
 import zlib
@@ -154,9 +153,6 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         checkpoint.read("v", 0, torch.empty(1))
     with pytest.raises(CheckpointError, match="holds 2 of 4 elements of w from 0 on"):
         checkpoint.read("w", 0, torch.empty(4))
-    os.truncate(tmp_path / "step_00000005" / "rank-00000-of-00001.safetensors", 70)
-    with pytest.raises(CheckpointError, match=r"safetensors can't be read"):
-        checkpoint.read("w", 2, torch.empty(3))
 
 
 @pytest.mark.parametrize(

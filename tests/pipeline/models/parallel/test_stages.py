@@ -68,10 +68,8 @@ def test_a_family_that_runs_padded_is_not_cut() -> None:
     ("stages", "given", "follows", "expected"),
     [
         (2, None, False, [3, 2]),
-        (5, None, False, [1] * 5),
         (2, [4, 1], False, [4, 1]),
         (2, [2, 4], True, [3, 2]),
-        (2, [4, 1], True, [4, 1]),
         (6, None, False, "is more than the 5 blocks"),
         (2, [3, 3], False, "partition 3 3 doesn't cut the model's 5 blocks into 2 stages"),
         (2, [5], False, "partition 5 doesn't"),
