@@ -17,8 +17,7 @@
 
 namespace {
 
-constexpr size_t kLarge = 1 << 18;
-constexpr size_t kSpare = 16;  // mappings may exceed what is needed by one part in so many
+constexpr size_t kLarge = 1 << 18, kSpare = 16;  // spare is one part in so many of all mappings
 
 void free_block(void* data);
 
@@ -40,9 +39,8 @@ class HostAllocator final : public c10::Allocator {
     default_copy_data(to, from, count);
   }
 
-  // Returns false where the memory is not one of ours.
-  bool give(void* data) {
-    std::lock_guard<std::mutex> lock(mutex_);
+  bool take_back(void* data) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
     auto found = used_.find(data);
     if (found == used_.end()) return false;
     live_ -= found->second;
@@ -51,12 +49,23 @@ class HostAllocator final : public c10::Allocator {
     return true;
   }
 
+  // Returns kept blocks until another one of `size` bytes would fit below `limit`.
+  void release(size_t limit = 0, size_t size = 1) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    auto at = kept_.begin();
+    for (; at != kept_.end() && mapped_ + size > limit; ++at) {
+      munmap(at->data, at->size);
+      mapped_ -= at->size;
+    }
+    kept_.erase(kept_.begin(), at);
+  }
+
  private:
   void* take(size_t n) {
     size_t unit = 4096;
     while (unit * 32 < n) unit *= 2;  // sizes are multiples of at most a 16th of them
     Block block{nullptr, (n + unit - 1) / unit * unit};
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
     // The last one freed may still be in the processor's caches.
     auto found = std::find_if(kept_.rbegin(), kept_.rend(),
                               [&](const Block& each) { return each.size == block.size; });
@@ -66,49 +75,29 @@ class HostAllocator final : public c10::Allocator {
     } else {
       highest_ = std::max(highest_, live_ + block.size);
       release(highest_ + highest_ / kSpare, block.size);
-      block.data = map(block.size);
-      if (block.data == nullptr) return nullptr;
+      block.data = mmap(nullptr, block.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                        -1, 0);
+      if (block.data == MAP_FAILED) return nullptr;
+      madvise(block.data, block.size, MADV_HUGEPAGE);
       mapped_ += block.size;
     }
     live_ += block.size;
-    highest_ = std::max(highest_, live_);
     used_.emplace(block.data, block.size);
     return block.data;
   }
 
-  // Returns kept blocks until another one of `size` bytes would fit below `limit`.
-  void release(size_t limit, size_t size) {
-    auto at = kept_.begin();
-    for (; at != kept_.end() && mapped_ + size > limit; ++at) {
-      munmap(at->data, at->size);
-      mapped_ -= at->size;
-    }
-    kept_.erase(kept_.begin(), at);
-  }
-
-  static void* map(size_t size) {
-    void* data =
-        mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) return nullptr;
-    madvise(data, size, MADV_HUGEPAGE);
-    return data;
-  }
-
-  std::mutex mutex_;
+  std::recursive_mutex mutex_;
   std::vector<Block> kept_;  // in the order in which they were freed
   std::unordered_map<void*, size_t> used_;
   size_t live_ = 0, highest_ = 0, mapped_ = 0;
 };
 
-HostAllocator& host_allocator() {
-  static auto* allocator = new HostAllocator;  // tensors may outlive everything that is static
-  return *allocator;
-}
+auto* const allocator = new HostAllocator;  // tensors may outlive everything that is static
 
 void free_block(void* data) {
   if (data == nullptr) return;
   c10::profiledCPUMemoryReporter().Delete(data);
-  if (!host_allocator().give(data)) c10::free_cpu(data);
+  if (!allocator->take_back(data)) c10::free_cpu(data);
 }
 
 }  // namespace
@@ -116,5 +105,7 @@ void free_block(void* data) {
 extern "C" void install() {
   mallopt(M_MMAP_MAX, 0);  // what is smaller, or of other libraries, stays in malloc's heap
   mallopt(M_TRIM_THRESHOLD, -1);
-  c10::SetCPUAllocator(&host_allocator(), 1);
+  c10::SetCPUAllocator(allocator, 1);
 }
+
+extern "C" void release() { allocator->release(); }

@@ -4,16 +4,17 @@ from pathlib import Path
 
 import torch
 
-from pipeline.kernels.build import build
+from pipeline.kernels.build import Library, build
+
+_installed: list[Library] = []
 
 
 def keep_freed_memory() -> None:
     """Make later tensors reuse freed memory, in this whole process.
 
     By default large tensors go back to the system as soon as they are freed, and every page of the
-    next step's activations is faulted in and zeroed anew: a tenth of a step on a CPU. malloc could
-    keep them, but its holes take as much again: an aligned tensor doesn't find the place of a freed
-    one of its size. Nothing changes where `host_allocator.cpp` can't be compiled.
+    next step's activations is faulted in and zeroed anew: a tenth of a step on a CPU. Nothing
+    changes where `host_allocator.cpp` can't be compiled.
     """
     home = Path(torch.__file__).parent
     flags = (f"-I{home / 'include'}", f"-L{home / 'lib'}", "-Wl,--no-as-needed", "-lc10")
@@ -21,3 +22,10 @@ def keep_freed_memory() -> None:
     library = build(Path(__file__).with_suffix(".cpp"), version, flags)
     if not isinstance(library, str):
         library.install()
+        _installed.append(library)
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system, before other models are loaded."""
+    for library in _installed:
+        library.release()

@@ -33,6 +33,7 @@ from pipeline.engine.checkpoint.state import (
 )
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
+from pipeline.kernels.host_allocator import return_freed_memory
 from pipeline.models.hf.consolidate import TOKENIZER, describe_model
 from pipeline.models.hf.load import model_path
 from pipeline.run.run import CHECKPOINTS, Run, training_at
@@ -151,6 +152,7 @@ class Checkpoints:
                     if rollbacks == self._rollbacks:
                         self.done = step
                     self._save_or_leave(signals, due=self._is_due(self.done))
+                return_freed_memory()
                 self._save_or_leave(signals, due=self.config.save_every is not None)
                 self._writer.wait()
             # From here on a signal ends the process at once, and the state is there; one that came
