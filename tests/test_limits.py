@@ -45,7 +45,6 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (RewardConfig, {}, "class_list", (((), ("bad", "good")), (("one",), ("two", "two")))),
     (RewardConfig, {}, "class_weights", (((1e-9, 1.0),), ((0.0, 1.0),))),
     (RewardConfig, {}, "step_separator", ((" ",), ("",))),
-    (LabConfig, {"path": "it"}, "path", (("it",), ("",))),
     (LabConfig, {"path": "it"}, "rows best_of prompts", COUNT),
     (LabConfig, {"path": "it"}, "max_length", ((2,), (1,))),
     (PPOConfig, {}, "group_size generation_batch_size max_prompt_length max_new_tokens", COUNT),
@@ -78,9 +77,7 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (GenerateConfig, GENERATE, "samples batch_size", COUNT),
     (GenerateConfig, GENERATE, "cache_gib", ((1e-9, None), (0.0,))),
     (GenerateConfig, GENERATE, "stop", (((), ("a",)), (("a", ""),))),
-    (GenerateConfig, GENERATE, "path", (("it",), ("",))),
     (GenerateConfig, GENERATE, "prompts out", ((Path("it"),), (Path(),))),
-    (ServeConfig, {}, "path", ((("it",),), ((),))),
     (ServeConfig, SERVE, "port", ((0, 65535), (-1, 65536))),
     (ServeConfig, SERVE, "slots context prefill_chunk", OR_NULL),
     (ServeConfig, SERVE, "cache_gib queue_seconds request_seconds", ABOVE),
@@ -102,7 +99,6 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (LabConfig, {"path": "it", "actor": "it", "data_path": "rows.jsonl"}, "actor"),
     (PPOConfig, {"kl_target": 1.0, "kl_coef": 0.0}, "kl_target"),
     (PPOConfig, {"actor": DROPOUT}, "actor.lora.dropout"),
-    (PPOConfig, {"critic": DROPOUT}, "critic.lora.dropout"),
     (PPOConfig, {"rollout_size": 8, "batch_size": 8, "group_size": 3}, "group_size"),
     (PPOConfig, {"loss": "none", "ppo_epochs": 2, "batch_size": 8, "rollout_size": 8}, "loss none"),
     (PPOConfig, {"loss": "none", "ppo_epochs": 1, "batch_size": 4, "rollout_size": 8}, "loss none"),
@@ -143,7 +139,6 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (PreferenceConfig, {"loss": "kto", "logp": "mean"}, "loss kto"),
     (PreferenceConfig, {"reward": FrozenModelConfig(quantize="int8")}, "reward"),
     (ServeConfig, {"path": ("it",), "tls_cert": Path("it")}, "tls_cert"),
-    (ServeConfig, {"path": ("it",), "tls_key": Path("it")}, "tls_key"),
 ]
 
 CASES = [

@@ -78,7 +78,6 @@ def test_commands_change_the_dialogue_and_its_settings(
         "(/save needs a file name)",
         "There is no command /none; /help lists them.",
     ]
-    assert len(printed) > 10  # the response in between
     enter("/system", "Hi", "tell me " * 999, "/quit", "/length 9")
     assert [message.role for message in conversation.messages] == ["user", "assistant"]
     assert conversation.sampling.max_new_tokens == 2
