@@ -34,6 +34,7 @@ def test_step_1_shows_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "\nHuman: Ask " not in out  # the embedded tokenizer begins with <s>
     assert "<s>Human: Ask " in out
     assert out.count("Assistant:[[ Good ") == 1
+    assert re.search(r"  chosen   assistant Good \d\.\n", out)
     assert ".</s>]]" in out
     assert "row 2" not in out
     assert " are trained, 0 dialogues are longer than 512 tokens" in out
