@@ -111,12 +111,9 @@ def test_the_curve_of_the_best_of_n_by_hand() -> None:
     assert [each["gold"] for each in curve] == pytest.approx([1 / 2, (1 / 3 + 1 / 2) / 2, 1 / 4])
     kl = [0.0, math.log(2) - 1 / 2, math.log(3) - 2 / 3]
     assert [each["kl"] for each in curve] == pytest.approx(kl)
-    said = sentences._best_of({"best_of": curve})
-    assert said == [
-        "The best of 1 answers by its score is right 50.0 % of the time, against 50.0 % of one"
-        " answer; the best of 3, 25.0 %: beyond a KL of 0.00 nats the score rises and the truth"
-        " does not"
-    ]
+    (said,) = sentences._best_of({"best_of": curve})
+    assert "best of 1" in said
+    assert "best of 3, 25.0 %" in said
 
 
 def test_the_bias_for_length_by_hand() -> None:

@@ -77,7 +77,8 @@ def test_a_forgotten_store_closes_its_file_without_waiting_for_its_threads(tmp_p
     store.reserve({"k": 4}, torch.float32)
     scratch = weakref.ref(store._file)
     descriptor = os.dup(store._file.fileno())
-    store._threads.submit(blocked.wait, 20)
+    threads = store._threads
+    threads.submit(blocked.wait, 20)
     store.write("k", torch.ones(4))
     future = store._pending["k"]
 
@@ -87,7 +88,7 @@ def test_a_forgotten_store_closes_its_file_without_waiting_for_its_threads(tmp_p
 
     assert not future.done()
     blocked.set()
-    future.result()
+    threads.shutdown()
     assert struct.unpack("4f", os.pread(descriptor, 16, 0)) == (1.0, 1.0, 1.0, 1.0)
     os.close(descriptor)
     del future
