@@ -2,7 +2,7 @@
 //
 // A large tensor has a mapping of its own. A freed one is kept for the next tensor of nearly its
 // size. Before mappings exceed the highest sum of living tensors so far by more than a share, kept
-// ones go back to the system, the one that has been unused for longest first.
+// ones go back to the system, the last one freed first: steps repeat, and need the oldest next.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr size_t kLarge = 1 << 18, kSpare = 16;  // spare is one part in so many of all mappings
+constexpr size_t kLarge = 1 << 18, kSpare = 8;  // spare is one part in so many of all mappings
 
 void free_block(void* data);
 
@@ -52,12 +52,10 @@ class HostAllocator final : public c10::Allocator {
   // Returns kept blocks until another one of `size` bytes would fit below `limit`.
   void release(size_t limit = 0, size_t size = 1) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    auto at = kept_.begin();
-    for (; at != kept_.end() && mapped_ + size > limit; ++at) {
-      munmap(at->data, at->size);
-      mapped_ -= at->size;
+    for (; !kept_.empty() && mapped_ + size > limit; kept_.pop_back()) {
+      munmap(kept_.back().data, kept_.back().size);
+      mapped_ -= kept_.back().size;
     }
-    kept_.erase(kept_.begin(), at);
   }
 
  private:
