@@ -59,26 +59,6 @@ class Words:
     """The processes, each with an equal share of the rows."""
 
 
-def reference_logprobs(
-    hidden: Float[Tensor, "K d"],
-    weight: Float[Tensor, "V d"],
-    bias: Float[Tensor, " V"] | None,
-    targets: Int[Tensor, " K"],
-    *,
-    temperature: float,
-    entropy: bool,
-    entropy_learns: bool = True,
-) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
-    """Log-probabilities of the targets, and entropies, of softmax(hidden @ weight.T + bias)."""
-    return logprobs_of(
-        F.linear(hidden, weight, bias),
-        targets,
-        temperature=temperature,
-        entropy=entropy,
-        entropy_learns=entropy_learns,
-    )
-
-
 def logprobs_of(
     logits: Float[Tensor, "K V"],
     targets: Int[Tensor, " K"],
@@ -91,20 +71,12 @@ def logprobs_of(
 
     With `entropy_learns` false the entropy has no graph, which would be as large as the logits.
     """
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    all_logprobs = logits.log_softmax(dim=-1)
+    all_logprobs = _log_softmax(logits, temperature)
     logprobs = -F.nll_loss(all_logprobs, targets, ignore_index=NO_TARGET, reduction="none")
     if not entropy:
         return logprobs, None
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_learns):
-        return logprobs, categorical_entropy(all_logprobs)
-
-
-def categorical_entropy(logprobs: Float[Tensor, "K V"]) -> Float[Tensor, " K"]:
-    """-sum p log p of distributions given by their log p, in nats."""
-    return -(logprobs.exp() * logprobs).sum(dim=-1)
+        return logprobs, -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
 
 
 def linear_logprobs(
@@ -139,15 +111,13 @@ def linear_logprobs(
     Returns:
         Log-probabilities and entropies in nats, fp32; None without `entropy`.
         The logits are rounded to the weights' dtype, as a model's own are; what follows is fp32. Of
-        one tile the result is the reference's bit for bit; with several, sums are rounded in
+        one tile the result is that of `logprobs_of` bit for bit; with several, sums are rounded in
         another order.
     """
     is_sharded = words is not None and len(targets) > 0
     if not is_sharded and len(targets) * len(weight) <= (WHOLE if tile is None else tile):
-        return reference_logprobs(
-            hidden,
-            weight,
-            bias,
+        return logprobs_of(
+            F.linear(hidden, weight, bias),
             targets,
             temperature=temperature,
             entropy=entropy,
@@ -474,7 +444,7 @@ def _add_product(
 
 
 class RowLogprobs(torch.autograd.Function):
-    """Log-probabilities of existing logits, a few rows at a time, with the reference's bits.
+    """Log-probabilities of existing logits, a few rows at a time, with the bits of `logprobs_of`.
 
     The logits themselves are kept for the backward pass, which computes their softmax again: that
     costs less than to write and read it.
