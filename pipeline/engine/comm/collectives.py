@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -41,14 +41,14 @@ class Finished:
 
 @dataclass
 class Then:
-    """A pending collective, followed by one computation."""
+    """A pending collective or copy, followed by one other operation."""
 
     work: Work
     finish: Callable[[], object]
     done: bool = field(default=False, init=False)
 
     def wait(self) -> None:
-        """Return when the computation is done."""
+        """Return when the other operation is done."""
         if not self.done:
             self.work.wait()
             self.finish()
@@ -110,7 +110,7 @@ class Collectives:
         with torch.cuda.stream(self._copies):
             self.piece(full).copy_(shard, non_blocking=True)
             work = self._all_gather(full, shard, unit)
-            return _AfterCopy(work, self._copies.record_event())
+            return Then(self._copies.record_event(), work.wait)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
         """Write this process's shard of the sum over processes of `full` to `out`.
@@ -224,19 +224,6 @@ class Timed:
         self.work.wait()
         end.record()
         HERE.add_stall(begin, end)
-
-
-@dataclass(frozen=True)
-class _AfterCopy:
-    """A gather whose local part comes from main memory."""
-
-    work: Work
-    copied: Any
-    """A CUDA event."""
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.copied)
-        self.work.wait()
 
 
 def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
