@@ -85,21 +85,18 @@ def uniforms(
     Nothing is drawn from a stream, so a row's numbers do not depend on other rows. Three rounds of
     SplitMix64 (Steele et al. 2014), whose 64-bit words are int64 here.
     """
-    state = _mix(_add_golden(torch.zeros_like(keys) + _signed(seed)))
-    state = _mix(_add_golden(state ^ keys))
-    state = _mix(_add_golden(state ^ positions))
+    state = _mix(torch.zeros_like(keys) + _signed(seed))
+    state = _mix(state ^ keys)
+    state = _mix(state ^ positions)
     return _shifted(state, 11).double() * 2.0**-53
 
 
 def _mix(state: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """The finalizer of SplitMix64: a bijection of 64-bit words."""
+    """One round of SplitMix64: a bijection of 64-bit words."""
+    state = state + _signed(GOLDEN)
     state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
     state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
     return state ^ _shifted(state, 31)
-
-
-def _add_golden(state: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    return state + _signed(GOLDEN)
 
 
 def _shifted(state: Int[Tensor, " B"], bits: int) -> Int[Tensor, " B"]:
@@ -124,10 +121,10 @@ def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu |
     if not choice.use_gpu(logits.device):
         return None
     reason = reason or cuda_refusal(logits)
-    if reason is not None:
-        return choice.accept("sampling", reason)
-    found = choice.find(logits.device, "sampling", cuda_macros(logits.dtype), self_test)
-    return choice.accept("sampling", found)
+    macros = cuda_macros(logits.dtype)
+    return choice.accept(
+        "sampling", reason or choice.find(logits.device, "sampling", macros, self_test)
+    )
 
 
 # The CUDA kernel
