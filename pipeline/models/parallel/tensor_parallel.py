@@ -99,10 +99,6 @@ class OwnTokens:
             module = self._plain.get_submodule(place)
             module.register_forward_pre_hook(self._gather, with_kwargs=True)
 
-    def sum(self, output: Tensor) -> Tensor:
-        """Sum of the outputs of a layer that is sharded by inputs, for this process's tokens."""
-        return sum_to_tokens(output, self._group)
-
     def _begin(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -335,7 +331,9 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> 
                 lambda _module, args: (split_over_group(args[0], group),)
             )
         if style.joins:
-            module.register_forward_hook(_joining(group))
+            module.register_forward_hook(
+                lambda _module, _args, output: join_over_group(output, group)
+            )
         own = tokens if tokens is not None and name.startswith(tokens.prefix) else None
         if style.by_outputs and own is not None:
             own.feed(name)
@@ -343,8 +341,8 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> 
             owner = name.rpartition(".")[0]
             branches.setdefault(owner, _Branch(group)).feeds(module)
         else:
-            total = functools.partial(sum_over_group, group=group) if own is None else own.sum
-            module.register_forward_hook(_summing(total, bias))
+            total = sum_over_group if own is None else sum_to_tokens
+            module.register_forward_hook(_summing(partial(total, group=group), bias))
     shards.narrow()
 
 
@@ -461,10 +459,6 @@ class _Branch:
         if self._left == 0:
             self._given = self._copied = None
         return (copied, *rest)
-
-
-def _joining(group: Group) -> Callable[..., Tensor]:
-    return lambda _module, _args, output: join_over_group(output, group)
 
 
 def _summing(total: Callable[[Tensor], Tensor], biased: nn.Module | None) -> Callable[..., Tensor]:
