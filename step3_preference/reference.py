@@ -290,11 +290,7 @@ def open_reference(
         logger.info("computing the reference's log-probabilities, once")
         table = _compute(start, rows.total_steps, store, config)
         if mesh.is_main:
-            replace_durably(
-                path,
-                save(vars(table).copy(), {"fingerprint": bound_to}),
-                temporary=path.with_name(f"{FILE}.partial"),
-            )
+            replace_durably(path, save(vars(table).copy(), {"fingerprint": bound_to}))
     else:
         logger.info("the reference's log-probabilities are those of %s", path)
     return Reference(start, config, table)

@@ -36,8 +36,9 @@ def rename_durably(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def replace_durably(path: Path, content: bytes, *, temporary: Path) -> None:
-    """Replace the content of `path` atomically; `temporary` is in the same directory."""
+def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None) -> None:
+    """Replace the content of `path` atomically; `temporary`, or `PATH.partial`, is next to it."""
+    temporary = temporary or path.with_name(f"{path.name}.partial")
     write_durably(temporary, content)
     temporary.replace(path)
     sync(path.parent)

@@ -190,12 +190,7 @@ def read_summary(out: Path) -> dict[str, Any]:
 def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
     seconds = sum(result.get("seconds", 0) for result in steps.values())
     text = json.dumps({"steps": steps, "seconds": round(seconds, 3)}, indent=2) + "\n"
-    _write(out / SUMMARY, text)
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file: readers see the old content or the new one."""
-    replace_durably(path, text.encode(), temporary=path.with_name(f"{path.name}.partial"))
+    replace_durably(out / SUMMARY, text.encode())
 
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
@@ -321,7 +316,8 @@ def record_command(out: Path, argv: Sequence[str]) -> None:
         if word.startswith("--"):
             kept = word[2:].partition("=")[0].replace("-", "_") not in NOT_OF_THE_RUN
         words += [word] if kept else []
-    _write(out / COMMAND, " ".join([TRAIN, shlex.join(words)]).rstrip() + "\n")
+    command = " ".join([TRAIN, shlex.join(words)]).rstrip()
+    replace_durably(out / COMMAND, f"{command}\n".encode())
 
 
 def last_steps(out: Path) -> set[int]:

@@ -218,9 +218,7 @@ class Run:
         }
         os.fsync(self._metrics.fileno())
         text = json.dumps(_finite(result), indent=2, allow_nan=False) + "\n"
-        replace_durably(
-            self.path("result.json"), text.encode(), temporary=self.path("result.json.tmp")
-        )
+        replace_durably(self.path("result.json"), text.encode())
 
     def note_divergence(self, sentence: str) -> None:
         """Record that the run diverged, with the reason, instead of a result."""

@@ -167,5 +167,4 @@ def write_measured(measured: Measured, directory: Path) -> None:
     text = json.dumps({"sentences": sentences(figures), **figures}, indent=2, ensure_ascii=False)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     for name, content in {LAB: text + "\n", PREDICTIONS: lines}.items():
-        path = directory / name
-        replace_durably(path, content.encode("utf-8"), temporary=directory / f"{name}.tmp")
+        replace_durably(directory / name, content.encode())
