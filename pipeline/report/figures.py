@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean, stdev
 from typing import Literal
 
 from pipeline.report.results import Results, StepResult, finite, mapping
@@ -89,10 +90,7 @@ def share_interval(successes: float, count: float) -> Interval:
 
 def mean_interval(values: Sequence[float]) -> Interval:
     """95 % interval of the mean of two or more independent values, by the normal distribution."""
-    count = len(values)
-    center = sum(values) / count
-    spread = math.sqrt(sum((value - center) ** 2 for value in values) / (count - 1))
-    half = Z * spread / math.sqrt(count)
+    center, half = fmean(values), Z * stdev(values) / math.sqrt(len(values))
     return center - half, center + half
 
 
