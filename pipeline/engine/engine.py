@@ -87,7 +87,7 @@ class RolloutOffload:
             if "masters" in kinds:
                 yield from group.masters.beside()
             if "moments" in kinds:
-                yield from group.moments()
+                yield from group.named_moments().values()
             if "gradients" in kinds:
                 yield from group.gradients.sum.tensors()
 

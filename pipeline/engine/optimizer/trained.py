@@ -228,12 +228,8 @@ class TrainedParams:
         settings = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": {0: state}, "param_groups": settings})
 
-    def moments(self) -> list[Tensor]:
-        """The part of the state that is stored for each weight."""
-        return list(self.named_moments().values())
-
     def named_moments(self) -> dict[str, Tensor]:
-        """The moments by the optimizer's names."""
+        """The part of the state that is stored for each weight, by the optimizer's names."""
         return {name: value for name, value in self._tensors() if value.ndim > 0}
 
     def counters(self) -> dict[str, float]:

@@ -38,7 +38,7 @@ def trained(
     state = [
         tensor.clone()
         for group in engine.visit()
-        for tensor in (*group.moments(), group.masters.fp32())
+        for tensor in (*group.named_moments().values(), group.masters.fp32())
     ]
     with engine.gathered():
         return state + [param.detach().clone() for param in model.parameters()]

@@ -154,7 +154,7 @@ def state(engine: Engine) -> list[Tensor]:
     return [
         vector.clone()
         for group in engine.visit()
-        for vector in (group.masters.fp32(), *group.moments())
+        for vector in (group.masters.fp32(), *group.named_moments().values())
     ]
 
 
