@@ -4,7 +4,6 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,6 @@ from tests.families import random_rows, saved, tiny_causal_lm
 
 PROMPTS = [tuple(row.input_ids) for row in random_rows((7, 3, 12, 5, 1, 6, 9, 4))]
 WARM = Sampler(temperature=1.0, seed=3, stop_ids=(2, 3, 4, 5))
-SAMPLERS = (
-    Sampler(temperature=0.0, seed=0),
-    WARM,
-    replace(WARM, seed=11),
-    Sampler(temperature=0.7, seed=5, top_k=7, top_p=0.9),
-    Sampler(temperature=1.3, seed=5, min_p=0.05, repetition_penalty=2.0),
-    Sampler(temperature=1.0, seed=9, min_new_tokens=6, stop_ids=tuple(range(50))),
-    replace(WARM, presence_penalty=0.5, frequency_penalty=0.2, logit_bias=((7, 1.5), (9, -2.0))),
-)
 
 
 def loaded(family: str, directory: Path, **changes: object) -> PreTrainedModel:

@@ -13,8 +13,6 @@ PAIRS = (
 )
 """Colours of texts, and what they stand on."""
 
-CONTROLS = {"button", "textbox", "combobox", "checkbox", "spinbutton", "link"}
-
 
 def luminance(colour: str) -> float:
     """Relative luminance (WCAG 2.2)."""

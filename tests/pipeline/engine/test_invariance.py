@@ -150,21 +150,6 @@ def test_stages_transports_and_offload_agree_on_any_number_of_processes(
     assert run_ranks(ways_to_train, ways, dtype, world_size=world) == [[]] * world
 
 
-def two_forwards(stage: int, checkpointing: str) -> str:
-    """Preferred and rejected in one loss, with a forward without gradients between."""
-    model = build("llama", "fp32", checkpointing=checkpointing)
-    engine = Engine(model, settings(stage, max_norm=None), total_steps=STEPS)
-    for step in range(STEPS):
-        chosen = compute_loss(engine, step, 0, rank())
-        rejected = compute_loss(engine, step, 1, rank())
-        with torch.no_grad():
-            compute_loss(engine, step, 2, rank())
-        engine.backward(-nn.functional.logsigmoid(rejected - chosen))
-        engine.step()
-    with engine.gathered():
-        return digest(dict(model.named_parameters()))
-
-
 def all_adapters() -> list[tuple[str, int]]:
     return [adapters(stage) for stage in range(4)]
 
@@ -205,26 +190,3 @@ def test_adapters_agree_at_every_stage_and_the_base_has_no_state_and_never_chang
     ]
     assert at_stage_0 == [whole, whole]
     assert [sum(of_ranks) for of_ranks in others] == [whole] * 3
-
-
-def slept(stage: int, dtype: str) -> tuple[bool, list[int]]:
-    """Whether offloading amid an accumulation changes nothing; bytes that were moved."""
-    config = settings(stage, max_norm=0.5)
-    plain = train(build("llama", dtype), config, accumulation=2)
-    model = build("llama", dtype)
-    engine = Engine(model, config, total_steps=STEPS)
-    norms: list[float] = []
-    moved: list[int] = []
-    for step in range(STEPS):
-        for micro_batch in range(2):
-            engine.backward(compute_loss(engine, step, micro_batch, rank()))
-            engine.offload_states()
-            moved.append(engine.rollout_offload.num_bytes)
-            assert all(param.isnan().all() for param in model.parameters())
-            with pytest.raises(RuntimeError, match="call reload_states"):
-                compute_loss(engine, step, 0, rank())
-            engine.reload_states()
-        norms.append(engine.step().grad_norm)
-    with engine.gathered():
-        weights = {name: param.clone() for name, param in model.named_parameters()}
-    return digest(weights) == digest(plain.weights) and norms == plain.norms, moved

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import Kernels, LoraConfig, OptimConfig, TrainedModelConfig
-from pipeline.config.model import OffloadConfig, ZeroConfig
+from pipeline.config.model import ZeroConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import Columns
 from pipeline.engine.checkpoint.state import (
@@ -129,60 +129,9 @@ def test_any_stage_and_number_of_processes_goes_on_from_any_other(
             assert {name for name, each in ended.items() if each != expected} == set()
 
 
-OTHER_OPTIMIZERS = ("SGD", "NAdam", "ASGD", "Adagrad", "Rprop")
-OFFLOADED = {
-    "cpu": OffloadConfig(optimizer="cpu", gradients="cpu", params="cpu"),
-    "nvme": OffloadConfig(optimizer="nvme", params="nvme", nvme_path=Path("/tmp")),
-}
-
-
-def go_on(root: str, optim: OptimConfig, offload: OffloadConfig) -> tuple[str, str]:
-    """Straight, and through a checkpoint that an engine with offload wrote and another reads."""
-    straight = engine_at(3, "fp32", optim=optim)
-    train(straight, range(4))
-    first = engine_at(3, "fp32", optim=optim, offload=offload)
-    train(first, range(2))
-    save(first, Path(root))
-    second = engine_at(3, "fp32", optim=optim, offload=offload)
-    resume(second, Path(root))
-    train(second, range(2, 4))
-    return digest(weights(straight)), digest(weights(second))
-
-
-def state(engine: Engine) -> list[Tensor]:
-    """Masters in fp32, and moments."""
-    return [
-        vector.clone()
-        for group in engine.visit()
-        for vector in (group.masters.fp32(), *group.named_moments().values())
-    ]
-
-
 def with_adapters(stage: int) -> Engine:
     model = add_lora(build("llama", "bf16"), LoraConfig(rank=2), task="causal", seed=1)
     return Engine(model, settings(stage), total_steps=4)
-
-
-def adapters_go_on(root: str) -> tuple[str, str, int]:
-    """Straight and resumed onto another base; the bytes of the checkpoint itself."""
-    straight = with_adapters(1)
-    train(straight, range(4))
-    first = with_adapters(1)
-    train(first, range(2))
-    save(first, Path(root))
-    torch.manual_seed(7)
-    second = with_adapters(3)
-    for unit in second.zero.units:
-        for flat in unit.flats:
-            flat.shard.zero_()  # as if another model had been loaded
-    resume(second, Path(root))
-    train(second, range(2, 4))
-    files = (Path(root) / "step_00000002").glob("*.safetensors")
-    return (
-        digest(weights(straight)),
-        digest(weights(second)),
-        sum(file.stat().st_size for file in files),
-    )
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
