@@ -7,7 +7,6 @@ import torch
 
 from pipeline.cli.options import run_main
 from pipeline.engine.checkpoint.__main__ import main
-from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import Fragment
 from tests.pipeline.engine.checkpoint.saving import save, writer
 
@@ -34,22 +33,6 @@ def test_verify_ends_with_1_and_names_the_file_and_the_key(
     assert second.startswith("step_00000001 verifies")
     assert run("verify", str(file.parent)) == 1
     assert run("verify", str(tmp_path / "step_00000001")) == 0
-
-
-def test_show_has_the_step_the_processes_and_the_tensors_of_each_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(tmp_path, 3)
-    checkpoint = Checkpoint.open(tmp_path / "step_00000003")
-
-    main(["show", str(tmp_path)])
-
-    shown = capsys.readouterr().out
-    assert "step 3, saved " in shown
-    assert "processes: 1" in shown
-    rows = (line.split() for line in shown.splitlines())
-    tensors = [int(row[1]) for row in rows if len(row) == 4 and row[1].isdigit()]
-    assert sum(tensors) == len(checkpoint.keys())
 
 
 @pytest.mark.parametrize(
@@ -99,6 +82,8 @@ def test_show_lists_all_kinds_with_their_sizes_and_shortens_long_values(
     main(["show", str(tmp_path)])
 
     shown = capsys.readouterr().out.splitlines()
+    assert shown[1].startswith("  step 1, saved ")
+    assert shown[1].endswith(", processes: 1")
     assert "  frozen weights in base-1" in shown
     rows = {
         line.split()[0]: line.split()[1:]
