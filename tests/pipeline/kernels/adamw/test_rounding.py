@@ -12,7 +12,6 @@ from pipeline.kernels.adamw import (
     Weights,
     adamw_,
     join_master,
-    round_weights,
     split_master,
 )
 
@@ -46,32 +45,6 @@ def test_bf16_weights_are_the_nearest_and_of_two_equally_near_the_larger(
     adamw_(weights, torch.zeros(len(values)), STILL, kernels=kernels)
 
     assert torch.equal(got, expected)
-
-
-WEIGHTS = {
-    0x3F800000: 0x3F80,  # 1
-    0x3F807FFF: 0x3F80,
-    0x3F808000: 0x3F81,  # half way from an even one
-    0x3F818000: 0x3F82,  # and from an odd one
-    0xBF808000: 0xBF81,
-    0xBF807FFF: 0xBF80,
-    0x00007FFF: 0x0000,
-    0x00008000: 0x0001,
-    0x80000000: 0x8000,
-    0x7F7F7FFF: 0x7F7F,
-    0x7F7F8000: 0x7F80,  # beyond the largest comes infinity
-    0x7F800000: 0x7F80,
-    0xFF800000: 0xFF80,
-}
-"""fp32 and the bf16 that it is rounded to, as bits."""
-
-
-def test_masters_are_rounded_to_the_nearest_bf16_ties_away_from_zero() -> None:
-    masters = torch.tensor(list(WEIGHTS)).int().view(FP32)
-
-    weights = round_weights(masters, BF16)
-
-    assert [bits & 0xFFFF for bits in weights.view(torch.int16).tolist()] == list(WEIGHTS.values())
 
 
 def test_every_float_but_nan_survives_being_split() -> None:
