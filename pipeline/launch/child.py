@@ -1,11 +1,14 @@
 """A child process whose end and interruption are reported to the parent exactly once."""
 
+import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO
 
+from pipeline.system.errors import EXIT_OUT_OF_MEMORY
+from pipeline.system.memory import count_memory_kills
 from pipeline.system.signals import INTERRUPTS, STOP_SIGNALS
 
 SIGNALS = (*INTERRUPTS, *STOP_SIGNALS)
@@ -20,6 +23,12 @@ class Ending:
 
     signal_received: signal.Signals | None = None
     """The signal that stopped this process meanwhile: Ctrl-C, a closed terminal, a scheduler."""
+
+    peak_bytes: int = field(default=0, compare=False)
+    """Largest resident memory of the child and of its own children."""
+
+    ran_out_of_memory: bool = field(default=False, compare=False)
+    """Whether it ended for lack of memory, by its own error or by the kernel's signal."""
 
 
 def run_child(
@@ -38,6 +47,7 @@ def run_child(
     """
     child: subprocess.Popen[bytes] | None = None
     signal_received: signal.Signals | None = None
+    kills = count_memory_kills()
 
     def pass_on(number: int, _frame: object) -> None:
         nonlocal signal_received
@@ -61,7 +71,11 @@ def run_child(
         )
         if signal_received is not None:
             child.send_signal(signal_received if signal_received in STOP_SIGNALS else signal.SIGINT)
-        return Ending(child.wait(), signal_received)
+        _, status, usage = os.wait4(child.pid, 0)
+        code = child.returncode = os.waitstatus_to_exitcode(status)
+        killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) and count_memory_kills() > kills
+        lacked = killed or code == EXIT_OUT_OF_MEMORY
+        return Ending(code, signal_received, usage.ru_maxrss * 1024, lacked)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

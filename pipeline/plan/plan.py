@@ -63,9 +63,9 @@ class Plan:
         """The model from which each step starts, by the step's output directory."""
         return get_origins(self.configs)
 
-    def memory(self, stage: Stage) -> StepMemory:
-        """The memory of a step of the plan on its machine."""
-        config = self.configs[stage.name]
+    def memory(self, stage: Stage, config: StepConfig | None = None) -> StepMemory:
+        """The memory of a step on the plan's machine, with its own or other settings."""
+        config = config or self.configs[stage.name]
         return step_memory(config, machine=self.machine, origins=self.origins)
 
     def moved(self, where: Layout) -> "Plan":

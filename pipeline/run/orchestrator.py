@@ -2,7 +2,10 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from pipeline.budget.machine import in_words
+from pipeline.budget.memory import line
 from pipeline.cli.options import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
@@ -34,7 +37,6 @@ from pipeline.system.errors import (
     EXIT_DISK_FULL,
     EXIT_DIVERGED,
     EXIT_FAILED,
-    EXIT_OUT_OF_MEMORY,
     ConfigError,
 )
 from pipeline.system.installation import CHAT
@@ -142,17 +144,23 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
     From its newest checkpoint on: the mathematics is the same, and nothing is left of the state
     that ran out of memory.
     """
-    size = plan.configs[stage.name].micro_batch_size
+    config = plan.configs[stage.name]
     command = plan.command(stage)
     while True:
         ending = run_child([*command, *(["--resume"] if goes_on else [])], plan.environment)
-        if ending.code != EXIT_OUT_OF_MEMORY or size == 1:
+        if not ending.ran_out_of_memory:
             return ending
-        size, goes_on = size // 2, True
-        command = [*plan.command(stage), "--micro_batch_size", str(size)]
+        planned = line(plan.memory(stage, config), plan.machine)
+        took = f"; its largest process reached {in_words(ending.peak_bytes)[0]} of main memory"
+        remark(f"{stage.title} ran out of memory: planned were {planned}{took}")
+        if config.micro_batch_size == 1:
+            return ending
+        config, goes_on = replace(config, micro_batch_size=config.micro_batch_size // 2), True
+        size = f"micro_batch_size {config.micro_batch_size}"
+        command = [*plan.command(stage), *f"--{size}".split()]
         remark(
-            f"{stage.title} ran out of memory and continues with --{stage.prefix}"
-            f".micro_batch_size {size}; the result is the same, in less memory and more time"
+            f"{stage.title} continues with --{stage.prefix}.{size}; the result is the same, in less"
+            " memory and more time"
         )
 
 
@@ -187,7 +195,7 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
             " with --resume continues from its last checkpoint"
         )
         return EXIT_FAILED
-    if ending.code == EXIT_OUT_OF_MEMORY:
+    if ending.ran_out_of_memory:
         complain(
             f"{stage.title} ran out of memory with micro-batches of one sequence; try --plan auto,"
             f" or a shorter --{stage.prefix}.data.max_length. --resume then continues from its last"

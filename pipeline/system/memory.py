@@ -19,11 +19,17 @@ def available_bytes(groups: Sequence[Path] | None = None) -> int:
         groups: directories of the control groups that may limit this process; by default its group
             and those around it.
     """
-    found = [_room_in(group) for group in (_own_groups() if groups is None else groups)]
+    found = [_room_in(group) for group in (own_groups() if groups is None else groups)]
     return min([psutil.virtual_memory().available, *(room for room in found if room is not None)])
 
 
-def _own_groups() -> list[Path]:
+def count_memory_kills() -> int:
+    """Processes that the kernel has killed as the system, or a container, had no memory left."""
+    counters = (line.partition(" ") for line in _read(Path("/proc/vmstat")).splitlines())
+    return next((int(value) for name, _, value in counters if name == "oom_kill"), 0)
+
+
+def own_groups() -> list[Path]:
     """The control groups of this process, the innermost first, in versions 1 and 2."""
     groups: list[Path] = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():

@@ -30,10 +30,13 @@ def main(argv: Sequence[str]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out / "model.safetensors"))
         case "killed":
             os.kill(os.getpid(), 9)
-        case "out of memory":
+        case "out of memory" | "too large" as case:
             with (out / "tried").open("a") as tried:
                 tried.write(f"{config.micro_batch_size} ")
-            if config.micro_batch_size > int(os.environ["FITS"]):
+            if case == "too large":
+                (Path(os.environ["GROUP"]) / "cgroup.procs").write_text(str(os.getpid()))
+                assert b"x" * (config.micro_batch_size * 100 * 2**20)
+            elif config.micro_batch_size > int(os.environ["FITS"]):
                 raise MemoryError("cannot allocate 7 GiB")
         case "sleep":
             (out / "metrics.jsonl").write_text("{}\n")

@@ -1,9 +1,11 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from pipeline.demo.task import to_try
 from pipeline.run.orchestrator import main
 from pipeline.system.errors import ConfigError
+from pipeline.system.memory import own_groups
 from tests.pipeline.stages import TOY_STAGES
 
 
@@ -150,16 +153,43 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
     assert "weights                  3.6" in said
 
 
+@pytest.fixture
+def narrow() -> Iterator[Path]:
+    """A control group with 300 MiB of main memory."""
+    group = own_groups()[0] / f"narrow-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("this user may not make control groups")
+    limits = [*group.glob("memory.max"), *group.glob("memory.limit_in_bytes")]
+    if limits:
+        limits[0].write_text(str(300 * 2**20))
+        yield group
+    group.rmdir()
+    if not limits:
+        pytest.skip("control groups of this one do not limit memory")
+
+
+@pytest.mark.parametrize("killed", [False, True])
 def test_a_step_that_runs_out_of_memory_goes_on_with_half_the_micro_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    killed: bool,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("TOY", "out of memory")
+    monkeypatch.setenv("TOY", "too large" if killed else "out of memory")
     monkeypatch.setenv("FITS", "3")
+    monkeypatch.setenv("GROUP", str(request.getfixturevalue("narrow")) if killed else "")
 
     run(tmp_path, "--step", "1", "--sft.micro_batch_size", "8")
 
     assert (tmp_path / "step1_sft" / "tried").read_text() == "8 4 2 "
     assert (tmp_path / "step1_sft" / "result.json").is_file()
     said = capfd.readouterr().err
-    assert "cannot allocate 7 GiB" in said
-    assert "step 1 ran out of memory and continues with --sft.micro_batch_size 2" in said
+    assert ("cannot allocate 7 GiB" in said) == (not killed)
+    assert "step 1 continues with --sft.micro_batch_size 2" in said
+    sizes = r"planned were about ([\d.]+) MiB .* largest process reached ([\d.]+) MiB"
+    (planned, measured), _ = re.findall(sizes, said)
+    assert float(planned) > 0
+    assert float(measured) > (300 if killed else 0)
