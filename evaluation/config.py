@@ -94,6 +94,9 @@ class EvaluationConfig:
     limit: int | None = None
     """Questions of each task, from the first; null is all."""
 
+    threads: int | None = None
+    """Processor threads; null takes RLHF_THREADS, else one for each core."""
+
     seed: int = 0
     """The same seed draws the same responses."""
 

@@ -28,6 +28,9 @@ class ChatConfig(SamplingOptions):
     system: str | None = None
     """System message."""
 
+    threads: int | None = None
+    """Processor threads; null takes RLHF_THREADS, else one for each core."""
+
     seed: int | None = None
     """Makes the responses repeatable; null draws one."""
 

@@ -52,6 +52,9 @@ class GenerateConfig(SamplingOptions):
     cache_gib: float | None = None
     """Memory for keys and values; null takes what a GPU has free, or half of the machine's."""
 
+    threads: int | None = None
+    """Processor threads; null takes RLHF_THREADS, else one for each core."""
+
     seed: int = 0
     """The same seed gives the same responses."""
 

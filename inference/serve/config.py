@@ -40,6 +40,9 @@ class ServeConfig:
     port: int = 8000
     """Port to listen on; 0 takes any that is free."""
 
+    threads: int | None = None
+    """Processor threads; null takes RLHF_THREADS, else one for each core."""
+
     precision: Precision = "auto"
     """Number format of the weights: auto (bf16 on a GPU that has it, else fp32), fp32, bf16,
     fp16."""

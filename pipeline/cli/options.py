@@ -57,6 +57,7 @@ from pipeline.system.errors import (
 )
 from pipeline.system.installation import find_preset
 from pipeline.system.signals import EXIT_INTERRUPTED
+from pipeline.system.threads import set_compute_threads
 
 C = TypeVar("C")
 
@@ -278,7 +279,8 @@ def read_command(
 ) -> C:
     """The settings of a command line; `--help` prints and exits with code 0.
 
-    A list may be given as one option with several words, or as several options.
+    A list may be given as one option with several words, or as several options. The setting
+    `threads`, of commands that have it, is applied.
 
     Args:
         config_class: a frozen dataclass.
@@ -309,11 +311,14 @@ def read_command(
             raise ConfigError(f"there is no option {_as_option(name)}; {hint}")
     texts = {name: [json.dumps(options[name])] for name in repeated}
     try:
-        return build_config(config_class, [], list((options | texts).items()))
+        config = build_config(config_class, [], list((options | texts).items()))
+        if "threads" in names:
+            set_compute_threads(getattr(config, "threads", None))
     except ConfigError as error:
         name, _, rest = str(error).partition(" ")
         setting = name.removeprefix("--")
         raise ConfigError(f"{_as_option(setting) if setting in names else name} {rest}") from None
+    return config
 
 
 def choose_command(

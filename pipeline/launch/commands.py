@@ -8,12 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from pipeline.launch.layout import Deployment, Host, Layout, is_this_machine, spelled
-from pipeline.launch.local import list_gpus, share_of_cores, spin_count
+from pipeline.launch.local import list_gpus
 from pipeline.system.installation import ROOT
+from pipeline.system.threads import share_of_cores, shorten_spinning
 
 TORCHRUN = ("-m", "pipeline.launch.torchrun")
-SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
-"""Environment variables that determine how OpenMP's threads wait."""
 
 NO_DIRECTORY, NO_PYTHON = 120, 121
 """Exit codes if a machine lacks the directory or Python."""
@@ -115,8 +114,7 @@ def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]
     environment["PYTHONSAFEPATH"] = "1"
     if where.by == "process":
         environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(1)))
-    if not SPINNING.intersection(environment):
-        environment["GOMP_SPINCOUNT"] = spin_count()
+    shorten_spinning(environment)
     if where.by == "node" and (deployment.filters or not where.hosts[0].is_whole):
         environment |= visible_devices(where.hosts[0])
     return environment

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from pipeline.system.errors import ConfigError
 
 CPU_PROCESSES = 2
@@ -28,9 +26,6 @@ PASSED_ON = re.compile(
 
 PLANNED = "RLHF_PLANNED"
 """Variable that tells a step that `train.py` has checked its memory."""
-
-BUSY_PERCENT = 25.0
-"""Load of the machine above which other programs are assumed to need the cores."""
 
 
 def count_processes(requested: int | None, *, option: str = "--num-processes") -> int:
@@ -79,23 +74,6 @@ def query_gpus() -> list[Gpu]:
         for name, total, used in rows
         if total.strip().isdigit() and used.strip().isdigit()
     ]
-
-
-def spin_count() -> str:
-    """GNU OpenMP's GOMP_SPINCOUNT: how long threads spin while they wait for each other.
-
-    Its default, several milliseconds, makes steps of small models many times as slow where other
-    programs use the cores. A short spin still finds the threads awake for the next operator; where
-    other programs are busy now, threads sleep at once.
-    """
-    busy = psutil.cpu_percent(interval=0.2)
-    return "0" if busy > BUSY_PERCENT else "10000"
-
-
-def share_of_cores(processes: int) -> int:
-    """Cores for each of a number of processes on this machine, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // processes)
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:

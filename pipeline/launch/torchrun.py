@@ -19,8 +19,8 @@ from contextlib import suppress
 import psutil
 
 from pipeline.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain
-from pipeline.launch.local import share_of_cores
 from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
+from pipeline.system.threads import share_of_cores
 
 GRACE_SECONDS = 600
 """Seconds until processes that got a stop signal are killed; schedulers wait less."""

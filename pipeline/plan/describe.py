@@ -20,7 +20,7 @@ from pipeline.budget.memory import line, table
 from pipeline.budget.models import CountedModel, read_models
 from pipeline.config import StepConfig
 from pipeline.launch.commands import launch_command, node_command, step_words
-from pipeline.launch.local import query_gpus, share_of_cores
+from pipeline.launch.local import query_gpus
 from pipeline.parallel.schedules import bubble
 from pipeline.plan.checks import Preview
 from pipeline.plan.inputs import model_paths
@@ -28,6 +28,7 @@ from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
 from pipeline.settings.fields import as_options, nested
 from pipeline.system.installation import ROOT
+from pipeline.system.threads import share_of_cores
 
 RESPONSE = 0.6
 """Mean length of a response, as a share of the longest that settings allow."""

@@ -31,7 +31,8 @@ from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.run import Run
 from pipeline.system.errors import DivergedError, ModelError
 from pipeline.system.logs import configure_logging
-from pipeline.system.torch_process import gpu_numerics, set_compute_threads, use_expandable_segments
+from pipeline.system.threads import set_compute_threads
+from pipeline.system.torch_process import gpu_numerics, use_expandable_segments
 from pipeline.watchdog.process import watching
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""PyTorch's settings in this process: threads, allocators, rounding, random numbers."""
+"""PyTorch's settings in this process: allocators, rounding, random numbers."""
 
 import os
 import random
@@ -9,30 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.system.errors import ConfigError
-
-THREADS = "RLHF_THREADS"
-"""Variable of the environment: threads of each process, where the setting `threads` is null."""
-
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that configure the allocator."""
 
 EXPANDABLE = "expandable_segments:True"
-
-
-def set_compute_threads(number: int | None) -> None:
-    """Set the number of threads; None is RLHF_THREADS, or else PyTorch's default.
-
-    Raises:
-        ConfigError: RLHF_THREADS is not a number above 0.
-    """
-    text = os.environ.get(THREADS)
-    if number is None and text:
-        if not text.isdecimal() or int(text) == 0:
-            raise ConfigError(f"{THREADS} must be a number of threads above 0, got {text!r}")
-        number = int(text)
-    if number is not None:
-        torch.set_num_threads(number)
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> bool:

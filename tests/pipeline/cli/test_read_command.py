@@ -1,11 +1,15 @@
 """The command line of programs other than training."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from inference.generate import GenerateConfig
 from pipeline.cli.options import read_command
 from pipeline.system.errors import ConfigError, require
 
@@ -63,3 +67,39 @@ def test_a_sentence_names_the_option(words: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(*words.split())
     assert str(error.value).startswith(sentence)
+
+
+COMMAND = """
+import os, sys
+from inference.generate import GenerateConfig
+from pipeline.cli.options import read_command
+read_command(GenerateConfig, sys.argv[1:], usage="", about="")
+import torch
+print(torch.get_num_threads(), os.environ["GOMP_SPINCOUNT"])
+"""
+NEEDED = ("--path", "a", "--prompts", "b", "--out", "c")
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        (("--threads", "1"), {"RLHF_THREADS": "2", "GOMP_SPINCOUNT": "7"}),
+        ((), {"RLHF_THREADS": "1"}),
+    ],
+)
+def test_a_command_computes_with_the_threads_that_are_asked_for(
+    words: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if "OMP_" not in name}
+    command = [sys.executable, "-c", COMMAND, *NEEDED, *words]
+
+    said = subprocess.check_output(command, env=environment | variables, text=True)
+
+    threads, spins = said.split()
+    assert threads == "1"
+    assert spins in ([variables["GOMP_SPINCOUNT"]] if words else ["0", "10000"])
+
+
+def test_no_thread_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--threads must be a number of threads above 0"):
+        read_command(GenerateConfig, [*NEEDED, "--threads", "0"], usage="", about="")

@@ -1,0 +1,53 @@
+"""OpenMP's threads: how many compute, and how they wait for each other."""
+
+import os
+import sys
+from collections.abc import MutableMapping
+
+import psutil
+
+from pipeline.system.errors import ConfigError
+
+THREADS = "RLHF_THREADS"
+"""Variable of the environment: threads of each process, where the setting `threads` is null."""
+
+SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+"""Environment variables that determine how OpenMP's threads wait."""
+
+BUSY_PERCENT = 25.0
+"""Load of the machine above which other programs are assumed to need the cores."""
+
+
+def set_compute_threads(number: int | None) -> None:
+    """Set the number of threads; None is RLHF_THREADS, or else PyTorch's default.
+
+    Raises:
+        ConfigError: the number is not above 0.
+    """
+    text = os.environ.get(THREADS) or None if number is None else str(number)
+    if text is not None and (not text.isdecimal() or int(text) == 0):
+        name = THREADS if number is None else "threads"
+        raise ConfigError(f"{name} must be a number of threads above 0, got {text!r}")
+    if "torch" not in sys.modules:
+        shorten_spinning(os.environ)
+        os.environ.update({} if text is None else {"OMP_NUM_THREADS": text})
+    elif text is not None:
+        sys.modules["torch"].set_num_threads(int(text))
+
+
+def shorten_spinning(environment: MutableMapping[str, str]) -> None:
+    """Shorten the time for which threads of GNU OpenMP spin while they wait for each other.
+
+    Its default, several milliseconds, makes passes of small models many times as slow where other
+    programs use the cores. A short spin still finds the threads awake for the next operator; where
+    other programs are busy now, threads sleep at once. The user's own settings stay.
+    """
+    if not SPINNING.intersection(environment):
+        busy = psutil.cpu_percent(interval=0.2)
+        environment["GOMP_SPINCOUNT"] = "0" if busy > BUSY_PERCENT else "10000"
+
+
+def share_of_cores(processes: int) -> int:
+    """Cores for each of a number of processes on this machine, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // processes)
