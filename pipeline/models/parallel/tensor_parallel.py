@@ -331,9 +331,7 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> 
                 lambda _module, args: (split_over_group(args[0], group),)
             )
         if style.joins:
-            module.register_forward_hook(
-                lambda _module, _args, output: join_over_group(output, group)
-            )
+            module.register_forward_hook(lambda *given: join_over_group(given[-1], group))
         own = tokens if tokens is not None and name.startswith(tokens.prefix) else None
         if style.by_outputs and own is not None:
             own.feed(name)
