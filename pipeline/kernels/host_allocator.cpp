@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr size_t kLarge = 1 << 18, kSpare = 8;  // spare is one part in so many of all mappings
+constexpr size_t kLarge = 1 << 18, kSpare = 8, kLeast = 256 << 20;  // spare: a part of the highest use, or kLeast
 
 void free_block(void* data);
 
@@ -72,7 +72,7 @@ class HostAllocator final : public c10::Allocator {
       kept_.erase(std::next(found).base());
     } else {
       highest_ = std::max(highest_, live_ + block.size);
-      release(highest_ + highest_ / kSpare, block.size);
+      release(highest_ + std::max(highest_ / kSpare, kLeast), block.size);
       block.data = mmap(nullptr, block.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                         -1, 0);
       if (block.data == MAP_FAILED) return nullptr;
