@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr size_t kLarge = 1 << 18, kSpare = 8, kLeast = 256 << 20;  // spare: a part of the highest use, or kLeast
+constexpr size_t kLarge = 1 << 18, kSpare = 8, kLeast = 256 << 20;  // kept beyond the highest use: a kSpare-th of it, at least kLeast
 
 void free_block(void* data);
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -25,7 +26,8 @@ class Ending:
     """The signal that stopped this process meanwhile: Ctrl-C, a closed terminal, a scheduler."""
 
     peak_bytes: int = field(default=0, compare=False)
-    """Largest resident memory of the child and of its own children."""
+    """Largest resident memory of the child and of its children; on Linux at least what this
+    process held when it started the child."""
 
     ran_out_of_memory: bool = field(default=False, compare=False)
     """Whether it ended for lack of memory, by its own error or by the kernel's signal."""
@@ -49,13 +51,18 @@ def run_child(
     signal_received: signal.Signals | None = None
     kills = count_memory_kills()
 
+    def send(number: int) -> None:
+        # Popen.send_signal() would reap a child that has ended, and wait4() find none.
+        if child is not None and child.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, number if number in STOP_SIGNALS else signal.SIGINT)
+
     def pass_on(number: int, _frame: object) -> None:
         nonlocal signal_received
         if number == signal.SIGHUP and signal_received is not None:
             return
         signal_received = signal.Signals(number)
-        if child is not None and child.poll() is None:
-            child.send_signal(number if number in STOP_SIGNALS else signal.SIGINT)
+        send(number)
 
     # What our own caller has us ignore, as nohup does with SIGHUP, stays ignored.
     heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -70,7 +77,7 @@ def run_child(
             process_group=0,
         )
         if signal_received is not None:
-            child.send_signal(signal_received if signal_received in STOP_SIGNALS else signal.SIGINT)
+            send(signal_received)
         _, status, usage = os.wait4(child.pid, 0)
         code = child.returncode = os.waitstatus_to_exitcode(status)
         killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) and count_memory_kills() > kills

@@ -152,7 +152,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
             return ending
         planned = line(plan.memory(stage, config), plan.machine)
         took = f"; its largest process reached {in_words(ending.peak_bytes)[0]} of main memory"
-        remark(f"{stage.title} ran out of memory: planned were {planned}{took}")
+        remark(f"{stage.title} ran out of memory: the plan was {planned}{took}")
         if config.micro_batch_size == 1:
             return ending
         config, goes_on = replace(config, micro_batch_size=config.micro_batch_size // 2), True
