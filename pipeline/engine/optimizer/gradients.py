@@ -24,9 +24,6 @@ PIECE = 1 << 24
 BLOCK = 262144
 """Elements that are converted to fp64 at once: 2 MiB, enough to amortize a call."""
 
-GPU_COLUMNS = 2**18
-"""Elements of each stretch that are converted to fp64 at once on a GPU."""
-
 MOST_READ = 256
 """Stretches of a vector whose sums the host adds, exactly."""
 
@@ -269,10 +266,9 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
     """Sum of squares of each of the `rows` equal stretches of `shard`, in float64."""
     stretches = shard.view(rows, -1)
     if shard.device.type != "cpu":
-        # A norm in another dtype copies its input: in pieces the copy stays small.
-        pieces = stretches.split(GPU_COLUMNS, dim=1)
-        norms = [torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in pieces]
-        return torch.stack(norms).square().sum(0)
+        # Sums fp32 in fp64 as it reads; vector_norm copies its input to fp64 first.
+        norms = torch.ops.aten._foreach_norm(stretches.unbind(), 2, dtype=torch.float64)
+        return torch.stack(norms).square()
     # On a CPU a reduction that casts as it goes is twenty times slower than these two passes.
     block = torch.empty(BLOCK, dtype=torch.float64)
     return torch.tensor([_sum_of_squares(row, block) for row in stretches], dtype=torch.float64)
