@@ -267,8 +267,8 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
     stretches = shard.view(rows, -1)
     if shard.device.type != "cpu":
         # Sums fp32 in fp64 as it reads; vector_norm copies its input to fp64 first.
-        norms = torch.ops.aten._foreach_norm(stretches.unbind(), 2, dtype=torch.float64)
-        return torch.stack(norms).square()
+        norm = torch.ops.aten._foreach_norm  # noqa: SLF001
+        return torch.stack(norm(stretches.unbind(), 2, dtype=torch.float64)).square()
     # On a CPU a reduction that casts as it goes is twenty times slower than these two passes.
     block = torch.empty(BLOCK, dtype=torch.float64)
     return torch.tensor([_sum_of_squares(row, block) for row in stretches], dtype=torch.float64)
