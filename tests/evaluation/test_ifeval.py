@@ -20,9 +20,9 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"letter": "e", "let_frequency": 3, "let_relation": "at least"}, "Eerie", "here"),
     ],
     "change_case:capital_word_frequency": [
-        ({"capital_frequency": 2, "capital_relation": "less than"}, "ONE two", "ONE TWO"),
+        ({"capital_frequency": 2, "capital_relation": "less than"}, "ONE-A two", "DON'T"),
     ],
-    "change_case:english_capital": [({}, "ALL OF IT: 3!", "ALL Of it")],
+    "change_case:english_capital": [({}, "ALL OF IT: 3!", "ALLES IST DA UND DER HUND NICHT.")],
     "change_case:english_lowercase": [({}, "all of it: 3!", "all Of it")],
     "punctuation:no_comma": [({}, "One and two.", "One, two.")],
     "language:response_language": [
@@ -34,10 +34,11 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"language": "th"}, "สวัสดีครับ", "Sawatdee khrap"),
     ],
     "length_constraints:number_sentences": [
-        ({"num_sentences": 2, "relation": "at least"}, "One. Two!", "Only Dr. Smith came."),
+        ({"num_sentences": 2, "relation": "at least"}, "One. Two!", '"Only Dr. J. Smith came."'),
+        ({"num_sentences": 3, "relation": "at least"}, "1. Eat.\n2. Go.", "1. eat... well. So"),
     ],
     "length_constraints:number_words": [
-        ({"num_words": 3, "relation": "less than"}, "Don't go", "Do not go"),
+        ({"num_words": 3, "relation": "at least"}, "Don't go", "Go now"),
     ],
     "length_constraints:number_paragraphs": [
         ({"num_paragraphs": 2}, "One.\n\n***\n\nTwo.", "One.\n***\nTwo.\n***\nThree."),
@@ -50,7 +51,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ),
     ],
     "detectable_content:number_placeholders": [
-        ({"num_placeholders": 2}, "Dear [name], of [town]", "Dear [name], of []"),
+        ({"num_placeholders": 2}, "Dear [name], of [town]", "Dear [name], of [\n]"),
     ],
     "detectable_content:postscript": [
         ({"postscript_marker": "P.S."}, "Bye.\nP.S. Write!", "Bye. PSA."),
@@ -59,15 +60,15 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "detectable_format:number_bullet_lists": [
         ({"num_bullets": 2}, "Two:\n* one\n- two", "Two:\n* one\n**two**"),
     ],
-    "detectable_format:constrained_response": [({}, "My answer is maybe.", "Perhaps.")],
+    "detectable_format:constrained_response": [({}, "My answer is maybe.", "my answer is yes.")],
     "detectable_format:number_highlighted_sections": [
-        ({"num_highlights": 2}, "*one* and **two**", "*one* and 2 * 3 * 4"),
+        ({"num_highlights": 2}, "*one* and **two**", "*one* and 2 * 3"),
     ],
     "detectable_format:multiple_sections": [
         (
             {"section_spliter": "Section", "num_sections": 2},
-            "Section 1\nA\n**Section 2**\nB",
-            "Section 1\nA, as in section 2",
+            "Section 1\nA, as in Section 2",
+            "Section 1\nA\nsection 2\nB",
         ),
     ],
     "detectable_format:json_format": [({}, '```json\n{"a": 1}\n```', '{"a": 1}, as you see')],
