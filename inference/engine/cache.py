@@ -31,7 +31,7 @@ from pipeline.kernels.decode_attention import (
 )
 from pipeline.models.forward.attention import KEY_BLOCK, attend_causally, round_up
 
-FEW = 24
+FEW = 2
 """Length of a piece up to which the decoding kernel is faster than the sequence kernel."""
 
 HUGE_PAGE = 2 * 2**20
