@@ -39,7 +39,7 @@ from inference.engine.sampling import Sampler, reported
 from inference.engine.slots import PREFILL, Slots
 from inference.tensor_parallel import get_tp_group
 from pipeline.models.forward.forward import base_model, context_length, is_ragged
-from pipeline.system.errors import DataError
+from pipeline.system.errors import DataError, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class OpenBatch:
 
     Args:
         model: a causal language model, plain or with adapters.
-        num_slots: sequences that run at once.
+        num_slots: sequences that run at once; halved when memory runs out, which loses no response.
         capacity: most tokens of a sequence, prompt and response.
         chunk: most prompt tokens of a step.
         reuses: whether prompts reuse the longest common prefix with a sequence in a slot, running
@@ -176,11 +176,16 @@ class OpenBatch:
         except Exception as error:
             if self._is_tensor_parallel:
                 raise
-            lost = self._rows.occupants
+            lost, runs_again = self._rows.occupants, self._has_fewer_slots(error)
             self._rows = self._new_rows()  # the content of the cache is unknown now
             release_frames(error)
             for ticket in lost:
-                yield self._end(ticket, "error", error)
+                if runs_again:
+                    ticket.read_again()
+                else:
+                    yield self._end(ticket, "error", error)
+            if runs_again:
+                self._waiting = dict.fromkeys(lost) | self._waiting
             return
         if logits is None:
             return
@@ -189,6 +194,14 @@ class OpenBatch:
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True)):
             yield from self._record(ticket, choice, wanted.get(row))
         self._rows.free([ticket for ticket in tickets if ticket.ended])
+
+    def _has_fewer_slots(self, error: Exception) -> bool:
+        """Halve the slots if memory ran out; otherwise, or at one slot, return False."""
+        if not is_out_of_memory(error) or self._num_slots == 1:
+            return False
+        self._num_slots //= 2
+        logger.warning("memory ran out: %d sequences are generated at once", self._num_slots)
+        return True
 
     def _forward(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"] | None]:
         """Prefill, then one decoding pass: its requests and logits."""

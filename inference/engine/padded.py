@@ -69,14 +69,14 @@ class PaddedBatch:
         self._cache_argument = {cache_name(model): self.cache}
         self._has_read = False
         device = next(model.parameters()).device
-        prompts = [ticket.request.prompt for ticket in tickets]
+        prompts = [ticket.tokens for ticket in tickets]
         width = max(map(len, prompts))
         gaps = [width - len(prompt) for prompt in prompts]
         self.mask: Int[Tensor, "B P"] = torch.tensor(
             [[0] * gap + [1] * (width - gap) for gap in gaps], device=device
         )
         self.inputs: Int[Tensor, "B T"] = torch.tensor(
-            [[prompt[0]] * gap + list(prompt) for gap, prompt in zip(gaps, prompts, strict=True)],
+            [[prompt[0]] * gap + prompt for gap, prompt in zip(gaps, prompts, strict=True)],
             device=device,
         )
 

@@ -109,7 +109,7 @@ class Ticket:
 
     @cached_property
     def prompt(self) -> Int[np.ndarray, " P"]:
-        """The tokens of its prompt."""
+        """The tokens of its prompt, and of the response if `read_again` was called."""
         return as_array(self.request.prompt)
 
     @cached_property
@@ -121,6 +121,11 @@ class Ticket:
     def tokens(self) -> list[int]:
         """Prompt and response so far."""
         return [*self.request.prompt, *self.response.ids]
+
+    def read_again(self) -> None:
+        """Have prefill read the response so far like a prompt: its keys and values are lost."""
+        self.prompt = as_array(self.tokens)
+        self.identity = self.request.scope, tuple(self.tokens)
 
 
 Waiting = dict[Ticket, None]

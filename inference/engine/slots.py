@@ -69,7 +69,7 @@ class Slot:
         """Stored tokens."""
         if self.ticket is None or not self.is_running:
             return self.stored
-        return len(self.ticket.prompt) + len(self.ticket.response.ids) - 1
+        return len(self.ticket.request.prompt) + len(self.ticket.response.ids) - 1
 
     def assign(self, ticket: Ticket, *, stored: int) -> None:
         """Give the slot, which stores the first `stored` tokens of the prompt, to a request."""
@@ -348,11 +348,13 @@ class Slots(Scheduler):
         columns: list[Column] = []
         for slot, count in pieces:
             assert slot.ticket is not None
-            request, start = slot.ticket.request, slot.index * self.cache.width
+            start, end = slot.index * self.cache.width, slot.stored + count
             layout_pieces.append(Piece(slot.index, slot.stored, count))
             columns += [
-                (request.prompt[position], position, start + position)
-                for position in range(slot.stored, slot.stored + count)
+                (token, position, start + position)
+                for position, token in enumerate(
+                    slot.ticket.prompt[slot.stored : end].tolist(), slot.stored
+                )
             ]
         # On a GPU a single call reads whole prompts, from the pass itself.
         is_whole = self.device.type != "cpu" and not any(piece.first for piece in layout_pieces)
@@ -371,7 +373,7 @@ class Slots(Scheduler):
         """Read the newest token of every running sequence; the logits of the next ones."""
         self.compact()
         running = self.running
-        lengths = [len(ticket.prompt) + len(ticket.response.ids) for ticket in running]
+        lengths = [len(ticket.request.prompt) + len(ticket.response.ids) for ticket in running]
         columns = [
             (ticket.newest, length - 1, slot * self.cache.width + length - 1)
             for slot, (ticket, length) in enumerate(zip(running, lengths, strict=True))

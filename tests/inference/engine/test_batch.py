@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inference.engine.batch import OpenBatch
-from inference.engine.cache import slot_bytes
+from inference.engine.cache import SlotCache, slot_bytes
 from inference.engine.requests import Ended, Event, Reason, Request, Response, Ticket, Token
 from inference.engine.sampling import Sampler
 from inference.generation import slots_within
@@ -214,6 +214,10 @@ def test_the_memory_of_a_slot_is_what_its_cache_takes(family: str, tmp_path: Pat
 
     cache, one = batch._rows.cache, slot_bytes(model, 40)
     assert sum(each.nbytes for each in (*cache.keys, *cache.values)) == 3 * one
-    assert [slots_within(model, bytes_, num_tokens=40) for bytes_ in (one, 2 * one - 1)] == [1, 1]
+    states = cache.keys[0][:1, :, :1].to("meta")
+    for capacity in range(32, 4097, 8):
+        slots = slots_within(model, 10**7, num_tokens=capacity)
+        stored = SlotCache(num_slots=slots, capacity=capacity)._empty(states)
+        assert stored.nbytes * 2 * len(cache.keys) <= 10**7
     with pytest.raises(ConfigError, match=f"take {one:,} bytes, and there is room for {one - 1:,}"):
         slots_within(model, one - 1, num_tokens=40)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from inference.engine.requests import Ended
+from inference.engine.requests import Ended, Token
 from pipeline.models.forward.forward import cache_name
 from tests.inference.engine.test_batch import asked, finish, loaded, opened, reasons
 
@@ -35,7 +35,7 @@ class FailsOnce:
         try:
             self._look_into(cache)
         except ValueError as error:
-            raise MemoryError("no room") from error
+            raise ConnectionError("no room") from error
 
     def _look_into(self, cache: object) -> None:
         raise ValueError(str(type(cache)))
@@ -56,6 +56,35 @@ def test_prompts_whose_pass_fails_end_once_and_the_others_go_on(
     assert [type(event) for event in events] == [Ended, Ended]
     assert [*reasons(events).values()] == [["error"], ["error"]]
     assert set(reasons(events + finish(batch))) == set(tickets)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_responses_continue_in_half_the_slots_when_memory_runs_out(
+    family: str, tmp_path: Path
+) -> None:
+    model = loaded(family, tmp_path)
+    expected = opened(model, slots=8)
+    tickets = [expected.submit(asked(number)) for number in range(8)]
+    finish(expected)
+    slots: list[int] = []
+
+    def fail_late(_: nn.Module, __: tuple, kwargs: dict) -> None:
+        cache, rows = kwargs[cache_name(model)], len(kwargs["input_ids"])
+        slots.append(getattr(cache, "num_slots", rows))
+        if len(slots) > 5 and slots[-1] > 3:
+            raise MemoryError("no room")
+
+    model.register_forward_pre_hook(fail_late, with_kwargs=True)
+    batch = opened(model, slots=8)
+    ours = [batch.submit(asked(number)) for number in range(8)]
+
+    events = finish(batch)
+
+    assert [*dict.fromkeys(slots)][:3] == [8, 4, 2]
+    assert [each.response.ids for each in ours] == [each.response.ids for each in tickets]
+    for ticket in ours:
+        told = [each.id for each in events if isinstance(each, Token) and each.ticket is ticket]
+        assert told == ticket.response.ids
 
 
 @pytest.fixture
@@ -83,7 +112,7 @@ def test_who_keeps_an_error_keeps_neither_cache_nor_batch(
     (ended,) = batch.step()
 
     assert isinstance(ended, Ended)
-    assert isinstance(ended.error, MemoryError)
+    assert isinstance(ended.error, ConnectionError)
     said = "".join(traceback.format_exception(ended.error))
     assert all(each in said for each in ("no room", "in _look_into", "in _before", "in _forward"))
     assert [cache() for cache in failing.caches] == [None]
