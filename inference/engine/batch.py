@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from inference.engine.ahead import Ahead
 from inference.engine.padded import PaddedRows
 from inference.engine.replay import PassCounts
 from inference.engine.requests import (
@@ -92,6 +93,7 @@ class OpenBatch:
         self._samplers: WeakValueDictionary[tuple[object, ...], Sampler] = WeakValueDictionary()
         self._is_tensor_parallel = get_tp_group(plain).size > 1
         self._rows = self._new_rows()
+        self._ahead: Ahead | None = None
 
     def _new_rows(self) -> Slots | PaddedRows:
         if takes_slots(base_model(self._model)):
@@ -172,12 +174,12 @@ class OpenBatch:
 
     def _advance(self) -> Iterator[Event]:
         try:
-            tickets, logits = self._forward()
+            tickets, choices, wanted = self._forward()
         except Exception as error:
             if self._is_tensor_parallel:
                 raise
             lost, runs_again = self._rows.occupants, self._has_fewer_slots(error)
-            self._rows = self._new_rows()  # the content of the cache is unknown now
+            self._rows, self._ahead = self._new_rows(), None  # the cache's content is unknown now
             release_frames(error)
             for ticket in lost:
                 if runs_again:
@@ -187,10 +189,6 @@ class OpenBatch:
             if runs_again:
                 self._waiting = dict.fromkeys(lost) | self._waiting
             return
-        if logits is None:
-            return
-        choices = choose_tokens(tickets, logits)
-        wanted = reports(tickets, logits, choices)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True)):
             yield from self._record(ticket, choice, wanted.get(row))
         self._rows.free([ticket for ticket in tickets if ticket.ended])
@@ -203,10 +201,26 @@ class OpenBatch:
         logger.warning("memory ran out: %d sequences are generated at once", self._num_slots)
         return True
 
-    def _forward(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"] | None]:
-        """Prefill, then one decoding pass: its requests and logits."""
-        self._rows.prefill(self._waiting, chunk=self._chunk, is_closed=self._closed)
-        return self._rows.step() if self._rows.running else ((), None)
+    def _forward(self) -> tuple[Sequence[Ticket], list[Choice], dict[int, Reported]]:
+        """Prefill, then one decoding pass: its requests, and tokens or errors of each."""
+        rows = self._rows
+        if self._ahead is None:
+            rows.prefill(self._waiting, chunk=self._chunk, is_closed=self._closed)
+            if not rows.running:
+                return (), [], {}
+            tickets, logits = rows.step()
+            self._ahead = rows.go_ahead(tickets, logits) if isinstance(rows, Slots) else None
+            if self._ahead is None:
+                choices = choose_tokens(tickets, logits)
+                return tickets, choices, reports(tickets, logits, choices)
+        ahead = self._ahead
+        assert isinstance(rows, Slots)
+        if ahead.has_next and not rows.is_due(self._waiting, is_closed=self._closed):
+            ahead.launch()
+        choices = ahead.read()
+        if ahead.is_read:
+            self._ahead = None
+        return ahead.tickets, choices, {}
 
     def _record(self, ticket: Ticket, choice: Choice, report: Reported | None) -> Iterator[Event]:
         """Append a token to its response."""

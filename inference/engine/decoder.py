@@ -122,6 +122,7 @@ class GraphedRows(ReplayedRows):
         )
         self._numbers = self._staged.to(device, copy=True)
         self._layout = LiveKeys(num_rows, longest, device)
+        self.longest = longest
         self._capture = capture
         self._agree = agree
         self._graph: Callable[[], Tensor] | None = None
@@ -161,6 +162,14 @@ class GraphedRows(ReplayedRows):
     def _replay(self) -> Float[Tensor, "N V"]:
         assert self._graph is not None
         return self._graph()
+
+    repeat = _replay
+
+    def advance(self, tokens: Int[Tensor, " B"], moves: Int[Tensor, " B"]) -> None:
+        """Set the next tokens of the first rows, each `moves` further, on the device."""
+        numbers = self._numbers[:, : len(tokens)]
+        numbers[0] = tokens
+        numbers[1:] += moves
 
 
 class CudaCapture:
@@ -251,6 +260,8 @@ class Decoder:
         """Recorded passes by number of rows and longest sequence."""
         self._counts = counts
         self._agree = agree
+        self.replayed: GraphedRows | None = None
+        """The rows that replayed the last pass from a graph."""
 
     def __call__(
         self, columns: Sequence[Column], layout: NextToken, *, spare: int, repeats: bool
@@ -263,7 +274,7 @@ class Decoder:
             spare: the place in the cache for padding.
             repeats: whether the pass may be recorded or replayed.
         """
-        count = len(columns)
+        count, self.replayed = len(columns), None
         padding = (columns[-1][0], 0, spare)
         if self._replays and repeats:
             rows = self._rows(count, max(layout.lengths))
@@ -276,6 +287,8 @@ class Decoder:
                 self._replays = False
                 self._kept.clear()
             else:
+                if is_replay and isinstance(rows, GraphedRows):
+                    self.replayed = rows
                 self._counts.replayed += is_replay
                 self._counts.by_modules += not is_replay
                 return logits

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from inference.settings import Sampling
 from pipeline.kernels import sampling
-from pipeline.kernels.gpu import Gpu
 from pipeline.kernels.sampling import Draw
 
 BLOCK = 128
@@ -131,9 +130,10 @@ class Sampler:
         Raises:
             KernelError: kernels are required, and there is none for these.
         """
-        gpu = sampling.kernel_for(logits, self.alters_logits)
-        if gpu is not None and len(logits):
-            return self._by_kernel(logits, keys, positions, gpu)
+        if sampling.kernel_for(logits, self.alters_logits) is not None and len(logits):
+            numbers = torch.from_numpy(np.stack(words_of(keys, positions)).view(np.int64))
+            tokens, logprobs = self.draw(logits, *numbers.to(logits.device))
+            return tokens.tolist(), logprobs.tolist()
         logits = logits.float()
         scale = self.temperature or 1.0
         logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
@@ -147,16 +147,10 @@ class Sampler:
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
         return tokens.tolist(), chosen.tolist()
 
-    def _by_kernel(
-        self,
-        logits: Float[Tensor, "B V"],
-        keys: Sequence[int],
-        positions: int | Sequence[int],
-        gpu: Gpu,
-    ) -> tuple[list[int], list[float]]:
-        """Choose the same tokens in one launch; uniform numbers are computed on the GPU."""
-        numbers = torch.from_numpy(np.stack(words_of(keys, positions)).view(np.int64))
-        numbers = numbers.to(logits.device)
+    def draw(
+        self, logits: Float[Tensor, "B V"], keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
+    ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+        """The same where `alters_logits` is None, all on the device, which is not waited for."""
         draw = Draw(
             seed=self.seed,
             temperature=self.temperature,
@@ -164,8 +158,10 @@ class Sampler:
             top_p=self.top_p,
             min_p=self.min_p,
         )
-        tokens, logprobs = sampling.launch(logits, numbers[0], numbers[1], draw, gpu=gpu)
-        return tokens.tolist(), logprobs.tolist()
+        gpu = sampling.kernel_for(logits)
+        if gpu is None:
+            return sampling.reference_sample(logits, keys, positions, draw)
+        return sampling.launch(logits, keys, positions, draw, gpu=gpu)
 
     def _allowed(
         self,

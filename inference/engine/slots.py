@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from inference.engine.ahead import Ahead, can_stay_ahead
 from inference.engine.cache import NextToken, Piece, Pieces, SlotCache
 from inference.engine.decoder import Decoder
 from inference.engine.replay import Column, CurrentLayout, PassCounts
@@ -170,14 +171,17 @@ class Scheduler:
         """Whether prompt tokens are left to read."""
         return bool(self._reading)
 
-    def is_due(self, waiting: Waiting) -> bool:
-        """Whether a closed batch interrupts decoding to admit a group of requests.
+    def is_due(self, waiting: Waiting, *, is_closed: bool) -> bool:
+        """Whether decoding is interrupted to admit requests or to read the rest of prompts.
 
-        It waits until an eighth of the slots is free, or the prompts that fit fill a pass.
+        A closed batch waits until an eighth of the slots is free, or the prompts that fit fill a
+        pass.
         """
+        if self.is_reading or not waiting:
+            return self.is_reading
         num_free = sum(slot.ticket is None for slot in self.slots)
-        if not num_free or not waiting:
-            return False
+        if not num_free or not is_closed:
+            return num_free > 0
         tokens = sum(len(ticket.prompt) for ticket in islice(waiting, num_free))
         return 8 * num_free >= len(self.slots) or tokens >= GROUP_TOKENS
 
@@ -318,6 +322,7 @@ class Slots(Scheduler):
         self._passes = passes
         self._modules = SlotModel(model, self.cache, self.device)
         tp_group = get_tp_group(base_model(model))
+        self._is_alone = tp_group.size == 1
         self._decode = Decoder(
             self._modules,
             model=model,
@@ -331,7 +336,7 @@ class Slots(Scheduler):
 
         In a closed batch, read all prompts, once enough requests wait for it to pay.
         """
-        if is_closed and self.running and not self.is_due(waiting):
+        if self.running and not self.is_due(waiting, is_closed=is_closed):
             return
         self.admit(waiting)
         while self.is_reading:
@@ -382,3 +387,15 @@ class Slots(Scheduler):
         # The pass that allocates the cache can't be repeated.
         repeats = bool(self.cache.keys)
         return running, self._decode(columns, layout, spare=self.cache.spare, repeats=repeats)
+
+    def go_ahead(self, tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> Ahead | None:
+        """Decode these sequences one pass ahead of the host; None if the device can't.
+
+        Args:
+            tickets: sequences of the last pass.
+            logits: their logits.
+        """
+        rows = self._decode.replayed
+        if rows is None or not self._is_alone or not can_stay_ahead(tickets):
+            return None
+        return Ahead(rows, tickets, logits, counts=self._passes)

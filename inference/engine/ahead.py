@@ -1,0 +1,109 @@
+"""Decoding one pass ahead of the host: sampled tokens go into the next pass on the GPU.
+
+The host reads the tokens of a pass while the GPU computes the next one. Sequences keep their rows
+meanwhile. A sequence that ended is computed until rows are assigned again; its tokens are dropped.
+
+Dimension names: B sequences, V vocabulary.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from inference.engine.decoder import GraphedRows
+from inference.engine.replay import PassCounts
+from inference.engine.requests import Choice, Ticket
+
+
+class Ahead:
+    """Passes of the same sequences, each sampled and followed by the next on the device.
+
+    Args:
+        rows: repeats the passes; has just computed one.
+        tickets: the sequences of its first rows, for which `can_stay_ahead` holds.
+        logits: of that pass.
+        counts: counts the passes.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        rows: GraphedRows,
+        tickets: Sequence[Ticket],
+        logits: Float[Tensor, "B V"],
+        *,
+        counts: PassCounts,
+    ) -> None:
+        self.tickets = tickets
+        self._rows = rows
+        self._counts = counts
+        self._sampler = tickets[0].sampler
+        longest = max(len(each.request.prompt) + len(each.response.ids) for each in tickets)
+        self._room = rows.longest - longest
+        """Passes until a sequence is longer than the graph's."""
+        state = [
+            (_left(each), each.key, each.request.drawn + len(each.response.ids)) for each in tickets
+        ]
+        words = torch.from_numpy(np.array(state, np.uint64).T.copy().view(np.int64))
+        self._state: Int[Tensor, "3 B"] = words.to(logits.device)
+        """Tokens until its limit, key, and number of the next draw of each sequence."""
+        self._unread: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
+        self._draw(logits)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the tokens of all launched passes are read."""
+        return not self._unread
+
+    @property
+    def has_next(self) -> bool:
+        """Whether another pass pays: few sequences ended, and one of the others needs it."""
+        is_full = 8 * sum(ticket.ended for ticket in self.tickets) <= len(self.tickets)
+        needed = any(not ticket.ended and _left(ticket) > 0 for ticket in self.tickets)
+        return self._room > 0 and is_full and needed
+
+    @torch.inference_mode()
+    def launch(self) -> None:
+        """Compute and sample the next pass, without waiting for the tokens of the last one."""
+        self._room -= 1
+        self._counts.replayed += 1
+        self._draw(self._rows.repeat()[: len(self.tickets)])
+
+    def read(self) -> list[Choice]:
+        """Wait for the oldest pass that was not read, and return its tokens."""
+        tokens, logprobs, event = self._unread.popleft()
+        if event is not None:
+            event.synchronize()
+        return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+
+    def _draw(self, logits: Float[Tensor, "B V"]) -> None:
+        """Sample, copy the tokens into the next pass, and begin to copy them to the host."""
+        left, keys, positions = self._state
+        tokens, logprobs = self._sampler.draw(logits, keys, positions)
+        moves = left.clamp(max=1)  # at its limit, a row that ended repeats its last pass
+        self._rows.advance(tokens, moves)
+        left -= moves
+        positions += 1
+        # Both are copied to pinned memory.
+        tokens, logprobs = (each.to("cpu", non_blocking=True) for each in (tokens, logprobs))
+        event = None
+        if logits.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self._unread.append((tokens, logprobs, event))
+
+
+def _left(ticket: Ticket) -> int:
+    """Most tokens of the response after the next one."""
+    return ticket.request.max_new_tokens - len(ticket.response.ids) - 1
+
+
+def can_stay_ahead(tickets: Sequence[Ticket]) -> bool:
+    """Whether the device can choose all tokens: one sampler, which needs no earlier tokens."""
+    sampler = tickets[0].sampler
+    alike = all(each.sampler is sampler and each.request.num_top is None for each in tickets)
+    return alike and sampler.alters_logits is None
