@@ -1,6 +1,6 @@
 """Continuous batching: sequences have slots, and free slots are refilled while others run."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -123,18 +123,21 @@ class PrefixCache:
         count, _, index = max(counts, default=(0, False, 0))
         return (self._slots[index], count) if count >= REUSE_MIN else (None, 0)
 
-    def is_pending(self, ticket: Ticket, admitted: Sequence[Ticket]) -> bool:
-        """Whether a prompt that is being read will provide a longer prefix than is stored."""
+    def is_pending(self, ticket: Ticket, reading: Mapping[Hashable, Ticket]) -> bool:
+        """Whether a prompt that is being read will provide a longer prefix than is stored.
+
+        Args:
+            ticket: has no slot yet.
+            reading: those whose prompts are being read, by their `identity`.
+        """
         count = self.find(ticket)[1]
         if count == len(ticket.prompt) - 1:
             return False
-        reading = [slot.ticket for slot in self._slots if slot.ticket is not None and slot.left > 0]
-        others = [*reading, *admitted]
         if not self._partial:
-            return any(other.identity == ticket.identity for other in others)
+            return ticket.identity in reading
         shared = [
             common_prefix(other.prompt, ticket.prompt[:-1])
-            for other in others
+            for other in reading.values()
             if other.request.scope == ticket.request.scope
         ]
         return max(shared, default=0) >= count + REUSE_MIN
@@ -187,24 +190,28 @@ class Scheduler:
 
     def admit(self, waiting: Waiting) -> None:
         """Give free slots to the oldest requests; those with a pending prefix stay in the queue."""
+        free = sorted(
+            (slot for slot in self.slots if slot.ticket is None), key=lambda slot: slot.freed_at
+        )
+        reading = {slot.identity: slot.ticket for slot in self._reading if slot.ticket is not None}
         admitted: list[Ticket] = []
-        num_free = sum(slot.ticket is None for slot in self.slots)
-        for ticket in list(islice(waiting, num_free)):
-            if not self._prefixes.is_pending(ticket, admitted):
+        for ticket in list(islice(waiting, len(free))):
+            if not self._prefixes.is_pending(ticket, reading):
                 del waiting[ticket]
                 admitted.append(ticket)
+                reading[ticket.identity] = ticket
         # Reuse a stored sequence before its slot is given to another request.
         for ticket in sorted(admitted, key=lambda ticket: -self._prefixes.find(ticket)[1]):
-            self._place(ticket)
+            self._place(ticket, free)
 
-    def _place(self, ticket: Ticket) -> None:
-        """Give a request a slot, with the longest prefix that is stored."""
+    def _place(self, ticket: Ticket, free: list[Slot]) -> None:
+        """Give a request a slot, the first free one or that of the longest stored prefix."""
         source, count = self._prefixes.find(ticket)
         if source is not None and source.ticket is None and 2 * count >= source.stored:
             slot = source
+            free.remove(slot)
         else:
-            free = [slot for slot in self.slots if slot.ticket is None]
-            slot = min(free, key=lambda slot: (slot is source, slot.freed_at))
+            slot = free.pop(1 if free[0] is source and len(free) > 1 else 0)
             if source is not None and slot is not source:
                 self._cache.copy(source.index, slot.index, count)
         self._prefixes.assign(slot, ticket, stored=count)
@@ -238,9 +245,10 @@ class Scheduler:
 
     def compact(self) -> None:
         """Move the running sequences to the first slots."""
-        count = sum(slot.is_running for slot in self.slots)
-        gaps = [slot for slot in self.slots[:count] if not slot.is_running]
-        late = [slot for slot in self.slots[count:] if slot.is_running]
+        runs = [slot.is_running for slot in self.slots]
+        count = sum(runs)
+        gaps = [self.slots[index] for index in range(count) if not runs[index]]
+        late = [self.slots[index] for index in range(count, len(runs)) if runs[index]]
         for gap, slot in zip(gaps, late, strict=True):
             self._cache.swap((gap.index, slot.index), (gap.length, slot.length))
             gap.index, slot.index = slot.index, gap.index
