@@ -61,7 +61,7 @@ class OpenBatch:
         model: a causal language model, plain or with adapters.
         num_slots: sequences that run at once; halved when memory runs out, which loses no response.
         capacity: most tokens of a sequence, prompt and response.
-        chunk: most prompt tokens of a step.
+        chunk: most prompt tokens of a step; `PREFILL` if not given.
         reuses: whether prompts reuse the longest common prefix with a sequence in a slot, running
             or ended, of the same `scope`; otherwise only equal prompts share.
         passes: counts the passes.
@@ -73,7 +73,7 @@ class OpenBatch:
         *,
         num_slots: int,
         capacity: int,
-        chunk: int = PREFILL,
+        chunk: int | None = None,
         reuses: bool = False,
         passes: PassCounts | None = None,
     ) -> None:
@@ -83,7 +83,8 @@ class OpenBatch:
         plain = base_model(model)
         # If angles depend on the length of a pass, a prompt in pieces differs from the whole.
         fixed = has_fixed_positions(plain)
-        self._chunk, self._reuses = (chunk, reuses) if fixed else (PREFILL, False)
+        most = PREFILL[next(model.parameters()).device.type]
+        self._chunk, self._reuses = (chunk or most, reuses) if fixed else (most, False)
         self.capacity = min(capacity, context_length(plain))
         self._vocabulary = len(cast("nn.Embedding", plain.get_input_embeddings()).weight)
         self._submitted: deque[Ticket] = deque()

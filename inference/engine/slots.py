@@ -228,13 +228,18 @@ class Scheduler:
                 slot.freed_at = self._clock
         self._reading = [slot for slot in self._reading if slot.ticket is not None]
 
-    def next_pieces(self, most: int) -> list[tuple[Slot, int]]:
-        """The slots whose prompts the next pass reads, oldest first, with numbers of tokens."""
+    def next_pieces(self, most: int, *, splits: bool) -> list[tuple[Slot, int]]:
+        """The slots whose prompts the next pass reads, oldest first, with numbers of tokens.
+
+        Without `splits`, the pass reads none but the first of them in part.
+        """
         pieces: list[tuple[Slot, int]] = []
         for slot in self._reading:
             count = min(slot.left, most)
+            if not count or (pieces and count < slot.left and not splits):
+                break
             most -= count
-            pieces += [(slot, count)] if count else []
+            pieces.append((slot, count))
         return pieces
 
     def record_read(self, pieces: Sequence[tuple[Slot, int]]) -> None:
@@ -262,8 +267,9 @@ def common_prefix(one: Int[np.ndarray, " P"], other: Int[np.ndarray, " Q"]) -> i
     return int(differ.argmax()) if differ.any() else count
 
 
-PREFILL = 2048
-"""Prompt tokens of one pass; more would cost memory and not be faster."""
+PREFILL = {"cpu": 2048, "cuda": 8192}
+"""Prompt tokens of one pass; more would cost memory and not be faster. `pipeline/budget/memory.py`
+has the same numbers."""
 
 
 class SlotModel:
@@ -348,7 +354,7 @@ class Slots(Scheduler):
             return
         self.admit(waiting)
         while self.is_reading:
-            self._read(self.next_pieces(chunk))
+            self._read(self.next_pieces(chunk, splits=self.device.type == "cpu"))
             if not is_closed:
                 return
             if not self.is_reading:

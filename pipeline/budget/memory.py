@@ -39,8 +39,8 @@ WHOLE, TILE = 2**26, {"cpu": 2**23, "cuda": 2**26}
 SAMPLED = 16
 """Bytes of each logit while a token is drawn."""
 
-PREFILL, SLOT_BLOCK = 2048, 32
-"""Prompt tokens of a pass, and the granularity of cache slots."""
+PREFILL, SLOT_BLOCK = (2048, 8192), 32
+"""Prompt tokens of a pass on a CPU and on a GPU, and the granularity of cache slots."""
 
 
 @dataclass(frozen=True)
@@ -254,13 +254,13 @@ class _ModelMemory:
         """The cache, the logits that are sampled from, and a pass over prompts."""
         shape = self.model.shape
         longest = min(generation.prompt_length + generation.new_tokens, shape.context)
-        width = -(-longest // SLOT_BLOCK) * SLOT_BLOCK + SLOT_BLOCK
+        width = -(-(longest + 1) // SLOT_BLOCK) * SLOT_BLOCK
         keys = max(1.0, shape.kv_width / generation.tensor_parallel)
         slot = width * 2 * shape.layers * keys * shape.itemsize
         drawn = SAMPLED * shape.vocabulary
         yield Item("kv_cache", generation.slots * slot, least=slot)
         yield Item("logits", generation.slots * drawn, least=drawn)
-        tokens = min(PREFILL, generation.slots * generation.prompt_length)
+        tokens = min(PREFILL[self.machine.has_gpu], generation.slots * generation.prompt_length)
         yield Item("activations", tokens * shape.kept * shape.itemsize)
 
 

@@ -9,9 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from inference.engine.batch import OpenBatch
+from inference.engine.cache import SlotCache
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Request, Response, Ticket
 from inference.engine.sampling import Sampler
+from inference.engine.slots import Scheduler
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.models.hf.load import load_causal_lm
@@ -77,6 +79,21 @@ def test_prefill_of_512_prompts_over_64_slots_takes_at_most_80_passes(
 
     assert len(list(finished)) == 512
     assert passes.prefill <= 80
+
+
+def test_a_pass_reads_whole_prompts_if_it_splits_none() -> None:
+    scheduler = Scheduler(SlotCache(num_slots=4, capacity=40), reuses=False)
+    tickets = [Ticket(asked(range(5, 5 + length))) for length in (6, 5, 4, 31)]
+    scheduler.admit(dict.fromkeys(tickets))
+
+    def lengths(*, splits: bool) -> list[int]:
+        return [count for _, count in scheduler.next_pieces(10, splits=splits)]
+
+    # All tokens of a prompt but the last one are read.
+    assert lengths(splits=True) == [5, 4, 1]
+    assert lengths(splits=False) == [5, 4]
+    scheduler.free(tickets[:3])
+    assert lengths(splits=False) == [10]
 
 
 def test_samples_of_a_prompt_read_it_once(model: PreTrainedModel) -> None:
