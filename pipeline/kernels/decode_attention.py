@@ -269,9 +269,6 @@ WARPS = 4
 KEYS_OF_SPLIT = 128
 """Minimum keys of a split: combining smaller ones costs more than it saves."""
 
-BLOCKS_OF_MULTIPROCESSOR = 4
-"""Blocks that run at once on a multiprocessor, which their registers limit."""
-
 SEQUENCES = 65535
 """Maximum sequences of one launch: the largest third dimension of a grid."""
 
@@ -368,60 +365,32 @@ def launch(
     written into `out` if that is given.
     """
     batch, heads, size = query.shape
-    kv_heads = key.shape[1]
-    shape = Shape(heads // kv_heads, size, query.dtype.itemsize)
+    shape = Shape(heads // key.shape[1], size, query.dtype.itemsize)
+    defines = cuda_macros(query.dtype, shape)
+    kernel = gpu.kernel("decode_attention", "decode_attention", defines)
+    rows, shared_bytes = key.shape[1] * shape.blocks_per_kv, 4 * WARPS * shape.group * (size + 2)
     if num_splits is None:
+        at_once = gpu.num_multiprocessors * kernel.blocks_at_once(32 * WARPS, shared_bytes)
         reach = min(longest, scores.sliding_window or longest)
-        num_splits = choose_splits(batch * kv_heads * shape.blocks_per_kv, reach, gpu)
+        num_splits = choose_splits(batch * rows, reach, at_once)
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     parts = None
     if num_splits > 1:
         parts = out.new_empty((batch, heads, num_splits, size + 2), dtype=torch.float32)
-    params = _params(query, key, value, scores, out, parts, shape=shape, num_splits=num_splits)
-    defines = cuda_macros(query.dtype, shape)
-    kernel = gpu.kernel("decode_attention", "decode_attention", defines)
-    kernel(
-        params,
-        grid=(num_splits, kv_heads * shape.blocks_per_kv, batch),
-        block=(32 * WARPS, 1, 1),
-        shared_bytes=4 * WARPS * shape.group * (size + 2),
-    )
-    if num_splits > 1:
-        combine = gpu.kernel("decode_attention", "decode_attention_combine", defines)
-        combine(params, grid=(heads, batch, 1), block=(size, 1, 1))
-    return out
-
-
-def _params(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Scores,
-    out: Tensor,
-    parts: Tensor | None,
-    *,
-    shape: Shape,
-    num_splits: int,
-) -> Params:
-    """Arguments of the kernels: addresses, strides in elements, sizes."""
-    return Params(
+    strides = {
+        f"{name}_{axis}": tensor.stride(place)
+        for name, tensor in (("query", query), ("out", out), ("key", key), ("value", value))
+        for place, axis in enumerate(("sequence", "head", "token")[: tensor.ndim - 1])
+    }
+    params = Params(
         query=query.data_ptr(),
         key=key.data_ptr(),
         value=value.data_ptr(),
         out=out.data_ptr(),
         parts=None if parts is None else parts.data_ptr(),
         lengths=scores.lengths.data_ptr(),
-        query_sequence=query.stride(0),
-        query_head=query.stride(1),
-        out_sequence=out.stride(0),
-        out_head=out.stride(1),
-        key_sequence=key.stride(0),
-        key_head=key.stride(1),
-        key_token=key.stride(2),
-        value_sequence=value.stride(0),
-        value_head=value.stride(1),
-        value_token=value.stride(2),
+        **strides,
         heads_per_kv=shape.heads_per_kv,
         blocks_per_kv=shape.blocks_per_kv,
         capacity=key.shape[2],
@@ -429,12 +398,20 @@ def _params(
         num_splits=num_splits,
         scale=scores.scaling,
     )
+    grid, block = (num_splits, rows, batch), (32 * WARPS, 1, 1)
+    kernel(params, grid=grid, block=block, shared_bytes=shared_bytes)
+    if num_splits > 1:
+        combine = gpu.kernel("decode_attention", "decode_attention_combine", defines)
+        combine(params, grid=(heads, batch, 1), block=(size, 1, 1))
+    return out
 
 
-def choose_splits(num_blocks: int, num_keys: int, gpu: Gpu) -> int:
-    """The number of parts of the keys of a sequence with which the blocks fill the GPU."""
-    wanted = -(-gpu.num_multiprocessors * BLOCKS_OF_MULTIPROCESSOR // max(num_blocks, 1))
-    return max(1, min(wanted, num_keys // KEYS_OF_SPLIT))
+def choose_splits(num_blocks: int, num_keys: int, at_once: int) -> int:
+    """The number of parts of the keys of a sequence with which the blocks fill the GPU.
+
+    `at_once` is the number of blocks that it runs at once.
+    """
+    return max(1, min(-(-at_once // max(num_blocks, 1)), num_keys // KEYS_OF_SPLIT))
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:

@@ -79,6 +79,11 @@ class Kernel:
             raise torch.OutOfMemoryError(what)
         raise LaunchError(f"{what}; CUDA_LAUNCH_BLOCKING=1 shows whether an earlier kernel failed")
 
+    def blocks_at_once(self, threads: int, shared_bytes: int) -> int:
+        """Blocks that a multiprocessor runs at once: their registers and memory limit them."""
+        occupancy = _bindings("driver").cuOccupancyMaxActiveBlocksPerMultiprocessor
+        return max(1, _checked(occupancy(self._function, threads, shared_bytes)))
+
 
 class Gpu:
     """One GPU and its kernels, which are compiled at their first use."""

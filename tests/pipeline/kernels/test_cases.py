@@ -33,7 +33,7 @@ def test_the_kernel_computes_what_the_definition_does(
 
 @pytest.mark.grid
 @pytest.mark.parametrize(
-    ("name", "case"), [each for each in GRID if each not in QUICK][::8], ids=str
+    ("name", "case"), [each for each in GRID if each not in QUICK][::7], ids=str
 )
 def test_the_kernel_computes_what_the_definition_does_everywhere(
     name: str, case: Any, emulator: Emulator

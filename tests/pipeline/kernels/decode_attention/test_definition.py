@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.decode_attention import Scores, decode_attention
+from pipeline.kernels.decode_attention import Scores, choose_splits, decode_attention
 
 
 def tensors(heads: int = 4, kv_heads: int = 2, size: int = 64) -> tuple[torch.Tensor, ...]:
@@ -32,3 +32,11 @@ def test_each_sequence_attends_to_its_own_keys_as_in_pytorch() -> None:
             enable_gqa=True,
         )
         torch.testing.assert_close(out[row], expected[:, 0])
+
+
+def test_keys_are_split_until_the_blocks_that_registers_allow_fill_the_gpu() -> None:
+    # 132 multiprocessors with two blocks each run 4.1 parts of 64 blocks, with four 8.3.
+    assert choose_splits(64, 4096, at_once=132 * 2) == 5
+    assert choose_splits(64, 4096, at_once=132 * 4) == 9
+    assert choose_splits(64, 300, at_once=132 * 4) == 2  # of at least 128 keys
+    assert choose_splits(2048, 4096, at_once=132 * 4) == 1

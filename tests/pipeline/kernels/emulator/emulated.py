@@ -132,6 +132,11 @@ class EmulatedKernel(Kernel):
         if failed:
             raise LaunchError(emulator.library.emulator_error().decode())
 
+    def blocks_at_once(self, threads: int, shared_bytes: int) -> int:
+        """What 255 registers a thread allow of 65,536, as on a GPU."""
+        del shared_bytes
+        return 65536 // (255 * threads)
+
 
 class _Made(TorchDispatchMode):
     """Reports every tensor that PyTorch makes."""
