@@ -60,14 +60,9 @@ def words_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler:
+class Sampler(Draw):
     """Chooses the next token; `inference/settings.py` describes the settings."""
 
-    temperature: float
-    seed: int
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
     repetition_penalty: float = 1.0
 
     presence_penalty: float = 0.0
@@ -151,17 +146,10 @@ class Sampler:
         self, logits: Float[Tensor, "B V"], keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
         """The same where `alters_logits` is None, all on the device, which is not waited for."""
-        draw = Draw(
-            seed=self.seed,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-        )
         gpu = sampling.kernel_for(logits)
         if gpu is None:
-            return sampling.reference_sample(logits, keys, positions, draw)
-        return sampling.launch(logits, keys, positions, draw, gpu=gpu)
+            return sampling.reference_sample(logits, keys, positions, self)
+        return sampling.launch(logits, keys, positions, self, gpu=gpu)
 
     def _allowed(
         self,
