@@ -10,7 +10,7 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from pipeline.kernels.decode_attention import (
     Scores,
     decode_attention,
     kernel_for,
-    prepare,
     sequence_attention,
 )
 from pipeline.models.forward.attention import KEY_BLOCK, attend_causally, round_up
@@ -149,8 +148,11 @@ class SlotCache(Cache):
 class NextToken:
     """Attention of one token of each of the first B slots to the tokens up to itself.
 
-    More rows than slots are padding; their result is 0.
+    More rows than slots are padding; their result is 0, unless there is `out`.
     """
+
+    is_live = False
+    """Whether lengths are read on the device only."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = lengths
@@ -173,17 +175,21 @@ class NextToken:
         """Attention by a kernel if there is one, else by PyTorch; into `out` if given."""
         del dropout  # generation has none
         rows = query[0].transpose(0, 1)  # (N, H, D)
-        if kernel_for(rows, key, value) is not None:
-            return attend_by_kernel(
-                rows,
-                key,
-                value,
-                self.ends(min(len(rows), len(key))),
-                scaling=scaling,
+        if self.is_live or kernel_for(rows, key, value) is not None:
+            count = min(len(rows), len(key))
+            if out is None:
+                out = rows.new_empty(1, *rows.shape)
+                if count < len(rows):
+                    out[0, count:] = 0.0
+            scores = Scores(
+                lengths=self.ends(count),
+                scaling=rows.shape[2] ** -0.5 if scaling is None else scaling,
                 sliding_window=sliding_window,
-                longest=max(self.lengths),
-                out=None if out is None else out[0],
-            )[None]
+            )
+            longest = min(max(self.lengths), key.shape[2])
+            first = (rows[:count], key[:count], value[:count])
+            decode_attention(*first, scores, longest=longest, out=out[0, :count])
+            return out
         count, longest = len(self.lengths), round_up(max(self.lengths), KEY_BLOCK)
         if sliding_window not in self._masks:
             self._masks[sliding_window] = self._mask(sliding_window, query.dtype)
@@ -211,67 +217,6 @@ class NextToken:
         hidden = (keys >= ends) | (keys < ends - (sliding_window or len(keys)))
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
         return mask.masked_fill_(hidden, -math.inf)[:, None, None, :]
-
-
-def attend_by_kernel(
-    query: Float[Tensor, "N H D"],
-    key: Float[Tensor, "S G M D"],
-    value: Float[Tensor, "S G M D"],
-    ends: Int[Tensor, " K"],
-    *,
-    scaling: float | None,
-    sliding_window: int | None,
-    longest: int,
-    out: Float[Tensor, "N H D"] | None = None,
-) -> Float[Tensor, "N H D"]:
-    """Attention of each row to the keys of the slot with its index, before that slot's end.
-
-    Rows beyond the slots are padding; their result is 0 if `out` is not given.
-    """
-    count = min(len(query), len(key))
-    if out is None:
-        out = query.new_empty(query.shape)
-        if count < len(query):
-            out[count:].zero_()
-    decode_attention(
-        query[:count],
-        key[:count],
-        value[:count],
-        Scores(
-            lengths=ends[:count],
-            scaling=query.shape[2] ** -0.5 if scaling is None else scaling,
-            sliding_window=sliding_window,
-        ),
-        longest=longest,
-        out=out[:count],
-    )
-    return out
-
-
-def prepare_attention(
-    query: Float[Tensor, "1 H N D"],
-    key: Float[Tensor, "S G M D"],
-    value: Float[Tensor, "S G M D"],
-    out: Float[Tensor, "1 N H D"],
-    *,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Callable[[NextToken], None] | None:
-    """`NextToken.attend` by the CPU's kernel, prepared for repeated calls on this memory.
-
-    None if there is no such kernel.
-    """
-    rows = query[0].transpose(0, 1)
-    count = min(len(rows), len(key))
-    call = prepare(
-        rows[:count],
-        key[:count],
-        value[:count],
-        out[0, :count],
-        scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-    )
-    return None if call is None else lambda layout: call(layout.ends(count))
 
 
 class Piece(NamedTuple):

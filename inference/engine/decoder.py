@@ -10,12 +10,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from inference.engine.cache import NextToken, attend_by_kernel
+from inference.engine.cache import NextToken
 from inference.engine.replay import (
     Column,
     Pass,
@@ -57,44 +58,28 @@ Agree = Callable[[bool], bool]
 """Whether all processes of the tensor-parallel group pass True; all of them call it."""
 
 
-class LiveKeys:
-    """Attention of one token of each sequence to the tokens of its slot up to itself.
+class LiveKeys(NextToken):
+    """Attention with lengths on the GPU: a graph is replayed with others, up to `longest`."""
 
-    Lengths are read on the GPU, so that a graph can be replayed with others, up to `longest`.
-    """
+    is_live = True
 
     def __init__(self, num_rows: int, longest: int, device: torch.device) -> None:
-        self.ends: Int[Tensor, " N"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.longest = longest
+        super().__init__([longest], device)
+        self.live: Int[Tensor, " N"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
-    def attend(
-        self,
-        query: Float[Tensor, "1 H N D"],
-        key: Float[Tensor, "S G M D"],
-        value: Float[Tensor, "S G M E"],
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        dropout: float,
-    ) -> Float[Tensor, "1 N H E"]:
+    def ends(self, count: int) -> Int[Tensor, " B"]:
+        """One past the last key of each of `count` slots."""
+        return self.live[:count]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:  # noqa: ANN401
         """Attention by the kernel.
 
         Raises:
             ReplayError: there is no kernel for it on this GPU.
         """
-        del dropout  # generation has none
-        rows = query[0].transpose(0, 1)
-        if query.is_cuda and kernel_for(rows, key, value) is None:
+        if query.is_cuda and kernel_for(query[0].transpose(0, 1), key, value) is None:
             raise ReplayError("there is no attention kernel for the model")
-        return attend_by_kernel(
-            rows,
-            key,
-            value,
-            self.ends,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            longest=min(self.longest, key.shape[2]),
-        )[None]
+        return super().attend(query, key, value, **settings)
 
 
 class GraphedRows(ReplayedRows):
@@ -135,7 +120,7 @@ class GraphedRows(ReplayedRows):
         self._numbers.copy_(self._staged, non_blocking=True)
 
     def _by_modules(self) -> Float[Tensor, "N V"]:
-        self._layout.ends.copy_(self._numbers[3])
+        self._layout.live.copy_(self._numbers[3])
         return self._modules(self._numbers[:3], self._layout)
 
     def _record(self) -> Float[Tensor, "N V"]:

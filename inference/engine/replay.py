@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.engine.cache import NextToken, prepare_attention
+from inference.engine.cache import NextToken
 from pipeline.kernels.choice import kernel_mode
+from pipeline.kernels.decode_attention import prepare as prepare_attention
 from pipeline.kernels.elementwise import prepare_norm, prepare_rotation, prepare_silu_product
 from pipeline.kernels.linear import Linear, linear, prepare
 from pipeline.models.forward.attention import Layout
@@ -505,17 +506,10 @@ class CurrentLayout:
     ) -> Float[Tensor, "1 N H E"]:
         """Attention of the current pass."""
         again: Callable[[NextToken], object] | None = None
+        settings: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window}
 
         def attend(layout: NextToken, out: Tensor | None = None) -> Tensor:
-            return layout.attend(
-                query,
-                key,
-                value,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                dropout=dropout,
-                out=out,
-            )
+            return layout.attend(query, key, value, dropout=dropout, out=out, **settings)
 
         def compute(out: Tensor | None) -> Tensor:
             nonlocal again
@@ -523,9 +517,14 @@ class CurrentLayout:
             if out is None:
                 return attend(self.layout)
             if again is None:
-                again = prepare_attention(
-                    query, key, value, out, scaling=scaling, sliding_window=sliding_window
-                ) or partial(attend, out=out)
+                rows = query[0].transpose(0, 1)
+                count = min(len(rows), len(key))
+                tensors = (rows[:count], key[:count], value[:count], out[0, :count])
+                settings["scaling"] = query.shape[3] ** -0.5 if scaling is None else scaling
+                call = prepare_attention(*tensors, **settings)
+                again = partial(attend, out=out)
+                if call is not None:
+                    again = lambda layout: call(layout.ends(count))  # noqa: E731
             again(self.layout)
             return out
 
