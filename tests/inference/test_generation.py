@@ -6,10 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from inference.engine import batch
-from inference.engine.requests import Request
-from inference.engine.sampling import Sampler
-from inference.generation import generate, run_closed
+from inference.generation import generate
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
@@ -172,28 +169,3 @@ def test_two_processes_sample_what_one_does(tmp_path: Path) -> None:
     first, second = run_ranks(share_of_this_process, tmp_path)
 
     assert {**first, **second} == sampled_share(0, 1, tmp_path)
-
-
-def count_tokens(model: PreTrainedModel) -> list[int]:
-    """Tokens of each forward pass from now on."""
-    counts: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _, __, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
-    return counts
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_a_long_prompt_is_read_in_pieces(family: str, tmp_path: Path) -> None:
-    model = loaded(family, tmp_path)
-    whole = generate(model, PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[2], seed=0)
-    counts = count_tokens(model)
-    greedy = Sampler(temperature=0.0, seed=0, stop_ids=(2,))
-    requests = [Request(tuple(prompt), greedy, 0, 8) for prompt in PROMPTS]
-
-    opened = batch.OpenBatch(model, num_slots=len(PROMPTS), capacity=20, chunk=5)
-    pieces = {each.index: each.response for each in run_closed(opened, requests, None, None)}
-
-    # Up to 5 tokens of prompts, or one of each running sequence.
-    assert max(counts) == len(PROMPTS) == 6
-    assert [pieces[row].ids for row in range(len(PROMPTS))] == [each.ids for each in whole]
