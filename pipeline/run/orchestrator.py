@@ -139,7 +139,7 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
 
 
 def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
-    """Run the step's processes; while memory runs out, again with half the micro-batch.
+    """Run the step's processes; while memory runs out, again with half as much at once.
 
     From its newest checkpoint on: the mathematics is the same, and nothing is left of the state
     that ran out of memory.
@@ -155,12 +155,17 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
         remark(f"{stage.title} ran out of memory: the plan was {planned}{took}")
         if config.micro_batch_size == 1:
             return ending
-        config, goes_on = replace(config, micro_batch_size=config.micro_batch_size // 2), True
-        size = f"micro_batch_size {config.micro_batch_size}"
-        command = [*plan.command(stage), *f"--{size}".split()]
+        sizes = {
+            name: max(1, getattr(config, name) // 2)
+            for name in ("micro_batch_size", "generation_batch_size")
+            if hasattr(config, name)
+        }
+        config, goes_on = replace(config, **sizes), True
+        command = [*plan.command(stage), *(f"--{name}={size}" for name, size in sizes.items())]
+        settings = " ".join(f"--{stage.prefix}.{name} {size}" for name, size in sizes.items())
         remark(
-            f"{stage.title} continues with --{stage.prefix}.{size}; the result is the same, in less"
-            " memory and more time"
+            f"{stage.title} continues with {settings}; the result is the same, in less memory and"
+            " more time"
         )
 
 

@@ -182,13 +182,16 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_half_the_micro_batch(
     monkeypatch.setenv("FITS", "3")
     monkeypatch.setenv("GROUP", str(request.getfixturevalue("narrow")) if killed else "")
 
-    run(tmp_path, "--step", "1", "--sft.micro_batch_size", "8")
+    monkeypatch.setenv("TOY_STEP", "step3_ppo")
+    run(tmp_path, "--ppo.micro_batch_size", "8", "--ppo.generation_batch_size", "20")
 
-    assert (tmp_path / "step1_sft" / "tried").read_text() == "8 4 2 "
-    assert (tmp_path / "step1_sft" / "result.json").is_file()
+    directory = tmp_path / "step3_ppo"
+    assert (directory / "tried").read_text() == "8 4 2 "
+    assert "generation_batch_size: 5\n" in (directory / "config.yaml").read_text()
+    assert (directory / "result.json").is_file()
     said = capfd.readouterr().err
     assert ("cannot allocate 7 GiB" in said) == (not killed)
-    assert "step 1 continues with --sft.micro_batch_size 2" in said
+    assert "step 3 continues with --ppo.micro_batch_size 2 --ppo.generation_batch_size 5;" in said
     sizes = r"the plan was about ([\d.]+) MiB .* largest process reached ([\d.]+) ([MG])iB"
     reached = [
         float(size) * (1024 if unit == "G" else 1)
