@@ -1,15 +1,16 @@
-"""Sums that a program checks: how far does each method of step 3 take a model of sums?
+"""An exact-match benchmark on sums: how much does each method of step 3 improve the model?
 
     python -m benchmarks.arithmetic --out DIR [--seeds 1 2 3] [--methods grpo rloo raft] \
         [--digits 2] [--rows 8100] [--options "--ppo.max_steps 300 --sft.max_steps 3000"]
 
 For each seed the sums, their demonstrations (right in half), the base model's random weights and
 all draws of training are that seed's. `train.py --config arithmetic-grpo.yaml` then runs step 1
-once and step 3 by each method, with `--options` after the preset's settings. What DIR already holds
-is kept, so that an interrupted command resumes where it stopped.
+once and step 3 by each method, with `--options` after the preset's settings. Results already in DIR
+are kept, so an interrupted command resumes where it stopped.
 
 The table has exact match on 512 sums that no step trained on, sampled (temperature 1) and greedy,
-of step 1's model and of the exported actor. The share of grpo's gain is that of the sampled rate.
+of step 1's model and of the exported actor. Gains are given as a share of grpo's, by the sampled
+rate.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def write_sums(directory: Path, seed: int, *, digits: int, rows: int) -> None:
-    """The rows and the base model of a seed, where they are not there."""
+    """Write the rows and the base model of a seed unless they exist."""
     if (directory / "sums").is_dir():
         return
     words = ["--digits", str(digits), "--rows", str(rows), "--seed", str(seed)]
@@ -61,7 +62,7 @@ def write_sums(directory: Path, seed: int, *, digits: int, rows: int) -> None:
 
 
 def train(directory: Path, seed: int, methods: Sequence[str], options: Sequence[str]) -> None:
-    """Step 1, and step 3 by each method; what is finished is skipped."""
+    """Run step 1, then step 3 with each method; skip finished runs."""
     words = ["--config", "arithmetic-grpo.yaml", "--method", *methods, "--seed", str(seed)]
     words += ["--actor-model", str(directory / "base"), "--data-path", str(directory / "sums")]
     words += ["--output-dir", str(directory / "run"), "--resume", *options]
@@ -69,7 +70,7 @@ def train(directory: Path, seed: int, methods: Sequence[str], options: Sequence[
 
 
 def run(*words: str, log: Path) -> None:
-    """A command of the project, what it prints appended to the log."""
+    """Run a command of the project and append its output to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with log.open("a") as file:
@@ -86,7 +87,7 @@ def run(*words: str, log: Path) -> None:
 
 
 def lines(directory: Path, seed: int, methods: Sequence[str]) -> list[str]:
-    """A line of the table for each method."""
+    """One table line per method."""
     first = result(directory / "step1_sft")
     by_method = {method: result(step_of(directory, method)) for method in methods}
     grpo = gain(by_method["grpo"]) if "grpo" in by_method else None
@@ -122,7 +123,7 @@ def percent(share: float | None) -> str:
 
 
 def gain(outcome: Mapping[str, Any]) -> float:
-    """How far the rate of right responses, sampled, rose over step 1's."""
+    """Increase of the sampled exact-match rate over step 1."""
     figures = outcome["eval"]
     return figures["sampled_reward_after"] - figures["sampled_reward_before"]
 

@@ -1,4 +1,4 @@
-"""The training engine against DDP, FSDP2 and DeepSpeed ZeRO: speed and memory, side by side.
+"""The training engine against DDP, FSDP2 and DeepSpeed ZeRO: speed and memory.
 
     pip install deepspeed           # in a separate environment, with the same torch
     python -m benchmarks.engine --deepspeed-python PATH [--precisions bf16 fp32] [--rounds 3]
@@ -6,18 +6,18 @@
 
 Two gloo processes of one thread each train a Llama of 25.3M parameters on the same token ids, one
 micro-batch of 4 sequences of 256 tokens each to a step. Every system runs in separate processes,
-and each round visits every system once, so that a slow minute of the machine hits all. Tokens per
-second are those of the median step, of the median round; a ratio is taken within each round, and
-its median is shown.
+and each round visits every system once, so that a slow minute of the machine affects all. Tokens
+per second are those of the median step, of the median round; a ratio is taken within each round,
+and its median is shown.
 
-CPU ms is processor time of one process in a step, of all its threads, polling included: what is
-left to compare where others load the machine.
+CPU ms is processor time of one process in a step, of all its threads, polling included: the figure
+to compare if the machine is shared.
 
-Bytes are of the tensors on the process that has most: live ones between steps, and at the highest
-moment of a step (`benchmarks/memory.py` says how they are counted). Peers keep their defaults where
-`benchmarks/engine_systems.py` doesn't say otherwise: in bf16 DDP, FSDP2 and DeepSpeed add
-gradients in bf16, the engine in fp32. The engine keeps freed memory; set
-MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=100000000000 to give that to all of them.
+Bytes are those of the tensors on the process with the most: alive between steps, and at the peak of
+a step (`benchmarks/memory.py` explains the counting). Peers keep their defaults where
+`benchmarks/engine_systems.py` doesn't say otherwise: in bf16 DDP, FSDP2 and DeepSpeed add gradients
+in bf16, the engine in fp32. The engine keeps freed memory; set MALLOC_MMAP_MAX_=0 and
+MALLOC_TRIM_THRESHOLD_=100000000000 to give that to all of them.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def batches(args: argparse.Namespace, rank: int) -> list[Tensor]:
 
 
 def measure(step: Step, ids: list[Tensor]) -> dict[str, float]:
-    """Time the steps; then weigh the tensors after one and during one."""
+    """Time the steps, then measure the bytes of tensors after one step and during another."""
     for batch in ids[:WARM_UP]:
         step(batch)
     reset_peak_rss()
@@ -122,7 +122,7 @@ def run_inside(args: argparse.Namespace) -> None:
 
 
 def find_deepspeed(python: str | None) -> tuple[str, str] | None:
-    """Versions, and which Adam to use: DeepSpeed's own, if it can be built there."""
+    """Versions, and which Adam to use: DeepSpeed's own if it can be built."""
     if python is None:
         print("DeepSpeed is skipped: --deepspeed-python names no interpreter that has it")
         return None
@@ -139,7 +139,7 @@ def find_deepspeed(python: str | None) -> tuple[str, str] | None:
 
 
 def call(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run to the end, in the same surroundings each time: other ones have DeepSpeed build again."""
+    """Run to completion in a fixed environment; a different one makes DeepSpeed rebuild."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     # DeepSpeed builds with the ninja of the interpreter's environment.
     environment["PATH"] = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
@@ -147,14 +147,14 @@ def call(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
+    """The last line that is not blank."""
     return (text.strip().splitlines() or ["no output"])[-1]
 
 
 def run(
     args: argparse.Namespace, system: str, precision: str, adam: str
 ) -> dict[str, float] | None:
-    """Run one system once; None, with a sentence, where it fails."""
+    """Run one system once; return None, and print the reason, if it fails."""
     python = args.deepspeed_python if system in DEEPSPEED else sys.executable
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
@@ -190,7 +190,7 @@ def show(values: list[float]) -> str:
 
 
 def table(rounds: Rounds) -> str:
-    """Markdown: one row for each system; the ratios are the system's tokens/s to the peer's."""
+    """A Markdown table with one row per system; ratios are the system's tokens/s to the peer's."""
     same = "DeepSpeed's stage"
     columns = ["system", "tokens/s", "range", "CPU ms", "MiB live", "MiB peak", "MiB RSS peak"]
     columns += [f"x {peer}" for peer in (*DDP, *FSDP2)] + [f"x {same}", f"bytes / {same}"]
@@ -214,7 +214,7 @@ def table(rounds: Rounds) -> str:
 
 
 def compare(args: argparse.Namespace, precision: str, adam: str, systems: list[str]) -> Rounds:
-    """Visit every system once a round."""
+    """Run every system once per round."""
     rounds: Rounds = {system: [] for system in systems}
     for number in range(args.rounds):
         for system in list(rounds):
@@ -234,7 +234,7 @@ def compare(args: argparse.Namespace, precision: str, adam: str, systems: list[s
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the options, run, print the tables and write everything."""
+    """Parse the options, run, print the tables and write the results."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,7 +1,7 @@
 """The engine on one GPU: its overhead over plain PyTorch.
 
     bash scripts/measure_gpu.sh [--output DIRECTORY]
-    bash scripts/measure_gpu.sh --tiny --device cpu     # the same course with a toy, anywhere
+    bash scripts/measure_gpu.sh --tiny --device cpu     # the same with a tiny model, anywhere
 
 Trains OPT-1.3B with random weights in bf16, with fp32 masters, clipping and fused AdamW: a plain
 loop against stages 0 to 3 and offload, each in a separate process. Nothing is downloaded.
@@ -54,7 +54,7 @@ def build_model(args: argparse.Namespace) -> Any:  # noqa: ANN401
 
 
 def compute_loss(model: Callable[..., Any], ids: Any) -> Any:  # noqa: ANN401
-    """Mean loss of the next tokens."""
+    """Mean next-token loss."""
     from torch.nn import functional as F
 
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
@@ -71,7 +71,7 @@ def random_ids(args: argparse.Namespace) -> Any:  # noqa: ANN401
 
 
 def wait(device: str) -> None:
-    """Until the device has done what its queue holds."""
+    """Synchronize with the device."""
     import torch
 
     if device == "cuda":
@@ -130,7 +130,7 @@ def engine_step(model: Any, system: str) -> Callable[[Any], None]:  # noqa: ANN4
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of a step, and the most memory that PyTorch held."""
+    """Median seconds per step, and peak memory reserved by PyTorch."""
     import torch
 
     model, ids = build_model(args), random_ids(args)
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace, system: str) -> dict[str, float]:
 
 
 def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Alternate the systems; the overhead is taken within each round."""
+    """Alternate the systems; overhead is computed within each round."""
     rounds: dict[str, list[dict[str, float]]] = {system: [] for system in ("plain", *args.systems)}
     for _ in range(args.rounds):
         for system, figures in rounds.items():
@@ -190,7 +190,7 @@ def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the options, measure, print the table and write it."""
+    """Parse the options, measure, print the table and write it."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,8 +1,8 @@
 """The systems that `benchmarks.engine` compares, each as one function that trains one step.
 
-All compute one micro-batch of one loss, sum its gradient over processes, clip its norm to 1 and run
-AdamW. In bf16 all have fp32 masters and moments, except `ddp-bf16`, which updates bf16 weights
-with bf16 moments: less memory and less work, and not the same training.
+Each runs one micro-batch with the same loss, sums the gradient over processes, clips its norm to 1
+and runs AdamW. In bf16 all have fp32 masters and moments, except `ddp-bf16`, which updates bf16
+weights with bf16 moments: less memory and work, but numerically different training.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def build_model(*, tiny: bool) -> nn.Module:
 
 
 def compute_loss(model: Callable[..., Any], ids: Tensor) -> Tensor:
-    """Mean loss of the next tokens."""
+    """Mean next-token loss."""
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
     return F.cross_entropy(logits.float(), ids[:, 1:].flatten())
 

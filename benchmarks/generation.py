@@ -1,17 +1,17 @@
 """Generation against `generate` of transformers: same model, prompts, tokens, precision.
 
     python -m benchmarks.generation [--precisions fp32 bf16] [--rounds 5] [--threads 2]
-    python -m benchmarks.generation --tiny      # the same course with responses of a few tokens
+    python -m benchmarks.generation --tiny      # the same cases with responses of a few tokens
     python -m benchmarks.generation --model DIR --batches 1 16 --longest 64 --precisions fp32
 
 A Llama of 15M parameters with random weights answers prompts of 64 tokens greedily. The first cases
 have responses of 128 tokens each; the last has 64 prompts whose responses are 8 to 128 tokens long,
-as responses that end by themselves are. The two sides alternate within one run, after one round
-each that doesn't count; a figure is the median over rounds of response tokens per second. The last
-column counts responses whose tokens are the same, which part where two tokens are equally likely
-but for rounding, and the one before it the share of our decoding passes that came from graphs or
-traces. With `--model` the prompts are 56 tokens of this repository's documentation, and all
-responses have the same length.
+as if they ended with an end token. The two sides alternate within one run, after one warm-up round
+each; a figure is the median over rounds of response tokens per second. The last column counts
+responses with identical tokens (others diverge where two tokens are equally likely up to rounding),
+the one before it is the share of our decoding passes replayed from graphs or traces. With `--model`
+the prompts are 56 tokens of this repository's documentation, and all responses have the same
+length.
 """
 
 import argparse
@@ -86,7 +86,7 @@ class RowLengths(StoppingCriteria):
         scores: tuple[torch.Tensor] | None,  # noqa: ARG002
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> torch.BoolTensor:
-        """Return the rows that reach the length limit."""
+        """Return the rows that have reached their length limit."""
         done = self.lengths.to(input_ids.device) <= input_ids.shape[1]
         return cast("torch.BoolTensor", done)
 
@@ -96,7 +96,7 @@ def answer_with_transformers(
     prompts: Responses,
     lengths: Sequence[int],
 ) -> Responses:
-    """Greedy responses in one batch, which runs until its longest row has ended."""
+    """Greedy responses of one batch, which runs until its longest row ends."""
     ids = torch.tensor(prompts, device=model.device)
     settings = GenerationConfig(
         max_new_tokens=max(lengths), do_sample=False, eos_token_id=None, pad_token_id=2
@@ -122,7 +122,7 @@ def answer_with_ours(
     *,
     slots: int,
 ) -> Responses:
-    """Greedy responses of the engine, which gives a slot back when its response ends."""
+    """Greedy responses of the engine, which frees a slot when its response ends."""
     finished = generate_each(
         model,
         prompts,
@@ -139,7 +139,7 @@ def answer_with_ours(
 def compare(
     sides: Sequence[Callable[[], Responses]], *, rounds: int, clock: Callable[[], float]
 ) -> tuple[list[list[float]], list[Responses]]:
-    """Seconds of each side in each round, and what each side answered."""
+    """Seconds per round for each side, and the responses of each."""
     responses = [side() for side in sides]
     seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> None:
 def measured(
     directory: Path, device: torch.device, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Each case of each precision."""
+    """Measure every case in every precision."""
     course = TINY if args.tiny else Course()
     if args.model is not None:
         course = Course(longest=args.longest, batches=args.batches or BATCHES, spread=0)
@@ -249,7 +249,7 @@ def format_line(row: Mapping[str, Any]) -> list[str]:
 
 
 def load() -> str:
-    """Processes that wanted a core in the last minute, five and fifteen."""
+    """Load averages over 1, 5 and 15 minutes."""
     cores = os.cpu_count()
     return f"{', '.join(f'{number:.1f}' for number in os.getloadavg())} on {cores} cores"
 

@@ -1,13 +1,13 @@
-"""AdamW on the CPU against PyTorch, and DeepSpeed where it is installed, side by side.
+"""AdamW on the CPU against PyTorch's and, if installed, DeepSpeed's.
 
     python -m benchmarks.kernels [--parameters 10000000 100000000] [--rounds 24]
     python -m benchmarks.kernels --quick
 
-Each round runs every implementation once, starting with another one than the round before, and
-times the second of two steps. `mixed` is an optimizer step in mixed precision: bf16 gradient to
-fp32 times a clip coefficient, AdamW on fp32 masters and moments, weights rounded to bf16; `split`
-stores the master as these weights and 16 more bits; `bf16-moments` stores the Adam moments in bf16.
-Ratios are taken within a round.
+Each round runs every implementation once, each time starting with the next one, and times the
+second of two steps. `mixed` is an optimizer step in mixed precision: bf16 gradient to fp32 times a
+clip coefficient, AdamW on fp32 masters and moments, weights rounded to bf16; `split` stores the
+master as these weights and 16 more bits; `bf16-moments` stores the Adam moments in bf16. Ratios are
+taken within a round.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def our_step(numel: int, form: str) -> Step:
 
 
 def composed_step(numel: int, form: str, make: Callable[..., torch.optim.Optimizer]) -> Step:
-    """One step of an optimizer; in mixed precision with a pass for each conversion around it."""
+    """One step of an optimizer; mixed precision adds a pass per conversion around it."""
     param = nn.Parameter(torch.randn(numel))
     optimizer = make([param], **SETTINGS)
     param.grad = torch.randn(numel)
@@ -118,7 +118,7 @@ def measure_adamw(form: str, *, parameters: int, rounds: int) -> dict[str, list[
 
 
 def rotated(items: list[T], number: int) -> list[T]:
-    """The items in their order, starting with another one for each number."""
+    """The items, rotated so that each round starts with the next one."""
     first = number % len(items)
     return items[first:] + items[:first]
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels against PyTorch, and what the GPU's memory allows. Needs a GPU, takes minutes.
+"""The CUDA kernels against PyTorch and the memory bandwidth of the GPU. Takes minutes.
 
     python -m benchmarks.kernels_gpu [--output DIRECTORY] [--tiny]
 
@@ -44,7 +44,7 @@ _foreach_mul_, _foreach_copy_, _fused_adamw_ = (
 
 
 def median_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median seconds of one of the calls, which differ in their memory alone."""
+    """Median seconds per call; the calls differ only in the memory they use."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -132,7 +132,7 @@ def _step_of_pytorch(shards: Sequence[Shard]) -> Callable[[], None]:
 
 
 def time_attention(gpu: Gpu, bandwidth: float, *, tiny: bool) -> Iterator[Row]:
-    """A new token of each sequence, in bf16, all of one length."""
+    """One new token for each sequence, in bf16, with equal sequence lengths."""
     shapes = [(1, 20)] if tiny else [(64, 512), (16, 2048), (1, 2048), (64, 2048), (16, 8192)]
     for batch, length in shapes:
         for model, (heads, kv_heads, size) in HEADS.items():

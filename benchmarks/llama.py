@@ -1,4 +1,4 @@
-"""The Llama of 15M parameters that steps and generation are measured with."""
+"""The 15M-parameter Llama used to measure steps and generation."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ VOCABULARY = 32_000
 
 
 def save_llama(directory: str | Path, *, context: int = 512) -> None:
-    """Save it with random weights: hidden 288, 6 layers, tied embeddings."""
+    """Save the model with random weights: hidden 288, 6 layers, tied embeddings."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

@@ -13,8 +13,8 @@ from torch import Tensor
 def live_bytes() -> float:
     """Bytes of the tensors that are alive now on this process, each storage once.
 
-    Garbage collection finds the tensors, and their gradients. Memory that processes share as files
-    counts by the pages that were written, once for all processes and divided among them.
+    Garbage collection finds the tensors, and their gradients. Pages of shared-memory files that
+    were written count once, divided among the processes.
     """
     gc.collect()
     shared = _shared_ranges()
@@ -33,10 +33,10 @@ def live_bytes() -> float:
 
 
 def measure_peak_bytes(step: Callable[[], None]) -> float:
-    """Most bytes that tensors take at any moment of one step: what lives, and what it allocates.
+    """Peak bytes of tensors during one step: live tensors plus the step's allocations.
 
-    The profiler reports each allocation and release. Memory that a collective's library takes for
-    itself is not seen; the peak of the resident set has it.
+    The profiler reports each allocation and release. Internal buffers of collective libraries are
+    not included; peak RSS includes them.
     """
     before = live_bytes()
     with torch.profiler.profile(
@@ -59,12 +59,12 @@ def measure_peak_bytes(step: Callable[[], None]) -> float:
 
 
 def reset_peak_rss() -> None:
-    """Forget the peak so far."""
+    """Reset the peak RSS."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_rss() -> int:
-    """Most bytes of memory that the process had since the reset, pages shared with others too."""
+    """Peak RSS since the last reset, shared pages included."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -72,12 +72,12 @@ def peak_rss() -> int:
 
 
 def _shared_ranges() -> list[tuple[int, int]]:
-    """Addresses at which files that live in memory alone are mapped."""
+    """Address ranges of mapped shared-memory files."""
     return [(start, end) for start, end, _ in _shared_mappings()]
 
 
 def _shared_mappings() -> list[tuple[int, int, int]]:
-    """First and last address and inode of each mapping of a file that lives in memory alone."""
+    """Start, end and inode of each mapping of a shared-memory file."""
     found: list[tuple[int, int, int]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:" in line:
@@ -88,7 +88,7 @@ def _shared_mappings() -> list[tuple[int, int, int]]:
 
 
 def _shared_bytes() -> float:
-    """This process's share of the pages of those files that it has mapped."""
+    """This process's share of the pages of mapped shared-memory files."""
     sizes: dict[int, int] = {}
     for link in Path("/proc/self/fd").iterdir():
         try:

@@ -5,12 +5,12 @@
            [--deepspeed-python PATH --deepspeed-chat DIR]
 
 DIR holds the package `dschat` of DeepSpeedExamples (applications/DeepSpeed-Chat), PATH is a Python
-that has deepspeed. All sides answer the same 8 prompts of 128 tokens with 64 new ones an iteration
-and learn from them in one step with Llamas of 15M parameters: actor, reference, critic and reward
-model. TRL has no PPO any more: its GRPOTrainer has no critic to train, and samples 2 responses to
-each of 4 prompts; ours does the same by `method: grpo`, in addition to PPO. The sides alternate
-within one run, each round in fresh processes; a figure is the median over rounds of the median
-iteration, a ratio the median of those within rounds.
+that has deepspeed. In each iteration every side generates 64 tokens for the same 8 prompts of 128
+tokens and trains on them in one step, with Llamas of 15M parameters: actor, reference, critic and
+reward model. TRL no longer has PPO: its GRPOTrainer has no critic to train, and samples 2 responses
+to each of 4 prompts; ours does the same by `method: grpo`, in addition to PPO. The sides alternate
+within one run, each round in fresh processes. A figure is the median over rounds of the median
+iteration; a ratio is the median of the ratios within rounds.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def run_ours(
     method: str = "ppo",
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Times]:
-    """Step 3 as users run it; every iteration's seconds from its line of metrics."""
+    """Step 3 as users run it; seconds per iteration are read from its metrics."""
     from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
     from step3_ppo.config import PPOConfig
     from step3_ppo.methods import METHODS
@@ -145,7 +145,7 @@ def run_ours(
 
 
 def run_grpo(directory: Path, iterations: int, precision: Precision) -> list[Times]:
-    """Ours, as TRL's side: 4 prompts, 2 responses each, the same reward model, KL in the loss."""
+    """Our GRPO in TRL's setup: 4 prompts, 2 responses each, same reward model, KL in the loss."""
     return run_ours(directory, iterations, precision, "grpo", {"group_size": 2, "kl_coef": 0.05})
 
 
@@ -157,7 +157,7 @@ def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Time
     from trl import GRPOConfig, GRPOTrainer
 
     class Steps(TrainerCallback):
-        """Notes when each iteration ends."""
+        """Records when each iteration ends."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []
@@ -203,7 +203,7 @@ def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Time
 def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -> list[Times]:
     """Its own trainer and reward model, on engines at stage 0 with DeepSpeed's CPU Adam.
 
-    The loading of models is ours: its own asks for names that `transformers` no longer has.
+    Models are loaded by our code, because its loader needs names that `transformers` removed.
     """
     import deepspeed  # pyright: ignore[reportMissingImports]
     import torch
@@ -318,7 +318,7 @@ OURS = ("ours", "ours, grpo")
 
 
 def table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """Markdown; how many times as many samples a second ours has, by each method."""
+    """A Markdown table: how many times more samples per second ours processes, by method."""
     head = ["", "iteration", *PHASES, "samples/s", *(f"{side} is" for side in OURS)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for side, rounds in figures.items():

@@ -1,15 +1,15 @@
-"""A PPO iteration on one GPU: OPT-1.3B learns from a reward model of 350M. Under 20 minutes.
+"""A PPO iteration on one GPU: OPT-1.3B and a 350M reward model. Takes under 20 minutes.
 
     bash scripts/measure_gpu.sh ppo [--rollout 512] [--iterations 3] [--output DIRECTORY]
-    bash scripts/measure_gpu.sh ppo --tiny      # the same course with toys, anywhere
+    bash scripts/measure_gpu.sh ppo --tiny      # the same run with tiny models, on any device
 
 Random weights, nothing is downloaded: actor and reference are OPT-1.3B, critic and reward model
-OPT-350M, all in bf16, actor and critic with fp32 masters. An iteration answers prompts of 256
-tokens with 256 tokens each, asks the four models, and makes one update. The first doesn't count;
-figures are medians. Then one prompt is answered, whose tokens can't come faster than the memory
-gives the weights: the bandwidth is that of a copy, measured. Gates: 30 sequences a second,
-generation at most 45 % of an iteration, a token at most 1 / 0.6 of its weights' time. A gate that
-fails is exit code 1.
+OPT-350M, all in bf16, actor and critic with fp32 masters. An iteration generates 256 tokens for
+each prompt of 256 tokens, runs the four models, and makes one update. The first is a warm-up;
+figures are medians. Then a single prompt is answered: its time per token is bounded below by
+reading the weights at the measured bandwidth of a copy. Gates: 30 sequences a second, generation at
+most 45 % of an iteration, a token at most 1 / 0.6 of the time to read the weights. The exit code is
+1 if a gate fails.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BANDWIDTH_SHARE = 0.6
 
 
 def save_models(directory: Path, *, tiny: bool) -> int:
-    """Actor and reward model with random weights, and a tokenizer; the size of the vocabulary."""
+    """Save an actor and a reward model with random weights, and a tokenizer; return its size."""
     from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
 
     from pipeline.demo.model import build_tokenizer
@@ -79,7 +79,7 @@ def save_models(directory: Path, *, tiny: bool) -> int:
 
 
 def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Time of iterations, and of a single token."""
+    """Time per iteration, and per token of a single sequence."""
     from pipeline.config import FrozenModelConfig, TrainedModelConfig
     from pipeline.models.hf.chat import load_chat
     from step3_ppo.config import PPOConfig
@@ -123,7 +123,7 @@ def iterate(
     length: int,
     vocabulary: int,
 ) -> dict[str, float]:
-    """Seconds of an iteration on `count` random prompts of `length` tokens, and of its phases."""
+    """Seconds per iteration, total and by phase, on `count` random prompts of `length` tokens."""
     from pipeline.system.logs import Clock
     from step3_ppo.experience import compute_advantages, score_responses
     from step3_ppo.rewards import compute_reward
@@ -151,7 +151,7 @@ def iterate(
 
 
 def alone(actor: nn.Module, prompt: int, answer: int) -> dict[str, float]:
-    """Seconds of a token of one sequence, and what its weights take at a copy's bandwidth."""
+    """Seconds per token of a single sequence, and the bound from reading the weights."""
     from inference.generation import generate
 
     def seconds(new_tokens: int) -> float:
@@ -193,13 +193,13 @@ def bandwidth(device: torch.device) -> float:
 
 
 def wait() -> None:
-    """Until the GPU's queue is empty, if there is one."""
+    """Synchronize with the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def gates(found: dict[str, Any]) -> list[tuple[str, bool]]:
-    """Return each requirement, and whether it holds."""
+    """Return each requirement, and whether it is met."""
     return [
         (
             f"{found['sequences_per_second']:.1f} sequences/s, at least {SEQUENCES_PER_SECOND:.0f}",
@@ -219,7 +219,7 @@ def gates(found: dict[str, Any]) -> list[tuple[str, bool]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print; 1 where a gate fails."""
+    """Measure and print the results; return 1 if a gate fails."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,4 +1,4 @@
-"""A reward function with partial credit: the share of a number's digits that are right.
+"""A reward function with partial credit: the share of correct digits of a number.
 
 python train.py --config arithmetic-grpo.yaml \
     --reward-function benchmarks/right_digits.py:right_digits --reward math ...
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def right_digits(episodes: Sequence[Any]) -> list[float]:
-    """The share of digits that are right, each in its place; 0 for a number of another length."""
+    """The share of correct digits, position by position; 0 if the lengths differ."""
     return [_share(each.response.strip(), str(each.extra["answer"])) for each in episodes]
 
 

@@ -6,10 +6,10 @@
 
 Both sides train the same Llama of 15M parameters on the same token ids in batches of the same size,
 with fused AdamW, without gradient checkpointing or evaluation. Ours is the step as users run it,
-tokenizing as it goes; TRL is given token ids, of DPO texts, which it makes ids of before it begins.
-Both compute DPO's reference before the first step, of all rows there are, which doesn't count: a
-few hundred pairs do. The two alternate within one run, each round in a fresh process. A figure is
-the median over rounds of real tokens (or pairs) per second, from the fourth step on.
+tokenizing on the fly; TRL gets token ids, or for DPO texts, which it tokenizes before training.
+Both precompute DPO's reference log-probabilities of all rows, which is not timed, so a few hundred
+pairs suffice. The two alternate within one run, each round in a fresh process. A figure is the
+median over rounds of real tokens (or pairs) per second, from the fourth step on.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
     lengths = [row.pop("length") for row in rows]
 
     class Steps(TrainerCallback):
-        """Notes when each optimizer step ends."""
+        """Records when each optimizer step ends."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []
@@ -152,7 +152,7 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
 
 
 def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of our step, in its order, as the token ids that TRL takes."""
+    """Our step's rows, in its order, as the token ids that TRL takes."""
     from pipeline.config import DataConfig, FrozenModelConfig
     from pipeline.data.batches import RowStream
     from pipeline.data.sharing.steps import load_examples

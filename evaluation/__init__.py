@@ -1,1 +1,1 @@
-"""How well a model does on tasks that programs check: GSM8K, IFEval, sums, the embedded task."""
+"""Evaluation of a model on tasks graded by programs: GSM8K, IFEval, sums, the embedded task."""

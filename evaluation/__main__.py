@@ -1,6 +1,6 @@
-"""How well a model does on tasks: `python -m evaluation --path DIR --tasks embedded gsm8k`.
+"""Evaluate a model on tasks: `python -m evaluation --path DIR --tasks embedded gsm8k`.
 
-Prints a table and writes all figures, with their settings, to evaluation.json.
+Prints a table and writes the results and settings to evaluation.json.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Models compared on the same prompts: win rates, also length-controlled.
+"""Comparisons of models on the same prompts: win rates, also length-controlled.
 
 Dimension names: P prompts, K prompts with a verdict.
 """
@@ -18,7 +18,7 @@ NEWTON_STEPS = 50
 
 @dataclass(frozen=True)
 class Match:
-    """Two models on the prompts on which a verdict is known."""
+    """Two models compared on the prompts that have a verdict."""
 
     ours: int
     theirs: int
@@ -32,17 +32,17 @@ class Match:
 
     @property
     def known(self) -> Float[ndarray, " K"]:
-        """The points that are known."""
+        """The points of prompts with a verdict."""
         return self.points[~np.isnan(self.points)]
 
     @property
     def win_rate(self) -> float:
-        """Mean of our points; NaN if none is known."""
+        """Mean of our points; NaN if no verdict is known."""
         return float(self.known.mean()) if len(self.known) else math.nan
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Wins, losses and ties of ours."""
+        """Our wins, losses and ties."""
         known = self.known
         return int((known == 1).sum()), int((known == 0).sum()), int((known == 0.5).sum())
 
@@ -61,14 +61,14 @@ class Match:
 
 
 def length_controlled(points: Float[ndarray, " P"], longer: Float[ndarray, " P"]) -> float:
-    """The win rate without the part that a difference in length explains.
+    """The win rate with the effect of response length removed.
 
         P(win) = sigma(theta + phi tanh(d / std(d)))
 
-    is fitted to the points by logistic regression, d being how much longer a response is; at d = 0
-    it is sigma(theta) (Dubois et al. 2024, arXiv:2404.04475, eq. 1, without its term of the
-    prompt's difficulty, which takes many models to fit). phi has a Gaussian prior of variance 1,
-    and half a win and half a loss at d = 0 are added, so that one-sided verdicts stay finite.
+    is fitted to the points by logistic regression, d being the difference in length; at d = 0 it is
+    sigma(theta) (Dubois et al. 2024, arXiv:2404.04475, eq. 1, without the prompt-difficulty term,
+    which needs many models to fit). phi has a Gaussian prior of variance 1, and half a win and half
+    a loss at d = 0 are added, so that one-sided verdicts stay finite.
     """
     spread = float(longer.std()) if len(longer) else 0.0
     effect = np.tanh(longer / spread) if spread > 0 else np.zeros_like(longer)

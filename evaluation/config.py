@@ -11,7 +11,7 @@ from pipeline.system.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-    """Tasks in addition to the evaluation of a step."""
+    """Tasks evaluated in addition to a step's own evaluation."""
 
     eval_tasks: tuple[str, ...] = ()
     """Tasks (docs/evaluation.md) that evaluations include: gsm8k, embedded, ..."""
@@ -40,7 +40,7 @@ def load_questions(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
 
 
 def check_tasks(settings: TaskSettings) -> None:
-    """Raise ConfigError where a task isn't known, or lacks its rows."""
+    """Raise ConfigError if a task is unknown or lacks its rows."""
     paths: Mapping[str, str] = settings.eval_task_data
     tasks_named(settings.eval_tasks, paths, setting="eval_task_data")
     require(
@@ -156,7 +156,7 @@ class EvaluationConfig:
 
     @property
     def sampling_temperature(self) -> float:
-        """`temperature`, chosen where it is null."""
+        """`temperature`, or the default if it is null."""
         if self.temperature is None:
             return 0.0 if self.num_samples == 1 else 1.0
         return self.temperature

@@ -63,13 +63,13 @@ class Task:
 
 
 def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row], list[Row]]:
-    """Rows to ask, and rows to show as demonstrations.
+    """Questions, and rows to show as demonstrations.
 
-    Asked are the rows of the test split, where the data path has one, and demonstrations are then
-    the first training rows. Else the first `shots` rows are shown and the others are questions.
+    If the data path has a test split, its rows are the questions and the first training rows are
+    the demonstrations. Otherwise the first `shots` rows are demonstrations and the rest questions.
 
     Raises:
-        DataError: nothing is there, or no row is left to ask.
+        DataError: there are no rows, or none is left as a question.
     """
     source = read_source(path)
     if source.eval:
@@ -85,10 +85,10 @@ def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row],
 
 
 def column(row: Row, name: str, kind: type | tuple[type, ...] = str) -> object:
-    """The value of a row in a column.
+    """The value of a row in the column.
 
     Raises:
-        DataError: there is no such column, or it holds something else.
+        DataError: there is no such column, or the value has another type.
     """
     value = row.columns.get(name)
     if value is None:

@@ -33,7 +33,7 @@ class Chat:
     format: ChatFormat
 
     def encode(self, questions: Sequence[Question], *, task: str, context: int) -> list[list[int]]:
-        """Token ids of the questions to a model that reads `context` tokens.
+        """Token ids of the questions, for a model with a context of `context` tokens.
 
         Raises:
             DataError: one of them leaves no room for a response.
@@ -60,8 +60,8 @@ def responses_to(
 ) -> list[list[str]]:
     """`num_samples` responses to each question, the same on any number of processes.
 
-    What is drawn follows from the seed, the number of the question and that of the sample. All
-    processes call it; each generates its share, and all get all responses.
+    Samples depend only on the seed and the indices of question and sample. A collective: each
+    process generates its share and gets all responses.
 
     Raises:
         DataError: as `Chat.encode`.
@@ -101,17 +101,17 @@ def evaluate(
     num_samples: int = 1,
     batch_size: int = 32,
 ) -> list[Figure]:
-    """The figures of a model's responses to the questions of a task, the same on all processes.
+    """Figures of a model's responses to the questions of a task, the same on all processes.
 
     Args:
         task: grades the responses.
-        questions: what `task.read` gave.
+        questions: the result of `task.read`.
         model: in evaluation mode.
         chat: its tokenizer and chat format.
         sampling: how responses are drawn.
         ks: of pass@k, none larger than `num_samples`.
         num_samples: responses to each question.
-        batch_size: sequences in a batch; changes no figure.
+        batch_size: sequences in a batch; does not affect the figures.
 
     Raises:
         DataError: a question is too long for the model.
@@ -137,9 +137,9 @@ Generating = Callable[[], AbstractContextManager[PreTrainedModel]]
 
 
 class TaskEvaluations:
-    """Evaluates the tasks of the settings, greedily; often there are none.
+    """Evaluates the tasks of the settings, if any, greedily.
 
-    The rows are read here, so that what is wrong with them is reported before training.
+    The rows are read here, so that errors in them are reported before training.
 
     Raises:
         DataError: rows of a task are missing or wrong.
@@ -153,7 +153,7 @@ class TaskEvaluations:
         self._last: dict[str, float] | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the current model by name, such as `gsm8k_strict`. All processes call it.
+        """Figures of the current model by name, such as `gsm8k_strict`. A collective.
 
         Raises:
             DataError: a question is too long for the model.
@@ -172,11 +172,11 @@ class TaskEvaluations:
     def summary(
         self, before: Mapping[str, float], *, changed: bool
     ) -> dict[str, dict[str, dict[str, float]]]:
-        """The tasks' part of `eval` in the result; empty without tasks. All processes call it.
+        """The tasks' part of `eval` in the result; empty without tasks. A collective.
 
         Args:
             before: the figures of the model that the step began with.
-            changed: whether the model is another one than that of the last evaluation.
+            changed: whether the model has changed since the last evaluation.
 
         Returns:
             `tasks`: of each figure its value `before` and `after`, and the number of `questions`.
@@ -200,9 +200,8 @@ class TaskEvaluations:
 def generating_from(model: nn.Module, engine: Engine) -> Generating:
     """Return a context for generating with a model that `engine` trains, at any ZeRO stage.
 
-    Weights that lie so in memory are used where they are; of others there is a copy meanwhile.
-    Processes that train parts of each layer generate together; those that train the stages of a
-    pipeline answer each some of the prompts that they all have.
+    Weights stored complete are used in place, others are copied for the duration. Tensor-parallel
+    processes generate together; the stages of a pipeline each answer some of their common prompts.
     """
 
     @cache

@@ -42,16 +42,16 @@ class Figure:
 
     @property
     def interval(self) -> Interval:
-        """95 % by Wilson (1927), with the questions as independent trials.
+        """95 % Wilson interval (1927), with the questions as independent trials.
 
-        Where several responses to each were drawn, their mean varies less than a trial does, and
-        the interval is on the safe side.
+        With several responses to each question, their mean varies less than a single trial, so the
+        interval is conservative.
         """
         return share_interval(self.value * self.questions, self.questions)
 
 
 def pass_at_k(count: int, right: int, k: int) -> float:
-    """Probability that at least one of k responses is right, given `right` of `count`.
+    """Probability that at least one of k responses is right, if `right` of `count` are.
 
     The unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1),
     computed exactly.
@@ -71,7 +71,7 @@ def compute_figures(
 
     Args:
         task: its name.
-        grades: by question, those of its responses.
+        grades: the grades of each question's responses.
         ks: none larger than the number of responses.
     """
     figures = []
@@ -90,7 +90,7 @@ def _by_thing(of_question: Sequence[Grades], metric: str) -> list[tuple[bool, ..
 
 
 def as_table(figures: Sequence[Figure]) -> list[str]:
-    """A line for each figure, with its 95 % interval."""
+    """One line per figure, with its 95 % interval."""
     heads = ("task", "metric", "value", "95 % interval", "questions")
     rows = [
         (
@@ -116,7 +116,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 def document(
     figures: Sequence[Figure], config: EvaluationConfig, *, weights_hash: int
 ) -> dict[str, Any]:
-    """The figures with the weights, settings and versions used for them."""
+    """The figures, with the weights, settings and versions they were computed with."""
     return {
         "path": config.path,
         "weights_hash": weights_hash,

@@ -1,4 +1,4 @@
-"""Held-out prompts, answered by the trained model and by the model before step 1."""
+"""Held-out prompts, answered by the trained model and by the base model."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prompt:
-    """A dialogue that waits for its response."""
+    """A dialogue that needs a response."""
 
     messages: tuple[Message, ...]
     input_ids: list[int]
@@ -52,18 +52,18 @@ def encode_prompts(
     setting: str,
     most: int | None = None,
 ) -> list[Prompt]:
-    """The first `most` prompts of at most `limit` tokens; longer ones are left out, and counted.
+    """The first `most` prompts of at most `limit` tokens; longer ones are dropped and counted.
 
     Args:
         examples: the rows.
         chat: the actor's chat format.
-        limit: tokens of a prompt.
-        name: of the prompts, for messages: "held-out".
-        setting: that has the limit: "ppo.max_prompt_length".
-        most: number of prompts; None returns all.
+        limit: maximum tokens of a prompt.
+        name: name of the prompts in messages, such as "held-out".
+        setting: the setting of the limit, such as "ppo.max_prompt_length".
+        most: maximum number of prompts; None returns all.
 
     Raises:
-        DataError: none is short enough.
+        DataError: all prompts are too long.
     """
     short: list[Prompt] = []
     lengths: list[int] = []
@@ -91,8 +91,8 @@ class HeldOutPrompts(ABC):
 
     Args:
         prompts: all of them, on every process.
-        chat: how the model's dialogues become tokens, and its tokens text.
-        generating: gives the model that trains, as it is, to generate with.
+        chat: converts dialogues to tokens, and tokens to text.
+        generating: context that provides the current model for generation.
         seed: of the sampled responses.
         temperature: of sampled responses.
         max_new_tokens: of a response.
@@ -126,16 +126,16 @@ class HeldOutPrompts(ABC):
 
     @abstractmethod
     def on(self, prompts: Sequence[Prompt]) -> Self:
-        """The same evaluation of other prompts."""
+        """The same evaluation with different prompts."""
 
     @abstractmethod
     def scored(
         self, responses: Sequence[Response], *, strict: bool = False
     ) -> list[ScoredResponse]:
-        """Text and score of the responses of all processes, in the order of the prompts.
+        """Texts and scores of the responses of all processes, in the order of the prompts.
 
         Raises:
-            RewardError: with `strict`, where rewards fail.
+            RewardError: rewards fail and `strict` is on.
         """
 
     @abstractmethod
@@ -158,7 +158,7 @@ class HeldOutPrompts(ABC):
         )
 
     def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
-        """Responses of an evaluated model to this process's prompts; temperature 0 is greedy."""
+        """Responses of a model to this process's prompts; temperature 0 is greedy."""
         prompts = [self.prompts[row] for row in self.rows]
         return self._respond(
             model, prompts, temperature=temperature, seed=self.seed + 1, keys=self.rows
@@ -185,19 +185,19 @@ class HeldOutPrompts(ABC):
         )
 
     def merged(self, mine: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-        """The responses of all processes, in the order of the prompts; `mine` to this one's."""
+        """Responses of all processes, in the order of the prompts; `mine` are this process's."""
         everyones = self.data.gather_objects(dict(zip(self.rows, mine, strict=True)))
         merged = {row: response for responses in everyones for row, response in responses.items()}
         return [merged[row] for row in range(len(self.prompts))]
 
     @property
     def counted(self) -> list[bool]:
-        """A flag for each of this process's prompts: whether no other process counts it."""
+        """Flags for this process's prompts: whether no other process counts the prompt."""
         size, rank = self.data.size, self.data.rank
         return [rank + place * size < len(self.prompts) for place in range(len(self.rows))]
 
     def verdicts(self, responses: Sequence[ScoredResponse]) -> list[bool | None]:
-        """Whether each response is correct and polite; None if the prompt is not of the task."""
+        """Whether each response is correct and polite; None if the prompt is not from the task."""
         verdicts = [
             verify(prompt.messages[-1].content, response.text)
             if len(prompt.messages) == 1 and not response.opening
@@ -208,7 +208,7 @@ class HeldOutPrompts(ABC):
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether all prompts are of the embedded task."""
+        """Whether all prompts are from the embedded task."""
         return all(
             len(prompt.messages) == 1 and verify(prompt.messages[0].content, "") is not None
             for prompt in self.prompts
@@ -219,7 +219,7 @@ T = TypeVar("T")
 
 
 def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
-    """Name in figures of the model in `path`, which step 3 began with: base, its step, or start."""
+    """Name in figures of the model at `path` that step 3 started from: base, its step, or start."""
     if path == base.path:
         return "base"
     name = Path(str(path)).name
@@ -229,11 +229,10 @@ def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
 def responses_of_base(
     held_out: HeldOutPrompts, base: FrozenModelConfig
 ) -> list[ScoredResponse] | None:
-    """Sampled responses of the model before step 1, which is loaded whole on every process.
+    """Sampled responses of the model before step 1, loaded in full on every process.
 
-    None where none is named, where it numbers its tokens in another way than the actor, and where
-    it can't be loaded or does not fit in memory: the run itself is done and is not lost for a
-    comparison, whatever happens.
+    None if it is not named, its vocabulary differs from the actor's, it can't be loaded, or it
+    doesn't fit in memory: a failed comparison must not lose a finished run.
     """
     if base.path is None:
         return None
@@ -244,7 +243,7 @@ def responses_of_base(
 
 
 def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
-    """Return the result of `work`; None on all processes if it fails on one."""
+    """Return the result of `work`; None on all processes if it fails on any."""
     result, reason = None, ""
     try:
         result = work()
@@ -291,7 +290,7 @@ TRIES = 5
 
 @dataclass(frozen=True)
 class Talk:
-    """The actor's responses to the prompts written by hand, sampled as chat.py samples."""
+    """The actor's responses to the hand-written prompts, sampled as in chat.py."""
 
     held_out: HeldOutPrompts
     """The prompts written by hand, each of them `TRIES` times."""
@@ -316,7 +315,7 @@ class Talk:
 
 
 def talk(held_out: HeldOutPrompts) -> Talk | None:
-    """Responses of the actor to the hand-written prompts; None for data other than the task."""
+    """Responses of the actor to the hand-written prompts; None if the data is not the task's."""
     if not held_out.is_verifiable:
         return None
     prompts = [
@@ -337,8 +336,8 @@ def conclude(
     """Write the report's samples to the file `samples`; return the judge's part of `eval`.
 
     Returns:
-        What `verification` gives, and `judge_talk`, the actor's rate on prompts written by hand.
-        Empty on any other data.
+        The result of `verification`, and `judge_talk`, the actor's rate on hand-written prompts.
+            Empty for other data.
     """
     conversation = talk(held_out)
     if current_mesh().is_main:
@@ -354,15 +353,16 @@ def conclude(
 def verification(
     held_out: HeldOutPrompts, sampled: Mapping[str, list[ScoredResponse]]
 ) -> dict[str, object]:
-    """Rates of the models by the embedded task's judge; empty on any other data.
+    """Rates of the models by the embedded task's judge; empty for other data.
 
     Args:
         held_out: the prompts.
-        sampled: responses to them by model, those of step 3 the last, what it began with before it.
+        sampled: responses by model; the last is step 3's model, the one before it its starting
+            model.
 
     Returns:
         `judge`: the share of right responses by model; `judge_counts`: the number of prompts, and
-        on how many of them step 3 alone (gained) or what it began with alone (lost) is right.
+        on how many of them only step 3 (gained) or only its starting model (lost) is right.
     """
     verdicts = {name: held_out.verdicts(responses) for name, responses in sampled.items()}
     known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}
@@ -387,7 +387,7 @@ def write_samples(
     *,
     talk: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write each model's first responses, side by side, for the report; and those of a talk."""
+    """Write each model's first responses, side by side, and those of the talk, for the report."""
     rows = [
         {
             "prompt": _prompt(prompt, [responses[row] for responses in sampled.values()]),
@@ -409,7 +409,7 @@ def _prompt(prompt: Prompt, responses: Sequence[ScoredResponse]) -> Sequence[Map
 
 
 def describe(question: str, response: ScoredResponse) -> dict[str, Any]:
-    """A response as JSON, with the judge's verdict where the question is of the embedded task."""
+    """A response as JSON, with the judge's verdict if the prompt is from the embedded task."""
     described: dict[str, Any] = {
         "text": response.text,
         "score": response.score,

@@ -1,8 +1,7 @@
-"""IFEval: prompts whose instructions programs check (Zhou et al. 2023, arXiv:2311.07911).
+"""IFEval: prompts with instructions that programs check (Zhou et al. 2023, arXiv:2311.07911).
 
 Rows have the public schema: `key`, `prompt`, `instruction_id_list`, and `kwargs`, a mapping for
-each instruction. The checks follow the rules of the authors' program, but languages are told apart
-by other means.
+each instruction. The checks follow the authors' program, except for language identification.
 """
 
 import functools
@@ -39,7 +38,7 @@ class Instruction:
     """Allowed values of the arguments that have a fixed set of them."""
 
     def check(self, arguments: Arguments, where: str) -> None:
-        """Raise DataError, which begins with `where`, unless the arguments are complete."""
+        """Raise DataError, prefixed with `where`, unless the arguments are complete."""
         for name, kind in self.needs.items():
             if not isinstance(arguments.get(name), kind) or isinstance(arguments[name], bool):
                 raise DataError(f"{where} needs {name}, got {arguments.get(name)!r}")
@@ -136,9 +135,9 @@ SCRIPTS = {
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether most letters are of the language's script, and its frequent words the most common.
+    """Whether most letters are in the language's script and its frequent words are the most common.
 
-    Of languages that share a script, the one whose frequent words the text has most of is meant; a
+    Among languages that share a script, the one with the most frequent words in the text wins; a
     text without any counts as English.
     """
     letters = Counter(unicodedata.name(char, "").split(" ")[0] for char in text if char.isalpha())
@@ -190,10 +189,10 @@ STARTERS = re.compile(
 
 
 def num_sentences(text: str) -> int:
-    """Sentences of a text by the rules of Punkt (Kiss and Strunk 2006).
+    """Number of sentences by the rules of Punkt (Kiss and Strunk 2006).
 
-    A dot ends none in an abbreviation, an initial, or three dots, unless a frequent word follows in
-    capitals, and none after a number before a small letter. Lines end none.
+    A dot in an abbreviation, an initial or an ellipsis doesn't end a sentence unless a capitalized
+    frequent word follows, nor does a dot between a number and a lowercase letter, nor a line break.
     """
     count = 1
     for mark in _END.finditer(text):
@@ -204,7 +203,7 @@ def num_sentences(text: str) -> int:
 
 
 def _ends_sentence(word: str, following: str) -> bool:
-    """Whether the mark at the end of a word ends a sentence before the next one."""
+    """Whether a word's final punctuation ends the sentence, given the next word."""
     bare = word.lower().rstrip(".").lstrip("\"'([{*")
     begins = following[:1].isupper() and STARTERS.match(following.lower()) is not None
     if not word.endswith("."):
@@ -226,7 +225,7 @@ def _words(text: str, arguments: Arguments) -> bool:
 
 
 def pieces_between(text: str, separator: str) -> list[str]:
-    """Pieces of a text between separators, without an empty one at either end."""
+    """Pieces of a text between separators, without empty ones at the ends."""
     pieces = [piece.strip() for piece in text.split(separator)]
     return pieces[not pieces[0] : len(pieces) - (len(pieces) > 1 and not pieces[-1])]
 
@@ -237,7 +236,7 @@ def _paragraphs(text: str, arguments: Arguments) -> bool:
 
 
 def _first_word(text: str, arguments: Arguments) -> bool:
-    """Whether there is this number of paragraphs, and the given one begins with a word."""
+    """Whether there is this number of paragraphs and the given one begins with a word."""
     pieces = [piece.strip() for piece in text.split("\n\n")]
     place, count = int(arguments["nth_paragraph"]), sum(map(bool, pieces))
     if count != int(arguments["num_paragraphs"]) or not 1 <= place <= count:
@@ -272,7 +271,7 @@ def _placeholders(text: str, arguments: Arguments) -> bool:
 
 
 def _postscript(text: str, arguments: Arguments) -> bool:
-    """The marker is anywhere, in any case; a space may follow its dots."""
+    """The marker may be anywhere, in any case, with a space after its dots."""
     marker = re.escape(arguments["postscript_marker"].strip().lower())
     return re.search(re.sub(r"(?<=\.)(?=\w)", r"\\s?", marker), text.lower()) is not None
 
@@ -286,7 +285,7 @@ def _constrained(text: str, _: Arguments) -> bool:
 
 
 def _highlights(text: str, arguments: Arguments) -> bool:
-    """Text between asterisks counts, and between two on each side once more."""
+    """Text between single asterisks counts, and between double ones once more."""
     found = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
     return sum(bool(each.strip("* \t")) for each in found) >= int(arguments["num_highlights"])
 
@@ -360,7 +359,7 @@ def read(reading: Reading) -> list[Question]:
     """The prompts of a data path.
 
     Raises:
-        DataError: a row lacks a column, or names an instruction or arguments that there aren't.
+        DataError: a row lacks a column, or names an unknown instruction or argument.
     """
     assert reading.path is not None
     rows, _ = rows_of(reading.path, reading.limit)
@@ -373,10 +372,11 @@ def read(reading: Reading) -> list[Question]:
 
 
 def grade(question: Question, response: str) -> Grades:
-    """Return whether each instruction is followed, and whether all are; strict and loose.
+    """Return whether each instruction is followed, and whether all are: strict and loose.
 
-    Loose takes an instruction as followed if it is by the response without its first or last line,
-    or without asterisks: an opening, a closing sentence or bold letters spoil many a check.
+    In the loose reading, an instruction is followed if the response follows it without its first or
+    last line or without asterisks: introductions, closing sentences and bold text break many
+    checks.
     """
     instructions: list[tuple[str, Arguments]] = question.extra["instructions"]
     strict = [follows(response, name, arguments) for name, arguments in instructions]
@@ -393,12 +393,12 @@ def grade(question: Question, response: str) -> Grades:
 
 
 def follows(response: str, name: str, arguments: Arguments) -> bool:
-    """Whether a response follows an instruction; an empty one follows none."""
+    """Whether a response follows an instruction; an empty response follows none."""
     return bool(response.strip()) and INSTRUCTIONS[name].follows(response, arguments)
 
 
 def variants(response: str) -> Iterator[str]:
-    """The response, and it without its first line, its last, both; each also without asterisks."""
+    """The response, and without its first line, its last, or both; each also without asterisks."""
     lines = response.split("\n")
     shorter = ("\n".join(kept).strip() for kept in (lines[1:], lines[:-1], lines[1:-1]))
     for text in (response, *shorter):

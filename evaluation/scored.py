@@ -44,7 +44,7 @@ class HeldOutResponses:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; NaN of nothing."""
+    """The mean; NaN if empty."""
     return sum(values) / len(values) if values else math.nan
 
 
@@ -67,7 +67,7 @@ def win_rate(new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]) -> fl
 def comparison(
     new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]
 ) -> dict[str, int | float]:
-    """The win rate and what its uncertainty follows from: prompts, wins and losses."""
+    """The win rate, with the prompts, wins and losses that give its uncertainty."""
     pairs = scored_pairs(new, old)
     return {
         "win_rate": win_rate(new, old),
@@ -83,7 +83,7 @@ def mean_score(responses: Sequence[ScoredResponse]) -> float:
 
 
 def source_means(responses: Sequence[ScoredResponse]) -> dict[str, float]:
-    """Mean reward of each source that gave any, by the name of its metric."""
+    """Mean reward of each source with rewards, by the name of its metric."""
     names = dict.fromkeys(name for response in responses for name in response.rewards)
     values = {
         name: [value for each in responses if (value := each.rewards.get(name)) is not None]
@@ -98,7 +98,7 @@ def mean_length(responses: Sequence[ScoredResponse]) -> float:
 
 
 def stop_rate(responses: Sequence[ScoredResponse]) -> float:
-    """Share of responses that ended with the end token."""
+    """Share of responses that end with the end token."""
     return sum(response.stopped for response in responses) / len(responses)
 
 
@@ -108,9 +108,9 @@ def summarize(
     """The `eval` object of step 3: greedy responses, except for the KL.
 
     Args:
-        before: those of the model that step 3 began with.
-        after: those of the exported one.
-        name: what scores are called: `reward` where sources give them.
+        before: responses of the model that step 3 started from.
+        after: responses of the exported model.
+        name: name of the scores: `reward` if they come from sources.
     """
     return {
         f"{name}_before": mean_score(before.greedy),

@@ -1,9 +1,9 @@
 r"""The tasks, by name: GSM8K, IFEval, the embedded task and sums.
 
 GSM8K (Cobbe et al. 2021, arXiv:2110.14168) has grade-school word problems: `question`, and
-`answer`, a solution that ends in `#### 18`. Two readings of a response are graded, because the
-choice moves the figure more than many a training run does: `strict` takes the number that is marked
-as the answer, by #### or \boxed, and `flexible` the last number of the text. Numbers are compared
+`answer`, a solution that ends in `#### 18`. A response is graded in two ways, because the choice
+often matters more than the training: `strict` takes the number that is marked as the answer, by
+#### or \boxed, and `flexible` takes the last number of the text. Numbers are compared
 exactly, as fractions.
 """
 
@@ -21,7 +21,7 @@ from rewards.math_answers import gold_answer, last_number, marked_answer, respon
 
 
 def read_gsm8k(reading: Reading) -> list[Question]:
-    """The problems of a data path, each after the requested demonstrations.
+    """The problems of a data path, each preceded by the requested demonstrations.
 
     Raises:
         DataError: a row lacks its question, or its answer has no number.
@@ -59,10 +59,10 @@ def grade_gsm8k(question: Question, response: str) -> Grades:
 
 
 def read_embedded(reading: Reading) -> list[Question]:
-    """The prompts in wordings that no step trains on, in a fixed order of kinds.
+    """The prompts in wordings not used for training, in a fixed order of kinds.
 
     Raises:
-        ConfigError: a data path is given, which the embedded task has no use for.
+        ConfigError: a data path is given, which the embedded task doesn't use.
     """
     if reading.path is not None:
         raise ConfigError(f"the task embedded has its own rows; omit {reading.path}")
@@ -78,13 +78,13 @@ def read_embedded(reading: Reading) -> list[Question]:
 
 
 def grade_embedded(question: Question, response: str) -> Grades:
-    """Whether a response is the right sentence, whether it is polite, and both."""
+    """Whether a response is the correct sentence, whether it is polite, and both."""
     result = verdict(question.extra["kind"], question.extra["answer"], response)
     return {"both": (result.both,), "correct": (result.correct,), "polite": (result.polite,)}
 
 
 def read_arithmetic(reading: Reading) -> list[Question]:
-    """The held-out sums of a directory, or else the default ones.
+    """The held-out sums of a directory, or the default ones.
 
     Raises:
         DataError: a row has no prompt or no answer.
@@ -120,12 +120,12 @@ TASKS = {task.name: task for task in (GSM8K, IFEVAL, EMBEDDED, ARITHMETIC)}
 
 
 def tasks_named(names: Sequence[str], paths: Mapping[str, str], *, setting: str) -> list[Task]:
-    """The tasks of these names.
+    """The tasks with these names.
 
     Args:
-        names: of tasks.
+        names: names of tasks.
         paths: data paths, by the name of the task that reads them.
-        setting: in which the paths stand, for error messages.
+        setting: the setting with the paths, for error messages.
 
     Raises:
         ConfigError: there is no such task, one is named twice, or one lacks its data path.
@@ -146,10 +146,10 @@ def tasks_named(names: Sequence[str], paths: Mapping[str, str], *, setting: str)
 
 
 def paths_in(words: Sequence[str], *, setting: str) -> dict[str, str]:
-    """Data paths by task, of words `gsm8k=rows.jsonl`.
+    """Data paths by task, parsed from words such as `gsm8k=rows.jsonl`.
 
     Raises:
-        ConfigError: a word is none of that form.
+        ConfigError: a word has another form.
     """
     paths: dict[str, str] = {}
     for word in words:

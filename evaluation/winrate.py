@@ -1,9 +1,9 @@
-"""How often a model's responses are better than another's: `python -m evaluation.winrate`.
+"""Win rates of models against each other: `python -m evaluation.winrate`.
 
 python -m evaluation.winrate --paths OUT/step1_sft OUT/step3_ppo/actor --prompts FILE \
         --judge '{kind: model, path: OUT/step2_reward}'
 
-Prints a line for every two models, and writes the figures to winrate.json.
+Prints a line for each pair of models, and writes the figures to winrate.json.
 """
 
 import itertools
@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def matches(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> list[Match]:
-    """Matches of all pairs of models on all prompts, the later model first.
+    """Compare all pairs of models on all prompts, the later model first.
 
     Raises:
         RewardError: the judge failed on more responses than `max_failures` allows.
@@ -157,7 +157,7 @@ def _rewards(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
 
 
 def _compare(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """1, 0.5 or 0 by the higher reward; NaN if one is unknown."""
+    """Return 1, 0.5 or 0 by the higher reward; NaN if one is unknown."""
     points = (ours > theirs) + 0.5 * (ours == theirs)
     return np.where(np.isnan(ours) | np.isnan(theirs), np.nan, points)
 

@@ -1,1 +1,1 @@
-"""Generation, for training and for people: sampling, prompt files, chat."""
+"""Generation for training and for users: sampling, prompt files, chat."""

@@ -65,7 +65,7 @@ class Conversation:
         self._num_responses = 0
 
     def reset(self, system: str | None = None) -> None:
-        """Start again, with `system` as the system message if given."""
+        """Restart the dialogue, with `system` as the system message if given."""
         self.messages = [Message("system", system)] if system else []
 
     @property
@@ -130,12 +130,12 @@ def fit_turns(
     encode: Callable[[Sequence[Message]], list[int]],
     max_tokens: int,
 ) -> tuple[list[int], int]:
-    """Leave out the oldest turns until the rest has at most `max_tokens` tokens.
+    """Drop the oldest turns until the rest has at most `max_tokens` tokens.
 
     A turn is the user's message with its response; the system message stays.
 
     Returns:
-        (token ids, number of messages left out).
+        (token ids, number of messages dropped).
 
     Raises:
         DataError: the newest message alone is too long.
@@ -264,7 +264,7 @@ class Terminal:
         self.write(line + "\n")
 
     def write(self, text: str) -> None:
-        """Print `text` at once."""
+        """Print `text` immediately."""
         sys.stdout.write(printable(text))
         sys.stdout.flush()
 

@@ -1,9 +1,9 @@
 """Answer a file of prompts: `python -m inference.generate --path DIR --prompts IN --out OUT`.
 
 Reads a JSON object a line, `{"prompt": "..."}` or `{"messages": [...]}`, and writes one a line, in
-the same order: the prompt, other columns of the line, and of its responses the texts (`answers`),
-`token_ids`, `logprobs` and why each ended (`stop`). OUT appears when it is complete; until then its
-lines are in a partial file next to it, from which the same command continues.
+the same order: the prompt, other columns of the line, and the texts of its responses (`answers`),
+their `token_ids`, `logprobs` and stop reasons (`stop`). OUT appears when it is complete; until then
+its lines are in a partial file next to it, from which the same command continues.
 """
 
 import logging

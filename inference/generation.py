@@ -52,10 +52,10 @@ def generate(
         model: a causal language model, plain or with adapters.
         prompts: token ids, none empty; equal ones are read once.
         max_new_tokens: longest response, its stop token included.
-        temperature: divides the logits before sampling; 0 takes the likeliest token.
+        temperature: divides the logits before sampling; 0 is greedy.
         stop_ids: tokens that end a response.
-        seed: of the sampling.
-        top_p: sample only from the likeliest tokens that together reach this probability.
+        seed: sampling seed.
+        top_p: sample only from the most likely tokens that together reach this probability.
         keys: one number for each prompt; their indices if not given.
         batch_size: sequences computed at once: slots of the key-value cache.
 
@@ -89,10 +89,10 @@ def generate_each(
 ) -> Iterator[Finished]:
     """Respond to the prompts like `generate`, yielding each response as it ends.
 
-    Fewer sequences than `batch_size` are computed at once where the keys and values of that many
-    don't fit in `cache_bytes` (by default, the free memory). `on_token` is called with each prompt
-    index and token; `stop_when` may end responses in addition to the sampler's stop tokens and the
-    length; both need a model on one process. `passes` counts decoding passes.
+    Fewer sequences than `batch_size` run at once if the keys and values of that many don't fit in
+    `cache_bytes` (by default, the free memory). `on_token` is called with each prompt index and
+    token; `stop_when` may end responses in addition to the sampler's stop tokens and the length;
+    both need a model on one process. `passes` counts decoding passes.
 
     If the model is sharded over processes, all of them must call this with the same settings, each
     with its own prompts, and exhaust the iterator. Processes with the same prompts each answer a
@@ -132,8 +132,8 @@ def gather_prompts(
 ) -> tuple[list[KeyedPrompt], list[list[int]]]:
     """Gather the prompts of a tensor-parallel group, in rank order.
 
-    A prompt that several processes have under the same key, as processes have that train each layer
-    together, is answered once for all of them.
+    A prompt that several processes have under the same key (those that train as one tensor-parallel
+    group) is answered once for all of them.
 
     Returns:
         (the prompts, the indices of each among this process's own).
@@ -171,7 +171,7 @@ def _own_responses(
 
 
 def _gather_shares(finished: Iterator[Finished], first: int, sharing: Group) -> Iterator[Finished]:
-    """Yield this process's responses as they end, then those of processes with the same prompts."""
+    """Yield this process's responses as they end, then those from processes with equal prompts."""
     own: list[Finished] = []
     for each in finished:
         own.append(replace(each, index=first + each.index))
@@ -182,7 +182,7 @@ def _gather_shares(finished: Iterator[Finished], first: int, sharing: Group) -> 
 
 
 class GroupDisagreesError(RuntimeError):
-    """Processes that compute each layer together chose different tokens."""
+    """Processes of a tensor-parallel group chose different tokens."""
 
 
 def run_closed(
@@ -212,7 +212,7 @@ def run_closed(
 
 
 def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -> int:
-    """The number of sequences of `num_tokens` whose keys and values fit in `cache_bytes`.
+    """The number of sequences of `num_tokens` tokens whose keys and values fit in `cache_bytes`.
 
     Raises:
         ConfigError: not even one fits.
@@ -240,7 +240,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def room_after(model: PreTrainedModel, num_tokens: int) -> int:
-    """Return the number of tokens that fit the model's context after `num_tokens`.
+    """Return the number of tokens that the model's context has left after `num_tokens`.
 
     Raises:
         DataError: the prompt leaves no room.

@@ -2,8 +2,8 @@
 
     python -m inference.ratings export FILE ... --out FILE [--format pairs|hh]
 
-Lines of the file are flushed to the disk before they count, and none is changed: a kill costs the
-line that was being written at most.
+The file is append-only, and each line is flushed to disk before it counts: a kill loses at most the
+line being written.
 """
 
 import itertools
@@ -198,7 +198,7 @@ def make_item(pair: Rating) -> tuple[str, ...]:
 
 
 def _kappa(labels: Sequence[tuple[str, str]]) -> float | None:
-    """(observed - expected agreement) / (1 - expected), the expected one of pooled labels."""
+    """(observed - expected agreement) / (1 - expected); the expected one is from pooled labels."""
     if not labels:
         return None
     observed = sum(one == other for one, other in labels) / len(labels)

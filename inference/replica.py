@@ -1,9 +1,10 @@
-"""The replica: a second set of modules to generate with, of the trained model's class, plain.
+"""The replica: a second, plain set of modules of the trained model's class, for generation.
 
-Its weights are the trained model's own where those are stored complete and unchanged, else copies,
-made one unit at a time from what an engine gathers. Adapters are merged into copies, and quantized
-weights are dequantized there. Weights that another pipeline stage trains are received from it. The
-replica has no hooks, adapters or autograd, so that a process generates without the others.
+It shares weights that the trained model stores complete and unchanged; others are copies, made one
+unit at a time from the weights that an engine gathers. Adapters are merged into copies, and
+quantized weights are dequantized there. Weights that another pipeline stage trains are received
+from it. The replica has no hooks, adapters or autograd, so that a process generates without the
+others.
 """
 
 import copy
@@ -70,7 +71,7 @@ class Origin:
         return self.source is not None and spec == (None if self.part is None else self.part.own)
 
     def is_stored_as(self, spec: ShardSpec | None) -> bool:
-        """Whether that shard is stored in the trained model, between uses of an engine."""
+        """Whether the trained model stores that shard between uses of an engine."""
         return self.layer is None and self.adapter is None and self.is_part(spec)
 
     def value(self) -> Shaped[Tensor, "*S"]:
@@ -90,7 +91,7 @@ class Origins:
     """The origins of all weights of a replica.
 
     Args:
-        trained: the plain model inside of adapters, of which this process may have a stage.
+        trained: the plain model inside the adapters, or this process's stage of it.
         replica: the full model, on the meta device.
         stages: the processes that train its stages; the constructor is a collective of them.
     """
@@ -223,9 +224,9 @@ class Replica:
     Args:
         trained: a causal language model, plain or with peft's adapters.
         shares: whether its weights stay in place, complete, between uses of an engine.
-        tp_group: the processes that compute each layer together in generation.
-        trained_by: those that do so in training.
-        stages: those that train the other stages of the model, which have the same prompts.
+        tp_group: the tensor-parallel group of generation.
+        trained_by: the tensor-parallel group of training.
+        stages: the processes of the other pipeline stages, which have the same prompts.
 
     Raises:
         ConfigError: the model can't be sharded over this number of processes.
@@ -264,7 +265,7 @@ class Replica:
         self.release()
 
     def _lay_out(self, sharding: Sharding, *, shares: bool) -> Iterator[ReplicaWeight]:
-        """Yield the weights, each with all of its places."""
+        """Yield the weights, each with all of its locations in the modules."""
         weights: dict[tuple[object, ShardSpec | None], ReplicaWeight] = {}
         for name, module, leaf, _ in places(self.model):
             origin = self._origins.by_name[name]
@@ -285,7 +286,7 @@ class Replica:
     def load(self, weights: GathersUnits) -> None:
         """Copy the current trained weights, one unit at a time.
 
-        `weights` is the engine that trains the model; a collective of all its processes.
+        `weights` is the engine that trains the model. A collective of all its processes.
         """
         if not self.loaded:
             for weight in self.weights:
@@ -364,7 +365,7 @@ class Replica:
             )
 
     def weights_hash(self) -> int:
-        """Hash the weights that generation reads, adapters merged: the same for any sharding.
+        """Hash the weights that generation reads, with adapters merged; the same for any sharding.
 
         A collective of `tp_group`.
         """
@@ -372,7 +373,7 @@ class Replica:
         return hash_of_sums([each.name for each in self.weights], sum_(sums, self.tp_group))
 
     def _sum(self, weight: ReplicaWeight, shard: Tensor) -> Int64[Tensor, ""]:
-        """Sum over this process's shard of a weight, without what an earlier peer has too."""
+        """Sum over this process's shard of a weight, without elements an earlier peer also has."""
         if weight.spec is not None:
             parts = weight.spec.first_held(shard)
         else:
@@ -384,9 +385,9 @@ class Replica:
 def weights_hash(model: nn.Module) -> int:
     """Hash a model's parameters; a tied one counts once, under its first name.
 
-    The bits of each weight are read in words of 64, row by row, and added modulo 2^64, in any
-    order, so that the shards of a weight add up to the same. The sums are then mixed by the names
-    of their weights. This is as fast as reading memory; it is no cryptographic hash.
+    The bits of each weight are read as 64-bit words, row by row, and added modulo 2^64, so that the
+    shards of a weight add up to the same sum in any order. The sums are then mixed with the
+    weights' names. This is as fast as reading memory, but not a cryptographic hash.
     """
     named = dict(model.named_parameters())
     return hash_of_sums(list(named), torch.stack([bits_sum(param) for param in named.values()]))
@@ -395,8 +396,8 @@ def weights_hash(model: nn.Module) -> int:
 def bits_sum(weight: Shaped[Tensor, "*S"], *, first: int = 0) -> Int64[Tensor, ""]:
     """Return the sum of a weight's words, read as signed integers, modulo 2^64.
 
-    Each row of the last dimension is padded with zeros to complete words. Of a shard of a weight,
-    `first` is the index in the full rows at which its rows begin.
+    Each row of the last dimension is padded with zeros to complete words. For a shard, `first` is
+    the index in the full rows at which its rows begin.
     """
     weight = weight.detach()
     if weight.ndim == 0:
@@ -417,5 +418,5 @@ def hash_of_sums(names: Sequence[str], sums: Int64[Tensor, " n"]) -> int:
 
 
 def _factor(name: str) -> int:
-    """An odd number of 64 bits: a change of any bit of the sum changes the product."""
+    """A random odd 64-bit factor: a change of any bit of the sum changes the product."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1

@@ -1,4 +1,4 @@
-"""Responses to a file of prompts, in a file that survives a kill."""
+"""Responses to a file of prompts, written to a file that survives a kill."""
 
 import dataclasses
 import hashlib
@@ -50,7 +50,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read the prompts in a .jsonl file; blank lines are skipped.
 
     Raises:
-        DataError: there is no such file, it has no prompt, or a line is not one; names the line.
+        DataError: there is no such file, it has no prompt, or a line is not a prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -72,7 +72,7 @@ def parse_prompt(line: str, *, origin: str) -> Prompt:
     """Parse one line.
 
     Raises:
-        DataError: the line is not a prompt; begins with `origin`.
+        DataError: the line is not a prompt; the message begins with `origin`.
     """
     try:
         row = json.loads(line)

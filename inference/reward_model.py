@@ -35,9 +35,9 @@ def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
 def score_responses(
     reward: str | FrozenModelConfig, dialogues: Sequence[tuple[Sequence[Message], str]]
 ) -> list[float]:
-    """The score of each response to its prompt, by a reward model as `load_scorer` finds it.
+    """The score of each response to its prompt, by a reward model that `load_scorer` loads.
 
-    It reads them in its own chat format; of what is too long for it, it reads the end.
+    The model's own chat format is used; texts that are too long lose their beginning.
 
     Raises:
         ModelError: there is no reward model.

@@ -1,4 +1,4 @@
-"""Settings of sampling."""
+"""Sampling settings."""
 
 from dataclasses import dataclass, fields
 
@@ -7,7 +7,7 @@ from pipeline.system.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Settings of sampling without the seed, for commands that set one separately."""
+    """Sampling settings without the seed, for commands that set one separately."""
 
     max_new_tokens: int = 128
     """Maximum tokens of a response."""
@@ -49,14 +49,14 @@ class SamplingOptions:
         )
 
     def sampling(self, seed: int) -> "Sampling":
-        """These settings alone, with the seed."""
+        """These settings, with the seed."""
         names = [field.name for field in fields(SamplingOptions)]
         return Sampling(seed=seed, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(SamplingOptions):
-    """Settings of sampling."""
+    """Sampling settings."""
 
     seed: int = 0
     """The same seed gives the same responses."""

@@ -24,12 +24,12 @@ def get_tp_group(model: nn.Module) -> Group:
 
 
 def kv_heads_here(model: nn.Module) -> int | None:
-    """Key heads of a tensor-parallel model on this process; None for other models."""
+    """Key heads on this process of a tensor-parallel model; None for other models."""
     return getattr(model, _KV_HEADS, None)
 
 
 def mark_sharing(model: nn.Module, group: Group) -> None:
-    """Set the processes that each have such a model, and the same prompts for it.
+    """Mark the processes that each hold such a model and have the same prompts for it.
 
     Each then answers its share of them, and all of the group must generate together.
     """
@@ -42,7 +42,7 @@ def get_sharing_group(model: nn.Module) -> Group:
 
 
 def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
-    """Sum over the group, in place; the same bits on each process."""
+    """Sum over the group, in place, with the same bits on each process."""
     if group.size > 1 and values.is_cuda:
         with HERE.waiting(group.others):
             dist.all_reduce(values, group=group.process_group)
@@ -52,7 +52,7 @@ def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
 
 
 class Sharding(TensorShards):
-    """The shards of a model's layers, and the hooks by which a group computes them together."""
+    """The shards of a model's layers, and the hooks with which a group computes them together."""
 
     def apply(self) -> None:
         """Narrow the modules to this process's shards, and add the collectives."""
@@ -83,5 +83,5 @@ class Sharding(TensorShards):
 
 
 def is_of_sharding(hook: Callable[..., object]) -> bool:
-    """Whether a hook was added by `Sharding`."""
+    """Whether `Sharding` added a hook."""
     return isinstance(getattr(hook, "__self__", None), Sharding)

@@ -13,11 +13,11 @@ INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """Turns token ids into text piece by piece; the pieces join to the text of all of them.
+    """Turns token ids into text piece by piece; the pieces concatenate to the full text.
 
-    A token alone has no text: it may be part of a character, and some tokenizers drop the space of
-    a first word. So each piece is what the last few tokens read with the new one, less what they
-    read without it.
+    A single token can't be decoded: it may be part of a character, and some tokenizers drop the
+    space before the first word. So the last few tokens are decoded with and without the new one,
+    and the difference is the piece.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -72,7 +72,7 @@ METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class TokenBytes:
-    """Reads tokens of one tokenizer by its decoder: byte level, with bytes as pieces, or others."""
+    """Bytes of one tokenizer's tokens, by its decoder: byte level, byte pieces, or others."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -88,7 +88,7 @@ class TokenBytes:
         self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
 
     def of(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text; none for a special token."""
+        """Return the bytes that a token adds to a text; empty for a special token."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._read(token)
@@ -114,7 +114,7 @@ class TokenBytes:
         return self.of(token).decode(errors="replace")
 
     def of_all(self, tokens: Sequence[int], *, begins: bool) -> list[bytes]:
-        """Bytes of each token; if these begin a text, without the space that decoding drops."""
+        """Bytes of each token; at the start of a text, without the space that decoding drops."""
         parts = [self.of(token) for token in tokens]
         first = next((at for at, token in enumerate(tokens) if token not in self.special), None)
         if begins and first is not None and parts[first][:1] == b" ":
@@ -135,7 +135,7 @@ def _decoders(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
 
 
 class ResponseText:
-    """Turns the tokens of one response into pieces of text.
+    """Turns the tokens of one response into text pieces.
 
     Args:
         view_bytes: the tokens of the model.

@@ -1,3 +1,3 @@
-"""Shared by the steps: settings, data, models, engine, launch, report."""
+"""Code shared by the steps: settings, data, models, engine, launch, report."""
 
 __version__ = "0.1.0"

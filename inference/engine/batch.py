@@ -139,7 +139,7 @@ class OpenBatch:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a response before its next token; does nothing after its end."""
+        """Cancel a response before its next token; does nothing if it has ended."""
         self._cancelled.append(ticket)
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class OpenBatch:
 
 
 def choose_tokens(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> list[Choice]:
-    """Choose a token for each sequence; those with equal settings in one call."""
+    """Choose a token for each sequence, in one call for sequences with equal settings."""
     groups: dict[int, list[int]] = {}
     for row, ticket in enumerate(tickets):
         groups.setdefault(id(ticket.sampler), []).append(row)
@@ -285,7 +285,7 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
 def reports(
     tickets: Sequence[Ticket], logits: Float[Tensor, "B V"], choices: Sequence[Choice]
 ) -> dict[int, Reported]:
-    """The policy's log-probabilities, by row, for the requests that want them."""
+    """The policy's log-probabilities, by row, for the requests that ask for them."""
     chosen = {
         row: (choice[0], ticket.request.num_top)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True))
@@ -299,7 +299,7 @@ def reports(
 
 
 def release_frames(error: Exception) -> None:
-    """Replace an error's traceback by a note: its frames would keep the cache alive."""
+    """Replace an error's traceback by a note, because its frames would keep the cache alive."""
     error.add_note("".join(format_exception(error)).rstrip())
     error.__traceback__ = error.__cause__ = error.__context__ = None
 

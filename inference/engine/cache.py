@@ -38,7 +38,7 @@ HUGE_PAGE = 2 * 2**20
 
 
 def slot_width(capacity: int) -> int:
-    """Tokens that a slot has memory for: `capacity` and one for padding, in whole blocks."""
+    """Tokens that a slot has memory for: `capacity` plus one for padding, rounded up to blocks."""
     return round_up(capacity + 1, KEY_BLOCK)
 
 
@@ -123,7 +123,7 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def swap(self, slots: tuple[int, int], lengths: tuple[int, int]) -> None:
-        """Swap two slots with that many stored tokens."""
+        """Swap two slots with these numbers of stored tokens."""
         if 0 in lengths:
             source, target = slots[::-1] if lengths[0] == 0 else slots
             self.copy(source, target, max(lengths))
@@ -172,7 +172,7 @@ class NextToken:
         dropout: float,
         out: Float[Tensor, "1 N H E"] | None = None,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention by a kernel if there is one, else by PyTorch; into `out` if given."""
+        """Attention by a kernel if there is one, otherwise by PyTorch; fills `out` if given."""
         del dropout  # generation has none
         rows = query[0].transpose(0, 1)  # (N, H, D)
         if self.is_live or kernel_for(rows, key, value) is not None:
@@ -211,7 +211,7 @@ class NextToken:
         return self._ends
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 1 K"]:
-        """Minus infinity at the keys that a token doesn't see."""
+        """Minus infinity at the keys that a token must not attend to."""
         ends = torch.tensor(self.lengths, device=self.device)[:, None]
         keys = torch.arange(round_up(max(self.lengths), KEY_BLOCK), device=self.device)
         hidden = (keys >= ends) | (keys < ends - (sliding_window or len(keys)))
@@ -229,7 +229,7 @@ class Piece(NamedTuple):
 
 
 class Pieces:
-    """Causal attention of pieces of several prompts, laid end to end, each to its slot."""
+    """Causal attention of concatenated pieces of several prompts, each to its own slot."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces
@@ -244,7 +244,7 @@ class Pieces:
         sliding_window: int | None,
         dropout: float,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention of each token to its own prompt up to itself."""
+        """Attention of each token to the tokens of its own prompt up to itself."""
         del dropout  # generation has none
         attended = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         begin = 0
@@ -276,7 +276,7 @@ class Pieces:
 def zeros_in_huge_pages(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
     """Zeros with the dtype and device of `like`, on a CPU in pages of 2 MiB where possible.
 
-    The advice precedes the first write, which is when the system decides.
+    `madvise` is called before the first write, when the system chooses the page size.
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)

@@ -1,8 +1,8 @@
-"""Decoding passes: by the model's modules at first, then replayed from CUDA graphs or traces.
+"""Decoding passes, first by the model's modules, then replayed from CUDA graphs or traces.
 
-A graph is one launch instead of a model's hundreds. It reads tokens, their places and the lengths
-of the sequences from memory of the GPU, which one copy fills before each replay. Passes have more
-rows than needed, so that few graphs or traces serve all batches.
+A graph is one launch instead of hundreds. It reads tokens, cache positions and sequence lengths
+from GPU memory, which one copy fills before each replay. Passes are padded to more rows, so that
+few graphs or traces serve all batches.
 """
 
 import gc
@@ -83,7 +83,7 @@ class LiveKeys(NextToken):
 
 
 class GraphedRows(ReplayedRows):
-    """Passes of one number of rows, of sequences up to `longest`, from a graph.
+    """Graph-replayed passes with a fixed number of rows, for sequences up to `longest`.
 
     The graphs of a tensor-parallel model contain its collectives. All processes replay graphs or
     none does, because a process that verifies a pass computes it twice.
@@ -160,7 +160,7 @@ class GraphedRows(ReplayedRows):
 class CudaCapture:
     """Captures passes of one model into CUDA graphs that share their memory.
 
-    Only one of them runs at a time, and no result is read after the next replay.
+    Only one graph runs at a time, and no result is read after the next replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -208,7 +208,7 @@ class CudaCapture:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The GPU's only stream for captures: each stream would keep separate memory."""
+    """The GPU's only capture stream, because each stream would hold separate memory."""
     return torch.cuda.Stream(device)
 
 
@@ -254,9 +254,9 @@ class Decoder:
         """Return the logits after each token.
 
         Args:
-            columns: token, position and place in the cache of each row.
+            columns: token, position and cache index of each row.
             layout: attention of the rows.
-            spare: the place in the cache for padding.
+            spare: the cache index for padding.
             repeats: whether the pass may be recorded or replayed.
         """
         count, self.replayed = len(columns), None
@@ -320,7 +320,7 @@ class Decoder:
 
 
 def can_replay(model: nn.Module, device: torch.device) -> bool:
-    """Whether decoding passes can be repeated without the modules.
+    """Whether decoding passes can be replayed without the modules.
 
     Hooks must run in every pass, except those of tensor parallelism on GPUs, whose collectives are
     part of a graph; a trace of a CPU's operators has none.
@@ -341,5 +341,5 @@ def _log_once(reason: str) -> None:
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is not below `count`."""
+    """The smallest power of two not below `count`."""
     return 1 << (count - 1).bit_length()

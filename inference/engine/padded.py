@@ -1,4 +1,4 @@
-"""Generation for models with special attention: left-padded batches, one after the other.
+"""Generation for models with special attention: left-padded batches, one after another.
 
 For models that `inference/engine/slots.py` doesn't support: layers with convolutions or a recurrent
 state, ALiBi, soft-capping. Dimension names: B rows, P tokens so far, T tokens of one forward pass,
@@ -18,7 +18,7 @@ from pipeline.models.forward.forward import base_model, cache_name
 
 
 class PaddedRows:
-    """The running sequences of a model, `batch_size` at a time; the next wait until all ended."""
+    """The running sequences of a model, `batch_size` at a time; others wait until all end."""
 
     def __init__(self, model: nn.Module, *, batch_size: int) -> None:
         self._model = model
@@ -37,7 +37,7 @@ class PaddedRows:
         """Do nothing: rows of ended requests leave the batch in `step`."""
 
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
-        """Begin a batch with the oldest prompts, or the shortest if it is closed, if none runs."""
+        """If no batch runs, begin one with the oldest prompts, or the shortest if it is closed."""
         del chunk  # prompts are read at once
         if self.running or not waiting:
             return
@@ -49,7 +49,7 @@ class PaddedRows:
         self._batch = PaddedBatch(self._model, tickets)
 
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:
-        """Read the prompts or the newest tokens; the logits of the next ones.
+        """Read the prompts or the newest tokens; return the logits of the next ones.
 
         Ended requests are among the rows until they leave the batch; their tokens are dropped.
         """
@@ -98,7 +98,7 @@ class PaddedBatch:
         return output.logits[:, -1]
 
     def _append(self) -> None:
-        """Append the newest tokens; drop ended rows once they fill half of the batch."""
+        """Append the newest tokens; drop ended rows once they are half of the batch."""
         tokens = [ticket.newest for ticket in self.tickets]
         running = [not ticket.ended for ticket in self.tickets]
         self.inputs = torch.tensor(tokens, device=self.mask.device)[:, None]

@@ -50,12 +50,12 @@ class PassCounts:
 
     @property
     def share_replayed(self) -> float:
-        """Share of replayed passes in all decoding passes; 0 without any."""
+        """Replayed passes as a share of all decoding passes; 0 without any."""
         return self.replayed / max(1, self.replayed + self.by_modules)
 
 
 class Stage(Enum):
-    """The next pass of a number of rows."""
+    """The next kind of pass for a number of rows."""
 
     RECORD = auto()
     VERIFY = auto()
@@ -63,7 +63,7 @@ class Stage(Enum):
 
 
 class ReplayedRows(ABC):
-    """Passes of one number of rows: recorded in the first, verified in the second, then replayed.
+    """Passes with one number of rows: the first is recorded, the second verified, later replayed.
 
     The first two return the logits of the modules.
     """
@@ -98,9 +98,9 @@ class ReplayedRows(ABC):
             raise ReplayError(f"{type(error).__name__}: {sentence}") from error
 
     def _verify(self, num_live: int) -> Float[Tensor, "N V"]:
-        """Compute the pass both ways, which must agree up to rounding.
+        """Compute the pass both ways and check that they agree up to rounding.
 
-        A recording may add in another order than the modules: cuBLAS chooses other kernels on the
+        A recording may sum in another order than the modules: cuBLAS chooses other kernels on the
         stream of a capture, and a kernel may replace a product.
         """
         expected = self._by_modules()
@@ -131,7 +131,7 @@ class ReplayedRows(ABC):
 
 
 def relative_difference(ours: Float[Tensor, "N V"], expected: Float[Tensor, "N V"]) -> float:
-    """Return the largest difference as a share of the largest number."""
+    """Return the largest difference relative to the largest number."""
     difference = (ours.float() - expected.float()).abs().max()
     return float(difference / expected.float().abs().max().clamp(min=1e-30))
 
@@ -198,7 +198,7 @@ class Call:
 
 
 class _NoNumbers(TorchFunctionMode):
-    """Context in which no number of a tensor may reach Python."""
+    """Context in which no tensor value may be read by Python."""
 
     def __torch_function__(
         self,
@@ -288,7 +288,7 @@ def require_replayable(call: Call, result: object) -> None:
 
 
 class OperatorTrace:
-    """The calls of a `TraceRecorder`, ready to be repeated.
+    """The calls of a `TraceRecorder`, ready to be replayed.
 
     Args:
         calls: the computation.
@@ -311,7 +311,7 @@ class OperatorTrace:
         self._replays = [substitute(call) or make_replay(call) for call in self._kept]
 
     def __len__(self) -> int:
-        """Calls of a repetition."""
+        """Number of calls in a replay."""
         return len(self._replays)
 
     def replay(self) -> Tensor:
@@ -322,7 +322,7 @@ class OperatorTrace:
 
 
 def varying(calls: Sequence[Call], inputs: Sequence[Tensor]) -> list[Call]:
-    """The calls whose results depend on the inputs, without views."""
+    """The calls whose results depend on the inputs, except views."""
     alive = {memory(tensor) for tensor in inputs}
     alive |= {memory(tensor) for call in calls for tensor in call.changed()}
     kept: list[Call] = []
@@ -355,7 +355,7 @@ ROTATIONS = ((("mul", 0, 1), ("neg", 3), ("cat", (4, 5), -1), ("mul", 6, 7), ("a
 
 
 def fuse(calls: Sequence[Call], result: Tensor) -> list[Call]:
-    """The calls, with one in place of each sequence that a kernel repeats.
+    """Replace each sequence of calls that a kernel computes by one call.
 
     `result` and the results of other calls keep their memory.
     """
@@ -435,12 +435,12 @@ def describe(group: Sequence[Call]) -> tuple[tuple[object, ...], list[Tensor]]:
 
 
 def identity(tensor: Tensor) -> object:
-    """Equal for tensors of the same numbers in memory."""
+    """A key that is equal for tensors of the same numbers in memory."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def make_replay(call: Call) -> Replay:
-    """Return the fastest way to repeat a call."""
+    """Return the fastest way to replay a call."""
     if call.repeat is not None:
         return call.repeat
     # PyTorch's own bindings are leaner than the dispatcher's.
@@ -474,7 +474,7 @@ def _again(call: Call) -> None:
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors among values and in their lists."""
+    """The tensors among the values and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -483,7 +483,7 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def memory(tensor: Tensor) -> int:
-    """Identifies a tensor's memory; views have that of their base."""
+    """A key of a tensor's memory; a view has its base's."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 
@@ -534,7 +534,7 @@ class CurrentLayout:
 
 
 class TracedRows(ReplayedRows):
-    """Passes of one number of rows from a trace, with products by the kernel for few rows."""
+    """Traced passes with a fixed number of rows, with products by the kernel for few rows."""
 
     def __init__(self, modules: Pass, num_rows: int) -> None:
         super().__init__(num_rows)
@@ -577,7 +577,7 @@ class TracedRows(ReplayedRows):
         return self._trace.replay()
 
     def _product(self, call: Call) -> Replay | None:
-        """A product of few rows by the kernel, which skips padding; None if it doesn't take it."""
+        """A product of few rows by the kernel, which skips padding; None if it is not supported."""
         if kernel_mode() == "off" or len(call.made) != 1 or call.kwargs:
             return None
         if call.made[0].shape[:-1].numel() != self._inputs.shape[1]:

@@ -36,7 +36,7 @@ class Response:
 
     @property
     def text_ids(self) -> list[int]:
-        """The tokens without the stop token, whose text is the response's."""
+        """The tokens without the stop token; their text is the response's text."""
         return self.ids[:-1] if self.stopped else self.ids
 
 
@@ -114,7 +114,7 @@ class Ticket:
 
     @cached_property
     def identity(self) -> Hashable:
-        """Key that is equal for tickets whose prompts are read once."""
+        """A key that is equal for tickets whose prompts are read once."""
         return self.request.scope, self.request.prompt
 
     @property

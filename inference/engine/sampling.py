@@ -54,14 +54,14 @@ def _mixed_seed(seed: int) -> np.ndarray:
 def words_of(
     keys: Sequence[int], positions: int | Sequence[int]
 ) -> tuple[UInt64[np.ndarray, " B"], UInt64[np.ndarray, " B"]]:
-    """Keys and positions as 64-bit words, broadcast to equal lengths."""
+    """Keys and positions as 64-bit words, broadcast to a common length."""
     words = np.asarray(keys, np.uint64)
     return words, np.broadcast_to(np.asarray(positions, np.uint64), len(words))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler(Draw):
-    """Chooses the next token; `inference/settings.py` describes the settings."""
+    """Chooses the next token; see `inference/settings.py` for the settings."""
 
     repetition_penalty: float = 1.0
 
@@ -113,7 +113,7 @@ class Sampler(Draw):
         histories: Sequence[Sequence[int]] = (),
         responses: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], list[float]]:
-        """Tokens, and their log-probabilities under the whole policy at this temperature.
+        """Tokens, and their log-probabilities under the full policy at this temperature.
 
         Args:
             logits: of the next token of each sequence.
@@ -176,7 +176,7 @@ class Sampler(Draw):
         return logits
 
     def truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Top-k, then the nucleus of what is left, then min-p: the order of `transformers`."""
+        """Top-k, then top-p of the remaining tokens, then min-p, in the order of `transformers`."""
         if not self.truncates:
             return probabilities
         probabilities = probabilities.double()
@@ -197,9 +197,10 @@ def make_sampler(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
 
 
 def without_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
-    """An equivalent sampler of seed 0, and the key with which it makes the same choices.
+    """An equivalent sampler with seed 0, and the key with which it makes the same choices.
 
-    So rows of different seeds share a call: a seed changes nothing but the word that keys meet.
+    So rows with different seeds share a call: a seed only changes the word that keys are mixed
+    with.
     """
     with np.errstate(over="ignore"):
         word = int((_mixed_seed(sampler.seed) ^ _mixed_seed(0))[0])
@@ -207,7 +208,7 @@ def without_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
 
 
 def likeliest(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B V"]:
-    """Keep the `top_k` likeliest tokens and those as likely as the last; they add up to 1."""
+    """Keep the `top_k` most likely tokens, ties with the last included, renormalized to 1."""
     count = min(top_k, probabilities.shape[-1])
     least = probabilities.topk(count, dim=-1).values[:, -1:]
     kept = torch.where(probabilities >= least, probabilities, 0.0)
@@ -215,7 +216,7 @@ def likeliest(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, 
 
 
 def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"]:
-    """Zero all but the likeliest tokens that together reach `top_p` (Holtzman et al. 2020)."""
+    """Zero all but the most likely tokens that together reach `top_p` (Holtzman et al. 2020)."""
     if top_p >= 1.0:
         return probabilities
     words = probabilities.shape[-1]
@@ -235,7 +236,7 @@ def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, 
 def inverse_transform(
     weights: Float[Tensor, "B V"], points: Float[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """The token at share `points` of each row's cumulative weight; never one of weight 0.
+    """The token at cumulative weight `points`, as a share of each row's total; never of weight 0.
 
     In a large vocabulary it is found in two steps, the block and the token in it: one pass over the
     weights.
@@ -252,7 +253,7 @@ def inverse_transform(
 def _place(
     weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Return the index at a share of the cumulative weight, and the share of its weight."""
+    """Return the index at a share of the cumulative weight, and the share of its own weight."""
     cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, thresholds, right=True)
@@ -264,7 +265,7 @@ def _place(
 
 
 def likeliest_tokens(scores: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
-    """Index of the first maximum of each row: argmax, which is slow on the CPU, by blocks."""
+    """Index of the first maximum of each row, blockwise, because argmax is slow on CPUs."""
     blocks = in_blocks(scores, padding=-torch.inf)
     chosen = blocks.amax(dim=-1).argmax(dim=-1)
     rows = torch.arange(len(scores), device=scores.device)
@@ -281,7 +282,7 @@ def in_blocks(values: Float[Tensor, "B V"], *, padding: float) -> Float[Tensor, 
 def penalized(
     logits: Float[Tensor, "B V"], histories: Sequence[Sequence[int]], penalty: float
 ) -> Float[Tensor, "B V"]:
-    """Lower the logits of tokens that a sequence has already (Keskar et al. 2019, 4.1).
+    """Lower the logits of tokens that a sequence already contains (Keskar et al. 2019, 4.1).
 
     Those above 0 are divided by `penalty`, those below are multiplied.
     """
@@ -299,9 +300,9 @@ def counted(
     presence: float,
     frequency: float,
 ) -> Float[Tensor, "B V"]:
-    """Lower the logits of tokens that a response has, as OpenAI's API defines its two penalties.
+    """Apply OpenAI's presence and frequency penalties to the logits of tokens in the response.
 
-    Of a token that it has c times, `presence + c * frequency` is taken off; prompts don't count.
+    A token that occurs c times is lowered by `presence + c * frequency`; prompts don't count.
     """
     rows = [row for row, response in enumerate(responses) for _ in response]
     tokens = [token for response in responses for token in response]
@@ -330,7 +331,7 @@ class Reported(NamedTuple):
 def reported(
     logits: Float[Tensor, "B V"], tokens: Sequence[int], num_top: Sequence[int]
 ) -> list[Reported]:
-    """Log-probabilities of one token of each row, and of the `num_top` likeliest ones."""
+    """Log-probabilities of one token of each row, and of the `num_top` most likely ones."""
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = [row[token] for row, token in zip(logprobs, tokens, strict=True)]
     values, ids = logprobs.topk(min(max(num_top, default=0), logits.shape[-1]), dim=-1)

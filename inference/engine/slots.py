@@ -73,7 +73,7 @@ class Slot:
         return len(self.ticket.request.prompt) + len(self.ticket.response.ids) - 1
 
     def assign(self, ticket: Ticket, *, stored: int) -> None:
-        """Give the slot, which stores the first `stored` tokens of the prompt, to a request."""
+        """Assign the slot, which stores the first `stored` tokens of the prompt, to a request."""
         self.ticket, self.tokens, self.stored = ticket, ticket.prompt, stored
         self.identity, self.scope = ticket.identity, ticket.request.scope
         ticket.num_reused = stored
@@ -84,7 +84,7 @@ class PrefixCache:
 
     Args:
         slots: of the cache.
-        partial: whether any common prefix counts; otherwise only equal prompts share.
+        partial: whether any common prefix is reused; otherwise only equal prompts share.
     """
 
     def __init__(self, slots: Sequence[Slot], *, partial: bool) -> None:
@@ -108,7 +108,7 @@ class PrefixCache:
         slot.ticket = None
 
     def find(self, ticket: Ticket) -> tuple[Slot | None, int]:
-        """Return the slot with the longest reusable prefix, and the length of that prefix."""
+        """Return the slot with the longest reusable prefix, and the prefix's length."""
         prompt = ticket.prompt[:-1]
         equal = self._by_identity.get(ticket.identity)
         if equal is not None and equal.stored >= len(prompt):
@@ -148,7 +148,7 @@ class Scheduler:
 
     Args:
         cache: the keys and values.
-        reuses: whether prompts reuse any common prefix, rather than that of equal prompts only.
+        reuses: whether prompts reuse any common prefix, rather than only equal prompts.
     """
 
     def __init__(self, cache: SlotCache, *, reuses: bool) -> None:
@@ -289,7 +289,7 @@ class SlotModel:
         """Logits after the last `keep` tokens, or after all of them if `keep` is 0.
 
         Args:
-            inputs: tokens, positions, and places in the cache.
+            inputs: tokens, positions and cache indices.
             layout: attention of the pass.
             reads_slots: see `SlotCache.begin`.
             keep: number of tokens.
@@ -315,9 +315,9 @@ class Slots(Scheduler):
     Args:
         model: a causal language model, plain or with adapters.
         num_slots: sequences that run at once.
-        capacity: most tokens of a sequence, prompt and response.
+        capacity: maximum tokens of a sequence, prompt and response.
         reuses: whether prompts reuse any common prefix of the sequences in the slots, rather than
-            that of equal prompts only.
+            only equal prompts.
         passes: counts the passes.
     """
 
@@ -389,7 +389,7 @@ class Slots(Scheduler):
 
     @torch.inference_mode()
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:
-        """Read the newest token of every running sequence; the logits of the next ones."""
+        """Read the newest token of every running sequence; return the logits of the next ones."""
         self.compact()
         running = self.running
         lengths = [len(ticket.request.prompt) + len(ticket.response.ids) for ticket in running]

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`: requests to jobs, pieces to objects."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`: parse requests, format responses."""
 
 import secrets
 import time
@@ -77,7 +77,7 @@ async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:
 
 
 async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
-    """The events of a stream, after an empty one when the request is admitted."""
+    """The events of a stream, after an empty one once the request is admitted."""
     rows = [TextPosition(reply.served, reply.begins) for _ in range(reply.num_rows)]
     seen: dict[int, Piece] = {}
     with_usage = {"usage": None} if reply.fields.wants_usage else {}
@@ -106,11 +106,11 @@ async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
 
 
 class Reply:
-    """A request that was read, and the parts that both kinds of objects share.
+    """A parsed request, and the parts that both kinds of response share.
 
     Args:
-        state: of the server.
-        fields: of the request.
+        state: the server's state.
+        fields: the request's fields.
         client: the client's name.
 
     Raises:
@@ -348,7 +348,7 @@ class ChatReply(Reply):
 
 
 class TextReply(Reply):
-    """A reply to texts or token ids that the model continues."""
+    """A reply to a prompt of text or token ids, which the model continues."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -420,7 +420,7 @@ class TextReply(Reply):
     def _logprobs(
         self, row: "TextPosition", tokens: Sequence[tuple[int, bytes, Reported | None]]
     ) -> dict[str, Any]:
-        """OpenAI's object; the first token of all has no log-probability."""
+        """OpenAI's logprobs object; the very first token has no log-probability."""
         names = self.served.view_bytes
         reports = [report for *_, report in tokens]
         return {
@@ -440,7 +440,7 @@ def new_id(prefix: str) -> str:
 
 
 def count_usage(reply: Reply, pieces: Mapping[int, Piece]) -> dict[str, Any]:
-    """OpenAI's object; tokens of a prompt are cached if none of its responses read them."""
+    """OpenAI's usage object; a prompt's tokens are cached if none of its responses read them."""
     num_completion = sum(len(piece.ids) for piece in pieces.values())
     reused: dict[int, int] = {}
     for row, piece in pieces.items():

@@ -78,7 +78,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):  # noqa: N818 - not an error: its request is over
-    """The client disconnected before the response."""
+    """The client disconnected before the response was sent."""
 
 
 def json_response(
@@ -144,7 +144,7 @@ def event(content: object) -> bytes:
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, and cancel it as soon as the client leaves.
 
-    `receive` is that of a request whose body was read.
+    `receive` belongs to a request whose body has been read.
 
     Raises:
         ClientGone: the client left.

@@ -1,4 +1,4 @@
-"""The models to serve: their paths, the plan of their memory, and their use by routes."""
+"""The models to serve: their paths, memory plan, and use by routes."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -128,7 +128,7 @@ class ServedModel:
     def prompt_logprobs(self, prompt: Sequence[int], num_top: int) -> list[Reported | None]:
         """Return the log-probability of each token given the preceding ones; None for the first.
 
-        A long prompt is read once for every `MOST_LOGITS` of its logits.
+        A long prompt is read once per `MOST_LOGITS` logits.
         """
         device = next(self.model.parameters()).device
         ids = torch.tensor(list(prompt), device=device)
@@ -212,7 +212,7 @@ class ModelPath:
 
 
 def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
-    """Return the models of `--path` and `--run`, with different names.
+    """Return the models of `--path` and `--run`, with distinct names.
 
     Raises:
         ConfigError: two have the same name.
@@ -332,9 +332,9 @@ def load_models(
 
 
 def _ready(paths: Sequence[ModelPath]) -> list[ModelPath]:
-    """The models that can be loaded: all except a run's initial model, if it is missing.
+    """The models that can be loaded: all but a run's initial model, if that is missing.
 
-    A run may be moved to another machine, and finished models outlive their origins.
+    A run may have been moved to another machine, without the model it started from.
     """
     ready: list[ModelPath] = []
     for path in paths:
@@ -414,8 +414,8 @@ def _num_bytes(model: nn.Module) -> int:
 def _tokenizer(path: ModelPath) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer.
 
-    A base model without a chat template takes the tokenizer of the step that trained it, if it has
-    the same tokens, so that both models are given the same text.
+    A base model without a chat template uses the tokenizer of the step that trained it, if the
+    vocabulary is the same, so that both models get the same text.
     """
     tokenizer = load_tokenizer(FrozenModelConfig(path=path.path))
     if path.choose_format is None or tokenizer.chat_template:

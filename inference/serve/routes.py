@@ -45,7 +45,7 @@ VIEWS = ("chat", "compare", "rate", "watch")
 
 
 def build_app(state: State) -> ASGIApp:
-    """The application that answers the requests of a server."""
+    """The ASGI application of a server."""
     get, post = ["GET"], ["POST"]
     routes = [
         Route("/v1/chat/completions", chat_completions, methods=post),
@@ -225,7 +225,7 @@ async def score(request: Request) -> Response:
 
 
 async def server(request: Request) -> Response:
-    """`GET /api/server`: the views that have something to show."""
+    """`GET /api/server`: the views that have data to show."""
     state = get_state(request)
     return json_response(
         {
@@ -238,7 +238,7 @@ async def server(request: Request) -> Response:
 
 
 async def add_rating(request: Request) -> Response:
-    """`POST /api/ratings`: append a rating; it is on the disk when its id is returned."""
+    """`POST /api/ratings`: append a rating; it is on disk when its id is returned."""
     state = get_state(request)
     rating, _ = read_request(RatingRequest, await read_body(request))
     line = rating.model_dump(mode="json")
@@ -251,7 +251,7 @@ async def add_rating(request: Request) -> Response:
 
 
 async def undo_rating(request: Request) -> Response:
-    """`POST /api/ratings/undo`: revoke a rating, by another line."""
+    """`POST /api/ratings/undo`: revoke a rating by appending a line."""
     state = get_state(request)
     undo, _ = read_request(UndoRequest, await read_body(request))
     try:
@@ -282,12 +282,12 @@ def _ratings(state: State) -> RatingsFile:
 
 
 def _key_name(request: Request) -> str:
-    """Name of the request's key, or an empty text: addresses are not stored."""
+    """Name of the request's key, or an empty string: addresses are not stored."""
     return client_of(request) if request.scope.get("key_name") else ""
 
 
 async def watch(request: Request) -> Response:
-    """`GET /api/watch`: curves, alarms and samples of a run so far."""
+    """`GET /api/watch`: curves, alarms and samples of a run in progress."""
     watched = get_state(request).watched
     if watched is None:
         raise ApiError(404, "no run is watched; start the server with --watch OUT")

@@ -1,4 +1,4 @@
-"""Requests, as OpenAI's API defines them, and the refusal of fields that are not served."""
+"""Requests, as OpenAI's API defines them; unsupported fields are refused."""
 
 import re
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ REASONS = {
 
 
 class Strict(BaseModel):
-    """An object without conversions between types."""
+    """A model that does not coerce types."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -64,28 +64,28 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def check(self) -> "ChatMessage":
-        """Refuse calls of tools."""
+        """Refuse tool calls."""
         if self.tool_calls or self.function_call:
             raise ValueError(f"tool calls are not supported: {EXPORTS}")
         return self
 
     @property
     def message(self) -> Message:
-        """The message in the pipeline's form."""
+        """The message in the pipeline's format."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return Message("system" if self.role == "developer" else self.role, text)
 
 
 class TemplateFields(BaseModel):
-    """How a dialogue becomes a prompt."""
+    """Fields that control how a dialogue becomes a prompt."""
 
     chat_template_kwargs: Annotated[dict[str, Argument], Field(max_length=64)] | None = None
     add_generation_prompt: bool | None = None
 
     @property
     def opens(self) -> bool:
-        """Whether the beginning of the assistant's turn follows a user's."""
+        """Whether the generation prompt follows a user's turn."""
         return self.add_generation_prompt is not False
 
 
@@ -96,7 +96,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(Strict):
-    """Sampling: OpenAI's fields, followed by ours."""
+    """Sampling: OpenAI's fields, followed by extensions."""
 
     model: str = Field(default="", max_length=512)
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -141,7 +141,7 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     @model_validator(mode="after")
     def check(self) -> "ChatRequest":
-        """Refuse a turn that both begins and continues."""
+        """Refuse a turn that both begins and continues a response."""
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self
@@ -172,7 +172,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TokenizeRequest(Strict, TemplateFields):
-    """`POST /tokenize`: a text, or a dialogue as it is prompted with."""
+    """`POST /tokenize`: a text, or a dialogue as a prompt."""
 
     model: str = ""
     prompt: str | None = None
@@ -202,7 +202,7 @@ class RatedMessage(Strict, extra="forbid"):
 
 
 class RatedAnswer(Strict, extra="forbid"):
-    """A rated response and its origin."""
+    """A rated response and where it came from."""
 
     model: str = Field(max_length=512)
     weights_hash: str | None = Field(default=None, max_length=64)

@@ -33,8 +33,8 @@ class AccessControl:
     """Admits or refuses requests, and counts and logs them.
 
     Args:
-        app: answers the requests.
-        state: of the server.
+        app: handles the requests.
+        state: the server's state.
         open_paths: paths without a key: health, and the page's own files.
     """
 

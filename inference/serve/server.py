@@ -1,4 +1,4 @@
-"""The lifecycle of a server: it listens, answers, drains and ends."""
+"""The lifecycle of a server: listen, answer, drain, stop."""
 
 import asyncio
 import logging
@@ -138,7 +138,7 @@ class Server(uvicorn.Server):
             await asyncio.to_thread(self._worker.close)
 
     def stop(self) -> None:
-        """Admit no more requests, wait for running ones, then end."""
+        """Stop admitting requests, wait for running ones, then stop."""
         self.state.broker.draining = True
         if self._drain is None:
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())

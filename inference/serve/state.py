@@ -36,7 +36,7 @@ LONG = 20_000
 
 
 class Broker:
-    """Admits requests while there is room, and passes them to the generation thread."""
+    """Admits requests while there is room and passes them to the generation thread."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -76,7 +76,7 @@ class Broker:
             worker.cancel(job)
 
     async def pieces(self, job: Job) -> AsyncIterator[list[Piece]]:
-        """Yield the pieces of a job until its responses have ended; none every `QUIET` seconds.
+        """Yield the pieces of a job until its responses end; an empty list every `QUIET` seconds.
 
         Raises:
             ApiError: it waits too long for a slot, takes too long, or a response failed.
@@ -193,7 +193,7 @@ class State:
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function that reads `size` characters, on a thread if they are many.
 
-    So a long text doesn't delay the streams of others.
+    This keeps a long text from delaying other clients' streams.
     """
     if size < LONG:
         return function(*args, **kwargs)
@@ -211,6 +211,6 @@ def get_state(request: Request) -> State:
 
 
 def client_of(request: Request) -> str:
-    """The client, for turns in the queue and the log: the name of a key, or an address."""
+    """The client's name for fairness and logs: the name of its key, or its address."""
     name = request.scope.get("key_name")
     return str(name or (request.client.host if request.client else "?"))

@@ -26,7 +26,7 @@ class WatchedRun:
         self.out = out
 
     def view(self, step: str, version: str) -> dict[str, Any]:
-        """Return what the page shows of a step; little if the page has this version of it.
+        """Return the data that the page shows of a step; little if the page's version is current.
 
         Args:
             step: name of its directory; empty for the one that was written last.
@@ -72,7 +72,7 @@ class WatchedRun:
         }
 
     def _notice(self, name: str) -> str:
-        """A sentence if an unfinished step has long written nothing; else empty."""
+        """A notice if an unfinished step has not written for long; else empty."""
         directory = self.out / name
         begun, written = _stamp(directory / "config.yaml")[0], _stamp(directory / FILES[0])[0]
         if not (name and begun and written) or (directory / "result.json").exists():
@@ -87,7 +87,7 @@ class WatchedRun:
 
 
 def _stamp(path: Path) -> tuple[float, int]:
-    """The time of a file's last change, and its size; zeros if there is no such file."""
+    """Modification time and size of a file; zeros if it does not exist."""
     try:
         status = path.stat()
     except OSError:

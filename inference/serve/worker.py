@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Piece:
-    """A part of a response."""
+    """A piece of a response."""
 
     row: int
     """Index among the responses of the job."""
@@ -52,11 +52,11 @@ class Piece:
 
 
 class Job:
-    """A client's request, and the pieces of its responses that were not read yet.
+    """A client's request, and the unread pieces of its responses.
 
     Args:
         model: name of the model.
-        prompts: for each prompt the requests for its responses.
+        prompts: for each prompt, the requests for its responses.
         client: name of the client.
         stops: texts before which responses end.
         continues: whether responses continue the texts of their prompts.
@@ -146,7 +146,7 @@ class Row:
         return self._take()
 
     def failed(self) -> Piece:
-        """Return the last piece of a response that can't continue."""
+        """Return the last piece of a response that failed."""
         self._piece.error = "the response could not be generated; the server's log says why"
         return self._take()
 
@@ -156,12 +156,12 @@ class Row:
 
 
 class Worker:
-    """Runs the batches of all models, one step of each in turn.
+    """Runs the batches of all models, alternating their steps.
 
     Args:
-        models: by name.
+        models: models by name.
         failed: called on the event loop when the thread has died.
-        metrics: of the server.
+        metrics: the server's metrics.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Worker:
             self._metrics.passes.labels(served.name, "replay").set(counts.replayed)
 
     def _admit(self, served: ServedModel) -> None:
-        """Give free slots to waiting prompts; clients take turns."""
+        """Give free slots to waiting prompts, round-robin over clients."""
         queue = self._waiting[served.name]
         running = 0
         if queue:

@@ -46,7 +46,7 @@ MARGIN = 0.9
 
 @dataclass(frozen=True)
 class Shortage:
-    """A phase that needs more memory than there is."""
+    """A phase that needs more memory than is available."""
 
     phase: Phase
     where: str
@@ -56,7 +56,7 @@ class Shortage:
     available: int
 
     def __str__(self) -> str:
-        """The need and the supply, to follow the name of a step."""
+        """The memory needed and available, to follow the name of a step."""
         needed, available = in_words(self.needed, self.available)
         return f"takes {needed} on {self.where} to {self.phase.name}, and there are {available}"
 
@@ -76,12 +76,13 @@ def shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
 
 
 def check_memory(config: StepConfig) -> None:
-    """Print the memory that a step takes, on the first process, and refuse what can't fit.
+    """Print the memory that a step needs, on the first process, and refuse it if it can't fit.
 
     `train.py` checks all steps itself.
 
     Raises:
-        ConfigError: names the need, the supply, and the cheapest change.
+        ConfigError: the step doesn't fit; the message has the need, the supply and the cheapest
+            change.
     """
     if launched.rank() != 0 or PLANNED in os.environ:
         return
@@ -105,10 +106,10 @@ def refusal(
     """The error message for a step that can't fit; None if it fits.
 
     Args:
-        step: beginning of the sentence, as "step 1".
+        step: beginning of the sentence, such as "step 1".
         section: prefix of the settings on the command line; empty for a step's own.
         config: settings of the step.
-        machine: the machine it is to run on.
+        machine: the machine it will run on.
         origins: for a directory that an earlier step has yet to write, the model it starts from.
         memory: the memory of the step there.
     """
@@ -189,7 +190,7 @@ def choose_settings(
 
 
 def _responses_at_once(config: StepConfig, machine: Machine, count: Count) -> Settings:
-    """The number of responses that the key-value cache has room for."""
+    """The number of responses that fit in the key-value cache."""
     generation = config.workload(machine.world).generation
     if generation is None or generation.phase != "each iteration":
         return {}
@@ -296,13 +297,13 @@ def _is_change(config: StepConfig, settings: Settings) -> bool:
 
 
 def trained_models(config: StepConfig) -> dict[str, TrainedModelConfig]:
-    """The models of a step that learn, by role."""
+    """The trained models of a step, by role."""
     uses = config.workload(1).models
     return {use.role: use.settings for use in uses if isinstance(use.settings, TrainedModelConfig)}
 
 
 def of_models(config: StepConfig, settings: Settings) -> dict[str, Any]:
-    """These settings for every model of the step that learns."""
+    """These settings for every trained model of the step."""
     return {
         f"{role}.{n}": value for role in trained_models(config) for n, value in settings.items()
     }

@@ -1,4 +1,4 @@
-"""A machine as the plan sees it: processes, devices, main memory, and speed."""
+"""A machine for planning: processes, devices, main memory, and speed."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine of a job; all of a job are alike."""
+    """One machine of a job; all machines of a job are alike."""
 
     processes: int
     """Processes of a step on the machine that has most of them; with GPUs one for each."""
@@ -45,14 +45,14 @@ class Machine:
 
     @property
     def is_known(self) -> bool:
-        """Whether the memory in which models compute is known."""
+        """Whether the memory of the compute devices is known."""
         return (self.gpu_bytes if self.has_gpu else self.host_bytes) is not None
 
 
 def this_machine(*, processes: int, world: int, gpus: Sequence[str]) -> Machine:
     """This machine in its current state, for a step with this number of local processes.
 
-    `gpus` are those that they use, as `pipeline.launch.local.list_gpus` names them.
+    `gpus` are the GPUs they use, as named by `pipeline.launch.local.list_gpus`.
     """
     free = free_gpu_bytes(gpus) if gpus else None
     unread = bool(gpus) and free is None
@@ -60,10 +60,10 @@ def this_machine(*, processes: int, world: int, gpus: Sequence[str]) -> Machine:
 
 
 def parse_machine(text: str) -> Machine:
-    """The machine that `8xA100-80GB` or, with its main memory, `2x8xH100-80GB+1024GB` stands for.
+    """Parse a machine such as `8xA100-80GB` or, with main memory, `2x8xH100-80GB+1024GB`.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: the text is not of this form.
     """
     match = re.fullmatch(
         r"(?:(\d+)x)??(\d+)x(?:[A-Za-z]\w*-)?(\d+)-?GB(?:\+(\d+)GB)?", text, re.IGNORECASE
@@ -84,7 +84,7 @@ def parse_machine(text: str) -> Machine:
 def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
     """Smallest free memory of these local GPUs; None if one reports none.
 
-    nvidia-smi reports it: no process touches them.
+    Read from nvidia-smi, so that no process initializes the GPUs.
     """
     if shutil.which("nvidia-smi") is None:
         return None
@@ -98,7 +98,7 @@ def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
 
 
 def in_words(*sizes: int) -> tuple[str, ...]:
-    """Bytes in GiB, or in MiB where all are small."""
+    """Bytes formatted in GiB, or in MiB if all are small."""
     unit, name = (GIB, "GiB") if max(sizes) >= GIB else (MIB, "MiB")
     return tuple(f"{size / unit:.1f} {name}" for size in sizes)
 
@@ -128,7 +128,7 @@ SECONDS = 0.2
 
 
 def data_sheet_peak(name: str) -> tuple[float, str] | None:
-    """Operations per second of a GPU by its name, and the card; None if it is not known."""
+    """Peak operations per second of a GPU by its name, and the card; None if unknown."""
     for card in sorted(PEAKS, key=len, reverse=True):
         if card.lower() in name.lower():
             return 1e12 * PEAKS[card], card
@@ -136,7 +136,7 @@ def data_sheet_peak(name: str) -> tuple[float, str] | None:
 
 
 def measured_peak(device: "torch.device", dtype: "torch.dtype") -> float:
-    """Operations per second of the fastest of several products of square matrices."""
+    """Operations per second of the fastest of several square matrix products."""
     import torch
 
     side = SIDE[device.type]

@@ -102,7 +102,7 @@ class StepMemory:
 def step_memory(
     config: StepConfig, *, machine: Machine, origins: Mapping[str, str] | None = None
 ) -> StepMemory:
-    """The memory of a step on such machines; nothing is allocated.
+    """Estimate the memory of a step on `machine`; nothing is allocated.
 
     Args:
         config: the step's settings.
@@ -110,7 +110,7 @@ def step_memory(
         origins: for a directory that an earlier step has yet to write, the model it starts from.
 
     Raises:
-        ConfigError, ModelError: a model can't be divided as `parallel` has it.
+        ConfigError, ModelError: a model can't be divided as `parallel` requires.
     """
     work = config.workload(machine.world)
     models, unknown = read_models(work, origins or {}, has_gpu=machine.has_gpu)
@@ -265,7 +265,7 @@ class _ModelMemory:
 
 
 def _phase(name: Literal["train", "generate"], items: Iterable[Item], machine: Machine) -> Phase:
-    """A phase with the runtime and the allocator's slack."""
+    """A phase including the runtime and the allocator's slack."""
     every = [item for item in items if item.num_bytes]
     every.append(Item("runtime", RUNTIME_CPU, "host" if machine.has_gpu else "device"))
     every += [Item("runtime", RUNTIME_GPU)] if machine.has_gpu else []
@@ -283,7 +283,7 @@ def _train(
     *,
     saves: bool,
 ) -> Iterator[Item]:
-    """Scoring and training; `saves` tells whether checkpoints are written meanwhile."""
+    """Scoring and training; `saves` says whether checkpoints are written at the same time."""
     for each in present:
         yield from each.states()
         if each.model.trained is not None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model; bytes are those of its weights in the format they are loaded in."""
+    """Sizes of a model; weight bytes are in the format they are loaded in."""
 
     layers: int
     hidden: int
@@ -89,7 +89,7 @@ class CountedModel:
 
     @property
     def trained(self) -> TrainedModelConfig | None:
-        """Its settings, if it learns."""
+        """The model's settings if it is trained."""
         return self.settings if isinstance(self.settings, TrainedModelConfig) else None
 
     @property
@@ -99,7 +99,7 @@ class CountedModel:
 
     @functools.cached_property
     def parameters(self) -> int:
-        """Number of weights, with adapters; quantized weights count as those they stand for."""
+        """Number of weights, adapters included; packed quantized weights count unpacked."""
         from pipeline.models.adapters.quantized import num_weights
 
         return num_weights(self.module)
@@ -119,10 +119,10 @@ def check_cut(module: "nn.Module", parallel: ParallelConfig, *, follows: bool = 
     Args:
         module: the model.
         parallel: the division.
-        follows: whether `parallel.partition` is that of another model.
+        follows: whether `parallel.partition` belongs to another model.
 
     Raises:
-        ConfigError, ModelError: they can't.
+        ConfigError, ModelError: the model can't be divided this way.
     """
     from pipeline.models.parallel.stages import cut_stage, find_blocks
     from pipeline.models.parallel.tensor_parallel import cut_for_plan
@@ -178,7 +178,7 @@ def _shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Sh
 
 
 def _kept_numbers(config: object, queries: int, keys: int, itemsize: int) -> int:
-    """Elements per token that a block keeps: inputs of norms, matrices and attention.
+    """Elements per token that a block saves for backward: inputs of norms, matrices and attention.
 
     Queries and keys count twice where they are rotated; a gated MLP keeps four vectors of its
     width, one with ReLU keeps one, any other two. RMSNorm keeps a copy in fp32.
@@ -253,7 +253,7 @@ def _source(path: str, origins: Mapping[str, str]) -> str:
     """The location of the model's configuration, or its name in `KNOWN`.
 
     Raises:
-        ModelError: only its name is known.
+        ModelError: its configuration is unknown.
     """
     if path == EMBEDDED or (Path(path).expanduser() / "config.json").is_file():
         return path

@@ -1,1 +1,1 @@
-"""Command lines: options, help, how commands end."""
+"""Command lines: options, help, exit codes."""

@@ -1,7 +1,7 @@
 """The text of `--help`, made from the settings' own docstrings.
 
 A step has over a hundred settings. Its help shows its own first, then those that all steps have,
-and names the rest by section; `--help all` shows every one.
+and lists the other sections by name; `--help all` shows every setting.
 """
 
 import textwrap
@@ -24,7 +24,7 @@ INDENT, WIDTH = 28, 96
 
 
 def step_help(config_class: type, *, full: bool = False) -> str:
-    """The `--help` text of a step; `full` has the settings of its sections, else their names."""
+    """The `--help` text of a step; with `full`, of its sections too, otherwise only their names."""
     settings = list(list_settings(config_class))
     module = f"{config_class.__module__.partition('.')[0]}.train"
     lines = [
