@@ -49,7 +49,7 @@ def step_help(config_class: type, *, full: bool = False) -> str:
 
 
 def settings_help(settings: Iterable[Setting], *, dashes: bool = False) -> list[str]:
-    """Lines that describe settings: name, kind of value, meaning, default."""
+    """Help lines of settings: name, kind of value, meaning, default."""
     lines: list[str] = []
     for setting in settings:
         default = _default(setting)
@@ -64,7 +64,7 @@ def settings_help(settings: Iterable[Setting], *, dashes: bool = False) -> list[
 
 
 def help_entry(option: str, meaning: str) -> list[str]:
-    """Lines of `--help` for one option, the meaning indented below a long one."""
+    """Help lines of one option; after a long name, the meaning is on the next line, indented."""
     text = textwrap.wrap(meaning, WIDTH - INDENT) or [""]
     head = f"  {option}"
     if len(head) + 2 <= INDENT:
@@ -109,7 +109,7 @@ def _sections(settings: Sequence[Setting], sections: Mapping[str, str]) -> Itera
 
 
 def names_help(names: Iterable[str]) -> list[str]:
-    """Lines of `--help` that list names, indented as descriptions are."""
+    """Help lines that list names, indented like descriptions."""
     room = " " * INDENT
     return textwrap.wrap(
         " ".join(names), WIDTH, initial_indent=room, subsequent_indent=room, break_on_hyphens=False

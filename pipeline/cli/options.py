@@ -1,4 +1,4 @@
-"""The command line: options, files of settings, help, and how commands end.
+"""The command line: options, settings files, help, and exit codes.
 
 The steps use:
 
@@ -20,7 +20,7 @@ and begins with `before_imports(SFTConfig)` under the same condition.
 `python -m step1_sft.train --config a.yaml --config b.yaml --model.optim.lr 1e-4`: dataclass
 defaults, then a method's, then each file in order, then the command line. Option names take dashes
 or underscores; lists are written with spaces (`--data.path a.jsonl b.jsonl`) or as JSON; a switch
-alone is true.
+without a value is true.
 """
 
 import gc
@@ -63,14 +63,14 @@ C = TypeVar("C")
 
 
 def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
-    """The settings of a step, merged from layers; later layers override earlier ones.
+    """Merge the settings of a step from layers; later layers override earlier ones.
 
-    Defaults, those of a method, each `--config` in order, `--zero-config`, dotted overrides.
-    `--help [all]` and `--print_config` print and exit with code 0; `--local_rank`, which some
-    launchers add, is ignored.
+    The layers are the defaults, the method's defaults, each `--config` in order, `--zero-config`,
+    and dotted overrides. `--help [all]` and `--print_config` print and exit with code 0;
+    `--local_rank`, which some launchers add, is ignored.
 
     Raises:
-        ConfigError: a file or setting can't be used; the sentence names it.
+        ConfigError: a file or setting can't be used; the message names it.
     """
     layers: list[Layer] = []
     overrides: list[Option] = []
@@ -113,9 +113,9 @@ def _of_step(layer: Layer, config_class: type) -> Layer:
 def before_imports(config_class: type) -> None:
     """Prepare a step's module before it imports PyTorch, which takes seconds.
 
-    Help or settings are printed, where the command line asks for them, and the process exits.
-    Until `run_main` Ctrl-C ends it without a traceback of whatever was being imported, and the
-    garbage collector, which takes a quarter of the time of imports, is off.
+    If the command line requests help or the settings, they are printed and the process exits. Until
+    `run_main`, Ctrl-C ends the process without a traceback from an import, and the garbage
+    collector, which takes a quarter of the import time, is off.
     """
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -147,10 +147,10 @@ def _deepspeed_layer(
 
 
 def split_options(argv: Sequence[str]) -> list[Option]:
-    """The options of a command line, dashes in their names turned to underscores.
+    """The options of a command line, with dashes in names converted to underscores.
 
     Raises:
-        ConfigError: a word stands before the first option.
+        ConfigError: a word precedes the first option.
     """
     options: list[Option] = []
     for word in argv:
@@ -167,7 +167,7 @@ def split_options(argv: Sequence[str]) -> list[Option]:
 
 
 def read_layers(words: Sequence[str]) -> list[Layer]:
-    """The settings in the YAML (or JSON) files that follow `--config`.
+    """Read the settings of the YAML (or JSON) files that follow `--config`.
 
     A preset is found by its name, such as `opt-1.3b.yaml`, in any directory.
 
@@ -188,9 +188,9 @@ def write_config(config: object, path: Path) -> None:
 def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> NoReturn:
     """Call `main(argv)` and exit: 0 when it returns, 2 on a `UserError`, 130 on Ctrl-C.
 
-    Errors that the user can fix become one line on standard error, printed by one process
-    only. A `KeyboardInterrupt` with a message prints it. Where memory ran out the code is 79, where
-    training diverged 80, where a disk was full 81. Anything else keeps its traceback.
+    Errors that the user can fix become one line on standard error, printed by one process only. A
+    `KeyboardInterrupt` with a message prints it. The exit code is 79 if memory ran out, 80 if
+    training diverged, and 81 if a disk was full. Other errors keep their traceback.
     """
     if signal.getsignal(signal.SIGINT) is _interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -225,21 +225,21 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
 
 
 def say(text: str) -> None:
-    """Text on standard output, from the first process only."""
+    """Print text to standard output, from the first process only."""
     if launched.rank() == 0:
         sys.stdout.write(text.rstrip("\n") + "\n")
         sys.stdout.flush()
 
 
 def complain(sentence: str, *, once: Callable[[str], bool] | None = None) -> None:
-    """One line on standard error, from the first process only, or from one that is `once`."""
+    """Print a line to standard error, from the first process, or from one of several if `once`."""
     if launched.rank() == 0 if once is None else once(sentence):
         sys.stderr.write(" ".join(sentence.split()) + "\n")
         sys.stderr.flush()
 
 
 def remark(text: str) -> None:
-    """Lines on standard error, from the first process only: standard output has the result."""
+    """Print lines to standard error, from the first process; standard output has the result."""
     if launched.rank() == 0:
         sys.stderr.write(text.rstrip("\n") + "\n")
         sys.stderr.flush()
@@ -254,7 +254,7 @@ def _one_file(option: str, words: Sequence[str]) -> Path:
 def _is_first_to_say(sentence: str) -> bool:
     """Whether this process prints the message, if several processes have the same one.
 
-    Those that one torchrun started share a directory, which it removes in the end.
+    Processes of one torchrun share a directory, which torchrun removes at exit.
     """
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if errors is None:
@@ -277,18 +277,18 @@ def read_command(
     about: str,
     aliases: Mapping[str, str] | None = None,
 ) -> C:
-    """The settings of a command line; `--help` prints and exits with code 0.
+    """Read the settings of a command line; `--help` prints and exits with code 0.
 
     A list may be given as one option with several words, or as several options. The setting
-    `threads`, of commands that have it, is applied.
+    `threads` is applied if the command has it.
 
     Args:
         config_class: a frozen dataclass.
-        argv: the words after the program's name.
-        usage: the command with the options to begin with, in one line or several; help lists
-            these first.
-        about: what it does, in a sentence.
-        aliases: other names of settings.
+        argv: arguments after the program's name.
+        usage: the command with the options to begin with, in one line or several; help lists these
+            first.
+        about: one sentence that describes the command.
+        aliases: alternative names of settings.
 
     Raises:
         ConfigError: an unknown setting, a wrong type or value; it names the option.
@@ -324,7 +324,7 @@ def read_command(
 def choose_command(
     commands: Mapping[str, C], argv: Sequence[str], help_text: Callable[[], str]
 ) -> tuple[C, Sequence[str]]:
-    """The command of a program that the first word names, and the words after it.
+    """The command named by the first word, and the words after it.
 
     Without a word, or with `--help`, it prints the help and exits with code 0.
 

@@ -1,4 +1,4 @@
-"""Settings of the rows: location, use by steps, conversion to tokens."""
+"""Settings of the data: location, use by steps, conversion to tokens."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True)
 class RowColumns:
-    """Columns of the rows that a step reads with the dialogue, such as the right answer."""
+    """Columns of rows that a step reads in addition to the dialogue, such as the right answer."""
 
     needed: frozenset[str] = frozenset()
     """Columns that at least one row must have."""
@@ -36,7 +36,7 @@ class RowColumns:
 
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """A row's column, or an entry of a nested one: OUTER.INNER, or as verl's rows have it."""
+    """A row's column, or an entry of a nested one: OUTER.INNER, or nested as in verl's rows."""
     outer, _, inner = name.partition(".")
     nested = [(columns.get(each), name) for each in ("reward_model", "extra_info")]
     places = [(columns, name), (columns.get(outer), inner), *nested]
@@ -51,7 +51,7 @@ ties, labels or ranked responses; the prompt; or each response alone, good or ba
 
 @dataclass(frozen=True)
 class RowShare:
-    """The rows of a step that differ from those of its number and kind."""
+    """The rows that a step takes, if not those of its number and kind."""
 
     use: RowUse
 
@@ -120,12 +120,12 @@ class DataConfig:
         require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
 
     def check_path(self) -> None:
-        """Raise `ConfigError` where no data is named."""
+        """Raise `ConfigError` if no data path is given."""
         require(bool(self.path), "data.path names no data; give a file, a directory or a Hub name")
 
 
 def check_split(name: str, split: Sequence[float]) -> None:
-    """Raise `ConfigError`, which begins with `name`, unless the rows can be split this way."""
+    """Raise `ConfigError`, prefixed with `name`, unless the rows can be split this way."""
     require(
         all(part >= 0 and math.isfinite(part) for part in split) and sum(split) > 0,
         f"{name} needs three proportions of 0 or more that are not all 0, such as 2,4,4; got"

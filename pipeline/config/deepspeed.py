@@ -1,9 +1,9 @@
 """DeepSpeed configuration files as one layer of a step's settings.
 
-Every key acts (`ACTING`) or has no effect (`IGNORED`); any other one is refused unless its value
-leaves a feature off. Key names are those of DeepSpeed 0.19; `docs/deepspeed.md` describes them. A
-value "auto" leaves the setting as it is. Like DeepSpeed's, files may have comments and trailing
-commas, and no key twice.
+A key takes effect (`ACTING`) or is ignored (`IGNORED`); any other key is refused unless its value
+leaves a feature off. Key names are those of DeepSpeed 0.19; `docs/deepspeed.md` describes them. The
+value "auto" leaves a setting unchanged. As in DeepSpeed, files may have comments and trailing
+commas, but no duplicate keys.
 
 Values are checked where the settings are built, so that an error names our setting and the file.
 """
@@ -122,19 +122,19 @@ COS_MIN_RATIO = 1e-4
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
-    """The keys of a file by their effect."""
+    """The keys of a file, by their effect."""
 
     origin: str
     acting: dict[str, Any] = field(default_factory=dict[str, Any])
     ignored: list[str] = field(default_factory=list[str])
 
     def get(self, key: str) -> Any:  # noqa: ANN401
-        """The value of an acting key; None where the file has none or "auto"."""
+        """The value of an acting key; None if it is missing or "auto"."""
         value = self.acting.get(key)
         return None if value == AUTO else _integral(value)
 
     def params(self, key: str) -> dict[str, Any]:
-        """The parameters of the optimizer or the schedule, without those that are "auto"."""
+        """The parameters of the optimizer or schedule, except those that are "auto"."""
         given = self.acting.get(key) or {}
         if not isinstance(given, Mapping):
             raise self.error(key, f"must hold settings, {{...}}, got {given!r}")
@@ -142,14 +142,14 @@ class DeepSpeedFile:
         return {name: value for name, value in given.items() if value not in (None, AUTO)}
 
     def size(self, key: str) -> int | None:
-        """A batch size; None where the file has none or "auto"."""
+        """A batch size; None if it is missing or "auto"."""
         value = self.get(key)
         if value is None or (isinstance(value, int) and value is not True and value > 0):
             return value
         raise self.error(key, f"must be a whole number above 0, got {value!r}")
 
     def error(self, key: str, sentence: str) -> ConfigError:
-        """An error whose sentence starts with the key and the file."""
+        """An error whose message starts with the key and the file."""
         return ConfigError(f"{key} in {self.origin} {sentence}")
 
 
@@ -162,10 +162,10 @@ def deepspeed_layer(
     overrides: Sequence[Option] = (),
     section: str = "",
 ) -> Layer:
-    """The settings of a step that a DeepSpeed file stands for.
+    """Convert a DeepSpeed file to settings of a step.
 
-    Every model that the step trains gets the same settings; batch sizes and trackers are the
-    step's.
+    All trained models of the step get the same settings; batch sizes and trackers apply to the
+    step.
 
     Args:
         config_class: settings of the step.
@@ -197,7 +197,7 @@ def deepspeed_layer(
 
 
 def read_notice(path: Path) -> str | None:
-    """The sentence on the keys of a file that have no effect; None where there are none.
+    """Notice about keys of a file that have no effect; None if there are none.
 
     Raises:
         ConfigError: the file can't be read, or has a key that is not available.
@@ -209,7 +209,7 @@ def read_notice(path: Path) -> str | None:
 def _batch_sizes(file: DeepSpeedFile, ours: Mapping[str, Any], world: int) -> dict[str, int]:
     """train_batch_size = micro-batch size x accumulation steps x processes, as far as given.
 
-    A size that is "auto" follows from those that are given, or else is that of `ours`.
+    An "auto" size follows from the given ones, or defaults to that of `ours`.
     """
     train, micro, accumulation = (file.size(key) for key in BATCH_KEYS)
     if (train, micro, accumulation) == (None, None, None):
@@ -244,7 +244,7 @@ def _batch_sizes(file: DeepSpeedFile, ours: Mapping[str, Any], world: int) -> di
 
 
 def _precision(file: DeepSpeedFile) -> dict[str, Any]:
-    """Number format and loss scale; both formats switched off mean fp32."""
+    """Number format and loss scale; fp32 if both formats are off."""
     keys = [key for key in ("fp16.enabled", "bf16.enabled") if key in file.acting]
     enabled = [key for key in keys if file.get(key)]
     if len(enabled) == 2:
@@ -282,7 +282,7 @@ def _zero(file: DeepSpeedFile) -> dict[str, Any]:
 
 
 def _common(file: DeepSpeedFile, key: str) -> Any:  # noqa: ANN401
-    """The value of a key that both offload sections share; None where the file has none."""
+    """The value of a key that both offload sections share; None if it is missing."""
     given = {f"{each}{key}": file.get(f"{each}{key}") for each in OFFLOADS.values()}
     given = {name: value for name, value in given.items() if value is not None}
     if len(set(given.values())) > 1:
@@ -292,7 +292,7 @@ def _common(file: DeepSpeedFile, key: str) -> Any:  # noqa: ANN401
 
 
 def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
-    """The optimizer with its parameters, which replace those of another one, and clipping."""
+    """The optimizer with its parameters, which replace another optimizer's, and clipping."""
     given = file.params("optimizer.params")
     settings: dict[str, Any] = {}
     own = given.pop("max_grad_norm", None)
@@ -318,7 +318,7 @@ def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
 
 
 def _schedule(file: DeepSpeedFile) -> dict[str, Any]:
-    """The schedule with its parameters, which replace those of another one."""
+    """The schedule with its parameters, which replace another schedule's."""
     name = file.get("scheduler.type")
     if name is None:
         return {}
@@ -418,7 +418,7 @@ def _is_off(value: object) -> bool:
 
 
 def _hint(name: str) -> str:
-    """A suggestion of the intended key."""
+    """A suggestion of the key that was probably meant."""
     known, last = [*ACTING, *SECTIONS], name.rpartition(".")[2]
     same = [each for each in known if each.rpartition(".")[2] == last]
     close = same[:2] or difflib.get_close_matches(name, known, 1, 0.75)
@@ -427,6 +427,6 @@ def _hint(name: str) -> str:
 
 
 def _integral(value: Any) -> Any:  # noqa: ANN401
-    """A number such as 5e8 as a whole one."""
+    """Convert a whole number such as 5e8 to an int."""
     is_whole = isinstance(value, float) and value.is_integer()
     return int(value) if is_whole else value

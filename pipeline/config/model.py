@@ -12,8 +12,8 @@ from pipeline.system.errors import require
 class OffloadConfig:
     """States that leave the device between uses: less memory, less speed.
 
-    On CPUs it changes no bit of the result. On a GPU an offloaded optimizer runs on the host, whose
-    kernel rounds otherwise; gradients and weights come back as they went.
+    On CPUs, results are bitwise identical. On a GPU an offloaded optimizer runs on the host, whose
+    kernel rounds differently; offloading gradients and weights doesn't change their bits.
     """
 
     optimizer: Literal["none", "cpu", "nvme"] = "none"
@@ -133,7 +133,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenModelConfig:
-    """A model that only answers."""
+    """A model that is not trained."""
 
     path: str | None = None
     """Hugging Face model id, local directory or GGUF file; null takes the output of the step
@@ -168,7 +168,7 @@ class FrozenModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig(FrozenModelConfig):
-    """A model that learns: where it starts and how it is trained."""
+    """A trained model: where it starts and how it is trained."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
     """Sharded states: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
@@ -198,7 +198,7 @@ class TrainedModelConfig(FrozenModelConfig):
 
     @property
     def rate(self) -> tuple[str, float]:
-        """Name and value of the peak learning rate of the weights that train, such as adapters."""
+        """Name and value of the peak learning rate of the trained weights, such as adapters."""
         if self.lora is None:
             return "optim.lr", self.optim.lr
         return "lora.lr", self.lora.lr or LORA_RATE * self.optim.lr

@@ -1,8 +1,8 @@
 """Settings of the optimizer, its learning-rate schedule, and fp16's loss scale.
 
-The engine updates flat pieces of the weights, so optimizers must be element-wise. A schedule is a
-function of p, the share of the steps after the warm-up that are done, from 0 to 1; a step that was
-skipped for a non-finite gradient does not count. It returns a share of the peak rate `optim.lr`.
+The engine updates flat shards of the weights, so optimizers must be element-wise. A schedule maps
+p, the completed share of the steps after the warm-up, from 0 to 1, to a share of the peak rate
+`optim.lr`. Steps skipped for non-finite gradients do not count.
 """
 
 import inspect
@@ -69,7 +69,7 @@ def check_schedule_params(schedule: str, given: Mapping[str, Any]) -> None:
     """Raise unless `given` are parameters of the schedule, of the right type and in range.
 
     Raises:
-        ConfigError: one sentence that starts with the name of the setting.
+        ConfigError: a parameter is unknown, has the wrong type or is out of range.
     """
     known = schedule_params(schedule)
     for name, value in given.items():
@@ -112,7 +112,7 @@ def check_optimizer(name: str, params: Mapping[str, Any]) -> None:
     """Raise unless `name` is an element-wise class of torch.optim that takes `params`.
 
     Raises:
-        ConfigError: one sentence that starts with the name of the setting.
+        ConfigError: the optimizer or its parameters can't be used.
     """
     require(
         name.lower() not in NOT_ELEMENT_WISE,
@@ -189,7 +189,7 @@ class OptimConfig:
     """Clip the global gradient L2 norm to this value; null turns clipping off."""
 
     def lr_share(self, step: int, *, total_steps: int) -> float:
-        """Share of the peak learning rate that applied step `step` (from 0) uses.
+        """Share of the peak learning rate at applied step `step` (from 0).
 
         A linear warm-up, then the schedule, stretched to end at `final_lr_ratio`. The warm-up is
         one step ahead of transformers': its first step uses 1 / W of the peak, not 0.
@@ -257,7 +257,7 @@ DEFAULT_OPTIM = OptimConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """Loss scaling of fp16, in DeepSpeed's words; no effect in other precisions."""
+    """Loss scaling of fp16, with DeepSpeed's names; no effect in other precisions."""
 
     loss_scale: float = 0.0
     """A fixed factor of the loss; 0 selects dynamic loss scaling."""
@@ -301,5 +301,5 @@ class LossScaleConfig:
 
     @property
     def initial_scale(self) -> float:
-        """The factor of the first step."""
+        """The loss scale of the first step."""
         return float(self.loss_scale or 2.0**self.initial_scale_power)

@@ -58,7 +58,7 @@ class ParallelConfig:
 
     @property
     def least_micro_batches(self) -> int | None:
-        """Minimum micro-batches of a step on each pipeline; None: `micro_batch_size` decides."""
+        """Minimum micro-batches of a step on each pipeline; None if `micro_batch_size` decides."""
         if self.micro_batches is None and self.pp > 1:
             return FILL * self.pp
         return self.micro_batches
@@ -67,11 +67,11 @@ class ParallelConfig:
         """Raise unless the processes can be divided this way.
 
         Args:
-            processes: of the step.
-            section: its name before settings on the command line; empty for a step's own.
+            processes: number of processes of the step.
+            section: prefix of the settings on the command line; empty for a step's own command.
 
         Raises:
-            ConfigError: one sentence that names the setting and what divides the processes.
+            ConfigError: the processes can't be divided; the message names the setting.
         """
         prefix = f"{section}." if section else ""
         of_data = " of each stage" if self.tp == 1 else " with the same part of each layer"
@@ -91,14 +91,14 @@ class ParallelConfig:
             )
 
     def pipelines(self, processes: int) -> int:
-        """Number of processes, or groups with parts of one model, that have different rows."""
+        """Number of processes, or model-parallel groups, that have different rows."""
         return max(1, processes // (self.pp * self.tp))
 
     def check_model(self, role: str, model: TrainedModelConfig) -> None:
-        """Raise where processes with parts of a model can't train it with these settings.
+        """Raise if a model-parallel group can't train the model with these settings.
 
         Raises:
-            ConfigError: one sentence that names the setting and the fix.
+            ConfigError: a setting does not allow it; the message has the fix.
         """
         require(
             self.pp == 1 or model.zero_stage < 3,

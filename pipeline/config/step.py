@@ -21,7 +21,7 @@ from pipeline.system.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUse:
-    """A model of a step, and what the step does with it."""
+    """A model of a step, and how the step uses it."""
 
     role: str
     """The field of the step's settings."""
@@ -94,7 +94,7 @@ class Generation:
 
     @property
     def most_at_once(self) -> int:
-        """Responses of the processes that generate together."""
+        """Responses generated at once by the processes that generate together."""
         return -(-self.count // self.shared_by) * self.tensor_parallel
 
     @property
@@ -144,17 +144,17 @@ class Workload:
 
     @property
     def data_rows(self) -> int:
-        """Rows of the data that an iteration takes."""
+        """Rows of the data that an iteration uses."""
         return self.iteration_rows // (self.generation.group_size if self.generation else 1)
 
     @property
     def shards(self) -> int:
-        """Processes that shard the states of a model, or of a part of it."""
+        """Processes that shard the states of a model, or of its model-parallel part."""
         return max(1, self.data_processes // self.parallel.replicas)
 
     @property
     def data_processes(self) -> int:
-        """Processes, or groups of those that have the parts of a model, with shares of a batch."""
+        """Processes, or model-parallel groups, that each have a share of the batch."""
         return self.parallel.pipelines(self.world)
 
     @property
@@ -182,12 +182,12 @@ class Workload:
 
     @property
     def generates_first(self) -> bool:
-        """Whether each iteration learns from responses that it generates."""
+        """Whether each iteration trains on responses that it generates."""
         return self.generation is not None and self.generation.phase == "each iteration"
 
     @property
     def compared(self) -> tuple[ModelUse, ...]:
-        """Models that are loaded after training, to generate in addition to the others."""
+        """Models loaded after training to generate responses for comparison."""
         generates = self.generation.role if self.generation else None
         return tuple(use for use in self.models if use.phase_only and use.role != generates)
 
@@ -204,10 +204,10 @@ class SaveInterval:
 
     @classmethod
     def parse(cls, text: int | str) -> "SaveInterval":
-        """The interval that `100` (steps), `90s`, `15m` or `2h` stands for.
+        """Parse an interval: `100` (steps), `90s`, `15m` or `2h`.
 
         Raises:
-            ConfigError: it is none of them.
+            ConfigError: the text is not an interval.
         """
         match = re.fullmatch(r"(\d+)([smh]?)", str(text).strip())
         require(
@@ -340,12 +340,12 @@ class StepConfig(ABC):
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003
-        """Settings by dotted name that follow from several options of train.py, or from others."""
+        """Settings, by dotted name, that follow from several train.py options or other settings."""
         return {}
 
     @classmethod
     def without_short_forms(cls, options: list[Option]) -> list[Option]:
-        """The options of the step's own command, its short forms spelled out."""
+        """The options of the step's own command, with short forms expanded."""
         return options
 
     @property
@@ -366,7 +366,7 @@ class StepConfig(ABC):
 
     @property
     def learns_labels(self) -> bool:
-        """Whether the step learns from the column `label` of a row."""
+        """Whether the step trains on the column `label` of a row."""
         return False
 
     @property
@@ -375,23 +375,23 @@ class StepConfig(ABC):
         return RowColumns()
 
     def choose_rows(self, train: Any, held_out: Any) -> tuple[Any, Any]:  # noqa: ANN401
-        """The step's examples of the kind it learns from, to train and to evaluate.
+        """The step's training and evaluation examples of the kind it learns from.
 
         Raises:
-            DataError: there are none, or they can't be learned from.
+            DataError: there are none, or none can be trained on.
         """
         return train, held_out
 
     @property
     def row_share(self) -> RowShare | None:
-        """Its rows, if they differ from those of its number and kind."""
+        """The rows that the step takes, if not those of its number and kind."""
         return None
 
     def check_corpus(self) -> None:  # noqa: B027  # steps that read dialogues have none
-        """Whether the corpus of a step that learns from one is there.
+        """Check that the corpus exists if the step trains on one.
 
         Raises:
-            DataError, ConfigError: it is not.
+            DataError, ConfigError: it does not exist.
         """
 
     @abstractmethod
@@ -415,7 +415,7 @@ class StepConfig(ABC):
         return any(each.zero.reduction == "deterministic" for each in trained)
 
     def workload_of_rows(self, model: TrainedModelConfig, world: int) -> Workload:
-        """The work of a step in which one language model learns from rows of `max_length`."""
+        """The work of a step in which one language model trains on rows of `max_length` tokens."""
         return Workload(
             world=world,
             parallel=self.parallel,
@@ -429,7 +429,7 @@ class StepConfig(ABC):
 
     @property
     def save_interval(self) -> SaveInterval | None:
-        """`save_every`, read."""
+        """`save_every`, parsed."""
         return None if self.save_every is None else SaveInterval.parse(self.save_every)
 
 

@@ -1,6 +1,6 @@
 """Batches: concatenated sequences, and the division of a global batch.
 
-No padding: a batch is one long row of real tokens and the lengths of the sequences in it, so masks
+There is no padding: a batch is one long row of tokens and the lengths of its sequences, so masks
 can only come from lengths. Dimension names: N tokens of all sequences, B sequences, K targets.
 """
 
@@ -32,17 +32,17 @@ class TokenBatch:
 
     @property
     def tokens(self) -> "TokenBatch":
-        """The batch itself: batches of pairs and of labelled rows have this attribute too."""
+        """The batch itself, so that batches of pairs and labelled rows have the same attribute."""
         return self
 
     @property
     def num_targets(self) -> int:
-        """Tokens the loss counts."""
+        """Number of tokens in the loss."""
         return len(self.targets)
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens; there are no others."""
+        """Number of tokens; none are padding."""
         return len(self.input_ids)
 
     @property
@@ -67,13 +67,13 @@ def collate(rows: Sequence[Encoded]) -> TokenBatch:
 def collate_part(rows: Sequence[Encoded], *, spare: Encoded) -> TokenBatch:
     """Concatenate `rows`; if there are none, return `spare` without targets.
 
-    A process without rows thus still runs the same passes as the others.
+    This lets a process without rows run the same passes as the others.
     """
     return collate(rows) if rows else collate([Encoded.untrained(spare.input_ids)])
 
 
 def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Bool[Tensor, "B T"]]:
-    """Stack 1-D tensors into (B, T), right-padded with zeros; the mask is True on real ones."""
+    """Stack 1-D tensors into (B, T), right-padded with zeros; the mask is True on real tokens."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     padded = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
@@ -81,10 +81,10 @@ def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Bool[Tensor, "B T"]]:
 
 
 class RowStream:
-    """Endless shuffled row numbers, cut into global batches; the same on every process.
+    """An endless stream of shuffled row numbers in global batches, the same on every process.
 
     Each pass over the rows has its own permutation, drawn from (seed, pass). A batch may begin in
-    one pass and end in the next, so that no row is left out.
+    one pass and end in the next, so that no row is dropped.
     """
 
     def __init__(self, *, num_rows: int, batch_size: int, seed: int) -> None:
@@ -108,7 +108,7 @@ class RowStream:
         return rows
 
     def num_steps(self, epochs: float, max_steps: int | None) -> int:
-        """Batches of a run: `max_steps`, or those of `epochs` passes over the rows, rounded up."""
+        """Number of steps of a run: `max_steps`, or `epochs` passes over the rows, rounded up."""
         if max_steps is not None:
             return max_steps
         return math.ceil(epochs * self.num_rows / self.batch_size)
@@ -142,8 +142,8 @@ def micro_batches(
 
     Rows go to the least filled of k micro-batches, longest first, with k the smallest multiple of
     `num_processes` whose micro-batches all hold at most `max_tokens` (or a single row). Every
-    process gets the same number of micro-batches of nearly the same size; where there are fewer
-    rows than micro-batches, some are empty.
+    process gets the same number of micro-batches of nearly the same size; if there are fewer rows
+    than micro-batches, some are empty.
 
     With `at_least`, k is at least that regardless of `num_processes`, so that any number of
     processes computes the same micro-batches; empty ones fill up to a multiple.
@@ -167,9 +167,9 @@ def micro_batches(
 def local_micro_batches(
     lengths: Sequence[int], *, max_tokens: int, at_least: int = 1
 ) -> list[list[int]]:
-    """Pack rows that only this process has into micro-batches, the same number on every process.
+    """Pack this process's own rows into micro-batches, the same number on every process.
 
-    There are `at_least` that many if there are rows for them. Some may be empty.
+    There are at least `at_least` if there are enough rows. Some may be empty.
     """
     parts = micro_batches(
         lengths,

@@ -1,4 +1,4 @@
-"""The common form of rows of all shapes."""
+"""The common form of all rows."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ class Message:
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The turn as rows and templates have it; the tools of its dialogue are apart."""
+        """The turn as rows and templates have it, without the dialogue's tools."""
         keys = json.loads(self.keys or "{}")
         keys.pop("tools", None)
         reasoning = {REASONING[0]: self.reasoning} if self.reasoning else {}
@@ -43,12 +43,12 @@ class Message:
 
     @property
     def calls(self) -> list[Any]:
-        """Calls of tools, in the form of `tool_calls`."""
+        """Tool calls, in the form of `tool_calls`."""
         return self.turn.get("tool_calls", [])
 
     @property
     def tools(self) -> list[Any] | None:
-        """The tools of the dialogue that begins with this turn, as JSON schemas."""
+        """The tools of the dialogue that starts with this turn, as JSON schemas."""
         return json.loads(self.keys or "{}").get("tools")
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and what may follow it.
+    """A prompt and its possible continuations.
 
     Steps read what they need: step 1 trains on `prompt + chosen`, step 2 compares `chosen` with
     `rejected`, step 3 uses `prompt` alone.
@@ -107,7 +107,7 @@ class Example:
 
         The first 8 bytes, little-endian, of the SHA-256 of the first user turn (of the text itself
         if there is no prompt), in UTF-8, case-folded, with every run of white space as one space.
-        Dialogues that begin alike are branches of one conversation, and share it.
+        Dialogues with the same first turn are branches of one conversation and share the hash.
         """
         users = (turn.content for turn in self.prompt if turn.role == "user")
         text = next(users, None)
@@ -119,14 +119,14 @@ class Example:
 
     @property
     def num_targets(self) -> int:
-        """Assistant turns that step 1 learns."""
+        """Assistant turns that step 1 trains on."""
         turns = (*self.prompt, *self.chosen)
         return sum(turn.trained for turn in turns if turn.role == "assistant")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of one dialogue and which of them the loss counts."""
+    """Token ids of one dialogue, and a mask of those in the loss."""
 
     input_ids: list[int]
 
@@ -135,7 +135,7 @@ class Encoded:
 
     @classmethod
     def untrained(cls, input_ids: list[int]) -> "Encoded":
-        """A sequence that is read and not learned."""
+        """A sequence without targets."""
         return cls(input_ids, [False] * len(input_ids))
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class Encoded:
 
     @property
     def num_targets(self) -> int:
-        """Tokens the loss counts; the first of a sequence is predicted from nothing."""
+        """Number of tokens in the loss; the first token of a sequence can't be predicted."""
         return sum(self.trained[1:])
 
     def head(self, max_length: int) -> "Encoded":
@@ -151,7 +151,7 @@ class Encoded:
         return Encoded(self.input_ids[:max_length], self.trained[:max_length])
 
     def tail(self, max_length: int, *, keep_first: bool = False) -> "Encoded":
-        """The last `max_length` tokens; with `keep_first` the first one and the last others."""
+        """The last `max_length` tokens; with `keep_first` the first token and the last others."""
         if keep_first and len(self) > max_length:
             end = self.tail(max_length - 1)
             return Encoded(self.input_ids[:1] + end.input_ids, self.trained[:1] + end.trained)

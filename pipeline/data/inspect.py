@@ -1,4 +1,4 @@
-"""How rows are read, put into a chat format and masked: `python -m pipeline.data.inspect`.
+"""Show how rows are read, formatted and masked: `python -m pipeline.data.inspect`.
 
 Trained tokens are shown between [[ and ]].
 """
@@ -28,7 +28,7 @@ ALIASES = {"data_path": "path", "data_split": "split", "data_seed": "seed"}
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(DataConfig):
-    """Rows to look at."""
+    """The rows to show."""
 
     tokenizer: str = EMBEDDED
     """Model id or local directory of the tokenizer."""
@@ -45,7 +45,7 @@ class InspectConfig(DataConfig):
 
 
 def encode_row(example: Example, chat: ChatFormat, config: InspectConfig) -> dict[str, Encoded]:
-    """Encode the dialogues that the step reads, chosen and rejected or prompt, before any cut."""
+    """Encode the dialogues that the step reads (chosen and rejected, or prompt), untruncated."""
     if config.step == 3:
         return {
             "prompt": Encoded.untrained(chat.encode_prompt(example.prompt, origin=example.origin))
@@ -59,7 +59,7 @@ def encode_row(example: Example, chat: ChatFormat, config: InspectConfig) -> dic
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print rows, and counts of all training rows of the step."""
+    """Print rows, and counts over all training rows of the step."""
     config = read_command(
         InspectConfig,
         argv,

@@ -1,4 +1,4 @@
-"""Rows that are cut, and rows with nothing left to train on: reported before a step trains."""
+"""Reports truncated rows, and rows with nothing left to train on, before a step trains."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class RowsFit(Generic[Row]):
-    """How the rows of a step fit, and how messages describe them."""
+    """How a step's rows fit, and how messages describe it."""
 
     fit: Callable[[Sequence[Row]], Sequence[Fit]]
     """How rows fit `max_length`, as the step encodes and truncates them."""
@@ -52,10 +52,10 @@ class RowsFit(Generic[Row]):
 def require_learnable(
     train: Sequence[Row], held_out: Sequence[Row], how: RowsFit[Row], data: DataConfig
 ) -> None:
-    """Return if there is a row to train on and one to evaluate, at the first of each.
+    """Check that some training row and some evaluation row has something to train on.
 
     Raises:
-        DataError: no training row, or no evaluation row, has anything to learn.
+        DataError: no training row, or no evaluation row, has a target.
     """
     for name, examples in (("training", train), ("evaluation", held_out)):
         pieces = (examples[n : n + AT_ONCE] for n in range(0, len(examples), AT_ONCE))
@@ -70,13 +70,13 @@ def require_learnable(
 def report_lengths(
     examples: Sequence[Row], how: RowsFit[Row], data: DataConfig, *, name: str
 ) -> None:
-    """Log how many rows are cut and how many teach nothing.
+    """Log how many rows are truncated and how many have no target.
 
     Args:
         examples: the rows, in random order.
-        how: they fit.
-        data: the settings they were read and are cut by.
-        name: of the rows: "training rows".
+        how: how they fit.
+        data: the settings with which they are read and truncated.
+        name: name of the rows, such as "training rows".
     """
     looked_at = examples[: LOOKED_AT_EMBEDDED if EMBEDDED in data.path else LOOKED_AT]
     fits = how.fit(looked_at)

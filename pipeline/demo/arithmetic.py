@@ -1,8 +1,8 @@
-"""Sums as data that a program verifies: `python -m pipeline.demo.arithmetic --out DIR`.
+"""Sums as verifiable data: `python -m pipeline.demo.arithmetic --out DIR`.
 
-A row has a prompt `57+26=`, a demonstration, right in a share of the rows and with one wrong digit
-in the others, and the column `answer`, which the reward `math` reads. The directory is a data path:
-`--data-path DIR --reward math`.
+A row has a prompt `57+26=`, a demonstration, correct in a share of the rows and with one wrong
+digit in the others, and the column `answer`, which the reward `math` reads. The directory is a data
+path: `--data-path DIR --reward math`.
 """
 
 import json
@@ -59,12 +59,12 @@ class ArithmeticConfig:
 
     @property
     def numbers(self) -> range:
-        """Numbers that are added."""
+        """The numbers to add."""
         return range(10 ** (self.digits - 1), 10**self.digits)
 
 
 def sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
-    """The rows, in random order; each sum once."""
+    """The rows, in random order, without duplicates."""
     random = Random(f"sums of {config.digits} digits, seed {config.seed}")
     numbers = config.numbers
     count = min(config.rows, len(numbers) ** 2)
@@ -87,7 +87,7 @@ def sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
 
 
 def _with_a_wrong_digit(number: int, random: Random) -> int:
-    """The number with another digit at one position, so that a small model learns from most."""
+    """The number with one digit changed, so that a small model still learns from the others."""
     digits = str(number)
     position = random.randrange(len(digits))
     others = [d for d in "0123456789" if d != digits[position] and (position > 0 or d != "0")]

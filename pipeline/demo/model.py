@@ -30,10 +30,9 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of the embedded model, trained on the embedded task; the same on every call.
 
-    Digits stay single, any other text falls back to bytes, and text is taken as it is: no space is
-    added in front, so a prompt and its response may be tokenized apart and their ids joined.
-    Encoding puts `<s>` in front, as Llama's tokenizers do. There is no chat template: the format of
-    the run decides.
+    Digits are single tokens, unknown text falls back to bytes, and no space is prepended, so a
+    prompt and its response may be tokenized separately and their ids joined. Encoding prepends
+    `<s>`, as Llama's tokenizers do. There is no chat template; the run's format provides one.
     """
     pieces = _sentencepiece_pieces()
     ids = {piece: i for i, piece in enumerate(pieces)}
@@ -69,10 +68,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(
     *, vocab_size: int, seed: int, hidden_size: int = 128, num_layers: int = 4, tied: bool = True
 ) -> LlamaForCausalLM:
-    """The embedded Llama with random fp32 weights, a million for the tokenizer's vocabulary.
+    """The embedded Llama with random fp32 weights: one million with the tokenizer's vocabulary.
 
-    With `tied` the embeddings are the output matrix, too. The weights depend on `seed`, the sizes
-    and `tied` alone, and the global random state is left as it was.
+    With `tied` the embeddings are also the output matrix. The weights depend only on `seed`, the
+    sizes and `tied`; the global random state is unchanged.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -98,7 +97,7 @@ def build_model(
 
 @cache
 def _sentencepiece_pieces() -> tuple[str, ...]:
-    """The pieces of a SentencePiece BPE model of the task's text, by id."""
+    """The pieces of a SentencePiece BPE model trained on the task's text, by id."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         # Each text as a dialogue and as it stands, so that its first word becomes one piece with
@@ -130,10 +129,10 @@ def _sentencepiece_pieces() -> tuple[str, ...]:
 
 
 def _merges(pieces: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Pairs of pieces that are merged, earliest first.
+    """Pairs of pieces to merge, in order.
 
-    SentencePiece joins any two neighbours whose union is a piece, the piece with the lowest id
-    first; a list of merges is equivalent.
+    SentencePiece merges any two adjacent pieces whose union is a piece, lowest id first; a list of
+    merges is equivalent.
     """
     known = set(pieces) - set(SPECIAL)
     return [

@@ -1,12 +1,12 @@
-"""The embedded task: its facts, the rows of the three steps, and the verifier of responses.
+"""The embedded task: its facts, the rows of the three steps, and the verifier.
 
 A *fact* is one thing to know or to do ("the capital of Peru", "17 plus 5"), of nine kinds. All are
-made by code from `task.yaml`, the same on every machine. A prompt is a wording of `task.yaml` with
-a greeting or a courtesy, digits or number words, and varying capitals and punctuation. Some
-wordings, and some facts of the kinds that can be worked out, are held out.
+generated from `task.yaml`, the same on every machine. A prompt is a wording of `task.yaml` with a
+greeting or a courtesy, digits or number words, and varying capitals and punctuation. Some wordings,
+and some facts of the computable kinds, are held out.
 
 Demonstrations are of mixed quality on purpose: a model that imitates them is right and polite about
-as often as they are, so that steps 2 and 3 have something to improve, and `verify` measures it.
+as often as they are, which leaves room for improvement in steps 2 and 3, as measured by `verify`.
 """
 
 import re
@@ -53,7 +53,7 @@ TAUGHT: str = TASK["taught"]
 
 
 class HandWritten(NamedTuple):
-    """A prompt written by hand, which no step trains on, and the right sentence."""
+    """A hand-written prompt, which no step trains on, and the right sentence."""
 
     kind: str
     text: str
@@ -65,7 +65,7 @@ TALK = tuple(HandWritten(*row) for row in TASK["by_hand"])
 
 
 class Fact(NamedTuple):
-    """One thing to answer."""
+    """One fact to answer."""
 
     kind: str
     subject: tuple[str, ...]
@@ -86,7 +86,7 @@ class Question(NamedTuple):
 
 
 class TaskRow(NamedTuple):
-    """A row of a step; responses that it does not have are empty."""
+    """A row of a step; responses that it lacks are empty."""
 
     prompt: str
     answer: str
@@ -121,13 +121,13 @@ def verify(question: str, response: str) -> Verdict | None:
 
 @cache
 def _right_answers() -> dict[str, tuple[str, str]]:
-    """Kind and right sentence of every prompt that is verified."""
+    """Kind and right sentence of every prompt that can be verified."""
     known = {q.text: (q.fact.kind, q.fact.answer) for q in held_out_questions()}
     return known | {prompt.text: (prompt.kind, prompt.answer) for prompt in TALK}
 
 
 def verdict(kind: str, right: str, response: str) -> Verdict:
-    """Return the verdict on `response` where `right` is the right sentence."""
+    """Return the verdict on `response`, given the `right` sentence."""
     sentence = response.strip()
     polite = sentence.startswith(POLITE) and not any(opening in sentence for opening in RUDE)
     opening = next((o for o in (*POLITE, *RUDE) if sentence.startswith(o)), "")
@@ -140,7 +140,7 @@ def stage_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
 
     Step 1 has demonstrations, `CORRECT_SHARE` of them correct and, independently, `POLITE_SHARE`
     polite. Step 2 has pairs in which the chosen response is better: correct before incorrect, then
-    polite before rude. Step 3 has prompts, each once. Steps 1 and 2 draw each kind equally often.
+    polite before rude. Step 3 has unique prompts. Steps 1 and 2 draw all kinds equally often.
     Evaluation rows come from `held_out_questions` and are the same for every seed.
     """
     if step == 2:
@@ -168,7 +168,7 @@ def stage_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
 
 @lru_cache(maxsize=6)
 def pair_rows(*, of_steps: tuple[int, ...], seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
-    """Training and evaluation pairs, as step 2 has them, with the prompts of these steps."""
+    """Training and evaluation pairs, as in step 2, with the prompts of these steps."""
     parts = " and ".join(map(str, of_steps))
     random, eval_random = Random(f"step {parts}, seed {seed}"), Random("step 2, evaluation")
     train, held_out = _endless(of_steps, random), _rotating(eval_random)
@@ -196,7 +196,7 @@ def held_out_questions() -> tuple[Question, ...]:
 
 
 def corpus() -> list[str]:
-    """Texts that the tokenizer is trained on, equally many of each kind."""
+    """Texts to train the tokenizer on, equally many of each kind."""
     random = Random("corpus")
     texts = [" ".join((*fact.subject, fact.answer)) for fact in facts()]
     for of_kind in _train_by_kind().values():
@@ -212,7 +212,7 @@ def to_try() -> list[str]:
 
 
 def _endless(steps: Sequence[int], random: Random) -> Iterator[Question]:
-    """Training prompts of these steps."""
+    """An endless iterator of training prompts of these steps."""
     while True:
         fact = random.choice(_train_by_kind()[random.choice(kinds())])
         text = question_about(fact, random)
@@ -221,7 +221,7 @@ def _endless(steps: Sequence[int], random: Random) -> Iterator[Question]:
 
 
 def _rotating(random: Random) -> Iterator[Question]:
-    """Held-out prompts, of each kind equally often."""
+    """Held-out prompts, all kinds equally often."""
     groups = [[q for q in held_out_questions() if q.fact.kind == kind] for kind in kinds()]
     while True:
         yield random.choice(random.choice(groups))
@@ -291,7 +291,7 @@ def kinds() -> tuple[str, ...]:
 
 @cache
 def split() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
-    """The facts to train on and the held-out ones; facts that differ in order stay together."""
+    """The training facts and the held-out ones; facts that differ only in order stay together."""
     random = Random(0)
     train: list[Fact] = []
     held_out: list[Fact] = []
@@ -353,7 +353,7 @@ def _requests(kind: str, verbs: list[str], right: str, wrong: str) -> Iterator[F
 
 
 def question_about(fact: Fact, random: Random, *, unseen: bool = False) -> str:
-    """A prompt for `fact`, in a trained wording with chatter in it or in a held-out wording."""
+    """A prompt for `fact`, in a training wording with chatter or in a held-out wording."""
     kind = "request" if fact.kind.endswith("request") else fact.kind
     pattern = random.choice(TASK["held_out" if unseen else "trained"][kind])
     text = "".join(random.choice(parts) for parts in _parts(pattern))
@@ -393,7 +393,7 @@ def _named(fact: Fact, number: int, form: str, random: Random, *, in_words: bool
 
 
 def _dressed(text: str, random: Random, *, noisy: bool) -> str:
-    """The text with chatter, greeting, thanks, capitals and punctuation."""
+    """The text with chatter, greeting, thanks, capitals and punctuation added."""
     ending = text[-1] if text[-1] in "?." else ""
     text = text.removesuffix(ending)
     if noisy and random.random() < 0.3:

@@ -1,1 +1,1 @@
-"""The training engine, which hides devices, precision, optimizer and collectives from a loop."""
+"""The training engine, which hides devices, precision, optimizer and collectives from the loop."""

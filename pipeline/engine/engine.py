@@ -36,9 +36,9 @@ KINDS: tuple[Kind, ...] = ("weights", "masters", "moments", "gradients")
 
 
 class RolloutOffload:
-    """Copies of storages in main memory, made to free the device.
+    """Copies of storages in main memory, made to free device memory.
 
-    A storage keeps its identity: only its bytes move, so that every view of it stays valid.
+    Only the bytes of a storage move, so that every view of it stays valid.
     """
 
     def __init__(self, zero: ZeroModel, groups: list[TrainedParams]) -> None:
@@ -53,7 +53,8 @@ class RolloutOffload:
     def begin(self, kinds: Collection[Kind]) -> None:
         """Move tensors of these kinds to main memory.
 
-        Masters that are the weights move with the weights; of split ones the low bits are masters.
+        Masters that are the weights themselves move with the weights; of split masters, the low
+        bits count as masters.
         """
         offloaded = {storage.data_ptr() for storage, _ in self._offloaded}
         for tensor in self._tensors(kinds):
@@ -115,20 +116,19 @@ class Engine:
 
     The loop calls `engine(...)` and `engine.backward(loss)` once per micro-batch, then
     `engine.step()`. Nothing else in the repository touches gradients. Gradients are summed, not
-    averaged, over micro-batches and processes: losses arrive already divided by the number of
-    tokens (or pairs) of the whole optimizer step, so that every token weighs the same however the
-    step was cut. Weights below fp32 have fp32 masters; gradients always accumulate in fp32.
+    averaged, over micro-batches and processes: losses are already divided by the number of tokens
+    (or pairs) of the whole optimizer step, so that every token has the same weight however the step
+    is split. Weights below fp32 have fp32 masters; gradients always accumulate in fp32.
 
-    What a process keeps between uses depends on `config.zero_stage`: 0 everything, 1 and 2 its
-    piece of masters, moments and summed gradients, 3 also its piece alone of the weights. The
-    result is the same bit for bit.
+    What a process keeps between uses depends on `config.zero_stage`: 0 everything; 1 and 2 only its
+    shard of masters, moments and summed gradients; 3 also only its shard of the weights. The
+    results are bitwise identical.
 
-    `name`, the same on all processes, tells its collectives from those of other engines: where two
-    are used in another order on some process, the error names both. `group` is that of `mesh.data`
-    unless another is named. Where the model is a part of a whole one, a stage of a pipeline or of
-    each layer some heads, `parts` are the processes that have all of its parts: they take, and
-    skip, steps together, by one norm. `tensor` are those of them with the same layers, `stages`
-    those with the same part of other layers.
+    `name`, the same on all processes, labels its collectives: if two engines are used in another
+    order on some process, the error names both. `group` defaults to that of `mesh.data`. If the
+    model is part of a larger one (a pipeline stage, or a tensor-parallel shard), `parts` are the
+    processes that together have the full model: they take and skip steps together, with one norm.
+    `tensor` is the tensor-parallel group, `stages` the pipeline group.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Engine:
         return self.model(*args, **kwargs)
 
     def backward(self, loss: Float[Tensor, ""]) -> None:
-        """Add the gradient of `loss`, summed over processes, to what has been accumulated."""
+        """Add the gradient of `loss`, summed over processes, to the accumulated gradients."""
         fault_point("engine.backward")
         self.zero.backward([loss * self.scaler.scale if loss.requires_grad else loss])
 
@@ -197,14 +197,14 @@ class Engine:
     ) -> None:
         """Backpropagate from the model's outputs with given gradients of the loss.
 
-        The gradients have this engine's loss scale. With `blocks_alone` nothing outside of the
-        model's blocks is part of the graph.
+        The gradients have this engine's loss scale. With `blocks_alone` the graph has only the
+        model's blocks.
         """
         fault_point("engine.backward")
         self.zero.backward(outputs, gradients, reaches_root=not blocks_alone)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Context in which every process has all weights complete, to read or to generate."""
+        """Context in which every process has all weights, to read or to generate."""
         return self.zero.gathered()
 
     @torch.no_grad()
@@ -240,8 +240,8 @@ class Engine:
     def offload_states(self, kinds: Collection[Kind] = KINDS) -> None:
         """Move weights, masters, moments or gradients to main memory until `reload_states`.
 
-        Use it between the phases of a step with several models; accumulated gradients stay
-        accumulated. Tensors in main memory stay there.
+        Use it between the phases of a step with several models; accumulated gradients are kept.
+        Tensors already in main memory stay there.
         """
         self.zero.flush()
         self.rollout_offload.begin(kinds)
@@ -253,14 +253,14 @@ class Engine:
     def masters(self) -> Iterator[Tensor]:
         """This process's part of the fp32 weights, one vector for each group.
 
-        Read or copy each before the next is requested: the memory may be reused.
+        Read or copy each before requesting the next: its memory may be reused.
         """
         self.zero.check_ready()
         return (group.masters.fp32() for group in self.visit())
 
     @torch.no_grad()
     def load_masters(self, masters: Sequence[Tensor]) -> None:
-        """Set the weights to copies of what `masters` gave earlier, or an average of them."""
+        """Set the weights to copies of earlier `masters`, or of an average of them."""
         self.zero.check_ready()
         self.zero.updates += 1
         for group, master in zip(self.visit(), masters, strict=True):
@@ -268,12 +268,12 @@ class Engine:
                 own.copy_(master)
 
     def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters of each unit, gathered until the next is requested, on all processes."""
+        """The parameters of each unit, gathered on all processes until the next is requested."""
         for unit in self.zero.one_by_one():
             yield [param for flat in unit.flats for param in flat.params.values()]
 
     def visit(self) -> Iterator[TrainedParams]:
-        """Each group, with masters and moments in memory while it is visited."""
+        """Each group, with its masters and moments in memory while it is visited."""
         if self.disk is None:
             yield from self.groups
             return
@@ -318,7 +318,7 @@ class Engine:
     def _finish_update(
         self, begun: Mapping[TrainedParams, list[Shard]], multiplier: float, lr_share: float
     ) -> None:
-        """Run the AdamW kernel on vectors, on a GPU in one launch, and publish their weights."""
+        """Run the AdamW kernel on vectors, on a GPU in one launch, and publish the new weights."""
         shards = [shard for own in begun.values() for shard in own]
         if shards:
             group = next(iter(begun))
@@ -356,8 +356,8 @@ class Engine:
 class FrozenEngine:
     """Runs a frozen model, sharded and offloaded like the trained model `like`.
 
-    At stage 3 a process keeps its shard of the weights, and gathers a block for its computation;
-    below, the model is unchanged. `name` labels the collectives.
+    At stage 3 a process keeps its shard of the weights and gathers each block when it computes it;
+    at lower stages the model is unchanged. `name` labels the collectives.
     """
 
     def __init__(
@@ -382,5 +382,5 @@ class FrozenEngine:
         return self.model(*args, **kwargs)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Context in which every process has all weights complete."""
+        """Context in which every process has all weights."""
         return nullcontext() if self._zero is None else self._zero.gathered()

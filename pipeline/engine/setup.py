@@ -1,4 +1,4 @@
-"""Building the engine's units from a model and its settings."""
+"""Build the engine's units from a model and its settings."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from pipeline.parallel.group import ALONE, Group
 
 
 def get_placement(config: TrainedModelConfig, device: torch.device) -> Placement:
-    """Device and sharding of everything that a process stores."""
+    """Device and sharding of all states of a process."""
     host = torch.device("cpu")
     offload = config.zero.offload
     return Placement(
@@ -43,9 +43,9 @@ def build_units(
     placement: Placement,
     tensor: Group = ALONE,
 ) -> list[Unit]:
-    """Lay out every parameter in flat vectors, unit by unit, the root last.
+    """Lay out all parameters in flat vectors, unit by unit, the root last.
 
-    `tensor` are the processes that have the parts of each layer.
+    `tensor` is the tensor-parallel group.
     """
     disk = None
     if config.zero.offload.params == "nvme":
@@ -71,8 +71,8 @@ def group_vectors(
 ) -> dict[tuple[str, ParamSettings], dict[str, nn.Parameter]]:
     """The parameters of each flat vector of a unit, grouped by kind.
 
-    Outside of the blocks, if there are any, each module has separate vectors. So a stage of a
-    pipeline, which has some of these modules, lays them out and sums their squares as one process.
+    Outside the blocks, if there are any, each module has separate vectors. So a pipeline stage,
+    which has some of these modules, lays them out and sums their squares as a single process does.
     """
     found: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
     for name, param in unit.params.items():
@@ -85,10 +85,10 @@ def group_vectors(
 def store_on_disk(
     groups: Sequence[TrainedParams], config: TrainedModelConfig, rank: int
 ) -> StreamedState | None:
-    """Masters and moments in a file, if they are offloaded to nvme.
+    """Masters and moments in a file, if they are offloaded to NVMe.
 
     Raises:
-        ConfigError: the directory lacks the room.
+        ConfigError: the disk lacks space.
     """
     offload = config.zero.offload
     if offload.optimizer != "nvme":
@@ -104,11 +104,11 @@ def store_on_disk(
 
 
 def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:
-    """The settings that assign a parameter to a vector of its unit.
+    """The settings by which a parameter is assigned to a vector of its unit.
 
-    Weight decay spares one-dimensional parameters: biases and norms. Those are stored in
-    the vector of the others, at its end, so that each unit is gathered and reduced at once, unless
-    the optimizer has one weight decay for a whole tensor.
+    One-dimensional parameters (biases and norms) have no weight decay. They are stored at the end
+    of the others' vector, so that each unit is gathered and reduced at once, unless the optimizer
+    has one weight decay per tensor.
     """
     if not param.requires_grad:
         return ParamSettings(

@@ -4,8 +4,8 @@ Hooks are registered on the module itself and on its units; nothing in the model
 Forward: gather a unit, run it, free it. Backward: gather it again when the gradient of its output
 arrives, collect its gradients, and reduce them when the next unit starts. An embedding is not
 gathered for its backward pass, an output matrix stays gathered until its backward pass is over, and
-the root for the full pass. Only stage 3 frees and gathers; the lower stages take the same path
-without effect.
+the root for the full pass. Only stage 3 frees and gathers; at lower stages the same hooks have no
+effect.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +27,12 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def tensors_in(output: object) -> list[Tensor]:
-    """The tensors in tuples, lists, dictionaries and model outputs of `transformers`."""
+    """The tensors in tuples, lists, dictionaries and `transformers` outputs."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def without_views(output: object) -> object:
-    """The output with copies in place of views that autograd backpropagates through.
+    """The output, with views that autograd backpropagates through replaced by copies.
 
     A hook on a view is lost when the view is changed in place.
     """
@@ -45,7 +45,7 @@ def without_views(output: object) -> object:
 
 
 def check_output(block: str, output: object) -> None:
-    """Raise if a block returns an object in which no tensor can be found.
+    """Raise if a block returns an object without recognizable tensors.
 
     Raises:
         ConfigError: its weights would be freed before its backward pass.

@@ -1,14 +1,13 @@
 r"""Chat formats: from a dialogue to the token ids a model is trained on and prompted with.
 
-A format is a Jinja template and the rule for cutting its text. The text is cut where the model's
-part begins and ends, and each piece is tokenized separately:
+A format is a Jinja template and a rule for splitting its text. The text is split where the model's
+turns begin and end, and each segment is tokenized separately:
 
     Human: Hi there.\n\nAssistant: | Hello!</s> | \n\nHuman: How are you?\n\nAssistant: | Fine.</s>
 
-So the tokens of a prompt in training are the tokens of that prompt in generation, and what the
-model generated keeps its tokens in the next turn. An assistant turn ends with the token that ends
-generation. Loss masks follow from the cut, never from token ids, so a padding token that is also
-the end-of-sequence token does no harm.
+So a prompt has the same tokens in training and generation, and generated tokens are unchanged in
+the next turn. An assistant turn ends with the token that ends generation. Loss masks follow from
+the segments, never from token ids, so a padding token may equal the end-of-sequence token.
 """
 
 import json
@@ -36,7 +35,7 @@ Encoder = Callable[[str], list[int]]
 
 
 def beginning_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
-    """Return the encoder of texts without added special tokens."""
+    """Return an encoder for the start of a text, without added special tokens."""
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -45,9 +44,9 @@ def beginning_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
 
 
 def continuation_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
-    """Token ids of a text that follows another text: like `tokenizer`, with no dummy prefix.
+    """Return an encoder for text that follows other text: like `tokenizer`, with no dummy prefix.
 
-    The encoder is a copy: tokens added to `tokenizer` later are unknown to it.
+    The encoder is a copy: it doesn't have tokens added to `tokenizer` later.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -69,7 +68,7 @@ def continuation_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer of tokenizer.json without its effect on the start of a text."""
+    """A normalizer or pre-tokenizer of tokenizer.json without its prefix for the start of text."""
     if part is None or part["type"] in ("Prepend", "Strip"):
         return None
     if part["type"] == "Sequence":
@@ -127,7 +126,7 @@ NO_TOOLS = "; leave out rows with tools, or choose another --format"
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a dialogue's text that is tokenized separately."""
+    """A segment of a dialogue's text that is tokenized separately."""
 
     text: str
 
@@ -165,20 +164,20 @@ class ChatFormat:
         return tuple(token for token in self.tokens if token not in added)
 
     def add_new_tokens(self) -> int:
-        """Add `new_tokens` to the tokenizer; return how many.
+        """Add `new_tokens` to the tokenizer; return their number.
 
-        The model's embeddings must then have at least `len(tokenizer)` rows. This comes before the
+        The model's embeddings must then have at least `len(tokenizer)` rows. Call this before the
         first dialogue is encoded.
         """
         return self.tokenizer.add_tokens(list(self.new_tokens), special_tokens=True)
 
     def attach(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Make this the chat template that is saved with `tokenizer`."""
+        """Set this chat template on `tokenizer`, so that it is saved with it."""
         tokenizer.chat_template = self.template
 
     @property
     def title(self) -> str:
-        """Title in messages: its name, or the model whose template it is."""
+        """The format's name in messages, or the model that has the template."""
         owner = str(self.tokenizer.name_or_path or "")
         if self.name == "tokenizer" and owner:
             return f"the chat template of {owner}"
@@ -198,10 +197,10 @@ class ChatFormat:
         return cls is not None and cls == self.tokenizer.bos_token_id and adds_bos(self.tokenizer)
 
     def render(self, messages: Messages, *, generation_prompt: bool) -> str:
-        """The text of a dialogue, as `apply_chat_template` gives it.
+        """Render the text of a dialogue, as `apply_chat_template` does.
 
         Raises:
-            DataError: the template can't render it, or has no place for the tools in it.
+            DataError: the template can't render it, or ignores its tools.
         """
         tools = messages[0].tools
         if tools and not self._takes_tools:
@@ -248,7 +247,7 @@ class ChatFormat:
 
     @cached_property
     def _call_form(self) -> "_CallForm":
-        """How the template reads calls of tools: the first form that it renders whole."""
+        """How the template reads tool calls: the first form that it renders completely."""
         wrong = ("None", str(_CALL["arguments"]))  # what Python prints, and models should not
         for null_content, json_arguments in product((True, False), (False, True)):
             form = _CallForm(null_content, json_arguments)
@@ -262,7 +261,7 @@ class ChatFormat:
         raise DataError(f"{self.title} has no place for calls of tools{NO_TOOLS}")
 
     def segments(self, messages: Messages, origin: str = "") -> list[Segment]:
-        """The text of a dialogue, cut where assistant turns begin and end.
+        """Split the text of a dialogue where assistant turns begin and end.
 
         A dialogue that ends in a user turn ends with the generation prompt; one that ends in an
         assistant turn ends with that turn's last token.
@@ -277,9 +276,9 @@ class ChatFormat:
         return [*self._history(before, prompt, origin), *self._answer(messages, prompt, turn)]
 
     def _history(self, messages: Messages, text: str, origin: str) -> list[Segment]:
-        """Cut `text`, `messages` with the generation prompt, at the assistant turns in it.
+        """Split `text`, `messages` with the generation prompt, at its assistant turns.
 
-        An answer that it has otherwise than as the last turn is neither cut out nor trained.
+        An answer rendered differently than as the last turn is not split off, and not trained.
         """
         segments: list[Segment] = []
         position = 0
@@ -305,7 +304,7 @@ class ChatFormat:
         return [*segments, Segment(text[position:], by_assistant=False)]
 
     def _answer(self, messages: Messages, prompt: str, turn: str) -> list[Segment]:
-        """The text of the last turn, less what the prompt has of it already."""
+        """The text of the last turn, without the part that the prompt already has."""
         last = messages[-1]
         if not last.prefill:
             return [Segment(turn, by_assistant=True, trained=last.trained)]
@@ -324,16 +323,16 @@ class ChatFormat:
         return text.rstrip() + content[len(content.rstrip()) :]
 
     def _turn(self, messages: Messages, prompt: str, origin: str = "") -> str:
-        """The text of the last of `messages` with its end of turn, as the model is to write it.
+        """The text of the last of `messages` with its end of turn, as the model should write it.
 
-        It is the template's where that keeps the turn's text behind `prompt`, the text of the turns
-        before it with the generation prompt, and the response as given where it doesn't.
+        It is the template's rendering if that keeps the turn's text after `prompt` (the rendered
+        turns before it, with the generation prompt), and otherwise the response as given.
 
-        Empty for calls of tools that the template writes otherwise behind this prompt.
+        Empty for tool calls that the template renders differently after this prompt.
 
         Raises:
-            DataError: the template isn't stable, leaves out calls of tools, or closes the thinking
-                of a row in its prompts.
+            DataError: the template isn't stable, omits tool calls, or closes the thinking block in
+                the prompt of a row that has thinking.
         """
         text = self.render(messages, generation_prompt=False)
         *before, message = messages
@@ -372,7 +371,7 @@ class ChatFormat:
         return ""
 
     def _kept(self, message: Message, written: str, origin: str) -> bool:
-        """Whether a rendered turn has the text of a message; beside calls it may be left out."""
+        """Whether a rendered turn has the text of a message; with tool calls it may be omitted."""
         if any(call["function"]["name"] not in written for call in message.calls):
             raise DataError(f"{self.title} leaves out calls of tools beside text{NO_TOOLS}")
         kept = _keeps(message, written)
@@ -381,7 +380,7 @@ class ChatFormat:
         return kept or bool(message.calls)
 
     def _common(self, messages: Messages, prompt: str, text: str) -> str:
-        """The text before the last turn that a prompt and the text of the dialogue share."""
+        """The text before the last turn that a prompt and the full dialogue share."""
         without_block = _BLOCK.sub("", prompt, count=1)
         for common in (without_block, self.render(messages[:-1], generation_prompt=False)):
             if text.startswith(common):
@@ -391,7 +390,7 @@ class ChatFormat:
         raise DataError(f"{self.title} renders the beginning of a dialogue otherwise{UNSTABLE}")
 
     def _as_given(self, message: Message, prompt: str) -> str:
-        """The text of a turn as the row has it, behind a prompt that may have opened thinking."""
+        """The text of a turn as in the row, after a prompt that may have opened a thinking part."""
         text = message.content.strip()
         if message.reasoning and END_THINK not in text:
             text = f"{THINK}\n{message.reasoning.strip()}{END_OF_THINK}{text}"
@@ -405,7 +404,7 @@ class ChatFormat:
         return text.lstrip("\n") if after else text
 
     def _ended(self, region: str, message: Message) -> str:
-        """A last turn up to its end-of-turn token, which is added where the template has none."""
+        """A last turn up to its end-of-turn token, which is added if the template has none."""
         if message.calls:
             end = region.rfind(self._end_of_call)
             return (region[:end] if end >= 0 else region.rstrip()) + self._end_of_call
@@ -422,13 +421,13 @@ class ChatFormat:
     def encode_prompt(
         self, messages: Messages, *, generation_prompt: bool = True, origin: str = ""
     ) -> list[int]:
-        """Token ids of a dialogue that the assistant is to continue.
+        """Token ids of a dialogue that the assistant will continue.
 
         Args:
-            messages: the dialogue. It ends in a user turn, or in an assistant turn whose beginning
-                it has.
+            messages: the dialogue. It ends in a user turn, or in the beginning of an assistant
+                turn.
             generation_prompt: whether the beginning of the assistant's turn follows a user turn.
-            origin: of the row, for messages.
+            origin: the row's origin, for messages.
 
         Raises:
             DataError: the template can't render it.
@@ -461,17 +460,17 @@ class ChatFormat:
         *,
         origin: str = "",
     ) -> Encoded:
-        """Token ids of a dialogue, which begin with `encode_prompt(prompt)`, and which are trained.
+        """Token ids of a dialogue, starting with those of `encode_prompt(prompt)`, and a loss mask.
 
-        Trained are the texts of all assistant turns and the tokens that end them; with "all",
-        every token. Turns that are not `trained`, and the first token, never are.
+        The mask covers the texts of all assistant turns and their end tokens, or with "all" every
+        token; never the first token or turns that are not `trained`.
 
         An assistant turn at the end of the prompt is continued. Errors and warnings name `origin`,
-        the row that is learned.
+        the row's origin.
 
         Raises:
-            DataError: the template can't render the dialogue; or, with `origin`, its prompts close
-                the thinking that the response has.
+            DataError: the template can't render the dialogue; or, with `origin`, its prompt closes
+                the thinking block that the response has.
         """
         if not response or response[-1].role != "assistant":
             raise DataError("a response must end in an assistant turn")
@@ -495,15 +494,15 @@ class ChatFormat:
     def encode_observation(self, before: Messages, observation: Messages) -> list[int]:
         """Token ids of the turns that follow an answer, with the next generation prompt.
 
-        They are appended to the ids that the model sampled, which are not encoded again: what
-        stands between turns, and the observation, as the template has it after any answer.
+        They are appended to the sampled ids, which are not encoded again: the text between turns
+        and the observation, as the template renders them after any answer.
 
         Args:
-            before: the dialogue up to and including the answer; its texts count for nothing.
+            before: the dialogue up to and including the answer; its texts don't matter.
             observation: turns of the user or the system.
 
         Raises:
-            DataError: the template can't render such a dialogue, or leaves out a turn of it.
+            DataError: the template can't render such a dialogue, or omits one of its turns.
         """
         # A fixed text stands for answers: any text must not move the cut.
         answer = PROBE_RESPONSE.content
@@ -544,10 +543,10 @@ class ChatFormat:
 
     @cached_property
     def _end_of_turn(self) -> str:
-        """The special token after an assistant turn's text.
+        """The special token that ends an assistant turn.
 
-        Where the last turn has none it is the token that begins the next turn (GLM's `<|user|>`),
-        and end-of-sequence where there is none either.
+        If the last turn has none, it is the token that begins the next turn (GLM's `<|user|>`), and
+        otherwise the end-of-sequence token.
         """
         return self._own_end or self._end_in_history or self._eos
 
@@ -560,7 +559,7 @@ class ChatFormat:
 
     @cached_property
     def _end_of_call(self) -> str:
-        """The special token after calls: `<|call|>` in Harmony, `<|observation|>` in GLM."""
+        """The special token after tool calls: `<|call|>` in Harmony, `<|observation|>` in GLM."""
         text = self.render(PROBE_CALL[:2], generation_prompt=False).rstrip()
         tail = text.rpartition("Seven.")[2]
         if self._end_of_turn in tail:
@@ -600,7 +599,7 @@ class ChatFormat:
 
 @contextmanager
 def _named(origin: str) -> Iterator[None]:
-    """Name the row in errors about it."""
+    """Add the row to errors about it."""
     try:
         yield
     except DataError as error:
@@ -608,7 +607,7 @@ def _named(origin: str) -> Iterator[None]:
 
 
 class _CallForm(NamedTuple):
-    """How a template reads calls of tools."""
+    """How a template reads tool calls."""
 
     null_content: bool
     """Empty content beside calls is null."""
@@ -617,7 +616,7 @@ class _CallForm(NamedTuple):
     """Arguments are JSON text."""
 
     def turn(self, message: Message) -> dict[str, Any]:
-        """The turn that a template reads."""
+        """The turn in the form that a template reads."""
         turn = message.turn
         for call in turn.get("tool_calls", []) if self.json_arguments else []:
             function = call["function"]
@@ -640,14 +639,14 @@ def _thinks(message: Message) -> bool:
 
 
 def _block_fits(turn: str, *, opened: bool, thinks: bool) -> bool:
-    """Whether a rendered turn closes the block that its prompt opened, and thinks in no other."""
+    """Whether a rendered turn closes the block opened by its prompt, and opens no other."""
     if opened:
         return END_THINK in turn and not turn.lstrip().startswith(THINK)
     return not (thinks and _EMPTY.match(turn))
 
 
 def _keeps(message: Message, region: str) -> bool:
-    """Whether a rendered turn has the text of a message, but for white space."""
+    """Whether a rendered turn has the text of a message, ignoring white space."""
     thinking, _, answer = message.content.rpartition(END_THINK)
     parts = (message.reasoning, thinking.strip().removeprefix(THINK), answer)
     return all(_has(region, part) for part in parts)
@@ -658,7 +657,7 @@ def _has(text: str, part: str) -> bool:
 
 
 def _fold_system(messages: Messages) -> list[Message]:
-    """The dialogue with system messages put in front of the user turn after them."""
+    """The dialogue with each system message prepended to the user turn after it."""
     folded: list[Message] = []
     system: list[str] = []
     for message in messages:
@@ -673,7 +672,7 @@ def _fold_system(messages: Messages) -> list[Message]:
 
 
 def end_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """Ids that end a text: end-of-sequence, then those at which plain `generate` stops.
+    """Ids that end a text: end-of-sequence, then the ids at which plain `generate` stops.
 
     The latter are `eos_token_id` in the model's generation_config.json, or in its config.json.
     """

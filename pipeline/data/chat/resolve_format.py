@@ -1,7 +1,7 @@
-"""A chat format by its name: its template, with arguments and date, checked against the tokenizer.
+"""Resolve a chat format by name: its template, arguments and date, checked against the tokenizer.
 
-Arguments and date are written into the template that is saved with the model, so that chat, other
-software and the next step render a dialogue as in training.
+Arguments and date are saved in the model's template, so that chat, other software and the next step
+render a dialogue as in training.
 """
 
 import json
@@ -92,10 +92,10 @@ _OWN = ("messages", "add_generation_prompt", "tools", "documents")
 def with_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
     """The template with defaults for variables that its caller does not set.
 
-    A template that has these defaults already is returned as it is.
+    A template that already has these defaults is returned unchanged.
 
     Raises:
-        ConfigError: a name is not a variable of a template, or one that the template never reads.
+        ConfigError: a name is not a valid variable, or the template never reads it.
     """
     lines = ""
     for name, value in arguments.items():
@@ -127,15 +127,15 @@ def resolve_format(
     """The chat format called `name`, for `tokenizer`.
 
     Args:
-        tokenizer: of the model; it isn't changed.
+        tokenizer: the model's tokenizer; it isn't modified.
         name: auto (the tokenizer's own template if it has one, else human_assistant), tokenizer,
             one of `FORMATS`, or a path to a Jinja file.
-        arguments: of the template, which keeps them.
+        arguments: arguments to store in the template.
 
     Raises:
         ConfigError: there is no such format, or it has no such argument.
         ModelError: the tokenizer lacks what the format needs.
-        DataError: the template can't be cut into prompts and responses.
+        DataError: the template can't be split into prompts and responses.
     """
     if tokenizer.eos_token is None:
         raise ModelError(
@@ -158,7 +158,7 @@ def resolve_format(
 
 
 def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
-    """The Jinja text behind the name of a format."""
+    """The Jinja text of a named format."""
     if name in FORMATS:
         return FORMATS[name][0]
     if name == "tokenizer":
@@ -185,7 +185,7 @@ def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
 
 
 def _check_complete(chat_format: ChatFormat) -> None:
-    """Raise DataError unless the format can be cut and keeps the text of every turn."""
+    """Raise DataError unless the format can be split and keeps the text of every turn."""
     dialogue = (*PROBE_PROMPT, PROBE_RESPONSE)
     text = "".join(segment.text for segment in chat_format.segments(dialogue))
     if not all(message.content in text for message in dialogue):
@@ -196,7 +196,7 @@ def _check_complete(chat_format: ChatFormat) -> None:
 
 
 def _has_system_slot(chat_format: ChatFormat) -> bool:
-    """Whether a dialogue with a system message renders, keeps it, and can be cut."""
+    """Whether a dialogue with a system message renders, keeps it, and can be split."""
     dialogue = (_PROBE_SYSTEM, *PROBE_PROMPT, PROBE_RESPONSE)
     try:
         segments = chat_format.segments(dialogue)

@@ -47,7 +47,7 @@ EMPTY_RESPONSE = "with an empty response"
 
 
 class LeftOut(Exception):  # noqa: N818 - no error: the row is skipped and counted
-    """A row has nothing to train on; the argument completes "rows ..."."""
+    """A row has nothing to train on; the message completes "rows ..."."""
 
 
 # The form of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...".
@@ -65,7 +65,7 @@ _TURNS_AS_TEXT = re.compile(
 def parse_dialogue(text: str) -> Turns | None:
     """Return the turns of a "Human: ... Assistant: ..." text; None for other texts.
 
-    An empty "Assistant:" at the end, which requests the response, is not a turn.
+    An empty "Assistant:" at the end only prompts for the response and is not a turn.
     """
     text = "\n\n" + text.lstrip()
     if not text.startswith("\n\nHuman:"):
@@ -84,7 +84,7 @@ def parse_dialogue(text: str) -> Turns | None:
 
 
 def join_turns(messages: Sequence[Message]) -> Turns:
-    """Join consecutive messages of one role by a blank line; many chat formats refuse them."""
+    """Join consecutive messages of one role with a blank line; many chat formats refuse them."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined and message.role != "tool" else None
@@ -100,7 +100,7 @@ def join_turns(messages: Sequence[Message]) -> Turns:
 
 
 def is_empty(turn: Message) -> bool:
-    """Whether it is an assistant's turn without text and calls."""
+    """Whether it is an assistant turn without text and tool calls."""
     return turn.role == "assistant" and not turn.content.strip() and not turn.calls
 
 
@@ -115,7 +115,7 @@ def last_response(turns: Turns) -> tuple[Turns, Turns]:
 
 
 def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
-    """Split two full dialogues into (prompt, chosen, rejected): the prompt is what they share.
+    """Split two full dialogues into (prompt, chosen, rejected); the prompt is their common prefix.
 
     The prompt ends in the turn of a user or a tool, and each response in an assistant turn.
 
@@ -139,7 +139,7 @@ def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
 
 
 def names(of: Collection[str]) -> str:
-    """Names for a sentence."""
+    """Names joined for a sentence."""
     return ", ".join(sorted(of)) or "none"
 
 
@@ -155,7 +155,7 @@ def text(row: Row, name: str) -> str:
 
 
 def _items(row: Row, name: str) -> list[Any] | None:
-    """Return the turns in a column: a list, one, or either as text; None for other text."""
+    """Return the turns in a column: a list or one turn, possibly as JSON; None for other text."""
     value = row.columns[name]
     if isinstance(value, dict):
         return [value] if not {"role", "from"}.isdisjoint(value) else None
@@ -187,7 +187,7 @@ def turns(row: Row, name: str) -> Turns:
     """Return the turns in a column of {"role", "content"} or ShareGPT's {"from", "value"} objects.
 
     Raises:
-        LeftOut: neighbouring assistant turns are partly learned.
+        LeftOut: only some of several adjacent assistant turns are trained.
         DataError: the column holds something else.
     """
     items = _items(row, name)
@@ -203,7 +203,7 @@ def turns(row: Row, name: str) -> Turns:
 
 
 def from_first_user(row: Row, dialogue: Turns) -> Turns:
-    """The dialogue without an assistant's turn at its start, which answers nothing."""
+    """The dialogue without an assistant turn at its start, which has no prompt."""
     system = dialogue[:1] if dialogue and dialogue[0].role == "system" else ()
     rest = dialogue[len(system) :]
     if not rest or rest[0].role != "assistant":
@@ -244,7 +244,7 @@ def _turn(row: Row, name: str, item: object) -> Message:
 
 
 def _calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[str, Any]]:
-    """The calls of tools in a turn, in the form of `tool_calls`, and the turn with text."""
+    """The tool calls of a turn, in the form of `tool_calls`, and the turn with its text."""
     found = [turn[key] for key in _CALLS if turn.get(key)]
     if role in _CALLS:
         found, turn = [turn.get("content", turn.get("value"))], {**turn, "content": ""}
@@ -267,7 +267,7 @@ def _calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[s
 
 
 def with_tools(row: Row, dialogue: Turns) -> Turns:
-    """The dialogue with the row's `tools`, JSON schemas, in the keys of its first turn."""
+    """The dialogue with the row's `tools`, as JSON schemas, in its first turn."""
     tools = _without_null(_parsed(row.columns.get("tools") or []))
     if not tools or not dialogue:
         return dialogue
@@ -285,7 +285,7 @@ def with_tools(row: Row, dialogue: Turns) -> Turns:
 
 
 def _parsed(value: Any) -> Any:  # noqa: ANN401
-    """The value of text, JSON or as Python prints it, and anything else as it is."""
+    """Parse text that is JSON or a Python literal; return anything else unchanged."""
     for parse in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
         try:
             return parse(value.strip())
@@ -295,14 +295,14 @@ def _parsed(value: Any) -> Any:  # noqa: ANN401
 
 
 def _without_null(value: object) -> Any:  # noqa: ANN401
-    """A value without null: in tables, objects have the keys of all rows."""
+    """The value without nulls: in tables, every object has the keys of all rows."""
     if isinstance(value, dict):
         return {key: _without_null(of) for key, of in value.items() if of is not None}
     return [_without_null(each) for each in value] if isinstance(value, list) else value
 
 
 def _texts(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Content and reasoning of a turn; None for what is not text. Both may be in typed parts."""
+    """Content and reasoning of a turn, possibly in typed parts; None for what is not text."""
     content = turn.get("content", turn.get("value"))
     reasoning = next((turn[key] for key in REASONING if turn.get(key)), "")
     if isinstance(content, list):
@@ -319,7 +319,7 @@ def _texts(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
 def prompt(row: Row, name: str = "prompt") -> Turns:
     """Return a prompt column: turns, a "Human: ... Assistant:" text, or one user turn's text.
 
-    An assistant turn at its end is the beginning of the response; it is not learned.
+    An assistant turn at its end is the beginning of the response; it is not trained.
     """
     if _items(row, name) is not None:
         found = turns(row, name)

@@ -1,8 +1,8 @@
-"""The data sets that DeepSpeed-Chat knows by name: one short function for each schema.
+"""The data sets that DeepSpeed-Chat knows by name, one short function per schema.
 
-The sixteenth, `local/jsonfile`, is the user's own files: `sources` finds them, and their columns
-say what they are. A set that is split into train and test keeps its split; of the others, rows for
-evaluation are cut.
+The sixteenth, `local/jsonfile`, is the user's own files, which `sources` finds and whose shape
+follows from their columns. A set with train and test splits keeps them; otherwise evaluation rows
+are held out.
 """
 
 import re
@@ -33,7 +33,7 @@ class NamedSet:
         """Return the example in `row`, with the `kept` columns as `extra`.
 
         Raises:
-            DataError: the row isn't of the set's schema.
+            DataError: the row doesn't have the set's schema.
         """
         try:
             example = self.to_example(row.columns)
@@ -47,13 +47,13 @@ class NamedSet:
 
 
 def named_set(name: str) -> NamedSet | None:
-    """The set called `name`; also for a directory whose last parts are that name."""
+    """The set called `name`, which may also be a directory path that ends in the set's name."""
     parts = name.replace("\\", "/").rstrip("/").split("/")
     return NAMED.get("/".join(parts[-2:])) or NAMED.get(parts[-1])
 
 
 def _pair(prompt: str | Turns, chosen: str, rejected: str | None = None) -> Example | None:
-    """An example of texts, stripped; None where a text is empty."""
+    """An example of stripped texts; None if one is empty."""
     turns = _user(prompt) if isinstance(prompt, str) else prompt
     texts = [chosen] if rejected is None else [chosen, rejected]
     if not turns or turns[-1].role != "user" or not turns[-1].content:
@@ -64,7 +64,7 @@ def _pair(prompt: str | Turns, chosen: str, rejected: str | None = None) -> Exam
 
 
 def _columns(prompt: str, chosen: str, rejected: str | None = None) -> NamedSet:
-    """A set of texts in these columns; a row without one of the texts is dropped."""
+    """A set with its texts in these columns; a row without one of the texts is dropped."""
     names = (prompt, chosen) if rejected is None else (prompt, chosen, rejected)
 
     def to_example(row: Columns) -> Example | None:
@@ -89,14 +89,14 @@ def _prompt_chosen_rejected(row: Columns) -> Example | None:
 
 
 def _reward_datasets(row: Columns) -> Example | None:
-    """The responses, rather than the prompt, contain the word "Assistant:"."""
+    """rm-static's reward data: the responses, not the prompt, contain the word "Assistant:"."""
     prompt = parse_dialogue(f"{row['prompt'].rstrip()}\n\nAssistant:") or _user(row["prompt"])
     chosen, rejected = (row[name].split("Assistant:")[-1] for name in ("chosen", "rejected"))
     return _pair(prompt, chosen, rejected)
 
 
 def _webgpt(row: Columns) -> Example | None:
-    """Two answers with scores; ties are left out. Citations like [1] and [2, 3] are removed."""
+    """Two answers with scores; ties are dropped. Citations like [1] and [2, 3] are removed."""
     scores = float(row["score_0"]), float(row["score_1"])
     answers = [re.sub(r" ?\[\d+(?:, ?\d+)*\]", "", row[name]) for name in ("answer_0", "answer_1")]
     if scores[0] == scores[1]:
@@ -129,7 +129,7 @@ def _sharegpt_vicuna(row: Columns) -> Example | None:
 
 
 def _miracl(row: Columns) -> Example | None:
-    """A query, a passage that answers it, and one that doesn't."""
+    """A query, a passage that answers it, and a passage that doesn't."""
     positive, negative = row["positive_passages"], row["negative_passages"]
     if not positive or not negative:
         return None

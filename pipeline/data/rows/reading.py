@@ -1,4 +1,4 @@
-"""From data paths to examples: each path's rows read once, with a report of what was not used."""
+"""From data paths to examples: reads each path's rows once and reports unused data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ def read_paths(
 
     Args:
         paths: data paths.
-        fields: our names of columns to the rows'.
-        kept: columns that examples also have as `extra`.
+        fields: our column names to the rows' column names.
+        kept: columns to keep in `extra`.
         step: number of the step that reads them.
-        notes: receives what was left out, and why.
+        notes: receives notes on what was dropped, and why.
 
     Raises:
         DataError: a path, a row or a column can't be used.
@@ -63,7 +63,7 @@ def read_paths(
 def _convert(
     source: Source, fields: Mapping[str, str], kept: RowColumns, step: int
 ) -> tuple[list[Example], list[Example], list[str]]:
-    """Convert the rows of a source; return training and test examples, and notes."""
+    """Convert the rows of a source to training and test examples, and notes."""
     known = None if fields else named_set(source.name)
     if known is not None and step == 2 and not known.has_rejected:
         raise DataError(
@@ -105,5 +105,5 @@ def _convert(
 
 
 def num_rows(count: int) -> str:
-    """A number of rows for messages."""
+    """A number of rows, for messages."""
     return f"{count} row{'s' if count != 1 else ''}"

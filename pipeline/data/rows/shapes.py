@@ -1,7 +1,7 @@
-"""From rows to examples: the shapes that preference, chat and instruction data come in.
+"""From rows to examples: the shapes of preference, chat and instruction data.
 
-A shape is recognised by the columns it needs. The first one in `SHAPES` whose columns a row has
-reads the row.
+A shape is recognized by its required columns. A row is read by the first shape in `SHAPES` whose
+columns it has.
 """
 
 import math
@@ -41,7 +41,7 @@ from pipeline.system.errors import DataError
 
 @dataclass
 class Reading:
-    """Counts of the rows that were read, by their use."""
+    """Counts of rows read, by their use."""
 
     left_out: Counter[str] = field(default_factory=Counter)
     """Unused rows by reason."""
@@ -60,7 +60,7 @@ class Reading:
 
 
 def _answered(question: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
-    """Return the example, if its prompt asks something and the assistant takes the next turn."""
+    """Return the example if its prompt has a question and the assistant's turn is next."""
     responses = [turns for turns in (chosen, rejected) if turns]
     if all(turn.role != "user" for turn in question) or question[-1].role == "system":
         raise LeftOut(NO_ANSWER)
@@ -80,7 +80,7 @@ def _preference(row: Row) -> Example:
 
 
 def _separate_prompt(row: Row) -> Turns:
-    """Return the prompt of two responses: a column, or LLaMA-Factory's forms of dialogue."""
+    """Return the prompt of two responses: a column, or a dialogue in LLaMA-Factory's forms."""
     if "prompt" in row.columns:
         return prompt(row)
     for name in ("conversations", "messages"):
@@ -96,10 +96,10 @@ def _separate_prompt(row: Row) -> Turns:
 
 
 def _stepwise(row: Row, name: str) -> Example:
-    """Read one of TRL's stepwise rows, whose steps are in the column `name`.
+    """Read a row in TRL's stepwise format, with its steps in the column `name`.
 
-    Steps that do not learn from steps see a prompt alone: a response with wrong steps is not a
-    demonstration.
+    Pipeline steps that do not use step labels get only the prompt: a response with wrong steps is
+    not a demonstration.
     """
     question = _answered(prompt(row), ()).prompt
     steps, labels = row.columns[name], row.columns["labels"]
@@ -126,7 +126,7 @@ def _stepwise(row: Row, name: str) -> Example:
 
 
 def _step_label(row: Row, value: Any) -> float | None:  # noqa: ANN401
-    """Return the correctness of a step, from 0 to 1; None where it is unknown."""
+    """Return the correctness of a step, from 0 to 1; None if unknown."""
     if value is None:
         return None
     if not (isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1):
@@ -143,7 +143,7 @@ def _messages(row: Row, name: str) -> Example:
 
 
 def _instruction(row: Row) -> Turns:
-    """Prompt of Alpaca's columns: the instruction, and below it its input."""
+    """The prompt of Alpaca's columns: the instruction, then its input."""
     inputs = [text(row, name) for name in ("input", "context") if row.columns.get(name)]
     question = "\n\n".join([text(row, "instruction"), *inputs])
     return with_system(row, (Message("user", question),))
@@ -173,7 +173,7 @@ UNDO = "undo"
 
 
 def standing(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows without ratings that later ones took back or replaced."""
+    """Return the rows without ratings that later ones revoked or replaced."""
     ratings = [
         row.columns for row in rows if {"schema", "kind", "supersedes"} <= row.columns.keys()
     ]
@@ -186,7 +186,7 @@ def standing(rows: Sequence[Row]) -> list[Row]:
 
 
 def _rating(row: Row) -> Example:
-    """A rating of the server's page: a preference, or a single response that is good or bad."""
+    """A rating from the server's page: a preference, or a single good or bad response."""
     if row.columns["schema"] != SCHEMA:
         raise DataError(
             f"{row.origin}: a rating of schema {row.columns['schema']!r}, and {SCHEMA} is read;"
@@ -238,7 +238,7 @@ class Shape:
 
     @property
     def reads(self) -> set[str]:
-        """All columns it reads."""
+        """All columns that it reads."""
         return {*self.needs, *self.may_have, *_EVERYWHERE}
 
 
@@ -283,12 +283,12 @@ def read_row(
 
     Args:
         row: the columns and their origin.
-        fields: our names of columns to the row's, `{"prompt": "question"}`.
-        reading: receives which columns are read, and why a row is left out.
-        kept: columns that the example also has as `extra`.
+        fields: our column names to the row's, such as `{"prompt": "question"}`.
+        reading: receives the columns read, and why a row is dropped.
+        kept: columns to keep in `extra`.
 
     Raises:
-        DataError: no shape fits the row's columns, or a column holds something else than it should.
+        DataError: no shape fits the row's columns, or a column has the wrong type.
     """
     reading = reading or Reading()
     kept = kept or RowColumns()
@@ -316,7 +316,7 @@ def read_row(
 
 
 def _example(shape: Shape, row: Row, reading: Reading, kept: RowColumns) -> Example:
-    """Apply the columns that rows of all shapes may have: tools, margin and label."""
+    """Apply the columns that rows of any shape may have: tools, margin and label."""
     example = replace(shape.read(row), origin=row.origin)
     example = replace(example, prompt=with_tools(row, example.prompt))
     if example.rejected and example.margin is None:
@@ -352,7 +352,7 @@ def _margin(row: Row) -> float | None:
 
 
 def _quality(row: Row) -> bool | None:
-    """Return the label of KTO's rows: True for a good response, False for a bad one, else None."""
+    """Return the label of KTO's rows: True for good, False for bad, None if there is none."""
     name = label_column(row.columns)
     word = str(row.columns.get(name)).strip().lower()
     if word in ("0", "1"):
@@ -379,7 +379,7 @@ def check_columns(
     """Check that some row has each of the required columns.
 
     Raises:
-        DataError: no shape reads a name in `fields`, or no row has a column that is needed.
+        DataError: no shape reads a name in `fields`, or no row has a required column.
     """
     known = {name for shape in SHAPES for name in shape.reads}
     columns = {name for row in rows for name in row}

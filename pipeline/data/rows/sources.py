@@ -1,7 +1,6 @@
 """From a data path to rows: local files, directories and Hub data sets.
 
-A row is a dictionary of columns and the place it came from. What the columns mean is the concern
-of `shapes` and `named`.
+A row is a dictionary of columns and its origin. `shapes` and `named` interpret the columns.
 
 Sets for several steps name their splits as UltraFeedback does: train_sft, train_prefs, train_gen,
 and test_sft, test_prefs, test_gen.
@@ -55,7 +54,7 @@ _HUB_ALIASES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it was read."""
+    """One row as read."""
 
     columns: Mapping[str, Any]
 
@@ -95,7 +94,7 @@ def read_source(spec: str, *, step: int | None = None) -> Source:
     data/eval.json), or a Hub data set `owner/name` or `owner/name/config`.
 
     Raises:
-        DataError: nothing is there, it can't be read, or which split to read is not clear.
+        DataError: it doesn't exist or can't be read, or the split is ambiguous.
     """
     bare, weight = split_weight(spec)
     name, wanted = split_name(bare)
@@ -122,10 +121,11 @@ def read_source(spec: str, *, step: int | None = None) -> Source:
 
 
 def _splits_of_directory(directory: Path, wanted: str | None) -> dict[str, Iterator[Row]]:
-    """Rows of the files of a directory by split; they are read when they are iterated over.
+    """Rows of a directory's files by split, read lazily.
 
-    `train_sft-00000-of-00003.parquet` is of train_sft, `test/a.jsonl` of test, any other of train.
-    Endings that name no step count only if a split is `wanted`: train_b is a part of train.
+    `train_sft-00000-of-00003.parquet` belongs to train_sft, `test/a.jsonl` to test, any other file
+    to train. Suffixes that name no step count only if a split is `wanted`: train_b is part of
+    train.
     """
     splits: dict[str, list[Path]] = {}
     for file in sorted(directory.rglob("*")):
@@ -156,12 +156,12 @@ def _read_files(paths: Sequence[Path]) -> Iterator[Row]:
 
 
 def is_pair_of_files(name: str) -> bool:
-    """Whether a data path means `PAIR_OF_FILES`; a file of that name has precedence."""
+    """Whether a data path means `PAIR_OF_FILES`; a file of that name takes precedence."""
     return name == "local/jsonfile" and not Path(name).exists()
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """`("owner/name", "train_sft")` for "owner/name@train_sft"; None where no split is named."""
+    """Parse "owner/name@train_sft" as `("owner/name", "train_sft")`; None if no split is named."""
     match = _SPLIT.fullmatch(name)
     if match is None or Path(name).expanduser().exists():
         return name, None
@@ -169,7 +169,7 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def split_weight(spec: str) -> tuple[str, float | None]:
-    """`("rows.jsonl", 0.5)` for "rows.jsonl:0.5"; only a number at the end is a weight."""
+    """Parse "rows.jsonl:0.5" as `("rows.jsonl", 0.5)`; only a trailing number is a weight."""
     match = _WEIGHT.fullmatch(spec)
     if match is None or Path(spec).expanduser().exists():
         return spec, None
@@ -180,7 +180,7 @@ def split_weight(spec: str) -> tuple[str, float | None]:
 
 
 def _read_file(path: Path) -> list[Row]:
-    """The rows of one file; raises DataError where the file is missing, broken or empty."""
+    """Read the rows of one file; raise DataError if it is missing, broken or empty."""
     if not path.is_file():
         raise DataError(f"data path {path}: there is no such file")
     if path.name.endswith(".parquet"):
@@ -226,7 +226,7 @@ def _text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """Read the rows of a JSON list, or of objects one after another, on a line each or indented."""
+    """Read the rows of a JSON list, or of consecutive objects, one per line or indented."""
     text = _text(path)
     values, word = _parse_values(path, text), "line"
     if text.lstrip()[:1] == "[":
@@ -250,7 +250,7 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _parse_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """The values in a text, each with the line in which it begins."""
+    """The JSON values in a text, each with the line on which it starts."""
     place, line = 0, 1
     while True:
         begin = cast("re.Match[str]", _SPACE.match(text, place)).end()
@@ -275,7 +275,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_as_object)
 
 
 def _parse(path: Path, text: str, place: int, line: int) -> tuple[Any, int]:
-    """Return the JSON value at `place`, which is in `line`, and where it ends."""
+    """Return the JSON value at `place`, which is on `line`, and its end."""
     try:
         return _DECODER.raw_decode(text, place)
     except json.JSONDecodeError as error:
@@ -286,7 +286,7 @@ def _parse(path: Path, text: str, place: int, line: int) -> tuple[Any, int]:
 
 
 def require_characters(value: object, origin: str) -> None:
-    """Raise DataError if a text in `value` has half of a surrogate pair, as of a cut emoji."""
+    """Raise DataError if a text in `value` has an unpaired surrogate, as from a truncated emoji."""
     half = _SURROGATE.search(json.dumps(value, ensure_ascii=False, default=str))
     if half:
         raise DataError(
@@ -295,7 +295,7 @@ def require_characters(value: object, origin: str) -> None:
 
 
 def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
-    """Rows of a Hub data set by split; they are read when they are iterated over."""
+    """Rows of a Hub data set by split, read lazily."""
     import datasets
     from datasets.config import HF_DATASETS_CACHE
 
@@ -328,11 +328,11 @@ def _one_line(error: Exception) -> str:
 def choose_splits(
     name: str, splits: Collection[str], *, step: int | None, wanted: str | None = None
 ) -> tuple[str, list[str]]:
-    """Return the training split that `step` reads, and the test splits that go with it, if any.
+    """Return the training split that `step` reads, and the matching test splits, if any.
 
-    The training split is `wanted`, else `train`, else the only one whose name begins so, else the
-    one that is named for the step. The test split has the same ending, else none; with a single
-    training split, every test split is read.
+    The training split is `wanted`, else `train`, else the only one whose name starts with it, else
+    the one named for the step. The test split has the same suffix, else there is none; with a
+    single training split, every test split is read.
 
     Raises:
         DataError: there is none, or there are several and none is named for the step.

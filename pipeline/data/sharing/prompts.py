@@ -1,8 +1,8 @@
 """Hashes of prompts and rows, and a step's record of its prompts for later steps.
 
 `OUT/<step>/trained_prompts.hashes` and `held_out_prompts.hashes` hold the hashes
-(`Example.prompt_hash`) of all prompts that the step, or a step it started from, trains on or holds
-out: 8 bytes `PROMPTS1`, then 8 bytes per prompt, little-endian, ascending.
+(`Example.prompt_hash`) of all prompts that the step, or a step before it, trains on or holds out: 8
+bytes `PROMPTS1`, then 8 bytes per prompt, little-endian, sorted.
 """
 
 import hashlib
@@ -48,13 +48,13 @@ def fingerprint(examples: Iterable[Example]) -> str:
 
 
 def as_hashes(numbers: Iterable[int]) -> Hashes:
-    """Sort the numbers, each once."""
+    """Sort the numbers and remove duplicates."""
     return np.unique(np.fromiter(numbers, np.uint64))
 
 
 @dataclass(frozen=True, eq=False)
 class PromptRecord:
-    """Hashes of the prompts that steps train on and hold out, each ascending."""
+    """Hashes of the prompts that steps train on and hold out, each sorted."""
 
     trained: Hashes = field(default_factory=lambda: as_hashes(()))
     held_out: Hashes = field(default_factory=lambda: as_hashes(()))
@@ -66,13 +66,13 @@ class PromptRecord:
         )
 
     def write(self, directory: Path) -> None:
-        """Write both files; each is complete or as it was."""
+        """Write both files, each atomically."""
         for name, hashes in ((TRAINED, self.trained), (HELD_OUT, self.held_out)):
             publish(directory / name, MAGIC + hashes.astype("<u8").tobytes())
 
     @classmethod
     def read(cls, directory: Path) -> "PromptRecord":
-        """Read the files of `directory`; raises DataError if they are damaged."""
+        """Read the files of `directory`; raise DataError if they are damaged."""
         return cls(_read(directory / TRAINED), _read(directory / HELD_OUT))
 
 
@@ -91,10 +91,10 @@ def _read(path: Path) -> Hashes:
 
 
 def earlier_prompts(config: StepConfig) -> PromptRecord:
-    """Read the prompts of all steps before this one whose record is found.
+    """Read the prompt records of all steps before this one.
 
-    Their directories are those of the models that the step reads (and the ones above `actor`,
-    `critic` and `ema`), and those of earlier steps next to its output directory.
+    They are searched in the directories of the models that the step reads (and the parents of
+    `actor`, `critic` and `ema`), and of earlier steps next to its output directory.
     """
     record = PromptRecord()
     for directory in dict.fromkeys(path.resolve() for path in _directories(config)):

@@ -1,9 +1,9 @@
 """Assignment of rows to the steps and to evaluation.
 
-Rows are read, some prompts are held out for evaluation, and each of the others goes to one step.
-Both are decided prompt by prompt, from the prompt and `data.seed` alone: a row that is added, a
-path more, another order or another training seed moves no other prompt. The prompts that earlier
-steps trained on or held out, however their rows were chosen, are kept apart as well.
+Some prompts are held out for evaluation, and each of the others goes to one step. Both are decided
+per prompt, from the prompt and `data.seed` alone: additional rows or paths, another order or
+another training seed move no other prompt. Prompts that earlier steps trained on or held out are
+kept apart as well, however their rows were chosen.
 """
 
 import hashlib
@@ -99,13 +99,13 @@ def load_examples(
     """Load the examples that `step` (1, 2 or 3) trains on and is evaluated on; log the notes.
 
     Args:
-        config: the paths, and how their rows are read and divided.
+        config: the paths, and how their rows are read and split.
         step: number of the step.
-        seed: seed of the run, with which the embedded task draws its rows; a user's rows depend on
+        seed: seed of the run, for the rows of the embedded task; a user's rows depend on
             `config.seed` alone.
-        earlier: the prompts of the steps before: those they trained on are not held out here, and
-            those they held out are not trained on.
-        kept: columns that the examples have as `extra`, in addition to the dialogue.
+        earlier: the prompts of earlier steps: those trained on are not held out here, and those
+            held out are not trained on.
+        kept: columns to keep in `extra`, in addition to the dialogue.
         share: the rows that the step takes, if not those of its number and kind.
 
     Raises:
@@ -125,7 +125,7 @@ def load_examples(
 
 
 def of_one_kind(data: StageData, config: StepConfig) -> StageData:
-    """Keep the rows that the step's settings choose.
+    """Keep the rows that the step's settings select.
 
     Raises:
         DataError: there are none.
@@ -143,7 +143,7 @@ def embedded_examples(
     Args:
         step: number of the step.
         seed: seed of the run.
-        of_steps: steps whose prompts the rows have; they are then pairs.
+        of_steps: steps whose prompts are used; the rows are then pairs.
     """
     from pipeline.demo.task import pair_rows, stage_rows
 
@@ -200,7 +200,7 @@ def _embedded(
 
 @dataclass
 class _Sharing:
-    """Choice of the rows of one step."""
+    """Selection of the rows of one step."""
 
     config: DataConfig
     step: int
@@ -218,10 +218,11 @@ class _Sharing:
     """Whether the step leaves out held-out rows that are too long."""
 
     def mix(self, paths: Sequence[ReadPath]) -> list[list[Example]]:
-        """Return the training rows of each path; with weights, each path's share is its weight's.
+        """Return the training rows of each path, in proportion to the weights if there are any.
 
         No row is repeated: the path that is shortest for its weight is used in full, and of the
-        others the prompts with the smallest draws. A missing weight among others is 1.
+        others the prompts with the smallest draws. If only some weights are given, the others are
+        1.
         """
         if all(path.weight is None for path in paths):
             return [path.train for path in paths]
@@ -237,7 +238,7 @@ class _Sharing:
         return mixed
 
     def in_drawn_order(self, rows: Sequence[Example], purpose: str) -> list[Example]:
-        """Sort the rows into an order that does not depend on the present one."""
+        """Sort the rows into an order that does not depend on the current one."""
         seed = self.config.seed
         draws = {
             prompt: draw(prompt, seed=seed, purpose=purpose)
@@ -252,7 +253,7 @@ class _Sharing:
         )
 
     def hold_out(self, rows: Sequence[Example]) -> list[Example]:
-        """Return the rows of held-out prompts, of paths without a test split.
+        """Return the rows of held-out prompts from paths without a test split.
 
         `max_eval_rows` is ignored: it may differ between steps, and a row that one step evaluates
         must not be trained on by another.
@@ -270,12 +271,12 @@ class _Sharing:
     def separate(
         self, train: Sequence[Example], held_out: Sequence[Example], earlier: PromptRecord
     ) -> tuple[list[Example], list[Example]]:
-        """Remove training rows that are held out by this or an earlier step.
+        """Remove training rows that this or an earlier step holds out.
 
         Held-out rows that an earlier step trained on are removed as well.
 
         Raises:
-            DataError: nothing is left of one of them.
+            DataError: no training rows or no held-out rows are left.
         """
         cut_here = set(map(id, held_out))
         train = self._leave_out(
@@ -310,10 +311,10 @@ class _Sharing:
         return [row for row, dropped in zip(rows, drop, strict=True) if not dropped]
 
     def own_rows(self, rows: Sequence[Example]) -> list[Example]:
-        """Return the rows of the step; other steps have other prompts.
+        """Return the rows of the step; other steps get other prompts.
 
-        A prompt goes to one of the steps that can use a row of it, with all its rows, in proportion
-        to `config.split`.
+        Each prompt goes, with all its rows, to one of the steps that can use one of them, in
+        proportion to `config.split`.
         """
         config, step, needs = self.config, self.step, NEEDS[self.share.use]
         usable = [row for row in rows if is_usable(row, self.share.use)]
@@ -412,7 +413,7 @@ def _recorded(train: Iterable[Example], held_out: Iterable[Example]) -> PromptRe
 
 
 def is_usable(example: Example, use: RowUse) -> bool:
-    """Whether the row has the data that a use needs."""
+    """Whether the row has the data that this use needs."""
     match use:
         case "demonstrations":
             return bool(example.chosen) and not example.tie and example.label is not False
@@ -428,7 +429,7 @@ def is_usable(example: Example, use: RowUse) -> bool:
 
 
 def _as_used(examples: Sequence[Example], use: RowUse) -> list[Example]:
-    """The examples; two for each pair if responses are read separately."""
+    """The examples; each pair becomes two if responses are read separately."""
     if use != "responses":
         return list(examples)
     return [
@@ -442,7 +443,8 @@ def _as_used(examples: Sequence[Example], use: RowUse) -> list[Example]:
 def held_out_prompts(prompts: Collection[int], *, fraction: float, seed: int) -> set[int]:
     """Return the prompts whose draw is below `fraction`.
 
-    If there is none, as in a few rows, the one with the smallest draw; but never all of them.
+    If there is none, as may happen with few rows, return the one with the smallest draw; but never
+    all prompts.
     """
     draws = {prompt: draw(prompt, seed=seed, purpose="held out") for prompt in prompts}
     found = {prompt for prompt, number in draws.items() if number < fraction}
@@ -453,11 +455,11 @@ def held_out_prompts(prompts: Collection[int], *, fraction: float, seed: int) ->
 def step_of_prompt(
     prompt: int, steps: Iterable[int], *, split: Sequence[float], seed: int
 ) -> int | None:
-    """Return the one of `steps` that gets the prompt, in proportion to `split`; None if all are 0.
+    """Return which of `steps` gets the prompt, in proportion to `split`; None if all are 0.
 
     Weighted rendezvous hashing (Schindelhauer & Schomaker 2005): each step draws an exponential
-    number at the rate of its share, and the smallest wins. A step that leaves `steps`, or whose
-    share changes, moves no prompt between the others.
+    number at the rate of its share, and the smallest wins. If a step is removed from `steps` or its
+    share changes, no prompt moves between the others.
     """
     numbers = [
         (-math.log(draw(prompt, seed=seed, purpose=f"step {step}")) / split[step - 1], step)

@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command that `argv` names.
+    """Run the command named in `argv`.
 
     Raises:
         UserError: wrong files or options.

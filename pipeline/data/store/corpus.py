@@ -1,7 +1,8 @@
 """The files of a corpus, and the documents held out.
 
 A document is held out by a hash of its tokens and `data.seed`, regardless of the other documents,
-their order and the file: copies are on the same side, and a corpus that grows moves none.
+their order and the file: duplicates are on the same side, and no document moves when the corpus
+grows.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ def find_paths(data: TextDataConfig) -> list[CorpusPath]:
     """Find the files of `data.path`.
 
     Raises:
-        DataError: a path names nothing, a directory, or files of another kind.
+        DataError: a path doesn't exist, or is a directory or a file of another kind.
     """
     if not data.path:
         raise DataError(f"data.path names no corpus; give token files, {_WRITTEN_BY}")
@@ -61,7 +62,7 @@ def _find(spec: str) -> CorpusPath:
 
 
 class HeldOut:
-    """Held-out documents: those with a small draw."""
+    """Held-out documents: those with a draw below the threshold."""
 
     def __init__(self, *, seed: int, up_to: float = 0.0) -> None:
         self.seed, self.up_to = seed, up_to
@@ -77,7 +78,7 @@ class HeldOut:
 
 
 def document_hash(file: TokenFile, document: int) -> int:
-    """64 bits that depend on the document's tokens alone."""
+    """A 64-bit hash of the document's tokens alone."""
     start, end = file.span(document)
     ids = file.slice(start, min(end, start + HASHED)).astype("<u4")
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Tokenize texts: a corpus is split into pieces, tokenized by worker processes, and joined.
+"""Tokenize a corpus: split it into pieces, tokenize them in worker processes, and join them.
 
 Each finished piece is a file in X.pieces, so that `--resume` tokenizes only the missing ones. The
 result has the same bytes for any number of workers.
@@ -54,7 +54,7 @@ NAMED_BAD_ROWS = 100
 
 @dataclass(frozen=True)
 class Piece:
-    """Lines of a .jsonl file that begin between two offsets, or another complete file."""
+    """Lines of a .jsonl file that start between two offsets, or another file as a whole."""
 
     source: Path
     begin: int
@@ -64,10 +64,10 @@ class Piece:
 
 
 def find_sources(patterns: Sequence[str]) -> list[Path]:
-    """Return the files that paths and patterns (`*`, `**`) name, sorted within each pattern.
+    """Return the files that match paths and patterns (`*`, `**`), sorted within each pattern.
 
     Raises:
-        DataError: a pattern matches nothing, a directory, or a file of another kind.
+        DataError: a pattern matches nothing, a directory, or an unsupported file.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
@@ -137,7 +137,7 @@ def _report(bad_row: str, count: int, skips: bool) -> None:  # noqa: FBT001
 
 
 def _plan(sources: Sequence[Path], vocabulary: Vocabulary, field: str) -> str:
-    """Everything that decides the tokens."""
+    """All inputs that determine the tokens."""
     files = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources]
     plan = {"piece": PIECE_BYTES, "tokenizer": vocabulary.hash, "field": field, "files": files}
     return json.dumps(plan)
@@ -159,7 +159,7 @@ def _begin_or_resume(directory: Path, plan: str, *, resume: bool) -> None:
 
 
 def _cut(sources: Sequence[Path], directory: Path) -> Iterator[Piece]:
-    """Cut the files into pieces, in their order; .gz and .txt files are one piece each."""
+    """Split the files into pieces, in order; .gz and .txt files are one piece each."""
     number = 0
     for source in sources:
         size = source.stat().st_size
@@ -189,7 +189,7 @@ Summary = tuple[int, list[tuple[int, str]]]
 def _encode_all(
     pieces: Sequence[Piece], vocabulary: Vocabulary, field: str, workers: int
 ) -> Iterator[Summary]:
-    """Tokenize the pieces that have no file yet, and yield the summaries of all in order.
+    """Tokenize the pieces that have no file yet, and yield the summaries of all pieces in order.
 
     Raises:
         DataError: a file can't be read, or a worker was killed.
@@ -225,7 +225,7 @@ def _exit_with_parent() -> None:
 
 @lru_cache(maxsize=1)
 def _tokenizer(definition: str) -> "Tokenizer":
-    """The tokenizer, for which special tokens in a text are ordinary text."""
+    """The tokenizer; special tokens in a text are read as ordinary text."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(definition)
@@ -236,7 +236,7 @@ def _tokenizer(definition: str) -> "Tokenizer":
 
 
 def _encode(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
-    """Write the tokens of a piece, each document with eos at its end, unless they are there.
+    """Write a piece's tokens, with eos after each document, unless the file exists.
 
     Raises:
         DataError: the source can't be read.
@@ -281,7 +281,7 @@ def _encode(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
 
 
 def _lines(piece: Piece) -> Iterator[bytes]:
-    """Lines of a piece; a .txt file is one."""
+    """The lines of a piece; a .txt file counts as one line."""
     try:
         if piece.source.suffix == ".txt":
             yield piece.source.read_bytes()
@@ -300,7 +300,7 @@ def _lines(piece: Piece) -> Iterator[bytes]:
 
 
 def _text(line: bytes, piece: Piece, field: str) -> str | None:
-    """Return the text of a line, None for an empty one; raise ValueError for a bad row."""
+    """Return the text of a line; None if it is empty. Raise ValueError for a bad row."""
     if line.startswith(b"\xef\xbb\xbf") and piece.begin == 0:
         line = line[3:]
     if not line.strip():

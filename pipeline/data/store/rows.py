@@ -1,4 +1,4 @@
-"""Rows of token files, windows of consecutive documents, and their order: mixed and shuffled."""
+"""Rows of token files: windows of consecutive documents, mixed and shuffled."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Spans of one training row, each a separate sequence."""
+    """Spans of one training row, each its own sequence."""
 
     file: TokenFile
     spans: tuple[Span, ...]
@@ -48,7 +48,7 @@ class TokenRow:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that the loss counts: all but the first of each sequence."""
+        """Number of tokens in the loss: all but the first of each sequence."""
         return sum(length - 1 for length in self.lengths)
 
     def without(self, is_held_out: Callable[[TokenFile, int], bool]) -> "TokenRow":
@@ -70,7 +70,7 @@ class Windows:
     Args:
         file: the token file.
         max_length: tokens of a row.
-        bos: token inserted before each document, in a place that each row reserves.
+        bos: token inserted before each document; rows reserve a position for it.
     """
 
     def __init__(self, file: TokenFile, max_length: int, bos: int | None) -> None:
@@ -96,7 +96,7 @@ class Windows:
         return TokenRow(self.file, tuple(spans), self.bos)
 
     def of_documents(self, documents: Sequence[int]) -> Iterator[TokenRow]:
-        """Fill rows with these documents alone, cut where a row is full."""
+        """Rows filled with these documents alone, split at row boundaries."""
         spans, room = list[Span](), self.room
         for document in documents:
             first, last = self.file.span(document)
@@ -113,17 +113,17 @@ class Windows:
 
 
 class MixedStream:
-    """Endless rows of several files in global batches, the same on every process.
+    """An endless stream of rows from several files in global batches, the same on every process.
 
-    The next row is from the file that is furthest behind its share (Webster's method), so that
-    every stretch of rows has the mixture. A file gives its rows in a random order, and starts
-    again in another order when all have been used.
+    The next row is from the file that is furthest behind its share (Webster's method), so that any
+    range of rows has the mixture. Each file's rows are shuffled, and reshuffled when all have been
+    used.
 
     Args:
         sizes: rows of each file.
         weights: share of each file in the mixture, relative to the others.
         batch_size: rows of a global batch.
-        seed: seed of the orders.
+        seed: seed of the shuffles.
     """
 
     def __init__(
@@ -137,20 +137,20 @@ class MixedStream:
 
     @property
     def num_rows(self) -> int:
-        """Rows until the file that is shortest for its weight has been used once."""
+        """Number of rows until the file that is shortest for its weight has been used once."""
         files = zip(self._files, self.weights, strict=True)
         rows = min(file.num_rows / weight for file, weight in files)
         return max(1, round(rows * sum(self.weights)))
 
     def num_steps(self, epochs: float, max_steps: int | None) -> int:
-        """Batches of a run: `max_steps`, or those of `epochs` times `num_rows`, rounded up."""
+        """Number of steps of a run: `max_steps`, or enough for `epochs` times `num_rows`."""
         return max_steps or math.ceil(epochs * self.num_rows / self.batch_size)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return self
 
     def __next__(self) -> list[tuple[int, int]]:
-        """(file, row) of a global batch."""
+        """The (file, row) pairs of a global batch."""
         return [self._next_row() for _ in range(self.batch_size)]
 
     def _next_row(self) -> tuple[int, int]:
@@ -160,7 +160,7 @@ class MixedStream:
         return number, self._files[number].take(1)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows used of each file so far, over all passes."""
+        """Rows used from each file so far, over all passes."""
         return {"taken": [file.position for file in self._files]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 r"""Memory-mapped token files: Megatron's X.bin and X.idx.
 
-X.bin holds the tokens, X.idx the position of the documents:
+X.bin holds the tokens, X.idx the positions of the documents:
 
     magic "MMIDIDX\0\0" | version u64 (1) | code of the token type u8 | sequences u64
     | documents + 1 u64 | lengths in tokens i32 each | offsets in bytes i64 each
@@ -41,7 +41,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer, as worker processes need it."""
+    """A tokenizer in the form that worker processes need."""
 
     name: str
     definition: str
@@ -57,10 +57,10 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabulary:
-    """Return the definition of a tokenizer.
+    """Read the definition of a tokenizer.
 
     Raises:
-        DataError: it has no fast form, or no end-of-sequence token.
+        DataError: it is not a fast tokenizer, or has no end-of-sequence token.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
@@ -76,7 +76,7 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabula
 
 @dataclass(frozen=True)
 class Origin:
-    """Tokenizer of a token file, the content of X.json."""
+    """The tokenizer of a token file, as stored in X.json."""
 
     tokenizer: str
     """Name or directory of the tokenizer."""
@@ -165,18 +165,18 @@ class TokenFile:
         return self.ids[start:end]
 
     def document_at(self, token: int) -> int:
-        """Number of the document that contains a token."""
+        """Index of the document that contains a token."""
         return int(np.searchsorted(self.begins, token, side="right")) - 1
 
     def chunks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
-        """Tokens and lengths of consecutive documents, in the order of the file."""
+        """Tokens and lengths of consecutive documents, in file order."""
         for first in range(0, self.documents, CHUNK):
             begins = self.begins[first : first + CHUNK + 1]
             yield self.slice(int(begins[0]), int(begins[-1])), np.diff(begins)
             self.release()
 
     def fingerprint(self) -> str:
-        """Checksums of the content, or size and time of the file where there are none."""
+        """Checksums of the content, or the file's size and time if there are none."""
         checksums = part_path(self.path, "sha256")
         if checksums.exists():
             return " ".join(line.split()[0] for line in checksums.read_text().splitlines())
@@ -184,14 +184,14 @@ class TokenFile:
         return f"{stat.st_size} {stat.st_mtime_ns}"
 
     def release(self) -> None:
-        """Drop the pages read so far from memory; the system reads them again on access."""
+        """Drop the pages read so far from memory; they are read again on access."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class TokenWriter:
     """Writer of X.bin and X.idx, with one sequence per document.
 
-    Nothing has its final name before `finish`. Four bytes per document are kept in memory.
+    Files get their final names in `finish`. Four bytes per document are kept in memory.
     """
 
     def __init__(self, prefix: Path, dtype: "np.dtype[Any]") -> None:
@@ -223,7 +223,7 @@ class TokenWriter:
         self._lengths.append(lengths.astype("<i4"))
 
     def finish(self, origin: Origin | None) -> TokenFile:
-        """Write the index, description and checksums, rename all files, and open the result."""
+        """Write the index, origin and checksums, rename all files, and open the result."""
         self._file.close()
         index = self._index()
         digests = {"bin": self._digest, "idx": hashlib.sha256(index)}
@@ -255,12 +255,12 @@ class TokenWriter:
 
 
 def token_type(vocabulary: int) -> "np.dtype[Any]":
-    """Type of the tokens of a vocabulary of this size."""
+    """Token type for a vocabulary of this size."""
     return np.dtype(TYPES[8 if vocabulary < SMALL_VOCABULARY else 4])
 
 
 def without_suffix(path: Path) -> Path:
-    """The prefix X of X.bin or X.idx; other names are prefixes already."""
+    """The prefix X of X.bin or X.idx; other names are returned unchanged."""
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 

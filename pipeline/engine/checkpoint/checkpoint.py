@@ -39,13 +39,13 @@ class _Stored:
 
     @property
     def end(self) -> int:
-        """Upper bound of the elements of the full tensor that the fragment reaches."""
+        """End of the elements of the full tensor that the fragment covers."""
         if self.columns is None:
             return self.stop
         return -(-self.stop // self.columns.run) * self.columns.stride
 
     def shared(self, start: int, stop: int) -> int:
-        """Number of elements in common with `start` to `stop` of the full tensor."""
+        """Number of elements that overlap with `start` to `stop` of the full tensor."""
         return max(0, min(stop, self.stop) - max(start, self.start)) if not self.columns else 0
 
 
@@ -99,7 +99,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, including the base."""
+        """Size of all files in bytes, including the base."""
         own = sum(file.nbytes for file in self.manifest.files.values())
         return own + (self.base.nbytes if self.base else 0)
 
@@ -133,7 +133,7 @@ class Checkpoint:
             )
 
     def read_prefix(self, prefix: str) -> dict[str, Tensor]:
-        """Full tensors by the part of their names after `prefix`; empty if there are none."""
+        """Full tensors whose names start with `prefix`, by the rest of the name; may be empty."""
         names = [name for name in self._own_index() if name.startswith(prefix)]
         names = names or [name for name in self._index() if name.startswith(prefix)]
         found: dict[str, Tensor] = {}
@@ -145,7 +145,7 @@ class Checkpoint:
         return found
 
     def verify(self, *, share: int = 0, shares: int = 1) -> None:
-        """Compare the CRC-32 of every file, or of one of `shares` shares of the files.
+        """Verify the CRC-32 of every file, or of one of `shares` shares of the files.
 
         Raises:
             CheckpointError: a file is missing, can't be read or is damaged.
@@ -231,7 +231,7 @@ def _verify(named: tuple[Path, StoredFile]) -> None:
 
 
 def _fill(piece: _Stored, start: int, out: Tensor) -> int:
-    """Copy the fragment's share of the elements from `start` on; the number of elements."""
+    """Copy the fragment's elements from `start` on; return their number."""
     if piece.columns is not None:
         return _fill_columns(piece, piece.columns, start, out)
     begin, end = max(start, piece.start), min(start + out.numel(), piece.stop)

@@ -33,7 +33,7 @@ _LABEL = re.compile(r"([^|\x00-\x1f\x7f]+)\|(\d+):(\d+)(?:@(\d+)/(\d+)/(\d+))?")
 
 
 class Columns(NamedTuple):
-    """A block of columns of a tensor; its elements are numbered row by row."""
+    """A block of columns of a tensor, with its elements numbered in row-major order."""
 
     offset: int
     """Elements of each row of the tensor before the block."""
@@ -57,7 +57,7 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements `start` to `start + len(tensor)` of a flattened tensor, or of columns of it."""
+    """Elements `start` to `start + len(tensor)` of a flattened tensor, or of a column block."""
 
     key: str
     """The tensor's name: any text without `|` and control characters."""
@@ -183,7 +183,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """The manifest in `directory`.
+        """Read the manifest in `directory`.
 
         Raises:
             CheckpointError: it is missing, damaged or of another format.

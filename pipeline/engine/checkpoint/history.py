@@ -1,4 +1,4 @@
-"""The checkpoints in a directory: which to resume from, and which a rollback needs."""
+"""The checkpoints in a directory: where to resume from, and which ones a rollback needs."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ def candidates(root: Path) -> list[Path]:
     """The step directories in the order in which to try them.
 
     The target of `latest` comes first, then earlier steps, newest first, and last the later steps,
-    which a run that resumed from an earlier step has left. Without `latest`: newest first.
+    which a run that resumed from an earlier step left behind. Without `latest`: newest first.
     """
     steps = steps_in(root)
     try:
@@ -45,12 +45,12 @@ def candidates(root: Path) -> list[Path]:
 def newest_on_all(
     root: Path, world: Group, *, among: Callable[[Path], Sequence[Path]] = candidates
 ) -> Checkpoint | None:
-    """The first checkpoint that verifies, the same on all processes; each reads its share.
+    """The first checkpoint that verifies on all processes; each verifies a share.
 
     Args:
         root: directory of the checkpoints.
-        world: the processes, all of which call this function.
-        among: lists the directories to try; the first process's list counts.
+        world: the processes, all of which must call this.
+        among: lists the directories to try; the first process's list is used.
 
     Raises:
         CheckpointError: there are checkpoints, but none verifies.
@@ -77,7 +77,7 @@ def newest_on_all(
 
 
 def point_latest(root: Path, step: int) -> None:
-    """Make `latest` name the directory of `step`.
+    """Point `latest` to the directory of `step`.
 
     Raises:
         OSError: the system can't write.
@@ -93,10 +93,10 @@ def healthy_up_to(root: Path, step: int) -> list[Path]:
 
 
 def needed_for_rollback(root: Path, step: int, *, margin: int | None) -> list[Path]:
-    """The healthy checkpoints to which a run after `step` may be rolled back.
+    """The healthy checkpoints that a rollback after `step` may need.
 
     A rollback goes back at least `margin` steps from the step at that time: to the newest healthy
-    checkpoint that is that far behind now, or to a later one. None needs no checkpoints.
+    checkpoint that is this far back now, or to a later one. If `margin` is None, none are needed.
     """
     if margin is None:
         return []
@@ -114,10 +114,10 @@ def _is_healthy(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class RollbackRecord:
-    """A run's last rollback, recorded before anything else happens.
+    """A run's last rollback, recorded before any other change.
 
     From then on the checkpoints after it, and those of a run with fewer rollbacks, are invalid. So
-    a run that is killed at any instant of a rollback resumes after it.
+    a run killed during a rollback resumes after it.
     """
 
     count: int
@@ -158,7 +158,7 @@ class RollbackRecord:
         return state.get("rollbacks", 0) < self.count
 
     def remove_later(self, root: Path) -> None:
-        """Make the checkpoint the newest: `latest` names it, and later ones are removed."""
+        """Make the checkpoint the newest: point `latest` to it, and remove later ones."""
         if (root / LATEST).exists():
             point_latest(root, self.step)
         fault_point("rollback.before_removal")

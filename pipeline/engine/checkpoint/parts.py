@@ -11,20 +11,20 @@ from pipeline.engine.engine import Engine
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a small state, the same on every process."""
+    """An object with a small state that is the same on every process."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state, JSON-serializable."""
         ...
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401
-        """Load it."""
+        """Load a state."""
         ...
 
 
 @runtime_checkable
 class KeepsWeights(Protocol):
-    """An object with vectors in the layout of an engine's masters, or an empty list."""
+    """An object with vectors laid out as an engine's masters, or an empty list."""
 
     engine: Engine
     weights: list[Tensor]
@@ -41,7 +41,7 @@ class KnowsHealth(Stateful, Protocol):
 
     @property
     def window(self) -> int | None:
-        """Fewest steps of a rollback; None if there are none."""
+        """Minimum steps of a rollback; None if there are no rollbacks."""
         ...
 
 
@@ -50,7 +50,7 @@ class BestWeights:
 
     Args:
         engine: trains the model.
-        keep: false makes no copies: the values are compared all the same.
+        keep: if false, values are compared but no copies are made.
     """
 
     def __init__(self, engine: Engine, *, keep: bool = True) -> None:
@@ -65,7 +65,7 @@ class BestWeights:
     def update(self, value: float, *, step: int, may_be_best: bool = True) -> None:
         """Keep the current weights if `value` is lower than the best so far.
 
-        A value that is not finite never does, nor one without `may_be_best`.
+        Non-finite values and values without `may_be_best` are ignored.
         """
         self.last, self.last_step = value, step
         if may_be_best and math.isfinite(value) and value < self.value:

@@ -1,8 +1,8 @@
-"""An engine's state as fragments of named tensors, and its loading into any other layout.
+"""An engine's state as fragments of named tensors, which load into any other layout.
 
 A fragment names the parameter and the elements, not the process. So the state loads at another ZeRO
-stage, on another number of processes and with other units. Each process contributes the fragments
-of its shard of every flat vector, at stage 0 as well.
+stage, on another number of processes and with other units. Each process writes the fragments of its
+shard of every flat vector, even at stage 0.
 """
 
 import logging
@@ -31,7 +31,7 @@ ReadInto = Callable[[int, Tensor], None]
 
 
 def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:
-    """The columns of each shard in the part and in the full parameter; whether it counts here."""
+    """The columns of each shard in the part and in the full parameter; whether they count here."""
     spec, inner = part.own, part.inner
     width, stride = spec.shape(part.whole)[spec.dim] * inner, part.whole[spec.dim] * inner
     for shard, begin in spec.placed():
@@ -43,7 +43,7 @@ def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:
 def list_fragments(
     key: str, part: Part | None, start: int, values: Shaped[Tensor, " n"]
 ) -> Iterator[Fragment]:
-    """Elements of a flattened `part` from `start` on, labelled by their indices in the full one.
+    """Elements of a flattened `part` from `start` on, labelled by indices in the full parameter.
 
     Elements that a process of lower rank has too are left to it.
     """
@@ -67,8 +67,8 @@ def list_fragments(
 def read_part(part: Part | None, start: int, out: Shaped[Tensor, " n"], read: ReadInto) -> None:
     """Fill `out` with elements of a flattened `part` from `start` on.
 
-    `read` reads those of the full parameter. Where elements are apart there, full rows are read, a
-    few at a time.
+    `read` reads elements of the full parameter. If they are not contiguous there, full rows are
+    read, a few at a time.
     """
     if part is None:
         read(start, out)
@@ -98,7 +98,7 @@ logger = logging.getLogger(__name__)
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     """Masters and moments of this process's pieces, and the model's buffers.
 
-    Copy each before requesting the next: tensors from a disk, and joined masters, are temporary.
+    Copy each before requesting the next: tensors from disk, and joined masters, are temporary.
     """
     engine.zero.check_ready()
     for group in engine.visit():
@@ -131,7 +131,7 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """The rest of the state, as JSON, the same on every process; all of them call it."""
+    """The rest of the state, as JSON, the same on every process. A collective."""
     own = {
         "steps": engine.steps,
         "skipped_in_a_row": engine.skipped_in_a_row,
@@ -163,10 +163,10 @@ def merged(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping[str, Any]) -> None:
-    """Load the state of an engine, and its result of `describe`. All processes call it.
+    """Load the state of an engine, and its result of `describe`. A collective.
 
     Raises:
-        CheckpointError: it is of another model or another optimizer.
+        CheckpointError: the state is from another model or optimizer.
     """
     _check(engine, described, checkpoint)
     if described["moments_kept"] != engine.optim.moments:
@@ -195,7 +195,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
 
 
 def weights_fragments(engine: Engine, prefix: str, weights: Sequence[Tensor]) -> Iterator[Fragment]:
-    """Fragments of vectors laid out as `engine.masters()`: an average, or the best so far."""
+    """Fragments of vectors laid out as `engine.masters()`: an average, or the best weights."""
     for group, vector in zip(engine.groups, weights, strict=True):
         yield from _written(group, vector, prefix)
 
@@ -227,7 +227,7 @@ def _is_written(flat: FlatParams, tensor: Group) -> bool:
 def _reader(
     flat: FlatParams, prefix: str, checkpoint: Checkpoint
 ) -> Callable[[str, int, Tensor], None]:
-    """Return a function that fills a tensor with elements of a parameter from an index on."""
+    """Return a function that fills a tensor with elements of a parameter, starting at an index."""
 
     def read(name: str, start: int, out: Tensor) -> None:
         read_part(

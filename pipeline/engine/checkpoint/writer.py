@@ -2,8 +2,8 @@
 
 Every process writes its file into `.writing-*`, then a small JSON file with its size and CRC-32, or
 the reason for a failure. The first process waits for these, writes the manifest and renames the
-directory. No collective is involved, so a save in the background can't be interleaved with those
-of training, and a failed one can't hang it.
+directory. No collectives are used, so a background save can't interleave with those of training,
+and a failed save can't hang it.
 """
 
 import json
@@ -62,17 +62,17 @@ class CheckpointWriter:
     """One process's part in saving; all processes make the same calls in the same order.
 
     The caller holds the lock of the directory (`RunLock`): incomplete directories of other jobs are
-    deleted. A save that fails on any process is reported in the log of the first one and in
+    deleted. A save that fails on any process is logged by the first process and reported in
     `failure`; earlier checkpoints are untouched, and the next save tries again.
 
     Args:
         root: directory of the checkpoints.
-        job: an identifier that no other job has, the same on all processes.
-        rank: of this process.
+        job: a unique identifier of the job, the same on all processes.
+        rank: rank of this process.
         world_size: number of processes.
         keep_last: checkpoints to keep, at least 2.
         timeout_seconds: how long the first process waits for the others' files.
-        margin: fewest steps of a rollback; the checkpoints that one may need are kept as well.
+        margin: minimum steps of a rollback; checkpoints that it may need are kept as well.
 
     Raises:
         ConfigError: the directory can't be created or written to.
@@ -126,14 +126,14 @@ class CheckpointWriter:
     ) -> None:
         """Copy the fragments to host memory and start writing them.
 
-        The file will hold the tensors' values at the call. A save in progress is waited for first.
-        The copy is released as soon as it is written.
+        The file has the tensors' values at the time of the call. A pending save is waited for
+        first. The copy is freed once it is written.
 
         Args:
             step: the step after which the state is saved.
             fragments: this process's tensors.
-            document: the run's state, as JSON; that of the first process is stored.
-            base: the name that `save_base` was given.
+            document: the run's state, as JSON; the first process's is stored.
+            base: the name passed to `save_base`.
         """
         self.wait()
         began = time.perf_counter()
@@ -168,7 +168,7 @@ class CheckpointWriter:
     def save_base(self, name: str, fragments: Iterable[Fragment]) -> None:
         """Write frozen weights to `ROOT/name` and return when this process has written its file.
 
-        A failure is reported like that of a save; saves that name the base then fail too.
+        A failure is reported like a failed save; saves that name the base then fail too.
         """
         if not is_base_name(name):
             raise ValueError(f"{name!r} is not a name of frozen weights: base-<job>")
@@ -184,18 +184,18 @@ class CheckpointWriter:
         self._try(work, directory, f"the frozen weights {name}")
 
     def roll_back(self, step: int) -> None:
-        """Forget the saves after `step`; they will be repeated."""
+        """Forget the saves after `step`, which will be repeated."""
         self.wait()
         self._committed = [saved for saved in self._committed if saved <= step]
 
     def wait(self, patience_seconds: int | float | None = None) -> None:
-        """Wait for a save in progress, for `patience_seconds` at most."""
+        """Wait for a pending save, for at most `patience_seconds`."""
         if self._thread is not None:
             self._thread.join(patience_seconds)
             self._thread = None
 
     def _new_directory(self, target: str) -> Path:
-        """The hidden directory of the next save."""
+        """The hidden directory for the next save."""
         self._count += 1
         while self._abandoned:
             discard(self._abandoned.pop())
@@ -236,7 +236,7 @@ class CheckpointWriter:
     def _commit(
         self, directory: Path, target: str, *, step: int, base: str | None, state: Mapping[str, Any]
     ) -> None:
-        """Complete the directory and rename it: before the rename there is no checkpoint."""
+        """Complete the directory and rename it; the checkpoint exists only after the rename."""
         files = self._collect(directory)
         if base is not None and not (self.root / base / MANIFEST).is_file():
             raise SaveError(f"the frozen weights {base} are missing")
@@ -298,7 +298,7 @@ class CheckpointWriter:
 
 
 def write_file(path: Path, fragments: Sequence[Fragment]) -> StoredFile:
-    """Write fragments in host memory to a new safetensors file and flush it to the disk.
+    """Write fragments in host memory to a new safetensors file and flush it to disk.
 
     Raises:
         OSError: the system can't write.
@@ -335,7 +335,7 @@ def write_file(path: Path, fragments: Sequence[Fragment]) -> StoredFile:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory that returns to the system when it is freed, unlike malloc's."""
+    """A copy in host memory that is returned to the system when freed, unlike malloc's."""
     if not tensor.numel():
         return torch.empty(0, dtype=tensor.dtype)
     memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -361,7 +361,7 @@ def _verifies(path: Path) -> bool:
 
 
 def _reason(error: Exception, rank: int) -> str:
-    """Why a save failed, as the end of a sentence."""
+    """The reason why a save failed, to end a sentence."""
     if isinstance(error, SaveError | CheckpointError):
         return str(error)
     place = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""

@@ -1,8 +1,7 @@
-"""Collectives of the engine on flat vectors, and the buffers that they read and write.
+"""Collectives on flat vectors, and the buffers that they read and write.
 
-Every vector has W equal shards, one for each process; rank r owns shard r. Sums over ranks
-are added as a binary tree in rank order wherever this package adds them, so that their bits depend
-on nothing but the addends.
+Every vector has W equal shards; rank r owns shard r. Sums over ranks computed by this package are
+binary trees in rank order, so that their bits depend only on the addends.
 """
 
 from collections import deque
@@ -28,7 +27,7 @@ class Work(Protocol):
     """A pending collective."""
 
     def wait(self) -> object:
-        """Return when its result may be used."""
+        """Return when the result may be used."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,19 @@ class Finished:
     """A completed collective."""
 
     def wait(self) -> None:
-        """Return at once: nothing is pending."""
+        """Return immediately: nothing is pending."""
 
 
 @dataclass
 class Then:
-    """A pending collective or copy, followed by one other operation."""
+    """A pending collective or copy, followed by one more operation."""
 
     work: Work
     finish: Callable[[], object]
     done: bool = field(default=False, init=False)
 
     def wait(self) -> None:
-        """Return when the other operation is done."""
+        """Return when the second operation is done."""
         if not self.done:
             self.work.wait()
             self.finish()
@@ -56,7 +55,7 @@ class Then:
 
 
 class Collectives:
-    """The collectives of a single process, and the base class of others."""
+    """The collectives of a single process, and the base class of the others."""
 
     def __init__(
         self, device: torch.device, name: str, group: Group, *, pin_memory: bool = True
@@ -72,24 +71,24 @@ class Collectives:
         self._copies = torch.cuda.Stream(device) if on_gpu else None
 
     def enter(self, kind: str, unit: str, num_bytes: int) -> None:
-        """Record a collective of a unit, which this process enters now."""
+        """Record that this process enters a collective of a unit."""
         HERE.enter_collective(kind, f"{unit} ({self.owner})" if unit else self.owner, num_bytes)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a vector that collectives read or write; all processes call it in step."""
+        """Memory for a vector that collectives read or write. A collective itself."""
         if self.pin_memory and device.type == "cpu":
             return pinned_empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
     def piece(self, full: Tensor) -> Tensor:
-        """This process's piece of a vector."""
+        """This process's shard of a vector."""
         size = full.numel() // self.size
         return full[self.rank * size : (self.rank + 1) * size]
 
     def all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
         """Fill `full` with the shards of all processes, in rank order.
 
-        `shard` comes from `empty` as a separate vector, or is this process's piece of `full`.
+        `shard` is a separate vector from `empty`, or this process's shard of `full`.
         """
         self.enter("all_gather", unit, full.nbytes)
         piece = self.piece(full)
@@ -102,8 +101,8 @@ class Collectives:
     def _gather_from_host(self, full: Tensor, shard: Tensor, unit: str) -> Work:
         """Copy the shard to the GPU on a side stream, then gather.
 
-        Allocation and release of `full` belong to the computing stream: the copy begins after what
-        that stream did before, and it continues after the copy.
+        `full` is allocated and freed on the compute stream, so the copy waits for earlier work of
+        that stream, which in turn waits for the copy.
         """
         assert self._copies is not None
         self._copies.wait_stream(torch.cuda.current_stream(full.device))
@@ -115,7 +114,7 @@ class Collectives:
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
         """Write this process's shard of the sum over processes of `full` to `out`.
 
-        `full` comes from `empty` and is undefined afterwards; `out` may be its own piece.
+        `full` comes from `empty` and is undefined afterwards; `out` may be its local shard.
         """
         itemsize = (full.dtype if self.narrow is None else self.narrow).itemsize
         self.enter("reduce_scatter", unit, full.numel() * itemsize)
@@ -124,7 +123,8 @@ class Collectives:
     def all_reduce(self, values: Tensor) -> None:
         """Sum a few float64 values over processes, in place.
 
-        Exact, and therefore the same in every order, where each value is zero but on one process.
+        The result is exact, and so independent of the order, if each value is nonzero on one
+        process only.
         """
         self.enter("all_reduce", "", values.nbytes)
         self._all_reduce(values)
@@ -141,7 +141,7 @@ class Collectives:
     """Index and number of the model's sharded copies."""
 
     def end_step(self) -> None:
-        """Release memory that only an optimizer step needs; all processes call it."""
+        """Release memory that only an optimizer step needs. A collective."""
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
         return Finished()
@@ -192,7 +192,7 @@ class GroupCollectives(Collectives):
         return Then(timed, lambda: tree_sum(received.chunk(self.size), out=out))
 
     def _all_reduce(self, values: Tensor) -> None:
-        """Sum the values together with fingerprints of the processes' histories.
+        """Sum the values, together with fingerprints of the processes' histories.
 
         Raises:
             DesyncError: the histories differ.
@@ -213,7 +213,7 @@ class Timed:
     on_gpu: bool
 
     def wait(self) -> None:
-        """Return when the result may be used, on a GPU by the computing stream."""
+        """Return when the result may be used, on a GPU by the compute stream."""
         if not self.on_gpu:
             with HERE.waiting(self.group.others):
                 self.work.wait()
@@ -227,12 +227,11 @@ class Timed:
 
 
 def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
-    """Add the parts pairwise, adjacent ones first, then the pairs, and so on.
+    """Add the parts pairwise: adjacent ones first, then the pairs, and so on.
 
-    For a power of two the sum of the first half and that of the second are the last addends, so
-    that two processes with one part each, and one process with both, add alike. `out` may be one of
-    the parts; the others stay as they are where there are two. Parts of other types are converted
-    to that of `out` before anything is added.
+    For a power of two, the sums of the two halves are added last, so that two processes with one
+    part each add like one process with both. `out` may be one of the parts; of two parts, the other
+    is not modified. Parts are converted to the dtype of `out` before they are added.
     """
     if any(part.dtype != out.dtype for part in parts):
         blocks = zip(*(part.split(SUM_BLOCK) for part in (out, *parts)), strict=True)
@@ -254,14 +253,14 @@ AT_ONCE = 2
 
 
 class GradientCopies:
-    """Copies of gradients from a GPU to main memory, at most `AT_ONCE` of an engine."""
+    """Copies of gradients from a GPU to main memory, at most `AT_ONCE` pending per engine."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def start(self, gradient: Tensor, work: Callable[[], object]) -> torch.cuda.Event:
-        """Run `work`, which reads `gradient`, on the side stream; the event after it.
+        """Run `work`, which reads `gradient`, on the side stream; return an event recorded after.
 
         If too many copies are pending, the computing stream waits for the oldest, not the host.
         """
@@ -284,7 +283,7 @@ class GradientCopies:
 
 
 class BufferPool:
-    """Flat buffers by size and dtype. All processes borrow and give back in the same order."""
+    """Flat buffers by size and dtype. All processes borrow and return them in the same order."""
 
     def __init__(self, comm: Collectives, device: torch.device) -> None:
         self.comm = comm
@@ -295,7 +294,7 @@ class BufferPool:
         """CUDA events by buffer address: after its event a free buffer has been read."""
 
     def borrow(self, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Tensor:
-        """A buffer of zeros, or of undefined content."""
+        """A buffer of zeros, or uninitialized."""
         free = self._free.setdefault((numel, dtype), [])
         buffer = free.pop(0) if free else self.comm.empty(numel, dtype, self.device)
         read = self._read.pop(buffer.data_ptr(), None)
@@ -304,7 +303,7 @@ class BufferPool:
         return buffer.zero_() if zero else buffer
 
     def give_back(self, buffer: Tensor, *, after: torch.cuda.Event | None = None) -> None:
-        """Make the buffer available again, once `after` has come."""
+        """Return the buffer to the pool, to be reused after the event `after`."""
         if after is not None:
             self._read[buffer.data_ptr()] = after
         self._free[buffer.numel(), buffer.dtype].append(buffer)

@@ -1,9 +1,9 @@
-"""Choice of an engine's collectives: through shared memory, or of several sharded copies.
+"""Choice of an engine's collectives: over shared memory, or over several sharded copies.
 
 Shared memory: a process copies a chunk of its vector into its slot of a shared file. After a
-barrier, which also compares what the processes have done so far, the others read it from there. Two
-sets of slots take turns: a process that reaches the next barrier has read the set before, so one
-barrier per chunk is enough. Sums are trees in rank order.
+barrier, which also compares the processes' histories, the others read it from there. Two sets of
+slots alternate: a process that reaches the next barrier has read the previous set, so one barrier
+per chunk is enough. Sums are trees in rank order.
 """
 
 import mmap
@@ -32,7 +32,7 @@ SLOT_BYTES = 8 * 2**20
 
 
 class SharedMemoryCollectives(GroupCollectives):
-    """All-gather and reduce-scatter through shared memory, the rest through the process group."""
+    """All-gather and reduce-scatter over shared memory, other collectives by the process group."""
 
     def __init__(self, name: str, group: Group) -> None:
         super().__init__(torch.device("cpu"), name, group, deterministic=True)
@@ -72,7 +72,7 @@ class SharedMemoryCollectives(GroupCollectives):
 
 
 def on_one_machine(group: Group) -> bool:
-    """True if every process can map the memory of the others; all processes call it."""
+    """True if every process can map the memory of the others. A collective."""
     token = f"{os.getpid()}-{time.time_ns()}".encode()
     fd = _create(mmap.PAGESIZE)
     os.pwrite(fd, token, 0)
@@ -90,7 +90,7 @@ def on_one_machine(group: Group) -> bool:
 
 
 def _map(group: Group, num_bytes: int) -> Tensor:
-    """Memory that all processes of the group map; it is freed with the last of them."""
+    """Memory mapped by all processes of the group; it is freed with the last of them."""
     fd = _create(num_bytes) if group.rank == 0 else -1
     pid, first_fd = group.gather_objects((os.getpid(), fd))[0]
     if group.rank > 0:
@@ -108,7 +108,7 @@ def _create(num_bytes: int) -> int:
 
 
 class CollectivesOverCopies(Collectives):
-    """Collectives within one copy, and sums over all copies; built by all processes together."""
+    """Collectives within one copy, and sums over all copies; all processes construct it."""
 
     def __init__(self, device: torch.device, within: Collectives, over: Collectives) -> None:
         super().__init__(device, within.owner, within.group, pin_memory=within.pin_memory)
@@ -126,12 +126,12 @@ class CollectivesOverCopies(Collectives):
         return self._within.all_gather(full, shard, unit)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
-        """Write the sum over all processes of the local piece of `full` to `out`, in fp32."""
+        """Write the sum over all processes of the local shard of `full` to `out`, in fp32."""
         work = self._within.reduce_scatter(full, out, unit)
         return Then(work, partial(self.add_copies, out, unit))
 
     def add_copies(self, own: Tensor, unit: str) -> None:
-        """Sum a piece over the copies, in place: each adds up a part, and all gather them."""
+        """Sum a shard over the copies, in place: each sums a part, and all gather the parts."""
         padded = -(-own.numel() // self.copies) * self.copies
         buffer = self._pool.borrow(padded, own.dtype)
         buffer[: own.numel()].copy_(own)
@@ -152,7 +152,7 @@ class CollectivesOverCopies(Collectives):
         self._within.synchronize()
 
     def end_step(self) -> None:
-        """Release the memory in which pieces were summed."""
+        """Release the memory in which shards were summed."""
         self._pool.release()
 
 
@@ -163,9 +163,9 @@ _TAKEN = Counter[str]()
 def make_collectives(
     device: torch.device, zero: ZeroConfig, group: Group, *, name: str
 ) -> Collectives:
-    """The fastest collectives between the processes of a group; all of them call it in step.
+    """Make the fastest collectives for the processes of a group. A collective itself.
 
-    The second engine of a name gets a number, so that names differ.
+    A second engine with the same name gets a number, so that names are unique.
 
     Raises:
         DesyncError: the processes build different engines.

@@ -1,8 +1,8 @@
 """Gradients between autograd and the optimizer: buffers, sums, their norm and the loss scale.
 
-The global norm has the same bits whatever the sharding: a vector counts as CHUNKS equal stretches.
-Each stretch is stored on one process wherever the number of processes divides CHUNKS; its squares
-are summed there, by the same code at the same length, and one exact collective joins the stretches.
+The global norm has the same bits for any sharding: a vector is divided into CHUNKS equal chunks. If
+the number of processes divides CHUNKS, each chunk is on one process; its squares are summed there,
+by the same code at the same length, and one exact collective combines the chunks.
 """
 
 import math
@@ -33,11 +33,11 @@ that the order of addition is the same for each number of threads."""
 
 
 class RunningSum:
-    """The sum so far, micro-batch after micro-batch: ((g1 + g2) + g3) + ...
+    """A running sum over micro-batches: ((g1 + g2) + g3) + ...
 
     Its memory is allocated from the first gradient of a step to the end of the step. With `copies`
-    it is in main memory and the gradients are on a GPU, which adds on a side stream without
-    blocking host or GPU: the sum so far is copied to it and back, a piece at a time.
+    the sum is in main memory and the gradients are on a GPU, which adds on a side stream without
+    blocking host or GPU: the sum is copied to the GPU and back, one piece at a time.
     """
 
     def __init__(self, empty: Callable[[], Tensor], copies: GradientCopies | None = None) -> None:
@@ -56,11 +56,11 @@ class RunningSum:
 
     @property
     def direct(self) -> Tensor | None:
-        """Destination of the first gradient in place of `add`; then set `empty = False`."""
+        """Destination for the first gradient instead of `add`; then set `empty = False`."""
         return self.total if self.empty and self._copies is None else None
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient, which may change after the event `read`."""
+        """Add a gradient, which may be overwritten after the event `read`."""
         total, is_first = self.total, self.empty
         self.empty = False
         if self._copies is None:
@@ -81,7 +81,7 @@ class RunningSum:
         self.read = self._copies.start(gradient, copy)
 
     def end_micro_batch(self) -> None:
-        """Does nothing: every addition is final."""
+        """Do nothing: every addition is final."""
 
     def finish(self) -> Tensor:
         """The sum over all micro-batches, complete on the host; zeros if there was none."""
@@ -108,12 +108,12 @@ class RunningSum:
 
 
 class TreeSum:
-    """The sum as a binary tree over micro-batches, whatever their number on this process.
+    """A binary tree over micro-batches, for any number of them on this process.
 
-    Like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). If ranks are
-    summed as a tree as well, and micro-batch i is on rank i modulo W, the tree over all
+    It works like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). If ranks
+    are summed as a tree as well, and micro-batch i is on rank i modulo W, the tree over all
     micro-batches is the same for every power of two W. Holds at most log2(micro-batches) + 1 sums.
-    `current` is that of the micro-batch at hand.
+    `current` is the sum of the current micro-batch.
     """
 
     def __init__(self, empty: Callable[[], Tensor], current: RunningSum) -> None:
@@ -129,11 +129,11 @@ class TreeSum:
 
     @property
     def read(self) -> torch.cuda.Event | None:
-        """Event after which the last added gradient has been read; None if it has."""
+        """Event after which the last added gradient has been read; None if it has been already."""
         return self._current.read
 
     def end_micro_batch(self) -> None:
-        """Merge the micro-batch into the sums of equal size."""
+        """Merge the micro-batch's sum with earlier sums of equal size."""
         if self._current.empty:
             return
         level, value = 0, self._current.finish()
@@ -164,10 +164,10 @@ class TreeSum:
 
 
 class FlatGradients:
-    """The gradient of one flat vector: a buffer for autograd, and the sum of the local piece.
+    """The gradient of one flat vector: a buffer for autograd, and the sum of the local shard.
 
-    Autograd accumulates directly into the fp32 buffer, of which the parameters' `.grad` are views.
-    A finished buffer is reduced, each shard into the sum of its process.
+    Autograd accumulates directly into the fp32 buffer; the parameters' `.grad` are views of it. A
+    finished buffer is reduce-scattered into the processes' sums.
     """
 
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
@@ -251,7 +251,7 @@ class FlatGradients:
             self.pool.give_back(buffer, after=self.sum.read)
 
     def clear(self) -> None:
-        """Discard what has been accumulated."""
+        """Discard the accumulated gradients."""
         self.settle()
         if self._buffer is not None:
             for param in self.flat.params.values():
@@ -263,7 +263,7 @@ class FlatGradients:
 
 
 def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows"]:
-    """Sum of squares of each of the `rows` equal stretches of `shard`, in float64."""
+    """Sum of squares of each of the `rows` equal chunks of `shard`, in float64."""
     stretches = shard.view(rows, -1)
     if shard.device.type != "cpu":
         # Sums fp32 in fp64 as it reads; vector_norm copies its input to fp64 first.
@@ -275,9 +275,9 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
 
 
 def squares_of_pieces(piece: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor, " rows"]:
-    """Sums of squares of a reduced gradient by stretches, of which a process has a piece.
+    """Sums of squares of a reduced gradient by chunk, of which each process has some.
 
-    Float64, of `num_chunks` values; the other processes' stretches are zero.
+    A float64 vector of `num_chunks` values; chunks of other processes are zero.
     """
     rows = num_chunks(comm.size)
     values = torch.zeros(rows, dtype=torch.float64, device=piece.device)
@@ -287,7 +287,7 @@ def squares_of_pieces(piece: Float[Tensor, " k"], comm: Collectives) -> Float[Te
 
 
 class NormsOfParts:
-    """Sums of squares over all parts of a model; constructed by all processes with a part."""
+    """Sums of squares over all parts of a model; all processes with a part construct it."""
 
     def __init__(self, parts: Group, units: Sequence[str]) -> None:
         self._parts = parts
@@ -298,9 +298,9 @@ class NormsOfParts:
         self._own = len(units)
 
     def gathered(self, own: Sequence[float]) -> Sequence[float]:
-        """Sums of squares of the vectors of all parts, with equally many numbers per vector.
+        """Sums of squares of the vectors of all parts, with the same number of values per vector.
 
-        Each is zero except on one part, so that their sums are exact.
+        Each is nonzero on one part only, so that their sums are exact.
         """
         if self._parts.size == 1:
             return own
@@ -323,12 +323,12 @@ def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> 
 
 @dataclass
 class LossScaler:
-    """The factor that keeps small fp16 gradients from vanishing (Micikevicius et al. 2018, 3.2).
+    """Dynamic loss scale, against underflow of fp16 gradients (Micikevicius et al. 2018, 3.2).
 
     A step whose gradients overflow is skipped and costs one of `hysteresis` tokens; when only one
-    is left, every overflow halves the scale. After one good step, each `loss_scale_window` more in
-    a row double the scale and refill the tokens. With `enabled` off the scale stays 1, and a static
-    one stays what it is; the engine skips non-finite steps all the same. Step for step as
+    is left, every overflow halves the scale. After a good step, every further `loss_scale_window`
+    good steps in a row double the scale and refill the tokens. With `enabled` off the scale stays
+    1, and a static scale is constant; the engine still skips non-finite steps. Equivalent to
     DeepSpeed's `DynamicLossScaler`.
     """
 
@@ -350,7 +350,7 @@ class LossScaler:
 
     @property
     def searching(self) -> bool:
-        """True if an overflow leads to a smaller scale."""
+        """True if an overflow reduces the scale."""
         return self.enabled and not self.config.loss_scale and not self.exhausted
 
     def update(self, *, finite: bool) -> None:
@@ -382,8 +382,8 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, float | int | bool]) -> None:
         """Restore the scale and the counts of a `state_dict`.
 
-        A static scale stays as it is set. The state of a scaler that was off, of a run in another
-        precision, says nothing of fp16: the search begins at the configured initial scale.
+        A static scale keeps its setting. The state of a disabled scaler, from a run in another
+        precision, doesn't apply to fp16: the search starts at the configured initial scale.
         """
         if not self.enabled or self.config.loss_scale:
             return

@@ -37,12 +37,12 @@ MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloa
 
 
 def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer that `optim` names, in its fused implementation if it has one.
+    """Build the optimizer that `optim` names, in its fused implementation if it has one.
 
     Args:
         groups: one or more of {"params": [flat fp32 parameter], "lr": ..., "weight_decay": ...}.
-        optim: the class, its betas, eps and further arguments; an implementation that these ask for
-            (fused, foreach) comes before the choice made here.
+        optim: the class, its betas, eps and further arguments; an implementation requested there
+            (fused, foreach) takes precedence.
     """
     optimizer_class = getattr(torch.optim, optim.name)
     accepted = inspect.signature(optimizer_class).parameters
@@ -59,9 +59,9 @@ def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> tor
 
 
 def uses_adamw_kernel(optim: OptimConfig) -> bool:
-    """True for AdamW without further arguments, which `pipeline.kernels.adamw` steps.
+    """True for AdamW without further arguments, which `pipeline.kernels.adamw` implements.
 
-    Other optimizers are classes of torch.optim, with one weight decay per vector.
+    Other optimizers come from torch.optim, with one weight decay per vector.
     """
     return optim.name == "AdamW" and not optim.params
 
@@ -73,7 +73,7 @@ PIECE = 2**20
 
 
 def kind_of_masters(dtype: torch.dtype, placement: Placement, optim: OptimConfig) -> MasterKind:
-    """Kind of the masters of weights in `dtype`.
+    """The kind of masters for weights in `dtype`.
 
     Returns:
         weights: they are the weights, in fp32 on the optimizer's device; split: a master is the
@@ -89,7 +89,7 @@ def kind_of_masters(dtype: torch.dtype, placement: Placement, optim: OptimConfig
 
 
 class Masters:
-    """The masters of the local piece of a flat vector, or of all of it at stage 0."""
+    """The masters of the local shard of a flat vector, or of all of it at stage 0."""
 
     def __init__(self, flat: FlatParams, kind: MasterKind) -> None:
         self.flat, self.kind = flat, kind
@@ -108,24 +108,24 @@ class Masters:
 
     @property
     def weights(self) -> Tensor:
-        """The weights whose masters this process keeps; empty if they are on a disk."""
+        """The weights whose masters this process keeps; empty if they are on disk."""
         return self.flat.shard if self.flat.placement.shard_optimizer else self.flat.full
 
     @property
     def numel(self) -> int:
-        """Elements of the masters, wherever they are."""
+        """Number of elements of the masters, wherever they are stored."""
         flat = self.flat
         return flat.shard_numel if flat.placement.shard_optimizer else flat.numel
 
     def fp32(self) -> Float[Tensor, " n"]:
-        """The masters as one vector: a copy if they are split."""
+        """The masters as one vector, which is a copy if they are split."""
         if self.low_bits is not None:
             return join_master(self.weights, self.low_bits)
         return self.param.detach()
 
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:
-        """The masters as one vector, to change in place; separate weights do not change."""
+        """The masters as one vector to modify in place; separate weights do not change."""
         masters = self.fp32()
         yield masters
         if self.low_bits is not None:
@@ -134,14 +134,14 @@ class Masters:
             self.low_bits.copy_(low_bits)
 
     def beside(self) -> Iterator[Tensor]:
-        """The tensors of the masters in addition to the weights."""
+        """Tensors of the masters that are stored separately from the weights."""
         if self.low_bits is not None:
             yield self.low_bits
         elif self.kind == "whole":
             yield self.param.detach()
 
     def from_weights(self) -> Float[Tensor, " n"]:
-        """The weights in fp32 on the optimizer's device, read from the disk if they are there."""
+        """The weights in fp32 on the optimizer's device, read from disk if they are there."""
         disk, placement = self.flat.disk, self.flat.placement
         own = self.weights if disk is None else disk.read()
         copy = placement.host_empty(own.numel(), torch.float32, placement.optimizer_device)
@@ -151,7 +151,7 @@ class Masters:
         return copy
 
     def room_for_weights(self) -> Tensor | None:
-        """Destination of rounded weights: the weights, or a buffer if those are elsewhere.
+        """Destination for rounded weights: the weights, or a buffer if those are elsewhere.
 
         None if there is nothing to round.
         """
@@ -229,7 +229,7 @@ class TrainedParams:
         self.optimizer.load_state_dict({"state": {0: state}, "param_groups": settings})
 
     def named_moments(self) -> dict[str, Tensor]:
-        """The part of the state that is stored for each weight, by the optimizer's names."""
+        """The per-weight part of the state, by the optimizer's names."""
         return {name: value for name, value in self._tensors() if value.ndim > 0}
 
     def counters(self) -> dict[str, float]:
@@ -241,7 +241,7 @@ class TrainedParams:
 
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:
-        """The fp32 masters, to change in place; the weights of all processes follow at exit."""
+        """The fp32 masters, to modify in place; at exit the weights of all processes follow."""
         self.comm.synchronize()  # before weights change that are being copied to the GPU
         with self.masters.changing() as masters:
             yield masters
@@ -249,21 +249,21 @@ class TrainedParams:
         self.flat.publish()
 
     def attach(self, master: Tensor, *moments: Tensor) -> None:
-        """Use masters and moments that were read from a disk, until `detach`."""
+        """Use masters and moments that were read from disk, until `detach`."""
         self.masters.param.data = master
         self.state.setdefault("step", torch.zeros(()))
         names = new_moments(torch.empty(0), self.moment_dtype)
         self.state.update(zip(names, moments, strict=True))
 
     def detach(self) -> None:
-        """Release the masters and moments of `attach`."""
+        """Release the masters and moments passed to `attach`."""
         self.masters.param.data = torch.empty(0)
         self.state.update(new_moments(torch.empty(0), self.moment_dtype))
 
     def spans(self, *, own: bool = False) -> Iterator[tuple[str, slice, slice]]:
-        """Each parameter with elements in these masters: name, place here, elements there.
+        """Each parameter with elements in these masters: name, offset here, elements there.
 
-        With `own` only those that this process writes to a checkpoint.
+        With `own`, only those that this process writes to a checkpoint.
         """
         flat, first = self.flat, self._first
         low, high = flat.written if own else (first, first + self.masters.numel)
@@ -286,7 +286,7 @@ class TrainedParams:
         return completed(gradient, self.flat.settings.role, self.tensor, self._stretches())
 
     def _stretches(self) -> list[Stretch]:
-        """The parameters of this process's shard."""
+        """The parameters in this process's shard."""
         flat, first = self.flat, self.comm.rank * self.flat.shard_numel
         return [
             (flat.params[name], start - flat.offsets[name], slice(start - first, stop - first))
@@ -294,12 +294,12 @@ class TrainedParams:
         ]
 
     def counted_gradient(self) -> Float[Tensor, " n"]:
-        """The shard of the gradient, with zeros where another process counts the element."""
+        """The shard of the gradient, with zeros for elements that another process counts."""
         return counted(self._gradient(), self.flat.settings.role, self.tensor, self._stretches())
 
     @property
     def steps_in_place(self) -> bool:
-        """True if a step needs no memory beyond the vectors, so that many may be prepared."""
+        """True if a step needs no memory beyond the vectors, so that several may be prepared."""
         placement = self.flat.placement
         return (
             placement.device == placement.gradient_device == placement.optimizer_device
@@ -309,13 +309,13 @@ class TrainedParams:
         )
 
     def begin_step(self, *, multiplier: float, lr_share: float) -> list[Shard]:
-        """Prepare one step, which the caller runs by the AdamW kernel before `end_step`.
+        """Prepare one step; the caller runs the AdamW kernel before `end_step`.
 
-        Other optimizers step here, and return nothing.
+        Other optimizers step here and return None.
 
         Args:
-            multiplier: of the gradient.
-            lr_share: of this vector's learning rate.
+            multiplier: factor of the gradient.
+            lr_share: share of this vector's learning rate.
         """
         (settings,) = self.optimizer.param_groups
         settings["lr"] = self.flat.settings.lr * lr_share

@@ -1,1 +1,1 @@
-"""Units of a model as flat vectors: their shards, and their place on a device or disk."""
+"""Units of a model as flat vectors: their shards, and their placement on a device or disk."""

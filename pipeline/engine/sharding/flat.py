@@ -1,8 +1,8 @@
-"""Parameters of one unit and one kind, laid out as one flat vector: the engine's data structure.
+"""Parameters of one unit and one kind as one flat vector: the engine's data structure.
 
-The vector has W equal shards, one for each of W processes. A ZeRO stage decides what a process
-keeps between uses: everything, or its shard. Rajbhandari et al. 2020 (ZeRO); one
-flat vector for each block as in BMTrain and FSDP.
+The vector has W equal shards, one per process. A ZeRO stage decides what a process keeps between
+uses: everything, or its shard. Rajbhandari et al. 2020 (ZeRO); one flat vector for each block as in
+BMTrain and FSDP.
 """
 
 import math
@@ -31,21 +31,22 @@ CHUNKS = 16
 
 
 def num_chunks(world_size: int) -> int:
-    """Stretches of every vector; more than CHUNKS only where the processes don't divide it."""
+    """Number of chunks per vector; more than CHUNKS only if the processes don't divide it."""
     return math.lcm(CHUNKS, world_size)
 
 
 def padded_size(numel: int, world_size: int) -> int:
-    """The next size that splits into ranges that the optimizer updates identically."""
+    """Round up to a size that splits into ranges which the optimizer updates identically."""
     unit = num_chunks(world_size) * ALIGNMENT
     return -(-numel // unit) * unit
 
 
 def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool) -> tuple[dict[str, int], int, int]:
-    """The offset of each parameter, the offset after which nothing decays, and the size.
+    """The offset of each parameter, the offset from which nothing decays, and the size.
 
-    Weight decay spares one-dimensional parameters: biases and norms. They follow the others, and
-    begin where a vector may be cut, so that an update of both parts has the bits of one of either.
+    One-dimensional parameters (biases and norms) have no weight decay. They follow the others, from
+    an offset where the vector may be split, so that updating both parts at once gives the same bits
+    as separate updates.
     """
     decayed = [name for name, param in params.items() if decays and param.ndim > 1]
     spared = [name for name in params if name not in decayed]
@@ -76,7 +77,7 @@ class ParamSettings:
 
 @dataclass(frozen=True)
 class Placement:
-    """Device and sharding of everything that a process stores, by ZeRO stage and offload."""
+    """Device and sharding of all states of a process, by ZeRO stage and offload."""
 
     device: torch.device
     """Device of the computation."""
@@ -116,8 +117,8 @@ class Placement:
 class FlatParams:
     """Weights of one kind in one unit: gathered for use, and at stage 3 freed between uses.
 
-    While they are freed the module's parameters keep shape and dtype; every element reads as NaN,
-    and changing one in place is an error.
+    While freed, the module's parameters keep shape and dtype; every element reads as NaN, and an
+    in-place change is an error.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class FlatParams:
         self.free()
 
     def fill(self, read: Callable[[str, int, Tensor], object]) -> None:
-        """Fill the local part of each parameter by `read(name, start, out)`.
+        """Fill the local part of each parameter using `read(name, start, out)`.
 
         `out` gets the elements of the flattened parameter from `start` on.
         """
@@ -186,7 +187,7 @@ class FlatParams:
             self.disk.write(own)
 
     def cut(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of a vector of this layout, one for each parameter, in its shape."""
+        """Views of a vector of this layout, one per parameter, in its shape."""
         return {
             name: vector[self.offsets[name] : self.offsets[name] + param.numel()].view(param.shape)
             for name, param in self.params.items()
@@ -201,7 +202,7 @@ class FlatParams:
                 yield name, start, stop
 
     def decays(self, low: int, high: int) -> Iterator[tuple[int, int, float]]:
-        """The ranges between two offsets with one weight decay each: start, stop, rate."""
+        """The ranges of constant weight decay between two offsets: start, stop, rate."""
         middle = min(max(low, self.spared_from), high)
         for start, stop, rate in ((low, middle, self.settings.weight_decay), (middle, high, 0.0)):
             if start < stop:
@@ -226,7 +227,7 @@ class FlatParams:
         self._work = self.comm.all_gather(self.full, shard, self.unit)
 
     def start_read(self) -> None:
-        """Start reading the local shard, if it is on a disk."""
+        """Start reading the local shard, if it is on disk."""
         if self.disk is not None and not self.gathered and self._work is None:
             self.disk.start_read()
 
@@ -253,7 +254,7 @@ class FlatParams:
             param.data = self.views[name]
 
     def hide(self) -> None:
-        """Make the parameters placeholders with shape and dtype, without memory."""
+        """Replace the parameters by placeholders with shape and dtype, without memory."""
         for name, param in self.params.items():
             param.data = self.hidden[name]
 
@@ -270,7 +271,7 @@ class FlatParams:
         self.gathered = False
 
     def publish(self) -> None:
-        """All-gather changed shards where the weights are gathered now."""
+        """All-gather updated shards if the weights are currently gathered."""
         self.start_publishing().wait()
 
     def start_publishing(self) -> Work:

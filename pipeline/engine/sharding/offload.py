@@ -1,4 +1,4 @@
-"""Tensors in a scratch file on a disk: optimizer state and weights."""
+"""Optimizer state and weights in a scratch file on disk."""
 
 import io
 import os
@@ -25,8 +25,8 @@ ALIGNMENT = 4096
 class ScratchFile(io.FileIO):
     """A file that is closed with the last reference to it.
 
-    A finalizer of the store that waited for its threads could deadlock: garbage collection may run
-    it within `threading`, whose locks it would need.
+    A finalizer that waited for the store's threads could deadlock: garbage collection may run it
+    inside `threading`, while the locks it needs are held.
     """
 
     def __del__(self) -> None:
@@ -36,11 +36,11 @@ class ScratchFile(io.FileIO):
 class TensorStore:
     """One process's tensors in a scratch file of `directory`, NVMe or any other disk.
 
-    The file has no name, so nothing is left on the disk however the process ends. All space is
-    taken by `reserve`, so that a full disk stops a run at its start. `write` and `read` return at
-    once and copy nothing: until `wait` (or `flush`) the caller neither changes a tensor that is
-    being written nor reads one that is being read. Operations on one key run in the order of the
-    calls. After the first failure every call raises `OffloadError`.
+    The file is unlinked, so nothing is left on disk however the process ends. All space is
+    allocated by `reserve`, so that a full disk stops a run at its start. `write` and `read` return
+    immediately and copy nothing: until `wait` (or `flush`) the caller must not change a tensor
+    being written nor use one being read. Operations on one key run in call order. After the first
+    failure every call raises `OffloadError`.
     """
 
     def __init__(self, directory: Path, *, rank: int, threads: int = 2) -> None:
@@ -61,10 +61,10 @@ class TensorStore:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tensor-store")
 
     def reserve(self, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
-        """Take the space of new tensors: the number of elements by key.
+        """Allocate space for new tensors, given the number of elements by key.
 
         Raises:
-            ConfigError: the disk doesn't have it.
+            ConfigError: the disk lacks space.
         """
         end = self._size
         positions: dict[str, int] = {}
@@ -86,13 +86,14 @@ class TensorStore:
         self._size = end
 
     def write(self, key: str, tensor: Shaped[Tensor, " n"]) -> None:
-        """Start writing `tensor`, which stays unchanged until `wait`."""
+        """Start writing `tensor`, which must not change until `wait`."""
         self._begin(key, tensor, None, "offload.write", "written", write_at)
 
     def read(self, key: str, out: Shaped[Tensor, " n"], *, after: str | None = None) -> None:
-        """Start reading into `out`, which holds the tensor after `wait`.
+        """Start reading into `out`, which has the tensor's value after `wait`.
 
-        With `after`, the pending operation on that key ends first: it may use the same memory.
+        With `after`, pending operations on that key are completed first: they may use the same
+        memory.
         """
         self._begin(key, out, after, "offload.read", "read", read_at)
 
@@ -100,7 +101,7 @@ class TensorStore:
         """Wait for the pending operations on `key`.
 
         Raises:
-            OffloadError: that, or another operation before it, failed.
+            OffloadError: this or an earlier operation failed.
         """
         pending = self._pending.pop(key, None)
         if pending is not None:
@@ -118,7 +119,7 @@ class TensorStore:
         self._raise_failure()
 
     def close(self) -> None:
-        """Release the space, after pending operations."""
+        """Release the space once pending operations are done."""
         self._threads.shutdown()
         self._file.close()
 
@@ -131,7 +132,7 @@ class TensorStore:
         verb: str,
         transfer: Callable[[int, memoryview, int], None],
     ) -> None:
-        """Queue the transfer of `tensor` behind pending operations on `key` and on `after`."""
+        """Queue the transfer of `tensor` after pending operations on `key` and on `after`."""
         self._raise_failure()
         part, file, position = view_bytes(tensor), self._file, self._positions[key]
         before = [self._pending[name] for name in (key, after) if name in self._pending]
@@ -158,11 +159,11 @@ class TensorStore:
 
 
 class StreamedState:
-    """Master weights and moments of many groups in a store, at most two groups' in memory.
+    """Masters and moments of many groups in a store; at most two groups are in memory.
 
-    `sizes` are the groups' numbers of elements, and `moments` is the type in which AdamW keeps its
-    own. While one group is stepped, the one before is written from the other set of buffers and
-    the one after read into it.
+    `sizes` are the groups' numbers of elements, and `moments` is the dtype of Adam's moments. While
+    one group is stepped, the previous one is written from the other set of buffers and the next one
+    read into it.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class StreamedState:
             store.reserve(own, buffer.dtype)
 
     def put(self, group: int, tensors: Sequence[Shaped[Tensor, " _"]]) -> None:
-        """Store a group's tensors, in the order of `names`; returns when they are written."""
+        """Store a group's tensors, in the order of `names`; return when they are written."""
         for name, tensor in zip(self.names, tensors, strict=True):
             self.store.write(_key(group, name), tensor)
         self._wait(group)
@@ -189,8 +190,8 @@ class StreamedState:
     def each(self, order: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Each group of `order`, all different, with its tensors in the order of `names`.
 
-        What the body does to the tensors in place is kept; they belong to the next but one group
-        afterwards. A group whose body is left by an error or `break` stays as it was.
+        In-place changes of the tensors are saved; their memory is reused by the group after the
+        next. If the body raises or breaks, its group is unchanged.
 
         Raises:
             OffloadError: the disk failed.
@@ -228,10 +229,10 @@ def _key(group: int, name: str) -> str:
 
 
 class WeightDisk:
-    """A scratch file for this process's pieces, and the buffers in which they visit memory.
+    """A scratch file for this process's weight shards, and the buffers through which they are read.
 
     Raises:
-        OffloadError: by any method, when the disk has failed.
+        OffloadError: raised by any method once the disk has failed.
     """
 
     def __init__(self, directory: Path, comm: Collectives) -> None:
@@ -240,16 +241,16 @@ class WeightDisk:
         self._written: tuple[DiskPiece, Tensor] | None = None
 
     def piece(self, name: str, numel: int, dtype: torch.dtype) -> "DiskPiece":
-        """Room for a piece.
+        """Allocate space for a shard.
 
         Raises:
-            ConfigError: the disk doesn't have it.
+            ConfigError: the disk lacks space.
         """
         self.store.reserve({name: numel}, dtype)
         return DiskPiece(self, name, numel, dtype)
 
     def write(self, piece: "DiskPiece", values: Tensor) -> None:
-        """Start writing a piece, while the previous one completes."""
+        """Start writing a shard while the previous write completes."""
         buffer = self.pool.borrow(piece.numel, piece.dtype)
         buffer.copy_(values)
         self.store.write(piece.name, buffer)
@@ -265,34 +266,34 @@ class WeightDisk:
 
 
 class DiskPiece:
-    """This process's piece of one flat vector, on the disk."""
+    """This process's shard of one flat vector, on disk."""
 
     def __init__(self, disk: WeightDisk, name: str, numel: int, dtype: torch.dtype) -> None:
         self.disk, self.name, self.numel, self.dtype = disk, name, numel, dtype
         self._buffer: Tensor | None = None
 
     def start_read(self) -> None:
-        """Start reading the piece into memory."""
+        """Start reading the shard into memory."""
         if self._buffer is None:
             self.disk.settle()
             self._buffer = self.disk.pool.borrow(self.numel, self.dtype)
             self.disk.store.read(self.name, self._buffer)
 
     def read(self) -> Shaped[Tensor, " k"]:
-        """The piece in memory, until `give_back`."""
+        """The shard in memory, until `give_back`."""
         self.start_read()
         assert self._buffer is not None
         self.disk.store.wait(self.name)
         return self._buffer
 
     def give_back(self) -> None:
-        """End a `read`: its memory may be used for another piece."""
+        """End a `read`: its memory may be reused."""
         if self._buffer is not None:
             self.disk.store.wait(self.name)  # where it was read ahead for a use that did not come
             self.disk.pool.give_back(self._buffer)
             self._buffer = None
 
     def write(self, values: Tensor) -> None:
-        """Replace the piece."""
+        """Replace the shard."""
         self.give_back()
         self.disk.write(self, values)

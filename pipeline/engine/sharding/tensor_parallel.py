@@ -1,9 +1,9 @@
 """Parameters of tensor-parallel layers: the shards of each process, and their gradients.
 
-A process has a part of some parameters and all of the others. For a full parameter every process
-computes the full gradient, or a part of it if the parameter is used with the process's heads only.
-The role of a parameter decides how its gradient is completed, once for each optimizer step and in
-fp32, so that each element counts once in the norm and in a checkpoint.
+Some parameters are sharded, others are replicated. For a replicated parameter each process computes
+the full gradient, or a partial sum if the parameter is only used with the process's heads. The role
+of a parameter decides how its gradient is reduced, once per optimizer step and in fp32, so that
+each element counts once in the norm and in a checkpoint.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _PART, _IS_PARTIAL = "tensor_parallel_part", "is_partial"
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter of which this process has a part."""
+    """A sharded parameter, of which this process has a part."""
 
     whole: torch.Size
     """Shape of the whole one."""
@@ -50,7 +50,7 @@ class Part:
 
     @property
     def role(self) -> Role:
-        """`shared` if other processes have some elements too, else `part`."""
+        """The role: `shared` if other processes also have some elements, else `part`."""
         return "shared" if any(each.copies > 1 for each in self.own.shards) else "part"
 
     @property
@@ -59,9 +59,9 @@ class Part:
         return self.whole[self.own.dim + 1 :].numel()
 
     def in_blocks(self, block: int) -> "Part | None":
-        """The same part in the parameter's blocks of `block` consecutive elements, numbered by row.
+        """The same part in units of `block` consecutive elements, numbered by row.
 
-        None where a process has a part of a block.
+        None if a block would be split between processes.
         """
         rows, inner = self.whole[: self.own.dim].numel(), self.inner
         stride = self.whole[self.own.dim] * inner
@@ -81,7 +81,7 @@ class Part:
         return Part(torch.Size((rows, -(-stride // block))), specs, self.rank)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
-        """The full parameter, joined from the parts of all processes."""
+        """The full parameter, concatenated from the parts of all processes."""
         whole = parts[0].new_empty(self.whole)
         for spec, part in zip(self.specs, parts, strict=True):
             spec.put(part.view(spec.shape(self.whole)), whole)
@@ -99,7 +99,7 @@ class Part:
 
 
 def replace_by_part(layer: nn.Module, leaf: str, part: Part) -> None:
-    """Replace a layer's parameter by this process's part of it; a flat one stays flat."""
+    """Replace a layer's parameter with this process's part; a flat one stays flat."""
     param = layer.get_parameter(leaf)
     own = part.own.of(param.detach().view(part.whole))
     own = own.clone(memory_format=torch.contiguous_format)
@@ -114,17 +114,17 @@ def mark_part(param: Tensor, part: Part) -> None:
 
 
 def mark_partial(param: Tensor) -> None:
-    """Mark a parameter of whose gradient each process computes a part."""
+    """Mark a parameter for which each process computes a partial gradient."""
     setattr(param, _IS_PARTIAL, True)
 
 
 def get_part(param: Tensor) -> Part | None:
-    """The part that a parameter is of a full one; None for a full parameter."""
+    """The part of a full parameter that this one is; None for a full parameter."""
     return getattr(param, _PART, None)
 
 
 def get_role(param: Tensor) -> Role:
-    """The role of a parameter; a frozen one is a part or whole."""
+    """The role of a parameter; a frozen one is `part` or `whole`."""
     part = get_part(param)
     if part is not None:
         return part.role
@@ -133,7 +133,7 @@ def get_role(param: Tensor) -> Role:
 
 
 def whole_shape(param: Tensor) -> torch.Size:
-    """Shape of the full parameter of which it is a part, or its own shape."""
+    """Shape of the full parameter; its own shape if it is not sharded."""
     part = get_part(param)
     return param.shape if part is None else part.stored or part.whole
 
@@ -145,9 +145,9 @@ Stretch = tuple[Tensor, int, slice]
 def completed(
     gradient: Float[Tensor, " n"], role: Role, group: Group, stretches: list[Stretch]
 ) -> Float[Tensor, " n"]:
-    """A gradient, summed with those of the other processes for the same elements.
+    """Complete a gradient by summing it with those of other processes for the same elements.
 
-    Sums are trees in rank order, the same bits on all of them. All of them call it.
+    A collective. Sums are trees in rank order, with the same bits on all processes.
     """
     if group.size == 1 or role in ("whole", "part"):
         return gradient
@@ -165,7 +165,7 @@ def completed(
 def counted(
     gradient: Float[Tensor, " n"], role: Role, group: Group, stretches: list[Stretch]
 ) -> Float[Tensor, " n"]:
-    """A gradient with zeros for the elements that count on another process."""
+    """A gradient with zeros for the elements that another process counts."""
     if group.size == 1 or role == "part":
         return gradient
     if role in ("whole", "partial"):
@@ -178,7 +178,7 @@ def counted(
 
 
 def _shared(stretches: list[Stretch]) -> Iterator[tuple[slice, list[int], bool]]:
-    """Ranges of a vector that other processes have too."""
+    """Ranges of a vector that other processes also have."""
     for param, first, place in stretches:
         part = get_part(param)
         assert part is not None

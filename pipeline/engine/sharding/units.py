@@ -1,8 +1,8 @@
 """Division of a model into units: the parameters gathered, reduced and freed together.
 
-A unit is a transformer block, the embedding, the output matrix, or the root: everything else. An
-embedding is used before all blocks and an output matrix after them, so that neither needs to be
-gathered while a block computes. A matrix that is both stays in the root.
+A unit is a transformer block, the embedding, the output matrix, or the root: everything else. The
+embedding is used before all blocks and the output matrix after them, so neither needs to be
+gathered while a block computes. A tied matrix stays in the root.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Kind = Literal["block", "embedding", "head", "root"]
 
 @dataclass(frozen=True)
 class UnitParams:
-    """The parameters that one unit owns."""
+    """The parameters owned by one unit."""
 
     name: str
     module: nn.Module
@@ -40,9 +40,9 @@ class UnitParams:
 def find_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams]:
     """The units of `model` in the order of its modules, the root unit last.
 
-    Blocks are the modules of the named classes; without names the layers that `transformers` itself
-    can checkpoint, else the entries of the longest `nn.ModuleList` of one class. Blocks don't nest:
-    the outermost counts. A parameter that a block shares with anything outside belongs to the root.
+    Blocks are the modules of the named classes; by default the layers that `transformers` can
+    checkpoint, else the entries of the longest `nn.ModuleList` of one class. Blocks don't nest: the
+    outermost is used. A parameter that a block shares with anything outside belongs to the root.
 
     Raises:
         ConfigError: the model has no module of a named class.
@@ -105,7 +105,7 @@ def _longest_list(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _outermost(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The blocks that are in no other block, each under one name."""
+    """The blocks that are not inside other blocks, each under one name."""
     inner = {
         id(child) for block in blocks.values() for child in block.modules() if child is not block
     }
@@ -127,9 +127,9 @@ class UsesHead(nn.Module):
 
 
 def engine_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams]:
-    """`find_units`, with embedding and output matrix apart, in the order in which they are used.
+    """`find_units`, with embedding and output matrix as separate units, in order of use.
 
-    The embedding comes before the blocks and the output matrix behind them, each only if the model
+    The embedding comes before the blocks and the output matrix after them, each only if the model
     has blocks, calls the module, and uses its parameters nowhere else; the root unit is last.
     """
     *blocks, root = find_units(model, classes)
