@@ -228,8 +228,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     per token; null never stops."""
 
     normalize_score: bool = True
-    """Subtract the reward model's stored mean and divide by its deviation, or by those of the first
-    rollout where it has none."""
+    """Subtract the mean of the reward model's scores of the first rollout and divide by their
+    deviation."""
 
     score_clip: float | None = 5.0
     """Normalized scores are clipped to ± this; null is off."""

@@ -34,6 +34,7 @@ USUAL: tuple[tuple[Signal, float, int], ...] = (
     ("response_length", 3.0, 3),
     ("stop_rate", 0.2, 3),
     ("repetition", 0.3, 3),
+    ("explained_variance", 0.0, 5),
     ("divergence", 2.0, 10),
 )
 """Signal, limit and window of the default guards; unmeasured signals are ignored."""

@@ -126,7 +126,6 @@ class RewardModel:
         self.text = text
         """Set if it has another tokenizer or chat template."""
         self.mean, self.std = stored_normalization(model)
-        self.has_moments = has_moments(model)
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
         """Raw score of each sequence of each batch, read at its last token or where steps end."""
@@ -182,8 +181,8 @@ class Reference:
 class Critic(nn.Module):
     """Value of the state before each response token, in units of PPO's reward.
 
-    It starts as the reward model, whose score is shifted and scaled as the reward is, so that its
-    first estimates are on the scale of the returns.
+    It starts as the reward model, whose score is shifted and scaled, so that its first estimates are
+    on the scale of the returns; then `step3_ppo.update.fit_values` trains it on the first rollout.
     """
 
     def __init__(self, model: nn.Module, *, normalize: bool, kernels: Kernels = "auto") -> None:
@@ -338,9 +337,18 @@ def passes_of_actor(actor: nn.Module, config: PPOConfig, *, iterations: int) -> 
     )
 
 
+FIRST_EPOCHS = 4
+"""Passes of the critic over the first rollout before the actor learns from it."""
+
+
 def _updates(config: PPOConfig) -> int:
     """Optimizer steps of an iteration."""
-    return config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
+    return config.ppo_epochs * _minibatches(config)
+
+
+def _minibatches(config: PPOConfig) -> int:
+    """Optimizer steps of an epoch."""
+    return math.ceil(config.rollout_size / config.batch_size)
 
 
 def load_critic(
@@ -377,7 +385,7 @@ def passes_of_critic(critic: nn.Module, config: PPOConfig, *, iterations: int) -
         config.parallel,
         current_mesh(),
         whole,
-        total_steps=iterations * _updates(config),
+        total_steps=iterations * _updates(config) + FIRST_EPOCHS * _minibatches(config),
         name="critic",
         follows=True,
         passing=CriticStage,

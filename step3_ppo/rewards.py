@@ -101,7 +101,7 @@ def measured_moments(
 ) -> list[float]:
     """Mean and standard deviation of the raw score over the finished responses of all processes.
 
-    For a reward model without stored moments. If fewer than two responses finished, all count.
+    If fewer than two responses finished, all count.
     """
     score = raw_scores(models, prompts, responses, config).double().cpu()
     stopped = torch.tensor([response.stopped for response in responses])

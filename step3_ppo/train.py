@@ -40,7 +40,7 @@ from step3_ppo.models import Models, load_models
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.rewards import compute_rewards, measured_moments
 from step3_ppo.rollout import Prompts, load_prompts, sample_rollout, sampled_responses
-from step3_ppo.update import Ema, PtxStream, open_ptx, update_policy
+from step3_ppo.update import Ema, PtxStream, fit_values, open_ptx, update_policy
 
 logger = logging.getLogger(__name__)
 
@@ -126,11 +126,12 @@ def slow_down(ppo: Setup) -> None:
 def set_moments(
     models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
 ) -> None:
-    """Measure, or restore, the moments of a reward model without stored ones.
+    """Measure, or restore, the moments of the reward model's scores where PPO starts.
 
-    The responses are those that the first iteration learns from.
+    The responses are those that the first iteration learns from. Those that step 2 stored may be of
+    other prompts, or of another model's responses.
     """
-    if models.reward is None or models.reward.has_moments or not config.normalize_score:
+    if models.reward is None or not config.normalize_score:
         return
 
     def measure() -> list[float]:
@@ -141,8 +142,7 @@ def set_moments(
     mean, std = checkpoints.once("moments", measure)
     models.set_moments(mean, std)
     logger.info(
-        "the reward model has no stored moments: scores are normalized by mean %.4g and standard"
-        " deviation %.4g of the first rollout",
+        "scores are normalized by mean %.4g and standard deviation %.4g of the first rollout",
         mean,
         std,
     )
@@ -178,13 +178,15 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     models, clock = ppo.models, Clock()
     sampled = sample_rollout(models, ppo.prompts, config)
     clock.end("generation")
-
-    experience = score_responses(
-        models, sampled.inputs, sampled.responses, config, score=sampled.score, step=step
-    )
+    scored = models, sampled.inputs, sampled.responses, config
+    fits = step == 1 and models.critic is not None
+    experience = score_responses(*scored, score=sampled.score, step=None if fits else step)
     rewards = compute_rewards(
         models, experience.score, experience.stopped, config, given=sampled.given
     )
+    if fits:
+        fit_values(models, experience, rewards, config, kl_coef=ppo.kl.coef)
+        experience = score_responses(*scored, score=experience.score, step=step)
     rollout = compute_advantages(
         experience, rewards.reward, config, kl_coef=ppo.kl.coef, counted=rewards.known
     )
@@ -195,9 +197,7 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     clock.end("experience")
 
     updates = update_policy(
-        models,
-        rollout,
-        config,
+        *(models, rollout, config),
         step=step,
         forward=experience.forward,
         ema=ppo.ema,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,9 +17,17 @@ from pipeline.parallel.device import local_device, read_scalars, send
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Forward, Minibatch, Rollout, check_first_update
+from step3_ppo.experience import (
+    Experience,
+    Forward,
+    Minibatch,
+    Rollout,
+    check_first_update,
+    compute_advantages,
+)
 from step3_ppo.losses import KL_LOSSES, LOSSES, TrustRegion, Weighting, policy_ratio, value_loss
-from step3_ppo.models import Models, own_micro_batches
+from step3_ppo.models import FIRST_EPOCHS, Models, own_micro_batches
+from step3_ppo.rewards import ResponseRewards
 
 
 class Ema:
@@ -175,15 +183,9 @@ def update_policy(
     number of processes. `forward` is the scoring pass, if the first minibatch may backpropagate
     through it.
     """
-    updates, data = Updates(), current_mesh().data
+    updates = Updates()
     for epoch in range(config.ppo_epochs):
-        generator = torch.Generator().manual_seed(
-            config.seed * 1_000_003 + step * config.ppo_epochs + epoch
-        )
-        order = torch.randperm(config.rollout_size, generator=generator)
-        for minibatch in order.split(config.batch_size):
-            # Sorted, so that a minibatch of all responses is in the order of the scoring pass.
-            rows = own_rows(sorted(minibatch.tolist()), data, group_size=config.group_size)
+        for rows in own_minibatches(config, step=step, epoch=epoch):
             update = update_minibatch(
                 models,
                 rollout,
@@ -201,6 +203,44 @@ def update_policy(
             if ema is not None:
                 ema.update()
     return updates
+
+
+def fit_values(
+    models: Models,
+    experience: Experience,
+    rewards: ResponseRewards,
+    config: PPOConfig,
+    *,
+    kl_coef: float,
+) -> None:
+    """Train the critic alone on the first rollout (Yuan et al. 2025, arXiv:2503.01491).
+
+    A reward model's scores of inner tokens were not trained, and as values are worse than a
+    constant. Targets are the returns of lambda 1, which don't contain the critic's values, and
+    these may move as far as they need to: the actor has not learned from them yet.
+    """
+    assert models.critic is not None
+    config = replace(config, lam=1.0, value_clip=None)
+    rollout = compute_advantages(
+        experience, rewards.reward, config, kl_coef=kl_coef, counted=rewards.known
+    )
+    for epoch in range(FIRST_EPOCHS):
+        for rows in own_minibatches(config, step=0, epoch=epoch):
+            weighting = _weighting(rollout, rows, config)
+            parts = _cut_rows(rollout, rows, config)
+            _learn_values(models, parts, config, weighting, forward=None)
+            models.critic.step()
+
+
+def own_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[list[int]]:
+    """This process's rows of each minibatch of an epoch over a rollout."""
+    seed = config.seed * 1_000_003 + step * config.ppo_epochs + epoch
+    order = torch.randperm(config.rollout_size, generator=torch.Generator().manual_seed(seed))
+    for minibatch in order.split(config.batch_size):
+        # Sorted, so that a minibatch of all responses is in the order of the scoring pass.
+        yield own_rows(
+            sorted(minibatch.tolist()), current_mesh().data, group_size=config.group_size
+        )
 
 
 def own_rows(slots: Sequence[int], data: Group, *, group_size: int) -> list[int]:
@@ -233,13 +273,9 @@ def update_minibatch(
     approximate KL to the old policy is over 1.5 times the target updates nothing, and is marked
     `stopped`.
     """
-    lengths = [len(rollout.experience.sequences[row]) for row in rows]
     weighting = _weighting(rollout, rows, config)
     num_tokens = weighting.num_tokens
-    minibatches = [
-        rollout.minibatch([rows[index] for index in part])
-        for part in own_micro_batches(config, lengths)
-    ]
+    minibatches = _cut_rows(rollout, rows, config)
     parts = _learn_policy(
         models, minibatches, config, weighting, learns=train_actor, forward=forward
     )
@@ -325,6 +361,15 @@ def _learn_values(
 
     models.value_passes.learn(minibatches, compute_loss, divisor=weighting.num_tokens)
     return found
+
+
+def _cut_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[Minibatch]:
+    """The micro-batches of a minibatch's rows."""
+    lengths = [len(rollout.experience.sequences[row]) for row in rows]
+    return [
+        rollout.minibatch([rows[index] for index in part])
+        for part in own_micro_batches(config, lengths)
+    ]
 
 
 def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> Weighting:

@@ -47,10 +47,14 @@ WRONG: dict[str, tuple[dict[str, float], str]] = {
         "75% of responses end by themselves, against 100% at first",
     ),
     "repetition>0.3": ({"repetition": 0.4}, "40% of tokens repeat a phrase of their response"),
+    "explained_variance<0": (
+        {"explained_variance": -0.5},
+        "the critic explains -0.50 of the returns' variance, below 0: advantages are noise",
+    ),
 }
 
 
-WINDOWS = {"kl_per_token>0.25": 1, "ratio_max>20": 1}
+WINDOWS = {"kl_per_token>0.25": 1, "ratio_max>20": 1, "explained_variance<0": 5}
 """Iterations in which a default guard must see its limit exceeded; 3 for all others."""
 
 

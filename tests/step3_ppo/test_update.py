@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from pipeline.config import OptimConfig, TrainedModelConfig
 from step3_ppo.experience import compute_advantages, score_responses
-from step3_ppo.metrics import rollout_statistics
-from step3_ppo.rewards import compute_reward
+from step3_ppo.metrics import critic_statistics, rollout_statistics
+from step3_ppo.rewards import ResponseRewards, compute_reward
 from step3_ppo.rollout import generate_responses
-from step3_ppo.update import PtxStream, update_policy
+from step3_ppo.update import PtxStream, fit_values, update_policy
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.inspection import get_gradients
 from tests.step3_ppo.toy import (
@@ -41,6 +41,21 @@ def test_the_first_minibatch_has_a_ratio_of_exactly_1_where_the_shapes_are_the_s
     assert metrics["ratio_max"] == metrics["ratio_mean"] == 1.0
     assert metrics["approx_kl"] == metrics["clip_fraction"] == 0.0
     assert metrics["value_clip_fraction"] == 0.0
+
+
+def test_the_critic_alone_is_fitted_to_the_first_rollout(toy: Path) -> None:
+    config = toy_config(toy)
+    models = toy_models(config)
+    before = toy_rollout(models, config)
+    rewards = ResponseRewards(before.reward_score, before.reward_score)
+    actor = weights(models.actor.model)
+
+    fit_values(models, before.experience, rewards, config, kl_coef=config.kl_coef)
+
+    assert distance(weights(models.actor.model), actor) == 0
+    after = toy_rollout(models, config)
+    assert critic_statistics(before)["explained_variance"] < 0
+    assert critic_statistics(after)["explained_variance"] > 0
 
 
 def test_gradients_are_those_of_the_formulas_one_sequence_at_a_time(toy: Path) -> None:
