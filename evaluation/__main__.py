@@ -1,15 +1,16 @@
 """Evaluate a model on tasks: `python -m evaluation --path DIR --tasks embedded gsm8k`.
 
-Prints a table and writes the results and settings to evaluation.json.
+Prints a table; writes the results and settings to evaluation.json, and the responses with their
+grades to evaluation.jsonl.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evaluation.config import EvaluationConfig
-from evaluation.contract import Question, Task
+from evaluation.contract import Grades, Question, Task
 from evaluation.tasks import tasks_named
 from pipeline.cli.options import read_command, run_main, say
 from pipeline.files.durable import check_output, write_output
@@ -40,8 +41,8 @@ def main(argv: Sequence[str]) -> None:
     # All rows are read before the model, which takes longer.
     questions = {task.name: task.read(config.reading(task)) for task in tasks}
 
-    from evaluation.evaluate import Chat
-    from evaluation.figures import as_table, document
+    from evaluation.evaluate import Chat, grade_responses
+    from evaluation.figures import as_table, compute_figures, document
     from inference.replica import weights_hash
     from pipeline.data.chat.resolve_format import resolve_format
     from pipeline.models.forward.forward import context_length
@@ -56,26 +57,40 @@ def main(argv: Sequence[str]) -> None:
     chat = Chat(tokenizer, resolve_format(tokenizer, "auto"))
     for task in tasks:  # questions that are too long are reported before any is answered
         chat.encode(questions[task.name], task=task.name, context=context_length(model))
-    figures = [
-        figure
-        for task in tasks
-        for figure in _figures(task, questions[task.name], model, chat, config)
-    ]
+    figures: list[Figure] = []
+    lines: list[str] = []
+    for task in tasks:
+        responses = _respond(task, questions[task.name], model, chat, config)
+        grades = grade_responses(task, questions[task.name], responses)
+        figures += compute_figures(task.name, grades, sorted(set(config.k)))
+        rows = zip(questions[task.name], responses, grades, strict=True)
+        lines += [json.dumps(_line(task, *row), ensure_ascii=False) + "\n" for row in rows]
     say("\n".join(as_table(figures)))
     text = json.dumps(document(figures, config, weights_hash=weights_hash(model)), indent=2)
-    write_output({config.output: f"{text}\n"}, option="--output")
-    say(f"\nWith all settings in {config.output}")
+    output = {config.output: f"{text}\n", config.responses: "".join(lines)}
+    write_output(output, option="--output")
+    say(f"\nWith all settings in {config.output}, and all responses in {config.responses}")
 
 
-def _figures(
+def _line(
+    task: Task, question: Question, responses: Sequence[str], grades: Sequence[Grades]
+) -> dict[str, Any]:
+    """A line of the file of responses."""
+    messages = [{"role": each.role, "content": each.content} for each in question.messages]
+    return {"task": task.name, "prompt": messages, "responses": responses, "grades": grades}
+
+
+def _respond(
     task: Task,
     questions: Sequence[Question],
     model: "PreTrainedModel",
     chat: "Chat",
     config: EvaluationConfig,
-) -> "list[Figure]":
-    from evaluation.evaluate import evaluate
+) -> list[list[str]]:
+    """The responses to each question; shows the progress."""
+    from evaluation.evaluate import responses_to
     from inference.settings import Sampling
+    from pipeline.system.logs import Progress
 
     sampling = Sampling(
         max_new_tokens=config.max_new_tokens or task.max_new_tokens,
@@ -83,16 +98,21 @@ def _figures(
         top_p=config.top_p,
         seed=config.seed,
     )
-    return evaluate(
-        task,
-        questions,
-        model,
-        chat,
-        sampling,
-        ks=sorted(set(config.k)),
-        num_samples=config.num_samples,
-        batch_size=config.batch_size,
-    )
+    progress = Progress(task.name, len(questions) * config.num_samples)
+    progress.start()
+    try:
+        return responses_to(
+            questions,
+            model,
+            chat,
+            sampling,
+            task=task.name,
+            num_samples=config.num_samples,
+            batch_size=config.batch_size,
+            progress=progress,
+        )
+    finally:
+        progress.stop()
 
 
 if __name__ == "__main__":

@@ -104,7 +104,8 @@ class EvaluationConfig:
     """Responses in a batch; changes no figure."""
 
     output: Path = Path("evaluation.json")
-    """JSON file for all figures and their settings; an existing one is replaced."""
+    """JSON file for all figures and their settings; the responses with their grades are next to it
+    as .jsonl. Existing ones are replaced."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: give a model directory")
@@ -148,6 +149,11 @@ class EvaluationConfig:
             shots=self.shots if task.takes_shots else 0,
             instruction=self.instruction if task.takes_shots else "",
         )
+
+    @property
+    def responses(self) -> Path:
+        """JSON lines: a question with its responses and their grades each."""
+        return self.output.with_suffix(".jsonl")
 
     @property
     def num_samples(self) -> int:

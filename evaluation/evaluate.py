@@ -1,6 +1,7 @@
 """Evaluation of a model on tasks: by command, and during training."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evaluation.config import TaskSettings, load_questions
-from evaluation.contract import Question, Task
-from evaluation.figures import Figure, compute_figures
+from evaluation.contract import Grades, Question, Task
+from evaluation.figures import compute_figures
 from inference.engine.requests import sample_key
 from inference.engine.sampling import make_sampler
 from inference.generation import generate_each
@@ -23,6 +24,7 @@ from pipeline.models.forward.forward import context_length
 from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
+from pipeline.system.logs import Progress
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,12 @@ def responses_to(
     task: str,
     num_samples: int = 1,
     batch_size: int = 32,
+    progress: Progress | None = None,
 ) -> list[list[str]]:
     """`num_samples` responses to each question, the same on any number of processes.
 
     Samples depend only on the seed and the indices of question and sample. A collective: each
-    process generates its share and gets all responses.
+    process generates its share and gets all responses. `progress` counts them.
 
     Raises:
         DataError: as `Chat.encode`.
@@ -80,56 +83,26 @@ def responses_to(
         keys=[sample_key(row, sample) for row, sample in places],
         batch_size=batch_size,
     )
-    mine = {
-        places[each.index]: decode_response(chat.tokenizer, each.response.text_ids)
-        for each in finished
-    }
+    mine: dict[tuple[int, int], str] = {}
+    start = time.perf_counter()
+    for each in finished:
+        mine[places[each.index]] = decode_response(chat.tokenizer, each.response.text_ids)
+        if progress is not None:
+            progress.update(len(mine), {}, seconds=time.perf_counter() - start)
     merged: dict[tuple[int, int], str] = {}
     for responses in data.gather_objects(mine):
         merged |= responses
     return [[merged[row, sample] for sample in range(num_samples)] for row in range(len(prompts))]
 
 
-def evaluate(
-    task: Task,
-    questions: Sequence[Question],
-    model: PreTrainedModel,
-    chat: Chat,
-    sampling: Sampling,
-    *,
-    ks: Sequence[int] = (1,),
-    num_samples: int = 1,
-    batch_size: int = 32,
-) -> list[Figure]:
-    """Figures of a model's responses to the questions of a task, the same on all processes.
-
-    Args:
-        task: grades the responses.
-        questions: the result of `task.read`.
-        model: in evaluation mode.
-        chat: its tokenizer and chat format.
-        sampling: how responses are drawn.
-        ks: of pass@k, none larger than `num_samples`.
-        num_samples: responses to each question.
-        batch_size: sequences in a batch; does not affect the figures.
-
-    Raises:
-        DataError: a question is too long for the model.
-    """
-    responses = responses_to(
-        questions,
-        model,
-        chat,
-        sampling,
-        task=task.name,
-        num_samples=num_samples,
-        batch_size=batch_size,
-    )
-    grades = [
+def grade_responses(
+    task: Task, questions: Sequence[Question], responses: Sequence[Sequence[str]]
+) -> list[list[Grades]]:
+    """The grades of the responses to each question."""
+    return [
         [task.grade(question, response) for response in of_question]
         for question, of_question in zip(questions, responses, strict=True)
     ]
-    return compute_figures(task.name, grades, ks)
 
 
 Generating = Callable[[], AbstractContextManager[PreTrainedModel]]
@@ -165,7 +138,9 @@ class TaskEvaluations:
             for task, questions in self._questions:
                 max_new_tokens = self._settings.eval_task_tokens or task.max_new_tokens
                 sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
-                figures = evaluate(task, questions, model, self._chat, sampling)
+                responses = responses_to(questions, model, self._chat, sampling, task=task.name)
+                grades = grade_responses(task, questions, responses)
+                figures = compute_figures(task.name, grades, (1,))
                 self._last |= {figure.name: figure.value for figure in figures}
         return dict(self._last)
 
