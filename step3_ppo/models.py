@@ -181,8 +181,8 @@ class Reference:
 class Critic(nn.Module):
     """Value of the state before each response token, in units of PPO's reward.
 
-    It starts as the reward model, whose score is shifted and scaled, so that its first estimates are
-    on the scale of the returns; then `step3_ppo.update.fit_values` trains it on the first rollout.
+    It starts as the reward model, whose score is shifted and scaled to the scale of the returns;
+    then `step3_ppo.update.fit_values` trains it on the first rollout.
     """
 
     def __init__(self, model: nn.Module, *, normalize: bool, kernels: Kernels = "auto") -> None:

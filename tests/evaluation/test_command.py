@@ -63,13 +63,11 @@ def test_a_model_is_evaluated_on_several_tasks(
     assert found["weights_hash"] == weights_hash(load_for_inference(model)[0])
     assert found["settings"]["samples"] == 3
     assert found["settings"]["temperature"] == 1.0
-    lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
-    assert [(each["task"], len(each["responses"])) for each in lines] == [
-        *[("gsm8k", 3)] * 3,
-        *[("arithmetic", 3)] * 5,
-    ]
+    text = (tmp_path / "evaluation.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [len(line["responses"]) for line in lines] == [3] * (3 + 5)
     right = [grades["correct"][0] for line in lines[3:] for grades in line["grades"]]
-    assert figures[-2]["value"] == sum(right) / 15
+    assert figures[4]["value"] == sum(right) / 15
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["task", "metric", "value", "95", "%", "interval", "questions"]
     assert table[2].startswith("gsm8k       strict pass@2")

@@ -49,7 +49,7 @@ WRONG: dict[str, tuple[dict[str, float], str]] = {
     "repetition>0.3": ({"repetition": 0.4}, "40% of tokens repeat a phrase of their response"),
     "explained_variance<0": (
         {"explained_variance": -0.5},
-        "the critic explains -0.50 of the returns' variance, below 0: advantages are noise",
+        "the critic explains -0.50 of the returns' variance, below 0",
     ),
 }
 
