@@ -21,6 +21,7 @@ from pipeline.models.passes import evaluating
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
+from pipeline.system.logs import reported
 from step2_reward.config import RewardConfig
 from step2_reward.lab.figures import (
     PredictedSteps,
@@ -82,7 +83,7 @@ def compute_outputs(
     found: list[tuple[int, list[list[float]]]] = []
     cutpoints: Tensor | None = None
     with evaluating(scorer):
-        for batch in cut_rows(rows, config):
+        for batch in reported(cut_rows(rows, config), "scored micro-batches of held-out rows"):
             outputs: LabelOutputs = scorer(batch.tokens, labels=True).at(batch.positions)
             observe(outputs, batch)
             present = [rows[number] for number in batch.numbers]

@@ -102,17 +102,19 @@ def train(config: RewardConfig) -> Path:
         def enough() -> bool:
             return best.worse_in_a_row == config.patience
 
-        last: Evaluation | None = None
+        kept: Evaluation | None = None
         with keeping_best(run, best, training.export, model=config.model):
             for step in training.checkpoints.steps(enough=enough):
                 learn(reward, run, step=step)
                 if training.evaluates_after(step):
-                    last = reward.evaluate()
-                    figures = last[0]
+                    evaluation = reward.evaluate()
+                    figures = evaluation[0]
                     best.update(badness(figures, config.best_by), step=step)
+                    if best.step == step or not config.keep_best:
+                        kept = evaluation
                     run.evaluated(step, figures)
                     check_finite(f"of held-out rows after step {step}", figures)
-        finish(reward, run, before=before, last=last)
+        finish(reward, run, before=before, kept=kept)
     return config.output_dir
 
 
@@ -304,17 +306,16 @@ def sample_responses(
 
 
 def finish(
-    reward: RewardTraining, run: Run, *, before: Mapping[str, float], last: Evaluation | None
+    reward: RewardTraining, run: Run, *, before: Mapping[str, float], kept: Evaluation | None
 ) -> None:
     """Export the best weights with the moments of their scores, and write the result.
 
-    `last` is the evaluation of the weights as training left them, if there was one.
+    `kept` is the evaluation of the best weights, unless an earlier run made it.
     """
     training, labels = reward.training, reward.objective.labels
     best, config, rows = training.best, training.config, training.rows
     best.restore()
-    are_last = last is not None and (best.step == best.last_step or not config.keep_best)
-    after, held_out = last if last is not None and are_last else reward.evaluate()
+    after, held_out = kept if kept is not None else reward.evaluate()
     settings = label_settings(reward)
     base_model(training.model).config.update(settings)
     training.export()

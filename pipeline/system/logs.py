@@ -4,8 +4,9 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -14,6 +15,8 @@ from rich.progress import Progress as RichProgress
 from pipeline.system.installation import OWN_PACKAGES
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def configure_logging(*, is_main: bool) -> None:
@@ -96,6 +99,17 @@ class Progress:
         left = seconds / step * (self.total_steps - step)
         parts.append(f"{duration(left)} left" if left else f"took {duration(seconds)}")
         return "  ".join(parts)
+
+
+def reported(items: Sequence[T], name: str, *, every: float = 30.0) -> Iterator[T]:
+    """The items of long work; every so many seconds the log says how many are done."""
+    start = last = time.perf_counter()
+    for done, item in enumerate(items):
+        now = time.perf_counter()
+        if done and now - last >= every:
+            last, left = now, (now - start) / done * (len(items) - done)
+            logger.info("%s %d/%d  %s left", name, done, len(items), duration(left))
+        yield item
 
 
 def duration(seconds: int | float) -> str:

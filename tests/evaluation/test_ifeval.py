@@ -13,7 +13,6 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "keywords:existence": [({"keywords": ["Frog", "pond"]}, "A frog in its pond.", "A frog.")],
     "keywords:frequency": [
         ({"keyword": "so", "frequency": 2, "relation": "at least"}, "So and so", "so it is"),
-        ({"keyword": "so", "frequency": 2, "relation": "less than"}, "so it is", "So and so"),
     ],
     "keywords:forbidden_words": [({"forbidden_words": ["cat"]}, "Concatenate.", "A Cat!")],
     "keywords:letter_frequency": [
@@ -84,16 +83,6 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
 }
 
 
-def row(prompt: str, *instructions: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-    names, kwargs = zip(*instructions, strict=True)
-    return {"key": 1, "prompt": prompt, "instruction_id_list": names, "kwargs": kwargs}
-
-
-def written(path: Path, *rows: dict[str, Any]) -> Reading:
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    return Reading(path=str(path))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_text_follows_an_instruction_or_does_not(name: str) -> None:
     for arguments, right, wrong in CASES[name]:
@@ -104,11 +93,10 @@ def test_a_text_follows_an_instruction_or_does_not(name: str) -> None:
 
 
 def test_loose_forgives_lines_around_the_answer_and_asterisks(tmp_path: Path) -> None:
-    reading = written(
-        tmp_path / "rows.jsonl",
-        row("Be brief.", ("startend:quotation", {}), ("punctuation:no_comma", {"num_words": None})),
-    )
-    (question,) = read(reading)
+    names, kwargs = ["startend:quotation", "punctuation:no_comma"], [{}, {"num_words": None}]
+    row = {"key": 1, "prompt": "Be brief.", "instruction_id_list": names, "kwargs": kwargs}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (question,) = read(Reading(path=str(tmp_path / "rows.jsonl")))
 
     grades = grade(question, 'Sure:\n**"It is so"**')
 
