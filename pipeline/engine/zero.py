@@ -211,8 +211,8 @@ class ZeroModel:
     ) -> None:
         """Run autograd from `roots` (a loss, or outputs with `gradients`); reduce the gradients.
 
-        A process whose roots have no graph takes part in the collectives with zeros. Without
-        `reaches_root` nothing outside of the blocks has a part in the graph, on any process.
+        A process whose roots have no graph joins the collectives with zeros. Without `reaches_root`
+        the graph has only the blocks, on every process.
         """
         self.check_ready()
         self._reaches_root = reaches_root
@@ -232,7 +232,7 @@ class ZeroModel:
         self.flush()
 
     def flush(self) -> None:
-        """Finish a backward pass, if there was one: reduce what is left, free what is gathered."""
+        """Finish a backward pass, if there was one: reduce remaining gradients, free weights."""
         if in_backward() or not any(unit.in_backward for unit in self.units):
             return
         for unit in self.units:
@@ -244,7 +244,7 @@ class ZeroModel:
             self._free(unit)
 
     def reduce(self) -> None:
-        """Add every gradient so far to the sums."""
+        """Add all pending gradients to the sums."""
         for unit in self.units:
             for each in unit.trained:
                 each.gradients.start_reduction()
@@ -255,7 +255,7 @@ class ZeroModel:
         self._settling = None
 
     def discard(self) -> None:
-        """Discard all gradients, and the state of a pass that raised."""
+        """Discard all gradients, and the state of a pass that failed."""
         self._settling = None
         self.broken = False
         for unit in self.units:
@@ -321,7 +321,7 @@ class ZeroModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All weights gathered for the duration of the block; all processes must enter together."""
+        """Context in which all weights are gathered; all processes must enter together."""
         self.check_ready()
         self._pinned += 1
         try:
@@ -337,7 +337,7 @@ class ZeroModel:
     def one_by_one(self) -> Iterator[Unit]:
         """Every unit, with its weights gathered until the next one is requested.
 
-        The next unit is prefetched meanwhile, where prefetching is on. All processes must iterate
+        If prefetching is on, the next unit is gathered meanwhile. All processes must iterate
         together.
         """
         self.check_ready()
@@ -364,7 +364,7 @@ class ZeroModel:
             flat.hide()
 
     def show(self) -> None:
-        """Attach the parameters to their weights again, where those are gathered."""
+        """Attach the parameters to their weights again if those are gathered."""
         self.is_offloaded = False
         for flat in self.flats:
             if flat.gathered:

@@ -1,1 +1,1 @@
-"""Models in the formats of other programs, each verified after it was written."""
+"""Models in the formats of other programs, each verified after writing."""

@@ -12,7 +12,7 @@ from pipeline.system.installation import MODULE
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Source, form and target of an export."""
+    """Source, format and target of an export."""
 
     path: str = ""
     """Directory of a model or an adapter, or the output directory of a run, whose furthest actor it
@@ -49,7 +49,7 @@ class ExportConfig:
 
 
 class Export(Protocol):
-    """An export format. Its constructor raises the errors that can be found before writing."""
+    """An export format; its constructor raises the errors that can be found before writing."""
 
     source: Path
     title: str
@@ -59,7 +59,7 @@ class Export(Protocol):
         ...
 
     def verify(self, directory: Path) -> list[str]:
-        """Sentences on what was verified; raises `UnverifiedError`."""
+        """Verify the files; return sentences on what was checked, or raise `UnverifiedError`."""
         ...
 
 
@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> None:
     """Write an export under a temporary name, verify it, and rename it.
 
     Raises:
-        UserError: no model, a form that it can't have, a directory that can't be written, or
-            a failed verification.
+        UserError: there is no model, it doesn't support the format, the directory can't be written,
+            or verification fails.
     """
     config = read_command(
         ExportConfig,
@@ -99,10 +99,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def prepare(config: ExportConfig) -> Export:
-    """The export that the settings describe.
+    """Prepare the export that the settings describe.
 
     Raises:
-        UserError: there is no such model, it has no such form, or a package is missing.
+        UserError: there is no such model, it doesn't support the format, or a package is missing.
     """
     from pipeline.export.source import find_directory, read_source, require_packages
 

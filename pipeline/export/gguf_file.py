@@ -1,6 +1,6 @@
 """GGUF files for llama.cpp: settings, tokenizer, and tensors one at a time.
 
-The `gguf` package has the names of tensors and settings, and lays out the bytes (ggml-org/ggml,
+The `gguf` package provides the names of tensors and settings and writes the bytes (ggml-org/ggml,
 docs/gguf.md); `transformers` reads the file back.
 """
 
@@ -92,11 +92,11 @@ GAPS = (" ", " ", " ", "  ", "    ", "\n", "\n\n", "\t", ", ", "")
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> Vocabulary:
-    """The vocabulary of a tokenizer; embedding rows without a token are unused.
+    """Read the vocabulary of a tokenizer; embedding rows without a token are marked unused.
 
     Raises:
-        ModelError: it is not BPE, has more tokens than the embedding rows, or llama.cpp would split
-            one of `TEXTS` texts in another way.
+        ModelError: it is not BPE, has more tokens than the embedding has rows, or llama.cpp would
+            tokenize one of `TEXTS` texts differently.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     given: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
@@ -153,7 +153,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
 def make_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """`TEXTS` texts, the same on every call: sentences, words of many alphabets, random tokens.
 
-    They are in Unicode's composed form (NFC), which llama.cpp never changes.
+    They are in Unicode NFC, which llama.cpp never changes.
     """
     draw = random.Random(0)
     ids = sorted(tokenizer.get_vocab().values())
@@ -174,7 +174,7 @@ def make_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 class GgufExport:
-    """A language model as a GGUF file in a number format, before any weight is read.
+    """The export of a language model as GGUF in a number format; no weight is read yet.
 
     Raises:
         ModelError: the family, a setting, a tensor or the tokenizer has no GGUF form.
@@ -246,7 +246,7 @@ class GgufExport:
         return names
 
     def _is_tied(self) -> bool:
-        """Whether the output layer is the embedding; `transformers` unties two that differ."""
+        """Whether the output layer is the embedding; `transformers` unties them if they differ."""
         if not self.config.tie_word_embeddings:
             return False
         return torch.equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight"))
@@ -257,10 +257,10 @@ class GgufExport:
             return file.get_tensor(stored)
 
     def choose_format(self, stored: str) -> str:
-        """A tensor's number format.
+        """The number format for a tensor.
 
-        Vectors are f32, as llama.cpp adds them in f32. A matrix whose rows are no multiple of 32
-        has no q8_0 form and is f16.
+        Vectors are f32, as llama.cpp adds them in f32. A matrix whose row length is not a multiple
+        of 32 can't be q8_0 and is f16.
         """
         shape = self.stored[stored].shape
         if len(shape) < 2:
@@ -269,10 +269,10 @@ class GgufExport:
         return "f16" if is_odd else self.number_format
 
     def encode(self, stored: str) -> np.ndarray:
-        """A tensor as llama.cpp multiplies by it, in its number format.
+        """Encode a tensor in its number format, in llama.cpp's layout.
 
-        `transformers` rotates row i of a head of d with row i + d/2, llama.cpp's architecture
-        `llama` 2i with 2i + 1.
+        In a head of size d, `transformers` rotates row i with row i + d/2, and llama.cpp's
+        architecture `llama` row 2i with row 2i + 1.
         """
         import gguf
 
@@ -298,7 +298,7 @@ class GgufExport:
         """Write the file, one tensor in memory at a time.
 
         Raises:
-            ModelError: a weight can't be read, or not be held in the number format.
+            ModelError: a weight can't be read or represented in the number format.
         """
         import gguf
 
@@ -366,7 +366,7 @@ class GgufExport:
             writer.add_chat_template(tokenizer.chat_template)
 
     def verify(self, directory: Path) -> list[str]:
-        """Compare tokenizer, tensors and outputs, the last two as `transformers` reads them.
+        """Compare tokenizer, tensors and outputs; the last two as read by `transformers`.
 
         Raises:
             UnverifiedError: one differs.
@@ -415,10 +415,10 @@ class GgufExport:
 
 
 def is_read_back(read: Tensor, tensor: Tensor, number_format: str) -> bool:
-    """Whether `read` is `tensor` in a number format.
+    """Whether `read` equals `tensor` stored in a number format.
 
-    In q8_0 no weight may differ by more than half a step of its block's scale, the largest
-    magnitude divided by 127, and the rounding of the scale to fp16.
+    In q8_0 no weight may differ by more than half its block's scale (the largest magnitude divided
+    by 127), plus the rounding of the scale to fp16.
     """
     if number_format != "q8_0":
         return torch.equal(read, tensor.to(DTYPES[number_format]).float())

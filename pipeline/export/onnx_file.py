@@ -1,4 +1,4 @@
-"""ONNX files by torch.onnx's exporter of traced programs, for any batch and length.
+"""ONNX files by torch.onnx's TorchScript exporter, for any batch size and length.
 
 A language model computes (input_ids, attention_mask) -> logits, a classifier its outputs and score.
 Dimension names: B sequences, T tokens, V vocabulary, C labels.
@@ -41,7 +41,7 @@ INPUTS = ("input_ids", "attention_mask")
 class ActorGraph(nn.Module):
     """The logits of a language model at every token.
 
-    Positions are counted along the mask, so that padding may be on either side.
+    Positions are computed from the mask, so padding may be on either side.
     """
 
     outputs = ("logits",)
@@ -62,7 +62,7 @@ class ActorGraph(nn.Module):
 
 
 class ClassifierGraph(nn.Module):
-    """The outputs of a classifier and, of a reward model, its score.
+    """The outputs of a classifier and, for a reward model, its score.
 
     A decoder is read at the last token whose mask is 1, whatever its id. The score of several
     labels is sum_k u_k p_k, u the `class_values` of config.json.
@@ -83,7 +83,7 @@ class ClassifierGraph(nn.Module):
     def forward(
         self, input_ids: Int[Tensor, "B T"], attention_mask: Int[Tensor, "B T"]
     ) -> tuple[Tensor, ...]:
-        """Outputs (B, C) and, where the model has one, the score (B,)."""
+        """Outputs (B, C) and, if the model has one, the score (B,)."""
         logits = self._logits(input_ids, attention_mask)
         if self.has_values:
             return logits, logits.softmax(dim=-1) @ self.values
@@ -109,7 +109,7 @@ class ClassifierGraph(nn.Module):
 def positions_along(
     model: PreTrainedModel, attention_mask: Int[Tensor, "B T"]
 ) -> dict[str, Tensor]:
-    """`position_ids` counted along the mask, for models that take them."""
+    """`position_ids` computed from the mask, for models that take them."""
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         return {}
     return {"position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0)}
@@ -190,7 +190,7 @@ class OnnxExport:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the exporter's warnings for its developers."""
+    """Suppress the exporter's developer warnings."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

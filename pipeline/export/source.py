@@ -1,4 +1,4 @@
-"""The model that is exported, and the directory that it is exported to."""
+"""The model to export, and the target directory."""
 
 import importlib.util
 import shutil
@@ -36,16 +36,16 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """The kind of model, in words."""
+        """A short description of the kind of model."""
         what = "classifier" if self.is_classifier else "language model"
         return f"{self.settings['model_type']} {what}"
 
 
 def find_directory(path: str, method: str | None) -> Path:
-    """The directory `path`, or the directory of a run's last actor.
+    """The directory `path`, or the last actor's if `path` is a run.
 
     Raises:
-        ModelError: it is not a directory, or a run without a model.
+        ModelError: it is not a directory, or is a run without a model.
     """
     directory = Path(find_model(path, method)).expanduser()
     if not directory.is_dir():
@@ -54,10 +54,10 @@ def find_directory(path: str, method: str | None) -> Path:
 
 
 def read_source(directory: Path) -> Source:
-    """The model in `directory`.
+    """Read the model in `directory`.
 
     Raises:
-        ModelError: it holds none, or an adapter alone.
+        ModelError: there is none, or only an adapter.
     """
     if (directory / ADAPTER).is_file() and not (directory / "config.json").is_file():
         raise ModelError(
@@ -84,7 +84,7 @@ def require_packages(names: Sequence[str]) -> None:
 
 
 def check_out(out: Path) -> None:
-    """Return if a directory can be created there.
+    """Check that a directory can be created there.
 
     Raises:
         ConfigError: something already exists, or nothing can be written.
@@ -100,8 +100,8 @@ def check_out(out: Path) -> None:
 def written_aside(out: Path) -> Iterator[Path]:
     """A temporary directory that is renamed to `out` when the block ends without an error.
 
-    Until then it is `<out>.partial`; an error removes it, and the next call removes what a killed
-    process left.
+    Until then it is `<out>.partial`; an error removes it, and the next call removes leftovers of a
+    killed process.
 
     Raises:
         ConfigError: the disk is full, or it can't be written.

@@ -1,4 +1,4 @@
-"""Verification of an export: its outputs, and its greedy responses, against those of the model."""
+"""Verification of an export: its outputs and greedy responses against the model's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -30,11 +30,11 @@ Run = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
 class UnverifiedError(ModelError):
-    """The written files differ from the model; they were removed."""
+    """The written files differ from the model and were removed."""
 
 
 def logits_of(model: torch.nn.Module) -> Run:
-    """The logits of a model of `transformers` or peft."""
+    """The logits of a `transformers` or peft model."""
     return lambda ids, mask: [model(input_ids=ids, attention_mask=mask).logits.float()]
 
 
@@ -48,21 +48,21 @@ def compare_outputs(
     names: Sequence[str] = ("logits",),
     tolerance: float = TOLERANCE,
 ) -> list[str]:
-    """Compare outputs on padded batches and, of an fp32 language model, greedy responses.
+    """Compare outputs on padded batches and, for an fp32 language model, greedy responses.
 
     Args:
-        model: the exported model; its directory has the tokenizer of the texts that are read.
-        expected: the model.
-        found: the export.
-        by: program that computed `found`.
-        names: of the outputs.
-        tolerance: of outputs, in units of the largest one of a batch, or of 1.
+        model: the exported model; its directory has the tokenizer.
+        expected: outputs of the model.
+        found: outputs of the export.
+        by: name of the program that computes `found`.
+        names: names of the outputs.
+        tolerance: relative to the largest output of a batch, or to 1 if that is larger.
 
     Returns:
         Sentences on what was verified.
 
     Raises:
-        UnverifiedError: an output differs by more than the tolerance, or a greedy response at all.
+        UnverifiedError: an output differs by more than the tolerance, or a greedy response differs.
     """
     per_token = hasattr(model, "generate") and model.get_output_embeddings() is not None
     worst, count, ids, mask = 0.0, 0, torch.empty(0), torch.empty(0)
@@ -91,7 +91,7 @@ def compare_outputs(
 
 
 def batches(model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor]]:
-    """(ids, mask), each (B, T), of English text, padded right and, of causal models, left."""
+    """(ids, mask) batches, each (B, T), of English text; causal models get left padding too."""
     tokenizer = load_tokenizer(FrozenModelConfig(path=model.config.name_or_path))
     text = iter(tokenizer.encode(" ".join(corpus()[::40]), add_special_tokens=False))
     sides = ("right", "left") if how_to_run(model).causal else ("right",)

@@ -1,4 +1,4 @@
-"""Weights as safetensors: a model with its adapter merged by peft, or the adapter alone."""
+"""Safetensors exports: a model with its adapter merged by peft, or the adapter alone."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 class MergedExport:
-    """The weights of a model, merged with the adapter if `directory` holds only an adapter."""
+    """The weights of a model; merged with its adapter if `directory` has only an adapter."""
 
     def __init__(self, directory: Path, base: str | None) -> None:
         self.source = directory
@@ -36,7 +36,7 @@ class MergedExport:
         self.adapted = _with_adapter(_load(self.base), directory) if self.has_adapter else None
 
     def write(self, directory: Path) -> None:
-        """Write weights in the number format of the base, settings and tokenizer."""
+        """Write weights in the base's number format, settings and tokenizer."""
         base = self.base.directory
         if self.adapted is not None:
             merged, self.adapted = self.adapted.merge_and_unload(), None
@@ -49,7 +49,7 @@ class MergedExport:
             copy_settings(place, directory)
 
     def verify(self, directory: Path) -> list[str]:
-        """Compare the outputs of the written model with those of the base and its adapter."""
+        """Compare the outputs of the written model with those of the base with its adapter."""
         is_rounded = self.has_adapter and _dtype(self.base) != torch.float32
         model, written = _load(self.base), _load(read_source(directory))
         if self.has_adapter:
@@ -64,7 +64,7 @@ class MergedExport:
 
 
 class AdapterExport:
-    """An adapter in peft's form without its base: in `adapter/`, or `directory` itself."""
+    """An adapter in peft's format without its base: in `adapter/`, or `directory` itself."""
 
     title = "adapter without its base, in peft's form"
 
@@ -79,7 +79,7 @@ class AdapterExport:
         self.source, self.base = places[0], base
 
     def write(self, directory: Path) -> None:
-        """Copy the adapter, and the tokenizer and chat template of the model above it."""
+        """Copy the adapter, and the tokenizer and chat template of the model that contains it."""
         for place in (self.source.parent, self.source):
             copy_settings(place, directory)
         (directory / "config.json").unlink(missing_ok=True)
@@ -87,7 +87,7 @@ class AdapterExport:
             shutil.copyfile(self.source / name, directory / name)
 
     def verify(self, directory: Path) -> list[str]:
-        """Compare tensors and, where there is a merged model, its outputs."""
+        """Compare tensors and, if there is a merged model, its outputs."""
         tensors, copied = (load_file(path / WEIGHTS) for path in (self.source, directory))
         if not all(torch.equal(tensor, copied[name]) for name, tensor in tensors.items()):
             raise UnverifiedError("not exported: a tensor of the adapter was not read back equal")
@@ -115,7 +115,7 @@ def _has_adapter(directory: Path) -> bool:
 
 
 def _find_base(adapter: Path, base: str | None) -> Source:
-    """The model that an adapter changes."""
+    """Find the base model of an adapter."""
     from peft import PeftConfig
 
     path = base or str(PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path)
@@ -131,7 +131,7 @@ def _find_base(adapter: Path, base: str | None) -> Source:
 
 
 def _load(source: Source) -> Any:  # noqa: ANN401  # transformers' factories return any class
-    """The model in fp32, in evaluation mode."""
+    """Load the model in fp32, in evaluation mode."""
     auto = AutoModelForSequenceClassification if source.is_classifier else AutoModelForCausalLM
     return auto.from_pretrained(source.directory, dtype=torch.float32).eval()
 
@@ -143,7 +143,7 @@ def _dtype(source: Source) -> torch.dtype:
 
 
 def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
-    """The model with an adapter.
+    """The model with its adapter.
 
     Raises:
         ModelError: the adapter is for another model.

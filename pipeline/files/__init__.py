@@ -1,1 +1,1 @@
-"""Durable writes, locks, tensors in files and their headers."""
+"""Durable writes, locks, tensor I/O and safetensors headers."""

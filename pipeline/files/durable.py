@@ -1,4 +1,4 @@
-"""Files whose old or new content survives a kill and a power failure."""
+"""Atomic writes: a file has its old or new content after a kill or a power failure."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pipeline.system.errors import ConfigError
 
 
 def sync(path: Path, *, mode: int | None = None) -> None:
-    """Flush a file's content, or a directory's names, to the disk; set the file's mode if given."""
+    """Flush a file's content, or a directory's entries, to disk; set the file's mode if given."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if mode is not None:
@@ -23,7 +23,7 @@ def sync(path: Path, *, mode: int | None = None) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Create a file and flush its content, but not its name, to the disk."""
+    """Create a file and flush its content, but not its directory entry, to disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -37,7 +37,7 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None) -> None:
-    """Replace the content of `path` atomically; `temporary`, or `PATH.partial`, is next to it."""
+    """Replace the content of `path` atomically, using `temporary` or `PATH.partial` next to it."""
     temporary = temporary or path.with_name(f"{path.name}.partial")
     write_durably(temporary, content)
     temporary.replace(path)
@@ -45,14 +45,14 @@ def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Write a small file that other processes see complete or not at all, without a flush."""
+    """Write a small file atomically, but without flushing it to disk."""
     temporary = path.with_name(f"{path.name}.partial")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
 def discard(path: Path) -> None:
-    """Remove a file or directory as far as possible; leftovers are harmless."""
+    """Remove a file or directory on a best-effort basis; leftovers are harmless."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -61,9 +61,9 @@ def discard(path: Path) -> None:
 
 
 def settle(directory: Path) -> None:
-    """Flush all files below a directory to the disk, with the default permissions.
+    """Flush all files below a directory to disk, with default permissions.
 
-    Libraries that write through a temporary file leave it readable by its owner alone.
+    Libraries that write through a temporary file leave it readable only by its owner.
     """
     probe = directory / ".mode"
     probe.touch()
@@ -75,16 +75,16 @@ def settle(directory: Path) -> None:
 
 
 def check_output(path: Path, *, option: str) -> None:
-    """Return if a file can probably be written there; creates nothing.
+    """Check that a file can probably be written there; creates nothing.
 
-    Called before the work whose result the file will hold.
+    Call it before the work whose result goes to the file.
 
     Args:
-        path: of the file, which may be there already.
-        option: that names it, for messages.
+        path: path of the file, which may already exist.
+        option: the option that names it, for messages.
 
     Raises:
-        ConfigError: it is a directory, or is in a place that can't be written.
+        ConfigError: it is a directory, or its directory can't be written.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory; give the name of a file")
@@ -98,14 +98,14 @@ def check_output(path: Path, *, option: str) -> None:
 
 
 def write_output(texts: Mapping[Path, str], *, option: str) -> None:
-    """Write files, each of which has its old content, or none, until it has all of the new one.
+    """Write files atomically: each has its old content, or none, until its new content is complete.
 
-    A killed process or a power failure leaves at most `<name>.partial` next to them, which the next
-    call writes again. No name changes before all contents are on the disk.
+    A killed process or a power failure leaves at most `<name>.partial` files, which the next call
+    overwrites. Files are only renamed once all contents are on disk.
 
     Args:
-        texts: by file; missing directories are made.
-        option: that names them, for messages.
+        texts: content by file; missing directories are created.
+        option: the option that names them, for messages.
 
     Raises:
         ConfigError: one of them can't be written.
@@ -126,5 +126,5 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as JSON, one a line."""
+    """Rows as JSON, one per line."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

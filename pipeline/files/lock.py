@@ -18,10 +18,10 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 class RunLock:
-    """Context manager: only this process uses the parent directory of `path`.
+    """Context manager that gives this process exclusive use of the parent directory of `path`.
 
-    The system holds the lock and releases it when the process ends, so there are no stale locks.
-    The file names the holder and is removed at the end. Forked children do not inherit the lock.
+    The system releases the lock when the process ends, so there are no stale locks. The file names
+    the holder and is removed at exit. Forked children do not inherit the lock.
 
     Raises:
         ConfigError: another process has it, or the file can't be created.

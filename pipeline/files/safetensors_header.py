@@ -17,7 +17,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Position of one tensor."""
+    """Location of one tensor."""
 
     file: Path
     position: int
@@ -29,7 +29,7 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of `model.safetensors`, or of the shards that its index names.
+    """Return the tensors of `model.safetensors`, or of the shards listed in its index.
 
     Raises:
         ModelError: there are none, or a file is damaged, missing, or differs from the index.
@@ -84,10 +84,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def require_no_pointer(file: Path) -> None:
-    """Refuse the pointer of a large file that Git has not fetched.
+    """Refuse a Git LFS pointer in place of a large file.
 
     Raises:
-        ModelError: it is a Git-LFS pointer.
+        ModelError: the file is a Git LFS pointer.
     """
     try:
         with file.open("rb") as opened:
@@ -113,7 +113,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _nothing_found(directory: Path) -> str:
-    """A sentence about a directory without readable safetensors."""
+    """An error message for a directory without readable safetensors."""
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if pickled:
         return (

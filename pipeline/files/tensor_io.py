@@ -15,7 +15,7 @@ def read_at(file: int, part: memoryview, position: int) -> None:
     """Fill `part` with the bytes of the open file from `position` on.
 
     Raises:
-        EOFError: the file ends before.
+        EOFError: the file ends too early.
         OSError: the system can't read.
     """
     while part.nbytes:

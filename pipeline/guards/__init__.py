@@ -1,1 +1,1 @@
-"""Watches the metrics of a run: warns, stops the run, or rolls it back."""
+"""Guards that watch the metrics of a run: they warn, stop the run, or roll it back."""

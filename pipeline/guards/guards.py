@@ -1,6 +1,6 @@
-"""Watches the metrics of a run: warns, stops the run, or rolls it back to a healthy checkpoint.
+"""Guards that watch a run's metrics: they warn, stop the run, or roll it back.
 
-The metrics are equal on all processes, so that all take the same decision.
+The metrics are equal on all processes, so all make the same decision.
 """
 
 import copy
@@ -49,17 +49,17 @@ class Signals(ABC):
 
     @abstractmethod
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
-        """The signal in the unit of its limit; None where it was not measured."""
+        """The signal in the unit of its limit; None if it was not measured."""
 
     def shows_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
-        """Return whether the signal of `OF_TRENDS` is beyond its limit; most steps have none."""
+        """Return whether the trend signal is beyond its limit; most steps have none."""
         del guard, history
         return False
 
     def format_sentence(
         self, guard: Guard, metrics: Mapping[str, Any], first: Metrics, history: Sequence[Metrics]
     ) -> str:
-        """Return the problem and its fix; `history` has the last checks of a trend."""
+        """Return a sentence with the problem and its fix; `history` has a trend's last checks."""
         del history
         value = self.compute_value(guard.signal, metrics, first)
         numbers = {**metrics, "first": first, "limit": guard.limit, "value": value}
@@ -69,7 +69,7 @@ class Signals(ABC):
 
 @dataclass(frozen=True)
 class Trip:
-    """A guard whose signal is beyond its limit, and the action."""
+    """A guard whose signal is beyond its limit, and its action."""
 
     step: int
     signal: str
@@ -85,7 +85,7 @@ class Trip:
 
 @dataclass
 class Guards:
-    """Checks a run's metrics, and stores those of the start and what has tripped."""
+    """Checks a run's metrics, and stores the initial ones and past trips."""
 
     guards: Sequence[Guard]
     signals: Signals
@@ -125,7 +125,7 @@ class Guards:
         return sorted(trips, key=lambda trip: ("stop", "rollback", "warn").index(trip.action))
 
     def _check(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
-        """The trip of a guard, if it has not tripped just before."""
+        """The guard's trip, unless it tripped just before."""
         name, step = str(guard), self.step
         if guard.action == "none" or not self._is_out_of_order(guard, metrics):
             return None
@@ -156,7 +156,7 @@ class Guards:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether no acting guard has exceeded its limit within its window."""
+        """Whether no acting guard has been beyond its limit within its window."""
         return all(
             self.step - self.beyond.get(str(guard), -self._steps(guard)) >= self._steps(guard)
             for guard in self.guards
@@ -173,7 +173,7 @@ class Guards:
 
     @property
     def rollbacks(self) -> int:
-        """Number of rollbacks after which the run continued, more slowly."""
+        """Number of rollbacks after which the run continued at a lower learning rate."""
         return sum(each["action"] == "rollback" for each in self.acted)
 
     @property
@@ -184,7 +184,7 @@ class Guards:
     def watch(
         self, checkpoints: Checkpoints, step: int, metrics: Metrics, slow_down: Callable[[], None]
     ) -> None:
-        """Log what is beyond a limit after `step`, and roll back if a guard requires it.
+        """Log signals beyond their limits after `step`, and roll back if a guard requires it.
 
         A rollback loads the newest healthy checkpoint from before the guard's window, and calls
         `slow_down`, which lowers the learning rate by `rollbacks`. The metrics since then stay
@@ -218,7 +218,7 @@ class Guards:
         logger.warning("%s %d: %s; %s", trip.unit, trip.step, trip.sentence, follows)
 
     def after(self, trip: Trip, *, to: int) -> dict[str, Any]:
-        """The state of a run that `trip` has rolled back to step `to`: its windows are empty."""
+        """The state of a run after `trip` rolled it back to step `to`; its windows are empty."""
         acted = [*self.acted, {**asdict(trip), "to": to}]
         new = replace(self, step=to, beyond={}, in_a_row={}, tripped={}, history=[], acted=acted)
         return new.state_dict()

@@ -1,6 +1,6 @@
-"""Settings of a guard: a signal, its limit, and the action for a run that is beyond it.
+"""Settings of a guard: a signal, its limit, and the action if the signal is beyond it.
 
-Each step has a subclass with its signals, and a list of usual guards (docs/guards.md).
+Each step has a subclass with its signals and a list of default guards (docs/guards.md).
 """
 
 import math
@@ -19,7 +19,7 @@ FEWEST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """One signal, its limit, and the action for a run that is beyond it."""
+    """One signal, its limit, and the action if the signal is beyond it."""
 
     RELATIVE: ClassVar[tuple[str, ...]] = ()
     """Signals relative to the start: a limit below 1 is a lower bound, one above 1 an upper one."""
@@ -67,7 +67,7 @@ G = TypeVar("G", bound=Guard)
 def words(usual: Sequence[tuple[str, float, int]]) -> dict[str, list[dict[str, Any]]]:
     """The guards for `warn`, `strict` and `none`, given signals, limits and windows.
 
-    Under `strict` those with a window of one check only warn.
+    With `strict`, guards with a window of one check only warn.
     """
     actions = {"warn": ("warn", "warn"), "strict": ("warn", "rollback"), "none": ("none", "none")}
     return {
@@ -80,7 +80,7 @@ def words(usual: Sequence[tuple[str, float, int]]) -> dict[str, list[dict[str, A
 
 
 def completed(guards: Sequence[G], usual: Sequence[G]) -> tuple[G, ...]:
-    """The default guards, replaced by given ones with the same signal and side."""
+    """The default guards, overridden by given ones with the same signal and side."""
     return tuple({(g.signal, g.is_lower): g for g in (*usual, *guards)}.values())
 
 
@@ -96,15 +96,15 @@ def check_guards(
     """Refuse guards that can't work.
 
     Args:
-        guards: of the run.
-        usual: those that are ignored where their signal is not measured.
-        section: of the step's settings, for the message.
-        lacking: by signal that this run does not measure, its requirement.
+        guards: the run's guards.
+        usual: guards that are ignored if their signal is not measured.
+        section: section of the step's settings, for the message.
+        lacking: the requirement of each signal that this run does not measure.
         every: when the state is saved.
         unit: name of the step's steps, in the plural.
 
     Raises:
-        ConfigError: one sentence that names the setting.
+        ConfigError: a guard can't work; the message names the setting.
     """
     for guard in guards:
         is_usual = replace(guard, action="warn") in usual

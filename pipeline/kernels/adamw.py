@@ -1,8 +1,8 @@
 """AdamW over flat vectors: a single pass over memory if there is a kernel.
 
 `reference_adamw_` defines the operator in PyTorch. The C++ kernel (adamw.cpp), the CUDA kernel
-(adamw.cu) and PyTorch on a CPU give its bits. PyTorch on a GPU rounds a division by a number of the
-host otherwise, in the last bit. Dimension names: n elements of a flat vector.
+(adamw.cu) and PyTorch on a CPU give identical bits. PyTorch on a GPU differs in the last bit of
+divisions by host scalars. Dimension names: n elements of a flat vector.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ CHUNK = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """The numbers of one step of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+    """Scalars of one step of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
 
     lr: float
     betas: tuple[float, float]
@@ -49,7 +49,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Weights:
-    """A flat vector that AdamW trains, with its moments."""
+    """A flat vector that AdamW trains, with its Adam moments."""
 
     master: Float[Tensor, " n"]
     """fp32; with `low_bits` the bf16 weights that the model computes with."""
@@ -77,7 +77,7 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A flat vector to update, with its gradient and its factors of the optimizer's numbers."""
+    """A flat vector to update, with its gradient and its factors of the step's scalars."""
 
     weights: Weights
     gradient: Float[Tensor, " n"]
@@ -88,7 +88,7 @@ class Shard:
 
 
 class Kind(NamedTuple):
-    """Number formats of a step, each set of which is a specialization of the kernels."""
+    """Number formats of a step; the kernels have a specialization for each combination."""
 
     gradient: torch.dtype
     moments: torch.dtype
@@ -102,7 +102,7 @@ class Kind(NamedTuple):
         return cls(gradient.dtype, weights.exp_avg.dtype, copy, weights.low_bits is not None)
 
     def macros(self, names: Mapping[torch.dtype | None, str]) -> dict[str, str | int]:
-        """Macros of a source that calls the formats by these names."""
+        """Macros for a source that refers to the formats by these names."""
         return {
             "GRADIENT": names[self.gradient],
             "MOMENT": names[self.moments],
@@ -113,7 +113,7 @@ class Kind(NamedTuple):
 
 
 def new_moments(like: Float[Tensor, " n"], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Moments of 0 for a vector, by the names of `Weights`."""
+    """Zero moments for a vector, by the names of `Weights`."""
     return {name: torch.zeros_like(like, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
 
@@ -121,7 +121,7 @@ def check(weights: Weights, gradient: Tensor) -> None:
     """Raise unless the vectors can be stepped.
 
     Raises:
-        ValueError: one sentence, which names the vector.
+        ValueError: they can't; the message names the vector.
     """
     tensors = {"gradient": gradient} | weights.tensors()
     split = weights.low_bits is not None
@@ -158,11 +158,10 @@ def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: Adam
         v = beta2 * v + (1 - beta2) * g * g
         p = (1 - lr * weight_decay) * p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    Rounded as PyTorch's fused AdamW rounds it in its SIMD lanes, so that both give the same bits:
-    `m` and `v` end in a fused multiply-add each, all else is rounded operation by operation.
-    (PyTorch rounds the last few elements of a vector otherwise, this rounds all alike.) Moments in
-    bf16 are rounded when they are stored; the step itself has them in fp32. Weights are rounded as
-    `round_weights` does it.
+    Rounding follows the SIMD lanes of PyTorch's fused AdamW, so that both give the same bits: `m`
+    and `v` each end in a fused multiply-add, all else is rounded after each operation. (PyTorch
+    rounds the last few elements of a vector differently; this rounds all alike.) Moments in bf16
+    are rounded when stored; the step uses them in fp32. Weights are rounded by `round_weights`.
     """
     (beta1, beta2), t = step.betas, step.step
     grad = gradient.float() * step.multiplier
@@ -190,11 +189,11 @@ def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: Adam
 
 
 def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
-    """fp32 masters as the weights of `dtype` that a model computes with: the nearest.
+    """Round fp32 masters to the nearest value of the model's `dtype`.
 
-    Of two bf16 equally near it is the one of larger magnitude. With ties to even, as in fp16,
-    2^16 + 1 masters would have the same even weight, and 16 more bits could not tell them apart
-    (`split_master`). Infinity and NaN stay.
+    In bf16 ties round away from zero. With ties to even, as in fp16, 2^16 + 1 masters would have
+    the same even weight, and 16 more bits could not distinguish them (`split_master`). Infinity and
+    NaN are preserved.
     """
     if dtype == torch.bfloat16:
         # The last bit takes what is half way, and nothing else, past the middle.
@@ -209,9 +208,9 @@ def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Ten
 def split_master(
     master: Float[Tensor, " n"],
 ) -> tuple[Float[Tensor, " n"], Int16[Tensor, " n"]]:
-    """fp32 as the bf16 of `round_weights` and its 16 low bits.
+    """Split fp32 into the bf16 of `round_weights` and 16 low bits.
 
-    `join_master` restores it, to the bit except for the payload of NaN.
+    `join_master` restores it exactly, except for NaN payloads.
     """
     return round_weights(master, torch.bfloat16), master.view(torch.int32).short()
 
@@ -230,14 +229,15 @@ def join_master(weights: Float[Tensor, " n"], low_bits: Int16[Tensor, " n"]) -> 
 def adamw_(
     weights: Weights, gradient: Float[Tensor, " n"], step: AdamW, *, kernels: Kernels = "auto"
 ) -> None:
-    """One step of AdamW, in place, as `reference_adamw_` defines it.
+    """One in-place step of AdamW, as defined by `reference_adamw_`.
 
-    All vectors are contiguous, of one length, on one device, and share no memory. The gradient is
-    fp32, bf16 or fp16. With `kernels` off, or auto without a kernel, PyTorch computes the step.
+    All vectors must be contiguous, of equal length, on one device, and must not share memory. The
+    gradient is fp32, bf16 or fp16. With `kernels` off, or auto without a kernel, PyTorch computes
+    the step.
 
     Raises:
-        ValueError: they are not; the sentence names the vector.
-        KernelError: `kernels` is required, and there is none for them.
+        ValueError: they are not; the message names the vector.
+        KernelError: `kernels` is required, and no kernel supports them.
     """
     check(weights, gradient)
     if gradient.numel() == 0:
@@ -257,10 +257,10 @@ def adamw_(
 
 
 class Launches:
-    """Steps of many vectors, on a GPU with one launch for all of a kind.
+    """Steps of many vectors, on a GPU with one launch per kind.
 
-    Its tables of addresses are kept from step to step: as long as no vector moves, a step sends the
-    GPU four numbers.
+    Its address tables are kept between steps: as long as no vector moves, a step sends four numbers
+    to the GPU.
     """
 
     def __init__(self) -> None:
@@ -268,9 +268,9 @@ class Launches:
         self._tables: list[ShardTable] = []
 
     def step(self, shards: Sequence[Shard], step: AdamW, *, kernels: Kernels) -> None:
-        """One in-place step of all shards, each with its rate and weight decay.
+        """One in-place step of all shards, each with its own rate and weight decay.
 
-        The rate of `step` is what each shard's is multiplied by.
+        Each shard's rate is multiplied by that of `step`.
 
         Raises:
             ValueError, KernelError: as `adamw_`.
@@ -288,7 +288,7 @@ class Launches:
             table.step(step_scalars(step, table.gpu.device), step)
 
     def _build_tables(self, shards: Sequence[Shard], kernels: Kernels) -> list[Shard]:
-        """Make a table of all shards of a kind that a GPU steps; return the others."""
+        """Make a table of all shards of each kind on a GPU; return the others."""
         by_kind: dict[tuple[Gpu, Kind], list[Shard]] = {}
         rest: list[Shard] = []
         for shard in shards:
@@ -436,12 +436,12 @@ def cuda_macros(kind: Kind) -> dict[str, str | int]:
 
 
 class ShardTable:
-    """Shards of one kind with their addresses in the memory of the GPU.
+    """Shards of one kind with their addresses in GPU memory.
 
-    It is valid as long as the tensors stay where they are.
+    It is valid as long as the tensors do not move.
 
     Raises:
-        ValueError: a shard is not what the kernel takes.
+        ValueError: the kernel doesn't support a shard.
     """
 
     def __init__(self, shards: Sequence[Shard], gpu: Gpu) -> None:
@@ -470,7 +470,7 @@ class ShardTable:
     def step(self, scalars: Float64[Tensor, "4"], step: AdamW) -> None:
         """One step of all shards, in place, with `step_scalars(step)` and its betas and eps.
 
-        The scalars are read on the GPU: a CUDA graph of the call may be replayed with others.
+        The scalars are read on the GPU, so a CUDA graph of the call may be replayed with others.
         """
         if self.num_blocks == 0:
             return
@@ -488,7 +488,7 @@ class ShardTable:
 
 
 def _addresses(shard: Shard) -> tuple[int | float, ...]:
-    """Memory, length and factors of a shard; a table is valid while they are equal."""
+    """Addresses, length and factors of a shard; a table is valid while they are unchanged."""
     return (
         *(tensor.data_ptr() for tensor in shard.weights.tensors().values()),
         *(shard.gradient.data_ptr(), len(shard.gradient), shard.lr, shard.weight_decay),
@@ -508,7 +508,7 @@ def _row(shard: Shard, first_block: int) -> _Shard:
 
 
 def step_scalars(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:
-    """The learning rate, both betas to the power of the step's number, and the multiplier."""
+    """The learning rate, both betas to the power of the step number, and the multiplier."""
     # Powers as Python has them, as in the reference: another way rounds otherwise.
     powers = [beta**step.step for beta in step.betas]
     numbers = [step.lr, *powers, step.multiplier]
@@ -516,7 +516,7 @@ def step_scalars(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Two steps of a vector with a tail, to the bit."""
+    """Compare two steps of a vector with a tail bitwise."""
     gradient_type, moments, copy = (
         DTYPES_BY_NAME[str(defines[name])] for name in ("GRADIENT", "MOMENT", "COPY")
     )

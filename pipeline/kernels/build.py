@@ -1,9 +1,9 @@
-"""Building C++ kernels at their first use.
+"""Building C++ kernels at first use.
 
-A kernel is a file of plain C++ with one or two C functions, called through `ctypes`: PyTorch's
-headers take twenty seconds a file to compile, these take about one. Libraries are cached under a
-hash of source, flags and compiler. Processes that need the same one at the same time each compile
-it and rename a complete file into place.
+A kernel is a file of plain C++ with one or two C functions, called through `ctypes`: files with
+PyTorch's headers take twenty seconds to compile, these about one. Libraries are cached by a hash of
+source, flags and compiler. Processes that need the same library at the same time each compile it
+and rename the complete file into place.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 def build(
     source: Path, defines: Mapping[str, str | int], flags: Sequence[str] = EXACT
 ) -> Library | str:
-    """The library of a C++ source with these macros, or the reason why it can't be built."""
+    """The library of a C++ source with these macros, or the reason it can't be built."""
     try:
         words = [*FLAGS, *flags, *instruction_flags()]
         words += [f"-D{name}={value}" for name, value in defines.items()]
@@ -90,7 +90,7 @@ def _build(command: Sequence[str], source: Path, words: Sequence[str]) -> Librar
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[Path]:
-    """Context with a file to write, which is flushed and renamed when it is complete."""
+    """Context with a file to write; it is flushed and renamed when complete."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     made = Path(name)
     try:
@@ -105,7 +105,7 @@ def complete_file(path: Path) -> Iterator[Path]:
 def cache_directory() -> Path | None:
     """The directory of this user's compiled kernels, created if necessary.
 
-    Code is loaded from it: None, with a warning, if another user can write there.
+    Since code is loaded from it, None is returned, with a warning, if another user can write there.
     """
     named, base = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
     try:
@@ -124,7 +124,7 @@ def cache_directory() -> Path | None:
 
 
 def compiler() -> list[str]:
-    """The command of the C++ compiler that CXX names, or else of the first that is installed.
+    """The C++ compiler's command: CXX, or the first one installed.
 
     Raises:
         KernelError: there is none.
@@ -139,7 +139,7 @@ def compiler() -> list[str]:
 
 
 def run_compiler(command: Sequence[str]) -> str:
-    """The compiler's output.
+    """Run the compiler and return its output.
 
     Raises:
         KernelError: it fails.
@@ -163,7 +163,7 @@ def load(library: Path) -> Library:
     """Load the library into this process.
 
     Raises:
-        KernelError: the system refuses it.
+        KernelError: the library can't be loaded.
     """
     try:
         return ctypes.CDLL(str(library))
@@ -192,17 +192,17 @@ def instruction_flags() -> tuple[str, ...]:
 
 
 def bf16_flags() -> tuple[str, ...]:
-    """Flags for instructions that multiply bf16 pairs, where the processor has them."""
+    """Flags for instructions that multiply bf16 pairs, if the processor has them."""
     return ("-mavx512bf16",) if has_avx512() and multiplies_bf16() else ()
 
 
 def has_avx512() -> bool:
-    """Whether PyTorch uses vectors of 512 bits here."""
+    """Whether PyTorch uses 512-bit vectors here."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def is_amd() -> bool:
-    """Whether this is an x86 processor of AMD; False on other systems than Linux."""
+    """Whether this is an AMD x86 processor; False on systems other than Linux."""
     path = Path("/proc/cpuinfo")
     return path.exists() and "AuthenticAMD" in path.read_text()
 
@@ -210,7 +210,7 @@ def is_amd() -> bool:
 def multiplies_bf16() -> bool:
     """Whether an x86 processor has instructions that multiply bf16.
 
-    `ONEDNN_MAX_CPU_ISA` takes them away, as it does from the library under PyTorch.
+    `ONEDNN_MAX_CPU_ISA` disables them, as it does in oneDNN.
     """
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if limit and limit != "ALL" and "BF16" not in limit and "AMX" not in limit:
@@ -226,10 +226,11 @@ def is_arm() -> bool:
 
 @functools.cache
 def parallel() -> ctypes.c_void_p | None:
-    """`GOMP_parallel(function, argument, threads, flags)` of the OpenMP that PyTorch has loaded.
+    """The `GOMP_parallel(function, argument, threads, flags)` of PyTorch's OpenMP runtime.
 
-    Its threads may still be awake after PyTorch's last operator; others would wait for their cores.
-    The runtimes of GNU, Intel and LLVM all have the function. None on other systems than Linux.
+    Its threads may still be spinning after PyTorch's last operator, and a second runtime would
+    compete for their cores. The GNU, Intel and LLVM runtimes all have the function. None on systems
+    other than Linux.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -248,5 +249,5 @@ def parallel() -> ctypes.c_void_p | None:
 
 @functools.cache
 def _warn(sentence: str) -> None:
-    """Once in each process."""
+    """Log a warning, once per process."""
     logger.warning("%s", sentence)

@@ -1,4 +1,4 @@
-"""Writing the keys and values of new tokens into a cache of slots, on a GPU.
+"""Writes the keys and values of new tokens into a slot cache, on a GPU.
 
 Dimension names: S slots, G heads, M tokens of a slot, N new tokens, D and E head sizes.
 """
@@ -49,7 +49,8 @@ def reference_append(
 ) -> None:
     """Store the keys and values of each token at index slot * M + position, with PyTorch.
 
-    A token whose place is in no slot is skipped. Of several with the same place any may remain.
+    Tokens with an index outside all slots are skipped. If several have the same index, any one may
+    win.
     """
     num_slots, _, width, _ = cache[0].shape
     real = (places >= 0) & (places < num_slots * width)
@@ -107,9 +108,9 @@ def append_(
     *,
     gpu: Gpu,
 ) -> None:
-    """`reference_append` on a GPU, for what `refusal` supports.
+    """`reference_append` on a GPU, for tensors that `refusal` supports.
 
-    The host reads none of the places: a CUDA graph of the call may be replayed with others.
+    The host doesn't read the indices, so a CUDA graph of the call may be replayed with others.
     """
     num_slots, num_heads, width, _ = cache[0].shape
     keys, values = (_part(stored, new) for stored, new in zip(cache, states, strict=True))
@@ -138,7 +139,7 @@ def _part(stored: Float[Tensor, "S G M D"], new: Float[Tensor, "G N D"]) -> Part
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Three tokens, one of them in no slot; keys and values of two sizes."""
+    """Three tokens, one of them outside all slots; keys and values of two sizes."""
     del defines  # one kernel for all
     keys, values = (torch.zeros(2, 2, 8, size) for size in (64, 32))
     generator = torch.Generator().manual_seed(0)

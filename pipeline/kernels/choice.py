@@ -1,4 +1,4 @@
-"""Choice between an operator's kernel and PyTorch, and the message if a kernel can't be used."""
+"""Choice between an operator's kernel and PyTorch, and the message if there is no kernel."""
 
 import functools
 import logging
@@ -25,7 +25,7 @@ kernel is used, and waits for the GPU, so it can't be part of a CUDA graph."""
 
 
 def kernel_mode() -> Kernels:
-    """The setting for the kernels of generation.
+    """The `kernels` setting for generation.
 
     Raises:
         ConfigError: the environment variable has another value.
@@ -43,12 +43,12 @@ def use_gpu(device: torch.device) -> bool:
 
 
 def accept(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T | None:
-    """Return a kernel; None, logged once, if it is the reason why there is none.
+    """Return a kernel; if it is the reason why there is none, log it once and return None.
 
     Args:
-        operator: its name in sentences.
-        kernel: the kernel, or a clause.
-        kernels: the setting, by default that of generation.
+        operator: its name in messages.
+        kernel: the kernel, or the reason, as a clause.
+        kernels: the setting, by default generation's.
 
     Raises:
         KernelError: kernels are required.
@@ -65,7 +65,7 @@ def accept(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T 
 
 
 def find(device: torch.device, name: str, defines: Macros, self_test: SelfTest) -> Gpu | str:
-    """The GPU with a kernel compiled and tested, or the reason why it can't be used."""
+    """The GPU with a kernel compiled and tested, or the reason it can't be used."""
     return _compiled(device, name, frozenset(defines.items()), self_test)
 
 

@@ -22,7 +22,7 @@ from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The keys that the last token of each of B sequences sees, and the scale of their scores."""
+    """The keys that the last token of each of B sequences attends to, and the score scale."""
 
     lengths: Int[Tensor, " B"]
     """Tokens of each sequence, the new one included: one past the last key that it sees.
@@ -45,9 +45,9 @@ def reference_attention(
 
         out = sum_t softmax_t(scaling * query . key_t) value_t
 
-    over the keys that `scores` lets it see. A head of keys serves H / G consecutive query heads.
-    Computed in fp32, or in the dtype of `query` if that is wider; 0 where there is no key. Keys and
-    values that are not seen are not read and may be NaN.
+    over the keys that `scores` allows. A key head serves H / G consecutive query heads. Computed in
+    fp32, or in the dtype of `query` if that is wider; 0 if there is no key. Other keys and values
+    are not read and may be NaN.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     tokens = torch.arange(key.shape[2], device=key.device)
@@ -74,11 +74,11 @@ def decode_attention(
     longest: int,
     out: Float[Tensor, "B H D"] | None = None,
 ) -> Float[Tensor, "B H D"]:
-    """Attention of the last token of each sequence, as `reference_attention` defines it.
+    """Attention of the last token of each sequence, as defined by `reference_attention`.
 
-    `longest` is an upper bound of the lengths: the kernel divides its work by it, and reads no
-    length on the host; a length beyond the cache sees what the cache holds. The result is written
-    into `out` if that is given: contiguous memory.
+    `longest` is an upper bound of the lengths: the kernel divides its work by it and reads no
+    length on the host; lengths beyond the cache are clamped. The result is written to `out`, which
+    must be contiguous, if given.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -108,9 +108,10 @@ def sequence_attention(
     sliding_window: int | None,
     out: Float[Tensor, "T H D"],
 ) -> bool:
-    """Attention of T tokens of one sequence, from place `first` on, by the C++ kernel.
+    """Attention of T tokens of one sequence, from position `first` on, by the C++ kernel.
 
-    Written into `out`, contiguous memory; False if the kernel doesn't support the tensors.
+    The result is written to `out`, which must be contiguous; returns False if the kernel doesn't
+    support the tensors.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -134,7 +135,7 @@ def prepare(
     scaling: float,
     sliding_window: int | None,
 ) -> "Prepared | None":
-    """The C++ kernel, prepared for any number of calls on this memory; None if there is none.
+    """The C++ kernel, prepared for repeated calls on this memory; None if there is none.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -150,7 +151,7 @@ def kernel_for(
 ) -> Gpu | Library | None:
     """The kernel for these tensors; None if PyTorch is used.
 
-    The cache may have more slots than there are sequences, which have the first ones.
+    The cache may have more slots than there are sequences, which use the first ones.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -192,7 +193,7 @@ class Attention(ctypes.Structure):
 
 @functools.cache
 def library(dtype: torch.dtype) -> Library | str:
-    """The kernel for this dtype, or the reason why it can't be built."""
+    """The kernel for this dtype, or the reason it can't be built."""
     source = Path(__file__).with_suffix(".cpp")
     return build(source, {"NUMBER": NUMBERS[dtype]}, (*FUSED, *bf16_flags()))
 
@@ -219,7 +220,7 @@ def cpp_refusals(
 
 
 class Prepared:
-    """Attention on fixed memory, which can be called any number of times."""
+    """Attention on fixed memory, for repeated calls."""
 
     def __init__(
         self,
@@ -252,7 +253,7 @@ class Prepared:
         )
 
     def __call__(self, lengths: Int[Tensor, " B"]) -> None:
-        """Attend to the memory's current contents; a length is one past a row's last key."""
+        """Compute attention from the current contents; a length is one past the last key."""
         self.arguments.lengths = lengths.data_ptr()
         self._library.decode_attention(
             ctypes.byref(self.arguments), parallel(), ctypes.c_int32(torch.get_num_threads())
@@ -294,7 +295,7 @@ class Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Shape:
-    """Distribution of the query heads of a kv head over blocks."""
+    """Distribution over blocks of the query heads that share a key head."""
 
     heads_per_kv: int
     head_size: int
@@ -302,7 +303,7 @@ class Shape:
 
     @property
     def blocks_per_kv(self) -> int:
-        """Blocks that read the same keys, each for separate heads."""
+        """Blocks that read the same keys, each for different query heads."""
         # A lane's part of the queries and of the sums has to fit into its registers.
         most = 4 if self.itemsize * self.head_size > 512 else 8
         return -(-self.heads_per_kv // most)
@@ -360,9 +361,9 @@ def launch(
 ) -> Float[Tensor, "B H D"]:
     """`reference_attention` on a GPU, for tensors that `cuda_refusal` accepts.
 
-    The host reads none of the lengths: a CUDA graph of the call may be replayed with others, up to
-    `longest`. By default the keys are cut into as many splits as fill the GPU. The result is
-    written into `out` if that is given.
+    The host doesn't read the lengths, so a CUDA graph of the call may be replayed with others, up
+    to `longest`. By default the keys are divided into enough splits to fill the GPU. The result is
+    written to `out` if given.
     """
     batch, heads, size = query.shape
     shape = Shape(heads // key.shape[1], size, query.dtype.itemsize)
@@ -407,15 +408,15 @@ def launch(
 
 
 def choose_splits(num_blocks: int, num_keys: int, at_once: int) -> int:
-    """The number of parts of the keys of a sequence with which the blocks fill the GPU.
+    """The number of splits of a sequence's keys with which the blocks fill the GPU.
 
-    `at_once` is the number of blocks that it runs at once.
+    `at_once` is the number of blocks that the GPU runs at once.
     """
     return max(1, min(-(-at_once // max(num_blocks, 1)), num_keys // KEYS_OF_SPLIT))
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Two sequences, in one and in two parts; memory that must not be read is NaN."""
+    """Two sequences, in one and in two splits; memory that must not be read is NaN."""
     dtype = DTYPES_BY_NAME[str(defines["NUMBER"])]
     size, heads = int(defines["HEAD_SIZE"]), int(defines["GROUP"])
     generator = torch.Generator().manual_seed(0)

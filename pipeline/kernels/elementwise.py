@@ -53,7 +53,7 @@ def prepare_rotation(
     sin: Float[Tensor, "1 1 N D"],
     out: Float[Tensor, "1 H N D"],
 ) -> Callable[[], object] | None:
-    """Return a call that writes x cos + (-x2, x1) sin, with halves x1 and x2; None for others."""
+    """Return a call that writes x cos + (-x2, x1) sin for halves x1 and x2; None if unsupported."""
     tensors = (x, cos, sin, out)
     if not all(is_supported(tensor) for tensor in tensors) or cos.stride() != sin.stride():
         return None
@@ -66,5 +66,5 @@ def prepare_rotation(
 
 
 def is_supported(tensor: Tensor) -> bool:
-    """Whether the kernels read a tensor."""
+    """Whether the kernels support a tensor."""
     return (tensor.dtype, tensor.device.type, tensor.stride(-1)) == (torch.float32, "cpu", 1)

@@ -1,6 +1,6 @@
 """Compiling CUDA kernels with NVRTC, which CUDA builds of PyTorch include, and launching them.
 
-Both through `cuda.bindings`, NVIDIA's Python bindings. Neither nvcc nor a CUDA header is needed.
+Both use `cuda.bindings`, NVIDIA's Python bindings. Neither nvcc nor CUDA headers are needed.
 """
 
 import ctypes
@@ -56,10 +56,10 @@ class Kernel:
     def __call__(
         self, params: ctypes.Structure, *, grid: Dim, block: Dim, shared_bytes: int = 0
     ) -> None:
-        """Launch it on the current stream with the struct `params`, by value, as its argument.
+        """Launch it on the current stream, with the struct `params` as its by-value argument.
 
         Raises:
-            torch.OutOfMemoryError: the GPU has no memory left for it.
+            torch.OutOfMemoryError: the GPU is out of memory.
             LaunchError: the driver refuses the launch, or an earlier kernel has failed.
         """
         driver = _bindings("driver")
@@ -86,7 +86,7 @@ class Kernel:
 
 
 class Gpu:
-    """One GPU and its kernels, which are compiled at their first use."""
+    """One GPU and its kernels, which are compiled at first use."""
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
@@ -97,7 +97,7 @@ class Gpu:
         self._kernels: dict[tuple[str, str, frozenset[tuple[str, str | int]]], Kernel] = {}
 
     def kernel(self, name: str, entry: str, defines: Macros) -> Kernel:
-        """The kernel `entry` of an operator's source with some macros, loaded onto the GPU.
+        """The kernel `entry` of an operator's source with these macros, loaded onto the GPU.
 
         Raises:
             KernelError: it can't be compiled or loaded.
@@ -122,7 +122,7 @@ class Gpu:
         return Kernel(function, self.device, entry)
 
     def _image(self, name: str, defines: Macros) -> bytes:
-        """The machine code of a source, from the cache if it is there."""
+        """The machine code of a source, from the cache if possible."""
         path = self._kept(name, defines)
         if path is not None and path.exists():
             return path.read_bytes()
@@ -150,7 +150,7 @@ class Gpu:
 
 
 def compile_source(source: str, name: str, options: list[str]) -> tuple[bytes, str]:
-    """The cubin, or PTX for a virtual architecture, and the compiler's log.
+    """Compile to a cubin, or PTX for a virtual architecture; return it with the compiler's log.
 
     Raises:
         KernelError: NVRTC can't be loaded, or refuses the source or an option.
@@ -176,10 +176,10 @@ def compile_source(source: str, name: str, options: list[str]) -> tuple[bytes, s
 
 
 def architecture(capability: int) -> str:
-    """The target for a GPU: its machine code, or PTX if it is newer than the compiler.
+    """The target for a GPU: its machine code, or PTX if the GPU is newer than the compiler.
 
     Raises:
-        KernelError: it is older than the compiler supports.
+        KernelError: the GPU is too old for the compiler.
     """
     supported = [number for number in supported_capabilities() if number >= OLDEST]
     if capability in supported:
@@ -195,7 +195,7 @@ def architecture(capability: int) -> str:
 
 @cache
 def supported_capabilities() -> tuple[int, ...]:
-    """Compute capabilities that NVRTC compiles for, such as 90 for 9.0, ascending."""
+    """Compute capabilities that NVRTC compiles for, such as 90 for 9.0, sorted."""
     return tuple(sorted(_checked(_nvrtc().nvrtcGetSupportedArchs())))
 
 
@@ -225,7 +225,7 @@ def _bindings(module: str) -> Any:  # noqa: ANN401
 
 
 def _checked(result: tuple[Any, ...]) -> Any:  # noqa: ANN401
-    """The value that a function of the bindings returns after its error code."""
+    """The value returned by a function of the bindings, after its error code."""
     code, *values = result
     if code:
         raise KernelError(code.name)

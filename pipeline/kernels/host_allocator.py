@@ -1,4 +1,4 @@
-"""Freed main memory is kept for later tensors instead of returning to the system."""
+"""Keeps freed main memory for later tensors instead of returning it to the system."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ _installed: list[Library] = []
 
 
 def keep_freed_memory() -> None:
-    """Make later tensors reuse freed memory, in this whole process.
+    """Reuse freed memory for later tensors, in the whole process.
 
-    By default large tensors go back to the system as soon as they are freed, and every page of the
-    next step's activations is faulted in and zeroed anew: a tenth of a step on a CPU. Nothing
-    changes where `host_allocator.cpp` can't be compiled.
+    By default large tensors are returned to the system as soon as they are freed, and every page of
+    the next step's activations is faulted in and zeroed again: a tenth of a step on a CPU. Has no
+    effect if `host_allocator.cpp` can't be compiled.
     """
     home = Path(torch.__file__).parent
     flags = (f"-I{home / 'include'}", f"-L{home / 'lib'}", "-Wl,--no-as-needed", "-lc10")

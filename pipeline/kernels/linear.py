@@ -1,7 +1,7 @@
 """Linear layers on the CPU.
 
-The definition is `torch.nn.functional.linear`. The libraries under PyTorch are optimized for many
-rows: with one to eight they read weights at half of the memory's speed or less.
+The definition is `torch.nn.functional.linear`. PyTorch's BLAS libraries are optimized for many
+rows: with one to eight rows they reach at most half of the memory bandwidth.
 """
 
 import ctypes
@@ -23,9 +23,9 @@ from pipeline.kernels.build import FUSED, NUMBERS, Library
 
 @functools.cache
 def most_rows(dtype: torch.dtype) -> int:
-    """Rows up to which the kernel is faster than the libraries under PyTorch; 0 without a kernel.
+    """Maximum rows for which the kernel is faster than PyTorch's BLAS; 0 without a kernel.
 
-    With many rows arithmetic is the limit. MKL reaches it on the processors of its vendor only.
+    With many rows the product is compute-bound. MKL reaches that bound on Intel processors only.
     """
     if dtype == torch.float32:
         return 1 << 40 if build.has_avx512() and build.is_amd() else 64
@@ -43,7 +43,7 @@ class Product(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer on fixed memory, which can be called any number of times."""
+    """A linear layer on fixed memory, for repeated calls."""
 
     library: Library
     product: Product
@@ -59,18 +59,18 @@ class Linear:
         self.product.rows = rows
 
     def __call__(self) -> None:
-        """Write the product of the memory's current contents."""
+        """Compute the product from the memory's current contents."""
         self.library.linear(
             ctypes.byref(self.product), build.parallel(), ctypes.c_int32(torch.get_num_threads())
         )
 
 
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Linear | None:
-    """Return a call that writes x w^T + bias into `out`; None if PyTorch is used.
+    """Return a call that writes x w^T + bias to `out`; None if PyTorch is used.
 
     Takes x (*B, K), weight (N, K), bias (N) and out (*B, N), contiguous. Other tensors are left to
-    PyTorch: silently if they are no linear layer on the CPU, or one of too many rows, else with a
-    reason in the log.
+    PyTorch: silently if they are not a linear layer on the CPU or have too many rows, otherwise
+    with a reason in the log.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -107,7 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | No
 
 
 class LinearByKernel(TorchFunctionMode):
-    """Inside it, linear layers without gradients use the kernel where it supports them."""
+    """Context in which linear layers without gradients use the kernel where it supports them."""
 
     def __torch_function__(
         self,
@@ -116,7 +116,7 @@ class LinearByKernel(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Called by PyTorch for each of its functions."""
+        """Called by PyTorch for each function."""
         is_layer = func is F.linear and not kwargs and not torch.is_grad_enabled()
         if is_layer and (out := linear(*args)) is not None:
             return out
@@ -124,9 +124,9 @@ class LinearByKernel(TorchFunctionMode):
 
 
 def is_supported_layer(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
-    """Whether these are a linear layer on the CPU of at most `most_rows` rows.
+    """Whether this is a linear layer on the CPU with at most `most_rows` rows.
 
-    `addmm` of a matrix, which may look like one, is not.
+    `addmm` of a matrix, which looks similar, is not.
     """
     tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
     if any(tensor.device.type != "cpu" for tensor in tensors) or x.ndim < 2 or weight.ndim != 2:
@@ -158,7 +158,7 @@ def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ite
 
 @functools.cache
 def library(dtype: torch.dtype) -> Library | str:
-    """The kernel for this dtype, or the reason why it can't be built."""
+    """The kernel for this dtype, or the reason it can't be built."""
     source = Path(__file__).with_suffix(".cpp")
     return build.build(source, {"NUMBER": NUMBERS[dtype]}, (*FUSED, *build.bf16_flags()))
 

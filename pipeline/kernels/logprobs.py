@@ -1,12 +1,12 @@
 """Log-probabilities and entropies of given tokens, without storing the logits of all tokens.
 
 The logits of K tokens over a vocabulary of V are by far the largest tensor of a model, and softmax
-and its gradient make three more of it. Here only a tile of them exists at a time. There are two
+and its gradient need three more of that size. Here only one tile exists at a time. There are two
 kinds of backward pass:
 
-- `RecomputeLogprobs`: the forward pass computes tiles of the vocabulary and keeps the logarithm of
-  each token's sum; the backward pass computes the tiles again, one matrix product in four more than
-  the plain way. A tile has all tokens, so that its rows of the matrix's gradient are final.
+- `RecomputeLogprobs`: the forward pass computes tiles of the vocabulary and saves each token's log-
+  sum-exp; the backward pass recomputes the tiles, which makes four matrix products instead of
+  three. A tile has all tokens, so that its rows of the matrix's gradient are final.
 - `FusedGradLogprobs`: the forward pass computes tiles of tokens and their gradients, as if every
   log-probability had weight 1; the backward pass scales them. Nothing is computed twice. It is used
   where the output matrix isn't trained, as with adapters, and where all tokens have the same
@@ -69,7 +69,7 @@ def logprobs_of(
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
     """Log-probabilities from logits, which `temperature` divides; nats, fp32.
 
-    With `entropy_learns` false the entropy has no graph, which would be as large as the logits.
+    If `entropy_learns` is false, the entropy has no graph, which would be as large as the logits.
     """
     all_logprobs = _log_softmax(logits, temperature)
     logprobs = -F.nll_loss(all_logprobs, targets, ignore_index=NO_TARGET, reduction="none")
@@ -97,22 +97,22 @@ def linear_logprobs(
     Args:
         hidden: hidden states that predict the targets, in the dtype of the weights.
         weight: the output matrix.
-        bias: of the output, or None.
+        bias: bias of the output, or None.
         targets: token ids.
         temperature: divides the logits.
         entropy: whether to compute the entropy of each distribution.
-        entropy_learns: whether the entropy is part of a loss; without it less memory is needed.
+        entropy_learns: whether the entropy is part of a loss; less memory is needed if not.
         uniform: whether all log-probabilities have the same weight in the loss, which is faster.
-        tile: logits of a tile; by default `TILE` or `VOCABULARY_TILE` of them, and a single one up
-            to `WHOLE`.
-        words: the words of `weight`, where other processes have the rows of other words; all of
-            them call it.
+        tile: logits per tile; by default `TILE` or `VOCABULARY_TILE`, or a single tile for up to
+            `WHOLE` logits.
+        words: the vocabulary range of `weight`, if it is sharded; the function is then a
+            collective.
 
     Returns:
         Log-probabilities and entropies in nats, fp32; None without `entropy`.
-        The logits are rounded to the weights' dtype, as a model's own are; what follows is fp32. Of
-        one tile the result is that of `logprobs_of` bit for bit; with several, sums are rounded in
-        another order.
+        Logits are rounded to the weights' dtype, as in the model itself; what follows is fp32. With
+            one tile the result is bitwise that of `logprobs_of`; with several, the order of sums
+            differs.
     """
     is_sharded = words is not None and len(targets) > 0
     if not is_sharded and len(targets) * len(weight) <= (WHOLE if tile is None else tile):
@@ -144,11 +144,12 @@ def row_logprobs(
     """Log-probability of each target under softmax(logits), and the entropy.
 
     Args:
-        logits: of any dtype; they must not change until the backward pass.
+        logits: logits of any dtype, which must not change until the backward pass.
         targets: token ids.
         temperature: divides the logits.
         entropy: whether to compute the entropy of each distribution; it has no graph.
-        at_once: logits of the rows computed at once, two rows at least; by default `ROWS`.
+        at_once: maximum logits of the rows computed at once, but at least two rows; by default
+            `ROWS`.
 
     Returns:
         Log-probabilities and entropies in nats, fp32; None without `entropy`.
@@ -158,11 +159,11 @@ def row_logprobs(
 
 
 class RecomputeLogprobs(torch.autograd.Function):
-    """Tiles of the vocabulary, computed again in the backward pass.
+    """Log-probabilities in tiles of the vocabulary, recomputed in the backward pass.
 
-    Where each process of a group has the rows of some words, the logit of the target, the largest
-    logit and the sum of exponentials of all processes are combined as those of several tiles are,
-    so no process has the logits of all words. Sums over the processes are trees in rank order.
+    With a sharded vocabulary, the target's logit, the largest logit and the sum of exponentials are
+    combined over the processes as over tiles, so no process has the logits of the full vocabulary.
+    Sums over processes are trees in rank order.
     """
 
     @staticmethod
@@ -223,8 +224,9 @@ def _tile_sums(
 ) -> Float[Tensor, "4 K 1"]:
     """Logit statistics by tiles of the vocabulary, fp32.
 
-    With z the logits: that of each target, NaN where it is not a word of the matrix; the largest;
-    the sum of exp(z - largest); and of (z - largest) times that, or 0 without `entropy`.
+    With z the logits: z of each target, NaN if it is outside this vocabulary range; the largest z;
+    the sum of exp(z - largest); and the sum of (z - largest) exp(z - largest), or 0 without
+    `entropy`.
     """
     chosen = hidden.new_full((len(targets), 1), float("nan"), dtype=torch.float32)
     # Not -inf, from which a tile that is nothing else could not be subtracted.
@@ -267,7 +269,7 @@ def _combine_sums(local: Float[Tensor, "4 K 1"], group: Group) -> Float[Tensor, 
 
 
 class FusedGradLogprobs(torch.autograd.Function):
-    """Tiles of tokens, whose gradients the forward pass computes."""
+    """Log-probabilities in tiles of tokens, with gradients computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -340,7 +342,7 @@ class FusedGradLogprobs(torch.autograd.Function):
 
 
 def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
-    """True if all are equal; on a GPU a difference ends the process, as the host does not wait."""
+    """True if all are equal; on a GPU, which is not waited for, a difference ends the process."""
     first = grad[:1]
     if not grad.is_cuda:
         return torch.equal(grad, first.expand_as(grad))
@@ -361,7 +363,7 @@ def _tile_gradients(
     temperature: float,
     tile: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden states, matrix and bias, where `wanted`.
+    """The gradients of hidden states, matrix and bias that are `wanted`.
 
     With z the logits, p = softmax(z), H the entropy, t the target, and g and h the gradients of
     log p_t and of H:  dz = g * (1[t] - p) - h * p * (log p + H).
@@ -428,7 +430,7 @@ def _logits(
 
 
 def _targets_in(targets: Int[Tensor, " K"], words: slice) -> tuple[Tensor, Tensor]:
-    """Mask of the targets in this vocabulary range, and their indices in it, else 0; (K, 1)."""
+    """Mask (K, 1) of the targets in this vocabulary range, and their indices in it, else 0."""
     here = ((targets >= words.start) & (targets < words.stop))[:, None]
     return here, torch.where(here, targets[:, None] - words.start, 0)
 
@@ -436,7 +438,7 @@ def _targets_in(targets: Int[Tensor, " K"], words: slice) -> tuple[Tensor, Tenso
 def _add_product(
     total: Float[Tensor, "A B"], left: Float[Tensor, "A C"], right: Float[Tensor, "C B"]
 ) -> None:
-    """Add left @ right to a sum in fp32."""
+    """Add left @ right to an fp32 sum."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     else:
@@ -444,10 +446,10 @@ def _add_product(
 
 
 class RowLogprobs(torch.autograd.Function):
-    """Log-probabilities of existing logits, a few rows at a time, with the bits of `logprobs_of`.
+    """Log-probabilities of existing logits, a few rows at a time; bitwise equal to `logprobs_of`.
 
-    The logits themselves are kept for the backward pass, which computes their softmax again: that
-    costs less than to write and read it.
+    The logits are saved for the backward pass, which recomputes their softmax: that costs less than
+    writing and reading it.
     """
 
     @staticmethod

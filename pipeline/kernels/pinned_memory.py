@@ -1,7 +1,7 @@
 """Pinned host memory without rounding up its size.
 
-PyTorch's own pinned memory comes in powers of two: for masters and moments that are a little more
-than one, twice what a plan counts.
+PyTorch rounds pinned allocations up to powers of two, which can double the memory of masters and
+moments.
 """
 
 import ctypes
@@ -26,9 +26,9 @@ PORTABLE = 1
 class PinnedMemory:
     """Locked pages of one process.
 
-    Freed pages are kept for the next tensor of their size: locking takes a fifth of a second for
-    each GB, and gradients come and go with every step. A tensor may only be freed after the copies
-    to it.
+    Freed pages are kept for the next tensor of their size: locking takes a fifth of a second per
+    GB, and gradients are allocated in every step. A tensor may only be freed after copies to it are
+    done.
 
     Args:
         register: locks pages, given their address, bytes and flags; not 0 if it fails.
@@ -43,10 +43,10 @@ class PinnedMemory:
         self._lock = threading.RLock()  # a tensor may be freed by any thread
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A vector of undefined content.
+        """An uninitialized vector.
 
         Raises:
-            OSError: there is no memory, or the driver locks no more pages.
+            OSError: memory ran out, or the driver can't lock more pages.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)

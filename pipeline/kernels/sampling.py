@@ -1,4 +1,4 @@
-"""Sampling of the next token of each sequence, by a kernel if there is one.
+"""Sampling of each sequence's next token, by a kernel if there is one.
 
 `reference_sample` defines the operator in PyTorch; sampling.cu is the CUDA kernel. Dimension names:
 B sequences, V vocabulary.
@@ -20,7 +20,7 @@ WORD = 2**64
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Settings of a draw; tokens are removed in the order of the fields."""
+    """Settings of a draw; tokens are filtered in the order of the fields."""
 
     seed: int
 
@@ -44,11 +44,11 @@ def reference_sample(
     positions: Int[Tensor, " B"],
     draw: Draw,
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Token ids, and their log-probabilities before any was removed, fp32.
+    """Token ids, and their log-probabilities before any filter, fp32.
 
-    The token of a row is the one where the cumulative weight of those kept, in the order of their
-    ids, passes the share `uniforms(seed, key, position)` of all of it. Computed in float64. Of a
-    row with a logit that is NaN or infinity the log-probability is NaN.
+    A row's token is the one at which the cumulative weight of the kept tokens, in the order of
+    their ids, exceeds the share `uniforms(seed, key, position)` of the total. Computed in float64.
+    The log-probability is NaN for a row with a NaN or infinite logit.
     """
     scores = logits.double() / (draw.temperature or 1.0)
     logprobs = scores.log_softmax(dim=-1)
@@ -65,7 +65,7 @@ def reference_sample(
 
 
 def kept(weights: Float[Tensor, "B V"], draw: Draw) -> Float[Tensor, "B V"]:
-    """The weights of tokens that may be drawn, 0 for the others."""
+    """The weights of the tokens that may be drawn, 0 for the others."""
     if draw.top_k is not None:
         least = weights.topk(min(draw.top_k, weights.shape[-1]), dim=-1).values[:, -1:]
         weights = weights * (weights >= least)
@@ -82,7 +82,7 @@ def uniforms(
 ) -> Float[Tensor, " B"]:
     """One number in [0, 1) for each key and position: a pure function of (seed, key, position).
 
-    Nothing is drawn from a stream, so a row's numbers do not depend on other rows. Three rounds of
+    There is no stream state, so a row's numbers do not depend on other rows. Three rounds of
     SplitMix64 (Steele et al. 2014), whose 64-bit words are int64 here.
     """
     state = _mix(torch.zeros_like(keys) + _signed(seed))
@@ -100,7 +100,7 @@ def _mix(state: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
 
 
 def _shifted(state: Int[Tensor, " B"], bits: int) -> Int[Tensor, " B"]:
-    """Logical shift to the right."""
+    """Logical right shift."""
     return (state >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -113,7 +113,7 @@ def _signed(word: int) -> int:
 def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu | None:
     """The GPU with the kernel for these logits; None if PyTorch is used.
 
-    `reason` is another reason why the kernel can't be used, in a clause.
+    `reason` is an additional reason why the kernel can't be used, as a clause.
 
     Raises:
         KernelError: kernels are required, and there is none for these logits.
@@ -181,10 +181,10 @@ def launch(
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
     """`reference_sample` on a GPU, for logits that `cuda_refusal` accepts.
 
-    The host reads no keys and positions: a CUDA graph of the call may be replayed with others. The
-    numbers drawn are the reference's bit for bit. Scores are fp32, distances below the highest are
-    truncated to 2^-27 nats, and weights to 2^-44 of the highest: a token differs only where a
-    boundary between two is as near as that to the number drawn.
+    The host doesn't read keys or positions, so a CUDA graph of the call may be replayed with
+    others. The uniform numbers are bitwise the reference's. Scores are fp32, their distances to the
+    highest are truncated to 2^-27 nats, and weights to 2^-44 of the highest: a token differs only
+    if the uniform number is that close to a boundary between two tokens.
     """
     batch, num_words = logits.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
@@ -222,7 +222,7 @@ def cuda_macros(dtype: torch.dtype) -> dict[str, str | int]:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Tokens of four sequences, greedy and sampled."""
+    """Sample tokens of four sequences, greedily and at random."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(4, 300, generator=generator)
     logits = logits.to(DTYPES_BY_NAME[str(defines["NUMBER"])])

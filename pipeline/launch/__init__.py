@@ -1,1 +1,1 @@
-"""How processes are started, on one machine or many."""
+"""Starting processes, on one machine or many."""

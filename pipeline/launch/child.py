@@ -39,13 +39,13 @@ def run_child(
     *,
     output: IO[bytes] | None = None,
 ) -> Ending:
-    """Run a command to its end; its output goes to `output`, or to this process's.
+    """Run a command to completion; its output goes to `output`, or to this process's.
 
-    The child has a process group of its own and hears of every interruption from us, once: of
-    Ctrl-C and of a closed terminal as SIGINT, of a scheduler's signals as they are; it saves its
-    state. We wait until it has. A second Ctrl-C reaches it as well; a terminal that is closed
-    tells us so more than once, which is not a second Ctrl-C.
-    Standard input is closed to it, for it would stop a group in the background.
+    The child has its own process group, and this process forwards each interruption to it once:
+    Ctrl-C and a closed terminal as SIGINT, a scheduler's signals unchanged. It then waits for the
+    child to save its state. A second Ctrl-C is forwarded as well; a closed terminal signals several
+    times, which does not count as a second Ctrl-C. The child's standard input is closed, because
+    reading from it would stop a background group.
     """
     child: subprocess.Popen[bytes] | None = None
     signal_received: signal.Signals | None = None

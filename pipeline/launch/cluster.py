@@ -34,7 +34,7 @@ NOT_HERE = ("deployment_type", "num_processes")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the module of a command line on all machines; exit with its code."""
+    """Run a module on all machines; exit with its code."""
     deployment, step = parse(argv)
     where = layout(deployment)
     if not deployment.no_check:
@@ -58,7 +58,7 @@ def run_by_ssh(step: Sequence[str], where: Layout, deployment: Deployment) -> in
 
 
 def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
-    """The options, and from `-m` on the module with its settings.
+    """The options, and the module with its settings from `-m` on.
 
     `--help` prints and exits with code 0.
 

@@ -1,4 +1,4 @@
-"""The command lines that run a step, here or on another machine, and their environment."""
+"""Command lines that run a step, here or on another machine, and their environment."""
 
 import os
 import shlex
@@ -26,7 +26,7 @@ def step_command(
 
 
 def step_words(module: str, config_file: Path) -> list[str]:
-    """The words of a step's command line after Python or torchrun."""
+    """Arguments of a step's command line after Python or torchrun."""
     return ["-m", module, "--config", str(config_file)]
 
 
@@ -45,12 +45,12 @@ def launch_command(step: Sequence[str], where: Layout, deployment: Deployment) -
 
 
 def node_command(step: Sequence[str], where: Layout, rank: int) -> list[str]:
-    """The command line that runs the processes of one of several machines."""
+    """The command line that runs the processes on one of several machines."""
     return _torchrun(step, where.hosts[rank], _rendezvous(where, rank))
 
 
 def _rendezvous(where: Layout, rank: int | str) -> list[str]:
-    """Torchrun's rendezvous options for the machine of number `rank`."""
+    """Torchrun's rendezvous options for machine number `rank`."""
     return [
         *("--nnodes", str(len(where.hosts)), "--node-rank", str(rank)),
         *("--master-addr", where.address, "--master-port", str(where.port)),
@@ -58,9 +58,9 @@ def _rendezvous(where: Layout, rank: int | str) -> list[str]:
 
 
 def srun_command(step: Sequence[str], where: Layout) -> list[str]:
-    """The command line by which SLURM starts torchrun once on each machine of the allocation.
+    """The command line with which SLURM starts torchrun once on each machine of the allocation.
 
-    srun labels the output by machine, passes signals on, names the task that fails, and ends all.
+    srun labels the output by machine, forwards signals, names a failed task, and ends all others.
     """
     rank = "$SLURM_NODEID"
     words = _torchrun(step, where.hosts[0], _rendezvous(where, rank))
@@ -75,9 +75,9 @@ def srun_command(step: Sequence[str], where: Layout) -> list[str]:
 def host_command(
     command: Sequence[str], host: Host, where: Layout, deployment: Deployment
 ) -> list[str]:
-    """The command line on this machine that runs another one on a host, by ssh or srun.
+    """The command line on this machine that runs another command on a host, by ssh or srun.
 
-    There it runs in the directory of the same name, and finds this repository's packages.
+    It runs there in the directory of the same name, with this repository's packages on its path.
     """
     python = shlex.quote(sys.executable)
     line = (
@@ -94,7 +94,7 @@ def host_command(
 
 
 def given_options(deployment: Deployment) -> list[str]:
-    """The options as the launcher takes them, without those that have their defaults."""
+    """The launcher's options, without those that have default values."""
     words: list[str] = []
     for each in fields(Deployment):
         value = getattr(deployment, each.name)
@@ -107,7 +107,7 @@ def given_options(deployment: Deployment) -> list[str]:
 def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]:
     """The environment of the command on this machine, with only our packages on its path.
 
-    A folder of the user's directory may have the name of one of them.
+    A folder in the user's directory may have the same name as one of them.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
@@ -121,9 +121,9 @@ def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]
 
 
 def list_devices(host: Host, deployment: Deployment) -> list[str]:
-    """The GPUs that a host's processes use, as `list_gpus` names them, if it is this machine.
+    """The GPUs used by a host's processes, as named by `list_gpus`, if the host is this machine.
 
-    Empty where it has none.
+    Empty if it has none.
     """
     if deployment.filters or not host.is_whole:
         return [str(slot) for slot in host.slots] if list_gpus(hidden=True) else []
@@ -131,7 +131,7 @@ def list_devices(host: Host, deployment: Deployment) -> list[str]:
 
 
 def visible_devices(host: Host) -> Mapping[str, str]:
-    """The variable that restricts a process to the devices of a host that are used."""
+    """The environment variable that restricts a process to the devices in use on a host."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot) for slot in host.slots)}
 
 

@@ -1,12 +1,12 @@
 """Placement of the processes of a step: this machine, a host file, or a SLURM allocation.
 
-A host file is DeepSpeed's, one machine a line with the processes that it can run, its GPUs:
+A host file has DeepSpeed's format, one machine per line with its slots (usually GPUs):
 
     worker-0 slots=8
     worker-1 slots=8
 
 `--include worker-0@worker-1:0,2` takes all slots of worker-0 and two of worker-1, `--exclude` takes
-what it does not name, and `4-7` is `4,5,6,7`.
+all it does not name, and `4-7` is `4,5,6,7`.
 """
 
 import os
@@ -44,7 +44,7 @@ NODES = r"[\w.-]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][\w.-]*)?"
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """The options that determine where processes run."""
+    """Options that determine where processes run."""
 
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
     """One process, on the GPU if there is one; one process per GPU of this machine; or several
@@ -138,7 +138,7 @@ class Host:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the slots are the first ones, so that no device has to be hidden."""
+        """Whether the slots are the first ones, so that no device must be hidden."""
         return self.slots == tuple(range(len(self.slots)))
 
 
@@ -158,7 +158,7 @@ class Layout:
 
     @property
     def processes(self) -> int | None:
-        """All processes of a step; None runs one without torchrun."""
+        """Number of processes of the step; None runs one without torchrun."""
         return None if self.by == "process" else sum(len(host.slots) for host in self.hosts)
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ class Layout:
 
 
 def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) -> Layout:
-    """Return the placement of a step's processes, by the options and, for SLURM, the environment.
+    """Return the placement of a step's processes from the options and SLURM's environment.
 
     Raises:
         ConfigError: the options name no machines, or machines that don't exist.
@@ -238,7 +238,7 @@ def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The names in SLURM's notation `node[01-03,7],login`.
+    """Expand SLURM's notation `node[01-03,7],login` to names.
 
     Raises:
         ConfigError: the list is empty or malformed.
@@ -259,10 +259,10 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file, in its order.
+    """Read the hosts of a file, in order.
 
     Raises:
-        ConfigError: the file or a line of it can't be used; the sentence begins with its place.
+        ConfigError: the file or a line can't be used; the message begins with its location.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

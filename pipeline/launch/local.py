@@ -1,7 +1,7 @@
-"""Processes that this machine can run, and the variables that it passes on to others.
+"""Processes that this machine can run, and the environment variables it passes to others.
 
-Values of variables go through pipes and SLURM's own environment, never on a command line, which
-every user of a machine can read.
+Values are passed through pipes and SLURM's environment, never on a command line, which every user
+of a machine can read.
 """
 
 import os
@@ -32,7 +32,7 @@ def count_processes(requested: int | None, *, option: str = "--num-processes") -
     """Processes of a step on one node: the number requested by `option`, else one per GPU.
 
     Raises:
-        ConfigError: more processes than GPUs.
+        ConfigError: there are more processes than GPUs.
     """
     gpus = len(list_gpus())
     if requested is not None and 0 < gpus < requested:
@@ -41,7 +41,7 @@ def count_processes(requested: int | None, *, option: str = "--num-processes") -
 
 
 def list_gpus(*, hidden: bool = False) -> list[str]:
-    """Numbers or names of the GPUs that this process may use, or of all with the `hidden` ones."""
+    """Indices or names of the GPUs that this process may use, or of all if `hidden`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not hidden:
         return [gpu for each in visible.split(",") if (gpu := each.strip()) not in ("", "-1")]
@@ -55,7 +55,7 @@ def list_gpus(*, hidden: bool = False) -> list[str]:
 
 
 class Gpu(NamedTuple):
-    """One GPU as its driver lists it."""
+    """One GPU as listed by its driver."""
 
     name: str
     total_mib: int
@@ -63,7 +63,7 @@ class Gpu(NamedTuple):
 
 
 def query_gpus() -> list[Gpu]:
-    """The GPUs of this machine, visible to this process or not; none without nvidia-smi."""
+    """The GPUs of this machine, visible to this process or not; empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
@@ -77,5 +77,5 @@ def query_gpus() -> list[Gpu]:
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this machine that processes on another machine also get."""
+    """The environment variables of this machine that remote processes also get."""
     return {name: value for name, value in environment.items() if PASSED_ON.fullmatch(name)}

@@ -1,8 +1,8 @@
 """Checks all machines of a job, and the routes between them, before it starts.
 
 Each machine runs `python -m pipeline.launch.preflight`, which prints one line of JSON. The first
-machine then listens at the port where the processes will meet, until its standard input ends; the
-others try to connect to it.
+machine then listens on the rendezvous port until its standard input ends; the others try to connect
+to it.
 """
 
 import argparse
@@ -46,7 +46,7 @@ PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datas
 
 @dataclass(frozen=True)
 class Machine:
-    """The report of a machine."""
+    """The report of one machine."""
 
     versions: dict[str, str]
     """Versions of Python and of packages, and a hash of this repository's code."""
@@ -64,15 +64,15 @@ class Machine:
 
 
 def check_machines(where: Layout, deployment: Deployment, directory: Path) -> Layout:
-    """Return where the processes will run, with a port that is free on the first machine.
+    """Check the machines; return the layout, with a port that is free on the first machine.
 
     Args:
         where: the machines.
-        deployment: the options; a port that they name is not replaced.
-        directory: of the output; it need not exist.
+        deployment: the options; a port given there is not replaced.
+        directory: output directory, which need not exist.
 
     Raises:
-        ConfigError: there are problems; each is shown in a sentence.
+        ConfigError: there are problems; the message has a sentence for each.
     """
     directory = directory.expanduser().absolute()
     directory = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
@@ -146,7 +146,7 @@ class _Probe:
 
     @property
     def problem(self) -> str:
-        """The reason for a missing reply, and the fix."""
+        """The reason for a missing reply, and its fix."""
         name, code = self.host.name, self._process.poll()
         place = f" ({self.host.place})" if self.host.place else ""
         by_hand = f"`{' '.join(self.command[:-1])} true`"
@@ -193,7 +193,7 @@ def _with_port(where: Layout, first: _Probe, deployment: Deployment) -> Layout:
     """The layout with a port that is free on the first machine.
 
     Raises:
-        ConfigError: the port that the options name is taken.
+        ConfigError: the port given in the options is taken.
     """
     port = first.machine.port if first.machine is not None else None
     if port is None or port == where.port:
@@ -254,7 +254,7 @@ def _check_place(host: Host, machine: Machine, directory: Path, where: Layout) -
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the report of this machine; hold the port until standard input ends."""
+    """Print the report of this machine; keep the port open until standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.launch.preflight")
     parser.add_argument("--mark", type=Path, required=True)
     parser.add_argument("--address", required=True)
@@ -296,7 +296,7 @@ def _package_version(name: str) -> str:
 
 
 def _listen(port: int, held: ExitStack) -> int:
-    """Listen at the port, or at another one if it is taken; return its number."""
+    """Listen on the port, or on another one if it is taken; return its number."""
     for wanted in (port, 0):
         server = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,9 +1,9 @@
-"""One command on each of several machines: forwards their output, ends all when one fails.
+"""Runs one command on each of several machines, forwards output, and ends all when one fails.
 
 On each machine `python -m pipeline.launch.remote COMMAND ...` runs the command. It reads its
 standard input: first a line of JSON, with variables for the command's environment; then lines with
-the name of a signal for the command, or empty ones, which show that the launcher is alive. Without
-the launcher, or the connection to it, the command is ended, so that no process is left behind.
+the name of a signal for the command, or empty ones, which show that the launcher is alive. If the
+launcher or the connection is lost, the command is ended, so that no process is left behind.
 """
 
 import json
@@ -48,7 +48,7 @@ TICK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class RemoteCommand:
-    """The command of one machine."""
+    """The command for one machine."""
 
     host: str
     command: Sequence[str]
@@ -59,10 +59,10 @@ class RemoteCommand:
 
 
 def run_everywhere(remotes: Sequence[RemoteCommand]) -> int:
-    """Run all commands to their end; return the exit code of the first failure, else 0.
+    """Run all commands to completion; return the exit code of the first failure, else 0.
 
-    Their output is passed on, each line after its host's name, and signals are passed to them.
-    `remotes` has one for each machine, the first machine first.
+    Output lines are prefixed with the host's name, and signals are forwarded to the commands.
+    `remotes` has one command per machine, in order.
     """
     group = _Group()
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -89,13 +89,13 @@ class _Group:
         """Time at which running commands get a signal, or, after one, lose their connection."""
 
     def note_signal(self, number: int, _frame: object) -> None:
-        """Store a signal, which the loop forwards."""
+        """Store a signal for the loop to forward."""
         if number == signal.SIGHUP and self._signals:
             return  # a terminal that is closed sends more than one
         self._signals.append(signal.Signals(number))
 
     def wait(self) -> int:
-        """Wait for the end of all commands; return the exit code."""
+        """Wait for all commands to end; return the exit code."""
         beat = time.monotonic()
         while running := [each for each in self.commands if each.poll() is None]:
             self._pass_on(running)
@@ -165,7 +165,7 @@ class _Command:
             thread.start()
 
     def poll(self) -> int | None:
-        """The exit code, once the command has ended."""
+        """The exit code once the command has ended, else None."""
         self.code = self._process.poll()
         return self.code
 
@@ -185,14 +185,14 @@ class _Command:
                 self._process.stdin.flush()
 
     def end(self) -> None:
-        """Request the end of the command; a second call closes the connection."""
+        """Request the command to end; a second call closes the connection."""
         if self._asked_to_end:
             self.close()
         self._asked_to_end = True
         self.send(signal.SIGTERM.name)
 
     def describe(self) -> str:
-        """How it ended, as a clause."""
+        """A clause that describes how it ended."""
         if self.code == LOST:
             return f"{self.host}: the connection failed or was lost"
         code = self.exit_code
@@ -206,7 +206,7 @@ class _Command:
             thread.join(timeout=5)
 
     def close(self) -> None:
-        """End the process on this machine; the remote process then ends as well."""
+        """End the local process; the remote process then ends as well."""
         with suppress(OSError, ValueError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -220,7 +220,7 @@ class _Command:
 
 
 def _pass_lines(source: IO[bytes], sink: IO[str], prefix: bytes) -> None:
-    """Forward complete lines, so that those of several machines don't mix."""
+    """Forward complete lines, so that lines from several machines don't mix."""
     for line in source:
         sink.buffer.write(prefix + line.rstrip(b"\n") + b"\n")  # pyright: ignore[reportAttributeAccessIssue]
         sink.flush()
@@ -261,7 +261,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _end(command: subprocess.Popen[bytes]) -> None:
-    """Request the command to stop; after a while, end all processes that it started."""
+    """Ask the command to stop; after a grace period, kill all processes that it started."""
     started = psutil.Process(command.pid).children(recursive=True)
     command.terminate()
     try:

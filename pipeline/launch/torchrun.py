@@ -1,10 +1,10 @@
 """torchrun with the exit code of the first process that failed.
 
 `python -m pipeline.launch.torchrun` takes torchrun's options. torchrun itself turns every failure
-into exit code 1 below a page of text; here the failed process has already printed its error.
-Ctrl-C and a scheduler's signals reach the processes, which get the time they need to save their
-state; a second Ctrl-C aborts them. The processes share the cores of the machine, and find each
-other by the address that leads to the first one.
+into exit code 1 with a long traceback; here only the failed process prints its error. Ctrl-C and a
+scheduler's signals are forwarded to the processes, which get the time they need to save their
+state; a second Ctrl-C aborts them. The processes share the cores of the machine, and register under
+the address on the route to the first machine.
 """
 
 import argparse
@@ -76,10 +76,10 @@ def main(argv: list[str]) -> int:
 
 
 def select_exit_code(codes: Sequence[int]) -> int:
-    """Return the code of the process that failed first, given all codes in order of time.
+    """Return the code of the process that failed first, given all codes in chronological order.
 
-    One poll may find the failed process, those that stopped because of it, and those that torchrun
-    has already ended with SIGTERM. A killed process takes precedence, with 128 plus its signal.
+    One poll may return the failed process, those that failed because of it, and those that torchrun
+    already ended with SIGTERM. A killed process takes precedence, with 128 plus its signal.
     """
     failed = [code for code in codes if code != -signal.SIGTERM] or list(codes)
     code = next((code for code in failed if code < 0), failed[0])
@@ -87,16 +87,16 @@ def select_exit_code(codes: Sequence[int]) -> int:
 
 
 def _kill_children() -> None:
-    """End processes that outlive torchrun, which doesn't wait after a second signal."""
+    """End processes that outlive torchrun, which doesn't wait for them after a second signal."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def _use_route_to_first_node(options: argparse.Namespace) -> None:
-    """Register this machine under its address on the route to the first one.
+    """Register this machine under its address on the route to the first machine.
 
-    By default gloo uses the address of the machine's name, which often is 127.0.0.1.
+    By default gloo resolves the machine's hostname, which often gives 127.0.0.1.
     """
     first = options.rdzv_endpoint or ("" if options.standalone else options.master_addr)
     address = own_address(first.rpartition(":")[0] or first) if first else None
@@ -111,9 +111,9 @@ def _use_route_to_first_node(options: argparse.Namespace) -> None:
 
 
 def own_address(other: str) -> str | None:
-    """This machine's address on the route to another one, given by name or address.
+    """This machine's address on the route to another machine, given by name or address.
 
-    None where there is no route, or the name is unknown.
+    None if there is no route or the name can't be resolved.
     """
     try:
         candidates = socket.getaddrinfo(other, ANY_PORT, type=socket.SOCK_DGRAM)

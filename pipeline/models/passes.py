@@ -1,7 +1,6 @@
-"""The passes of a step over its micro-batches, on one process or through the stages of a pipeline.
+"""Passes over a step's micro-batches, on one process or through the stages of a pipeline.
 
-A step passes its loss, and continues as if the model were unsplit: losses come back on every
-stage.
+A step passes its loss and continues as if the model were not split: every stage gets the losses.
 """
 
 import logging
@@ -40,7 +39,7 @@ class MicroBatch(Protocol):
 
     @property
     def tokens(self) -> TokenBatch:
-        """Their sequences."""
+        """The sequences of the rows."""
         ...
 
 
@@ -68,7 +67,7 @@ class ForwardPasses:
     def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
         """Return `found` of each batch on the last stage, and nothing on the others.
 
-        Without gradients within `evaluating`.
+        No gradients are computed within `evaluating`.
         """
         return [found(batch) for batch in batches]
 
@@ -90,7 +89,7 @@ class ForwardPasses:
 
 @dataclass
 class Waiting:
-    """A micro-batch after its forward pass that may have a backward pass."""
+    """A micro-batch after its forward pass, possibly with a pending backward pass."""
 
     output: Tensor
     """Hidden states, or on the last stage the loss."""
@@ -100,15 +99,15 @@ class Waiting:
 
 
 class StagedForwardPasses(ForwardPasses):
-    """The passes of a stage of a pipeline, in step with those of the others.
+    """The passes of a pipeline stage, in step with the other stages.
 
-    A weight that the last stage shares with the first has one home, the first stage. The last one
-    has a copy of it, which follows.
+    A weight tied between the first and last stage is trained on the first; the last stage has a
+    copy that is kept up to date.
 
     Args:
-        engine: of the stage.
-        stage: what the process has of the model.
-        stages: the processes that have the stages.
+        engine: the stage's engine.
+        stage: the process's part of the model.
+        stages: the processes of the pipeline.
     """
 
     def __init__(self, engine: Engine | FrozenEngine, stage: Stage, stages: Group) -> None:
@@ -153,7 +152,7 @@ class StagedForwardPasses(ForwardPasses):
         return self._stages.sum(super().total(losses))
 
     def everywhere(self, batch: TokenBatch, found: Callable[[], Tensor], out: Tensor) -> Tensor:
-        """Return the last stage's `found()` of a batch on every stage, in `out`."""
+        """Return the last stage's `found()` for a batch on every stage, in `out`."""
         self._follow()
         for output in self._forward(0, batch, found):
             out.copy_(output)
@@ -167,7 +166,7 @@ class StagedForwardPasses(ForwardPasses):
         return tensor
 
     def _forward(self, number: int, batch: TokenBatch, found: Callable[[], Tensor]) -> list[Tensor]:
-        """Run the forward pass of a micro-batch; on the last stage the result of `found`."""
+        """Run the forward pass of a micro-batch; on the last stage return the result of `found`."""
         stage = self._stage
         received: Tensor | None = None
         if isinstance(self._run.model, Policy):  # before it has what came for this micro-batch

@@ -1,1 +1,1 @@
-"""LoRA adapters, and frozen bases in 4 or 8 bits beneath them."""
+"""LoRA adapters, and frozen bases in 4 or 8 bits."""

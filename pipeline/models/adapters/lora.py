@@ -1,4 +1,4 @@
-"""LoRA through peft: adapters on the linear layers, heads always trained in full."""
+"""LoRA through peft: adapters on the linear layers; heads are trained in full."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ Task = Literal["causal", "classifier"]
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Without peft's warnings: tied layers and adapted embeddings are written as they should be."""
+    """Suppress peft's warnings about tied layers and adapted embeddings, which don't apply."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="peft")
         # peft requests the model's gradient checkpointing by the name it had before.
@@ -37,7 +37,7 @@ def without_advice() -> Iterator[None]:
 def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: int) -> PeftModel:
     """Freeze `model` and add fp32 adapters; a score head stays trained.
 
-    The adapters' random half is drawn from `seed`, the same on every process.
+    The adapters' random matrices are drawn from `seed`, the same on every process.
 
     Raises:
         ConfigError: no module matches `lora.targets`.
@@ -75,8 +75,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
 def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
     """W + s B @ A (Hu et al. 2021, 4.1), in fp32, as a new tensor.
 
-    It is added in fp32 whatever `weight` is, so that the caller rounds once, into a copy: the base
-    never changes.
+    The sum is in fp32 for any dtype of `weight`, so that the caller rounds once, into a copy: the
+    base never changes.
     """
     update: Tensor = adapter.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
     return weight.float() + update.float()

@@ -1,15 +1,15 @@
 """Frozen linear layers whose weights are stored in 4 or 8 bits (Dettmers et al. 2023, QLoRA).
 
-Weights are stored in blocks of 64 numbers, each block with a scale. NF4 is that of section 3 and
+Weights are stored in blocks of 64 numbers, each block with a scale. NF4 follows section 3 and
 appendix E: the 16 codes are quantiles of a normal distribution, and a weight is its code times the
-largest magnitude of its block. int8 has 255 equal steps instead. A flattened weight is cut into
-blocks in order; the last one is filled with zeros. With `double` the scales themselves are stored
+largest magnitude of its block. int8 has 255 equal steps instead. A flattened weight is split into
+blocks in order; the last one is padded with zeros. With `double` the scales themselves are stored
 in 8 bits, in groups of 256: 255 equal steps between the smallest and the largest of a group. QLoRA
-subtracts a mean of the full matrix instead, which a process with a shard of it does not have.
+subtracts the mean of the full matrix instead, which a process with a shard does not have.
 
-The vectors of codes and scales are the layer's parameters: they don't learn, and the engine lays
-them out, shards, offloads and saves them as any frozen weight. A product computes the weight for as
-long as it lasts; the backward pass computes it again.
+The vectors of codes and scales are the layer's parameters: they are frozen, and the engine lays
+them out, shards, offloads and saves them like any frozen weight. The forward pass dequantizes the
+weight temporarily; the backward pass does so again.
 """
 
 import functools
@@ -68,7 +68,7 @@ Packed = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """How weights are stored."""
+    """Format in which weights are stored."""
 
     codes: Literal["nf4", "int8"]
     double: bool = False
@@ -93,7 +93,7 @@ class Vector:
         return self.weights // self.per_block
 
     def numel(self, weights: int) -> int:
-        """Elements for a number of weights."""
+        """Number of elements for a number of weights."""
         return -(-weights // self.weights) * self.per_block
 
 
@@ -115,7 +115,7 @@ def parts_of(form: Form) -> dict[str, Vector]:
 def pack(weight: Float[Tensor, "*S"], form: Form) -> dict[str, Tensor]:
     """The vectors of a quantized `weight`, on its device; equal on all devices.
 
-    A code is the nearest one, of two equally near ones the lower in NF4 and the even one in int8.
+    Codes are rounded to nearest; ties go to the lower code in NF4 and to the even one in int8.
     """
     flat = weight.detach().reshape(-1)
     packed = {
@@ -149,7 +149,7 @@ def unpack(
 ) -> Tensor:
     """The dequantized weight of `shape`, computed in fp32 and rounded once.
 
-    Of a part of a weight, `blocks` are the indices of its blocks in the full weight.
+    For a shard, `blocks` are the indices of its blocks in the full weight.
     """
     codes, scales = packed["codes"], _unpack_scales(packed, form, blocks)
     if form.codes == "int8":
@@ -171,7 +171,7 @@ def unpack(
 
 
 def _nf4_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]:
-    """Two codes in a byte, the first in its high half."""
+    """Two codes per byte, the first in the high half."""
     levels = torch.tensor(NF4)
     codes = torch.zeros_like(normalized, dtype=torch.uint8)
     for middle in ((levels[1:] + levels[:-1]) / 2).tolist():  # several times as fast as bucketize
@@ -185,7 +185,7 @@ def _int8_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"
 
 @functools.lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
-    """The two fp32 numbers of each byte as one value, for a faster look-up."""
+    """The two fp32 numbers of each byte as one value, for a faster lookup."""
     levels = torch.tensor(NF4, device=device)
     both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     return both.view(torch.int64).view(-1)
@@ -216,12 +216,12 @@ def _unpack_scales(
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen `nn.Linear`, or a `Conv1D` of GPT-2, that keeps `pack`'s vectors of its weight.
+    """A frozen `nn.Linear`, or GPT-2's `Conv1D`, that stores its weight as the vectors of `pack`.
 
     Args:
-        layer: of which it takes the bias, and the numbers of the weight.
-        form: how weights are stored.
-        device: where the vectors go; None leaves them where the weight is.
+        layer: provides the bias and the weight.
+        form: storage format.
+        device: device of the vectors; None keeps the weight's device.
     """
 
     bias: nn.Parameter | None
@@ -246,24 +246,24 @@ class QuantizedLinear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """Size of this process's part."""
+        """Input size of this process's shard."""
         return self.shape[0 if self.transposed else 1]
 
     @property
     def out_features(self) -> int:
-        """Size of this process's part."""
+        """Output size of this process's shard."""
         return self.shape[1 if self.transposed else 0]
 
     @property
     def whole_shape(self) -> torch.Size:
-        """Shape of the full weight, of which this process may have a part."""
+        """Shape of the full weight, of which this process may have a shard."""
         return self.shape if self.part is None else self.part.whole
 
     def cut(self, part: Part, *, name: str) -> None:
-        """Keep this process's part; blocks and their scales are those of the full weight.
+        """Keep this process's shard; blocks and their scales are those of the full weight.
 
         Raises:
-            ConfigError: the part of `name`, the weight, is not made of full blocks.
+            ConfigError: the shard of `name`, the weight, does not consist of full blocks.
         """
         if part.whole.numel() % BLOCK or part.in_blocks(BLOCK) is None:
             shape = " x ".join(map(str, part.whole))
@@ -289,16 +289,16 @@ class QuantizedLinear(nn.Module):
         return unpack(packed, self.shape, self.form, dtype, blocks)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
-        """The product of the dequantized layer, bit for bit."""
+        """The output of the dequantized layer, bit for bit."""
         return _Product.apply(x, self, self.bias)
 
     def product(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
-        """The same without its bias."""
+        """The output without the bias."""
         return _Product.apply(x, self, None)
 
 
 def _block_numbers(part: Part, device: torch.device) -> Int64[Tensor, " n"]:
-    """The index in the full weight of each block of a part."""
+    """The index in the full weight of each block of a shard."""
     blocks = part.in_blocks(BLOCK)
     assert blocks is not None
     rows, stride = blocks.whole
@@ -328,7 +328,7 @@ LinearLayer = nn.Linear | Conv1D | QuantizedLinear
 
 
 def weight_shape(layer: LinearLayer) -> torch.Size:
-    """Shape of this process's part of a layer's weight, quantized or not."""
+    """Shape of this process's shard of a layer's weight, quantized or not."""
     return layer.shape if isinstance(layer, QuantizedLinear) else layer.weight.shape
 
 
@@ -340,14 +340,14 @@ def is_transposed(layer: nn.Module) -> bool:
 def quantized(
     model: nn.Module, config: FrozenModelConfig, *, device: torch.device | None = None
 ) -> nn.Module:
-    """`model`, the frozen linear weights of its blocks replaced as the settings ask.
+    """`model`, with the frozen linear weights of its blocks quantized as in the settings.
 
     Adapters, biases, norms, embeddings and heads are not quantized; neither are weights that two
     layers share, and weights outside of linear layers, such as those of a mixture's experts.
     `device` is passed to `QuantizedLinear`.
 
     Raises:
-        ConfigError: its blocks have no linear layer.
+        ConfigError: its blocks have no linear layers.
     """
     if config.quantize == "none":
         return model
@@ -361,7 +361,7 @@ def quantized(
 
 
 def quantize_layers(model: nn.Module, form: Form, *, device: torch.device | None = None) -> int:
-    """Replace the linear layers of the blocks, one by one, and return how many there are."""
+    """Quantize the linear layers of the blocks, one by one, and return their number."""
     layers = list(_layers(model))
     for module, name, layer in layers:
         setattr(module, name, QuantizedLinear(layer, form, device=device))
@@ -379,7 +379,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def num_weights(model: nn.Module) -> int:
-    """Number of weights of the model, quantized or not; tied ones count once."""
+    """Number of weights of the model, quantized or not; tied weights count once."""
     layers = quantized_layers(model).values()
     packed = {id(layer.get_parameter(name)) for layer in layers for name in parts_of(layer.form)}
     plain = sum(param.numel() for param in model.parameters() if id(param) not in packed)
@@ -391,7 +391,7 @@ def dequantized_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Named weights, with quantized ones dequantized to fp32.
 
-    `weights` are in place, all of a layer together, while one of them is its turn.
+    All `weights` of a layer are in place while one of them is yielded.
     """
     layers = quantized_layers(model)
     for name, tensor in weights:
@@ -415,7 +415,7 @@ def rounded_weights(
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """Layers to replace: the parent module, and the name in it."""
+    """Layers to replace, as (parent module, attribute name)."""
     uses = Counter(
         param for module in model.modules() for param in module.parameters(recurse=False)
     )

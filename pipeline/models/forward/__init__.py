@@ -1,1 +1,1 @@
-"""Forward passes over packed or padded batches: per-token results of any model."""
+"""Forward passes over packed or padded batches, with per-token results for any model."""

@@ -1,13 +1,13 @@
 """Causal attention over concatenated sequences, for any Hugging Face model.
 
 Registered under the name `ragged` in the attention-function registry of `transformers`: a model's
-own layers call it and pass the keyword `ragged` that the model was called with. In training that is
-`Ragged`: each token sees the earlier tokens of its own sequence and nothing else. Generation has
-its own layouts, which read a cache. Called without the keyword, it is the library's own
-scaled-dot-product attention.
+layers call it and pass on the model's keyword argument `ragged`. In training that is `Ragged`: each
+token attends to the earlier tokens of its own sequence and nothing else. Generation has its own
+layouts, which read a cache. Without the keyword, the library's own scaled-dot-product attention is
+used.
 
-On a GPU in 16 bits `torch.nn.attention.varlen` computes it without padding: FlashAttention over a
-row of sequences (Dao 2023). Where that kernel can't run, each sequence has a call of its own.
+On a GPU in 16 bits it uses `torch.nn.attention.varlen`: FlashAttention over packed sequences (Dao
+2023). If that kernel can't run, attention is computed sequence by sequence.
 
 Dimension names: N tokens of all sequences, H query heads, G key heads, D and E head sizes.
 """
@@ -46,7 +46,7 @@ VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters.keys()
 
 
 def varlen_runs(query: Tensor, key: Tensor, value: Tensor, *, dropout: float) -> bool:
-    """True if `varlen_attention` can compute these heads and gradients to them."""
+    """True if `varlen_attention` supports these heads, and their gradients if needed."""
     size = query.shape[-1]
     fits = size <= LARGEST and size % 8 == 0 and value.shape[-1] == size
     if not (query.is_cuda and query.dtype in FORMATS and fits) or dropout:
@@ -67,13 +67,13 @@ def varlen_attention(
     """Causal attention of each sequence to itself.
 
     Args:
-        query: heads of a row of sequences.
-        key: theirs, each shared by as many query heads as there are more of.
-        value: likewise.
-        bounds: int32, where each sequence begins, and where the last one ends.
-        longest: of the sequences.
-        scaling: of the scores; None is the head size to the power of -1/2.
-        sliding_window: tokens that a token sees, itself included; None is all before it.
+        query: query heads of the packed sequences.
+        key: key heads, each shared by H / G query heads.
+        value: value heads, shared likewise.
+        bounds: int32 offsets of the sequences, and the end of the last one.
+        longest: length of the longest sequence.
+        scaling: factor of the scores; by default head size ** -0.5.
+        sliding_window: tokens that a token attends to, itself included; None has no limit.
     """
     query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
     more: dict[str, Any] = {}
@@ -94,13 +94,13 @@ def varlen_attention(
 
 
 def compute_bounds(lengths: Sequence[int]) -> Tensor:
-    """Offsets of sequences in a row and the end of the last one, as `attend` takes them."""
+    """Offsets of sequences in a row and the end of the last one, for `varlen_attention`."""
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
 
 
 @functools.cache
 def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by: int) -> bool:
-    """Whether a small call runs, forward and backward."""
+    """Whether a small call works, forward and backward."""
     lengths = (5, 33)
     try:
         # The first caller may compute without gradients; a later one may need them.
@@ -125,7 +125,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
 
 
 def unpad(padded: Float[Tensor, "P ..."], place: Int[Tensor, " N"]) -> Float[Tensor, "N ..."]:
-    """The rows without padding: row n is at `place[n]`; padding has the gradient 0."""
+    """Remove padding: row n is at `place[n]`; padding gets a zero gradient."""
     return _Unpad.apply(padded, place)  # pyright: ignore[reportReturnType]
 
 
@@ -148,7 +148,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def in_order(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`attend` of these heads, with reproducible gradients if the step requires them."""
+    """Run `attend` on these heads, with reproducible gradients if the step requires them."""
     heads = (query, key, value)
     wanted = query.is_cuda and torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted and torch.is_grad_enabled() and any(each.requires_grad for each in heads):
@@ -157,7 +157,7 @@ def in_order(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tenso
 
 
 class _OneOrder(torch.autograd.Function):
-    """Attention whose backward pass fails rather than run a nondeterministic operator."""
+    """Attention whose backward pass raises rather than run a nondeterministic operator."""
 
     @staticmethod
     def forward(ctx: Any, attend: Attend, *heads: Tensor) -> Tensor:  # noqa: ANN401
@@ -189,7 +189,7 @@ KEY_BLOCK = 32
 
 
 class LostLayoutError(RuntimeError):
-    """A packed batch reached a layer that is not passed its sequence boundaries."""
+    """A packed batch reached a layer that does not receive its sequence boundaries."""
 
 
 MAX_PADDING = 1.3
@@ -198,7 +198,7 @@ MAX_PADDING = 1.3
 
 @runtime_checkable
 class Layout(Protocol):
-    """Order of the tokens of a forward pass, and the keys to which each attends."""
+    """Order of the tokens of a forward pass, and the keys each one attends to."""
 
     def attend(
         self,
@@ -260,8 +260,8 @@ class Ragged:
     ) -> Float[Tensor, "1 N H E"]:
         """Causal attention of each sequence to itself.
 
-        On a GPU in 16 bits all sequences share a call. Otherwise each has its own: padding them to
-        a common length takes longer than the attention itself.
+        On a GPU in 16 bits one call has all sequences. Otherwise each has its own call: padding
+        them to a common length takes longer than the attention itself.
         """
         if self.kernels != "off" and varlen_runs(query, key, value, dropout=dropout):
             together = partial(
@@ -286,7 +286,7 @@ class Ragged:
 
     @cached_property
     def padded(self) -> Padded:
-        """The sequences as forward passes of models that require padding take them."""
+        """The sequences in the padded form that other models require."""
         return _padded(similar_lengths(self.lengths), self.lengths, self.device)
 
 
@@ -299,7 +299,7 @@ def attend_causally(
     sliding_window: int | None,
     dropout: float = 0.0,
 ) -> Float[Tensor, "1 H T E"]:
-    """Attention of the last T of a sequence's M tokens to all tokens up to themselves."""
+    """Attention of the last T of a sequence's M tokens, each to all tokens up to itself."""
     leave_out_cudnn(query)
     shared_by = query.shape[1] // key.shape[1]
     if shared_by > 1 and query.is_cuda:  # only some of its kernels take grouped queries
@@ -320,7 +320,7 @@ def attend_causally(
 def causal_mask(
     num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device
 ) -> Bool[Tensor, "T M"] | None:
-    """True where one of the last tokens sees a key; None where `is_causal` means the same."""
+    """True where one of the last tokens may attend to a key; None if `is_causal` is equivalent."""
     if num_queries == num_keys and (sliding_window is None or num_keys <= sliding_window):
         return None
     positions = torch.arange(num_keys - num_queries, num_keys, device=device)
@@ -332,15 +332,15 @@ def causal_mask(
 def leave_out_cudnn(query: Tensor) -> None:
     """Prefer FlashAttention to cuDNN's attention on GPUs, for the whole process.
 
-    From Hopper on PyTorch prefers cuDNN's attention, which makes a plan for each new shape of a
-    call: batches of sequences of any lengths have thousands of shapes.
+    From Hopper on, PyTorch prefers cuDNN's attention, which makes a plan for each new shape, and
+    batches of sequences with varying lengths have thousands of shapes.
     """
     if query.is_cuda and torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Split the sequences, sorted by length, so that padding is limited (`MAX_PADDING`)."""
+    """Group the sequences, sorted by length, so that padding is limited (`MAX_PADDING`)."""
     by_length = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     parts: list[list[int]] = []
     tokens = 0
@@ -355,7 +355,7 @@ def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple that is not below `number`."""
+    """Round `number` up to a multiple."""
     return -(-number // multiple) * multiple
 
 
@@ -395,12 +395,12 @@ def ragged_attention(
     sliding_window: int | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> tuple[Float[Tensor, "Q N H E"], None]:
-    """Causal attention, within `sliding_window` tokens if given, as the layout `ragged` has it.
+    """Causal attention, within `sliding_window` tokens if given, in the layout `ragged`.
 
     With a layout, Q is 1.
 
     Raises:
-        LostLayoutError: a mask that stands for a layout came without it.
+        LostLayoutError: a placeholder mask was passed without its layout.
     """
     if ragged is None:
         _require_mask(module, query, key, attention_mask)
@@ -425,7 +425,7 @@ def ragged_attention(
 def _require_mask(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None
 ) -> None:
-    """Refuse a mask of one element for all pairs of tokens, which is not causal."""
+    """Refuse a one-element mask for all pairs of tokens, which is not causal."""
     pairs = query.shape[2] * key.shape[2]
     if attention_mask is not None and pairs > 1 and attention_mask.shape[-2:] == (1, 1):
         raise LostLayoutError(f"{type(module).__name__} does not pass on the sequence boundaries")

@@ -1,7 +1,7 @@
-"""Running a Hugging Face model over a `TokenBatch`: per-token results, no padding in or out.
+"""Runs a Hugging Face model over a `TokenBatch`: per-token results, no padding in or out.
 
-The wrappers are what the engine trains. Inside is the user's own model, unchanged.
-Dimension names: N tokens, K targets, B sequences, V vocabulary, d hidden size.
+The engine trains these wrappers of the user's unchanged model. Dimension names: N tokens, K
+targets, B sequences, V vocabulary, d hidden size.
 """
 
 import inspect
@@ -50,8 +50,8 @@ class TokenLogprobs:
 class Policy(nn.Module):
     """A causal language model that returns the log-probabilities of given tokens.
 
-    Logits that would take much memory never exist for all targets at once, where the model's output
-    is one matrix product and `kernels` is not off.
+    If the logits would need much memory, they are never computed for all targets at once, provided
+    that the model's output is one matrix product and `kernels` is not off.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Policy(nn.Module):
     ) -> TokenLogprobs:
         """Log-probabilities of `batch.targets`; `temperature` divides the logits.
 
-        `entropy_learns` says that the loss will count an entropy that is asked for; `uniform`, that
-        it will weigh all log-probabilities the same, which makes it faster.
+        `entropy_learns` says that the loss has the requested entropy; `uniform`, that it weights
+        all log-probabilities equally, which is faster.
         """
         require_context(base_model(self.model), batch)
         targets = batch.input_ids[batch.targets]
@@ -120,7 +120,7 @@ class Policy(nn.Module):
         return TokenLogprobs(*computed)
 
     def settle(self, batch: TokenBatch) -> None:
-        """Detect once how the model computes logits, with some tokens of a batch."""
+        """Determine once, with some tokens of a batch, how the model computes logits."""
         self._output_matrix(batch)
 
     def logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
@@ -129,9 +129,9 @@ class Policy(nn.Module):
         return self._logits(batch)
 
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
-        """The output matrix, if there may be too many logits and it alone determines them.
+        """The output matrix, if there may be too many logits and they depend on it alone.
 
-        Every process comes to the same answer in the same passes, for asking the model takes some.
+        Every process gets the same answer with the same forward passes.
 
         Raises:
             KernelError: it doesn't, and the kernel is required.
@@ -148,7 +148,7 @@ class Policy(nn.Module):
         return head if self._is_product and isinstance(head, nn.Linear) else None
 
     def _hidden(self, batch: TokenBatch) -> Float[Tensor, "K d"]:
-        """Input of the output matrix, for each target."""
+        """Input of the output matrix for each target."""
         backbone = cast("Backbone", base_model(self.model).base_model)
         ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
         before = batch.targets - 1
@@ -177,7 +177,7 @@ class LabelOutputs:
     """The learned thresholds of a score, if it has any."""
 
     def at(self, tokens: Int[Tensor, " B"]) -> "LabelOutputs":
-        """The outputs of the given tokens alone."""
+        """The outputs for these tokens alone."""
         return LabelOutputs(self.logits[tokens], self.cutpoints)
 
 
@@ -185,10 +185,10 @@ class Scorer(nn.Module):
     """A sequence classifier that returns a score at every token.
 
     As a reward model its score of a response is the one at the last token; as a critic, the score
-    at a token is the value of the state after it. Of several labels the score is their expected
-    value. The head multiplies and adds in fp32; its weight has the model's number format, as what
-    it multiplies has, and its master in training is fp32. A model that reads a sequence as a whole,
-    such as BERT, has the same score at all tokens of it.
+    at a token is the value of the state after it. With several labels the score is their expected
+    value. The head computes in fp32; its weight and input have the model's number format, and its
+    master in training is fp32. An encoder such as BERT has the same score at all tokens of a
+    sequence.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Scorer(nn.Module):
     def forward(
         self, batch: TokenBatch, *, labels: bool = False
     ) -> Float[Tensor, " N"] | LabelOutputs:
-        """Score at every token, fp32; with `labels`, the outputs of all labels.
+        """Scores at every token, in fp32; with `labels`, the outputs of all labels.
 
         Raises:
             ModelError: a score is required, and the model's labels have no values.
@@ -219,7 +219,7 @@ class Scorer(nn.Module):
         return None if self.cutpoints is None else self.cutpoints()
 
     def final_scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
-        """Score of each sequence: at its last token, or of the steps of its response."""
+        """Score of each sequence: at its last token, or from the steps of its response."""
         return response_scores(self(batch), batch, base_model(self.model).config)
 
     def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N C"]:
@@ -241,7 +241,7 @@ def whole_logits(classifier: PreTrainedModel, inputs: dict[str, Tensor]) -> Floa
 
 
 def reads_whole(classifier: PreTrainedModel) -> bool:
-    """Whether a classifier reads a whole sequence at once, as encoders do."""
+    """Whether a classifier is an encoder, which reads a whole sequence at once."""
     return not hasattr(classifier, SCORE_HEAD)
 
 
@@ -261,10 +261,10 @@ PROBE = 8
 
 @torch.no_grad()
 def is_product(model: nn.Module, batch: TokenBatch) -> bool:
-    """Whether the model's logits are its output matrix times its last hidden states, to the bit.
+    """Whether the model's logits are exactly its output matrix times its last hidden states.
 
-    Some families scale, cap or shift them, or the hidden states. The model itself is run, with a
-    few tokens of the batch, so that unknown families are right as well.
+    Some families scale, cap or shift them, or the hidden states. The model itself is run on a few
+    tokens of the batch, so that the answer is right for unknown families too.
     """
     plain = base_model(model)
     head = cast("nn.Linear", plain.get_output_embeddings())
@@ -293,7 +293,7 @@ def is_product(model: nn.Module, batch: TokenBatch) -> bool:
 
 
 def _say_whole(family: str, kernels: Kernels) -> None:
-    """Declare that full logits are computed, or that they must not be.
+    """Log that full logits are computed, or raise if they must not be.
 
     Raises:
         KernelError: `kernels` is required.
@@ -307,7 +307,7 @@ def _say_whole(family: str, kernels: Kernels) -> None:
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Tokens that the model's position encoding covers; practically unlimited without one."""
+    """Maximum length of the model's position encoding; practically unlimited without one."""
     return positions(model.config)
 
 
@@ -317,7 +317,7 @@ def positions(settings: PreTrainedConfig) -> int:
 
 
 def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:
-    """Refuse sequences that are longer than the model's position encoding.
+    """Refuse sequences longer than the model's position encoding.
 
     Raises:
         DataError: a sequence is too long.
@@ -337,12 +337,12 @@ def score_head(classifier: PreTrainedModel) -> nn.Linear:
 
 
 def is_ragged(model: nn.Module) -> bool:
-    """Whether the model was loaded with attention that takes sequences laid end to end."""
+    """Whether the model was loaded with attention for packed sequences."""
     return base_model(model).config._attn_implementation == RAGGED  # noqa: SLF001
 
 
 def ragged_inputs(batch: TokenBatch, ragged: Ragged) -> dict[str, object]:
-    """Keyword arguments that run a Hugging Face model over the batch as one row."""
+    """Keyword arguments for running a Hugging Face model over the batch as one row."""
     return {
         "input_ids": batch.input_ids[None],
         "position_ids": ragged.positions[None],
@@ -359,7 +359,8 @@ def run_padded(
 ) -> Float[Tensor, "N X"]:
     """Run a model that requires padded batches, one group of similar lengths at a time.
 
-    Every process runs as many passes as the one with the most groups: they gather weights together.
+    Every process runs the same number of passes, that of the process with the most groups, because
+    they gather weights together.
     """
     padded = ragged.padded
     real = torch.zeros_like(padded.source).index_fill(0, padded.place, 1)

@@ -1,13 +1,13 @@
-"""Decides whether sequences of a model can be packed into one row, or must be padded.
+"""Decides whether a model's sequences can be packed into one row or must be padded.
 
-A family whose layers are plain causal attention is packed. Whether it is one, its settings say only
-in part: some layers lose the keyword that says where sequences lie, some add to the mask what they
-have learned, some keep their window in the mask alone. So the code itself is run, with a small
-copy of the model: packed, its output for each sequence must equal that for the sequence alone.
+A family whose layers are plain causal attention is packed. Its settings don't fully determine this:
+some layers drop the keyword with the sequence boundaries, some add a learned bias to the mask, some
+express their window only in the mask. So the code itself is run, with a small copy of the model:
+its output for each packed sequence must equal that for the sequence alone.
 
-The answer hangs on class and settings, not on weights: it is the same on every process, at every
-ZeRO stage, for weights that are still in their files, with adapters and in every number format, and
-is had without a word between processes.
+The answer depends on class and settings, not on weights: without communication it is the same on
+every process, at every ZeRO stage, with weights not yet loaded, with adapters and in every number
+format.
 """
 
 import copy
@@ -104,7 +104,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"
 
 
 def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrainedConfig:
-    """The settings with other sizes: as many layers, each of its kind, few of everything else.
+    """The settings at reduced sizes: as many layers of each kind, little of everything else.
 
     Heads that share keys still do, some experts of several are still chosen, and windows are
     `WINDOW` tokens. With more `heads` than usual, an even number, layers are as much wider.
@@ -117,8 +117,8 @@ def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrai
 def small_copy(kind: type[PreTrainedModel], settings: PreTrainedConfig) -> PreTrainedModel:
     """A model of that class and those settings on the CPU in fp32, with large random weights.
 
-    They are the same at each call. Freshly initialized ones are nearly uniform: what they see would
-    hardly move their outputs.
+    They are the same at each call. With the usual initialization attention is nearly uniform, so
+    that outputs would hardly depend on what a token attends to.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
@@ -170,7 +170,7 @@ def _small_size(name: str, value: int, heads: int) -> int:
 
 
 def _small_window(window: Any, context: object) -> Any:  # noqa: ANN401
-    """The window of a copy; one that exceeds the context has no effect and is unchanged."""
+    """The window of a copy; a window that exceeds the context has no effect and is unchanged."""
     if isinstance(window, list | tuple):
         return type(window)(_small_window(each, context) for each in window)
     if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
@@ -208,7 +208,7 @@ LEAK = 0.01
 
 @dataclass(frozen=True)
 class Run:
-    """Execution of a model's sequences: packed or padded."""
+    """How a model's sequences are run: packed or padded."""
 
     packed: bool
     """Whether sequences are packed into one row; else those of similar length are padded."""
@@ -221,9 +221,9 @@ class Run:
 
 
 def how_to_run(model: PreTrainedModel) -> Run:
-    """Packed if the result is the same, else padded; logged if only a trial can decide.
+    """Packed if the result is the same, else padded; logged if it takes a trial to decide.
 
-    The model's weights are not looked at: it may be on the meta device.
+    The model's weights are not used: it may be on the meta device.
     """
     reason = unlike_causal_attention(model)
     if getattr(model, "_is_stateful", False):
@@ -232,7 +232,7 @@ def how_to_run(model: PreTrainedModel) -> Run:
 
 
 def unlike_causal_attention(model: PreTrainedModel) -> str | None:
-    """Return the kinds of layers other than causal attention; None if settings have none."""
+    """Return the kinds of layers other than causal attention; None if the settings list none."""
     settings = model.config.get_text_config()
     layers = set(getattr(settings, "layer_types", None) or ())
     others = ", ".join(sorted(layers - {"full_attention", "sliding_attention"}))
@@ -254,7 +254,7 @@ def unlike_causal_attention(model: PreTrainedModel) -> str | None:
 
 @dataclass(frozen=True)
 class Family:
-    """Models of one class whose small copies have the same settings: one answer holds for all."""
+    """Models of one class whose small copies have the same settings: one trial decides for all."""
 
     kind: type[PreTrainedModel]
     text: str
@@ -277,7 +277,7 @@ class Family:
 
 
 def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
-    """The last hidden states of a small copy for a few tokens, packed if the copy supports it."""
+    """The last hidden states of a small copy on a few tokens, packed if the copy supports it."""
     is_packed = model.config._attn_implementation == RAGGED  # noqa: SLF001
     lengths = (7, 5) if is_packed else (KEY_BLOCK,)  # as padded rows are multiples of it
     generator = torch.Generator().manual_seed(0)
@@ -291,7 +291,7 @@ def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
 
 @functools.cache
 def _tried(family: Family, reason: str | None) -> Run:
-    """Decide by a trial how models of a kind are run; `reason` is a reason to pad."""
+    """Decide by a trial how models of a family are run; `reason` is a reason to pad."""
     causal = True
     is_known = reason is not None
     try:
@@ -325,9 +325,9 @@ def _one_line(error: Exception) -> str:
 def leak(model: PreTrainedModel) -> float:
     """Largest change of earlier log-probabilities by the last token, in nats; 0 if causal.
 
-    Whichever token it is, and whether there is one: ProphetNet's code mixes up the positions that
-    it is given, so that its log-probabilities hang on the length of the whole text. This is tested
-    of a few tokens, within whatever window a mask is learned for.
+    For any last token, and for none: ProphetNet's code mixes up positions, so that its
+    log-probabilities depend on the length of the whole text. A few tokens are tested, which fit in
+    the window of any learned mask.
     """
     ids, few = _tokens()[: max(LENGTHS)], _tokens()[: min(LENGTHS)]
     other = torch.cat([ids[:-1], ids[-1:] ^ 1])
@@ -344,7 +344,7 @@ def difference_of_packing(model: PreTrainedModel) -> float:
     The model is left with ragged attention.
 
     Raises:
-        LostLayoutError: a layer doesn't hear where sequences lie.
+        LostLayoutError: a layer doesn't receive the sequence boundaries.
     """
     ids = _tokens()
     batch = TokenBatch(ids, LENGTHS, ids[:0])

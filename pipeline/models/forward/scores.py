@@ -1,4 +1,4 @@
-"""The score of a classifier of several classes: the expected value of its class.
+"""The score of a classifier with several classes: the expected value of its class.
 
 Dimension names: N tokens, C classes.
 """
@@ -30,7 +30,7 @@ def expected_value(
 
 
 def require_score(classifier: PreTrainedModel) -> None:
-    """Refuse a classifier that gives no score.
+    """Refuse a classifier that has no score.
 
     Raises:
         ModelError: it has several labels without values.
@@ -61,7 +61,7 @@ STEPS = "steps"
 
 
 def separator_ids(tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
-    """The tokens that end in the separator; spaces may follow it."""
+    """The tokens that end with the separator, possibly followed by spaces."""
     count = len(tokenizer)
     texts = tokenizer.batch_decode([[token] for token in range(count)])
     ends = [token for token, text in enumerate(texts) if _ends_in(text, separator)]
@@ -77,8 +77,7 @@ def _ends_in(text: str, separator: str) -> bool:
 def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]:
     """Return the ends of the steps of each sequence's last response, in the batch.
 
-    The response is the last run of tokens whose prediction counts. A sequence without such tokens
-    ends in one step.
+    The response is the last run of tokens in the loss. A sequence without such tokens has one step.
     """
     tokens, counted = batch.input_ids.tolist(), set(batch.targets.tolist())
     found: list[list[int]] = []
@@ -105,9 +104,9 @@ def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]
 def response_scores(
     scores: Float[Tensor, " N"], batch: TokenBatch, settings: PreTrainedConfig
 ) -> Float[Tensor, " B"]:
-    """The score of each sequence: that of its last token, or of all its steps.
+    """The score of each sequence: at its last token, or combined over its steps.
 
-    As `step_score` in the settings says, that of the worst step (min), of the last one, or the
+    Depending on `step_score` in the settings, that of the worst step (min), of the last one, or the
     log-probability that all steps are right (product).
     """
     if getattr(settings, "label_kind", None) != STEPS:
@@ -131,12 +130,12 @@ and start at what the labels' shares say."""
 class Cutpoints(nn.Module):
     """Increasing thresholds b_1 < b_2 < ... of a score, or a single positive one.
 
-    The first is free (or, with `positive`, the softplus of what is learned), and each gap the
-    softplus of what is learned, so that no step can put them out of order.
+    The first is a free parameter (with `positive`, its softplus), and each gap is the softplus of a
+    parameter, so that no optimizer step can change their order.
 
     Args:
-        initial: where they start, increasing.
-        positive: whether the first stays above 0.
+        initial: initial thresholds, increasing.
+        positive: whether the first is always above 0.
     """
 
     def __init__(

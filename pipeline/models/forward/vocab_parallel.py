@@ -1,6 +1,6 @@
 """Vocabulary-parallel embeddings and output matrices: each process has a range of the rows.
 
-A process looks up the rows in its range, and zeros for other tokens; the sum over processes is the
+A process looks up the rows in its range, with zeros for other tokens; the sum over processes is the
 embedding. An output matrix computes the logits of its range. `Policy` computes log-probabilities
 from these without gathering them; a direct call of the layer gathers the logits.
 """
@@ -27,15 +27,15 @@ _WORDS = "divided_words"
 
 
 def words_of(head: nn.Module | None) -> Words | None:
-    """Vocabulary range of an output matrix; None if it is complete."""
+    """Vocabulary range of an output matrix; None if it is not sharded."""
     return getattr(head, _WORDS, None)
 
 
 def divisible_tables(model: PreTrainedModel, size: int, *, least: int = LARGE) -> list[nn.Module]:
     """Embedding and output matrix, if their rows can be sharded.
 
-    One that is not a plain table, as where a family scales what it looks up or peft adapts it,
-    stays whole, and with it one that is tied to it.
+    A table that is not plain (some families scale the embedding, and peft may adapt it) is not
+    sharded, nor is one tied to it.
     """
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
@@ -56,7 +56,7 @@ def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
 
 
 def divide_table(module: nn.Module, rows: int, group: Group) -> None:
-    """Make an embedding or output matrix compute with this process's rows of `rows` in all."""
+    """Make an embedding or output matrix use this process's rows of `rows` in all."""
     words = Words(group.rank * (rows // group.size), group)
     if isinstance(module, nn.Linear):
         setattr(module, _WORDS, words)
@@ -67,7 +67,7 @@ def divide_table(module: nn.Module, rows: int, group: Group) -> None:
 
 
 def _logits(head: nn.Linear, group: Group, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
-    """The logits of all words."""
+    """The logits of the full vocabulary."""
     own = F.linear(copy_to_group(hidden, group), head.weight, head.bias)
     return join_over_group(own, group)
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat format, together."""
+"""A model's tokenizer and chat format."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,14 +17,14 @@ from pipeline.system.errors import ConfigError, DataError, ModelError
 def load_chat(
     config: FrozenModelConfig, data: DataConfig
 ) -> tuple[PreTrainedTokenizerBase, ChatFormat]:
-    """The tokenizer with the special tokens and the template of `data.format`, and that format.
+    """The tokenizer with the special tokens and template of `data.format`, and that format.
 
     Saving the tokenizer saves the template, so that chat uses the one the model was trained with,
     its arguments (`data.template_args`) and date included.
 
     Raises:
-        ConfigError: the format adds tokens, and LoRA would leave their embeddings untrained: new
-            rows as random as they are drawn, or rows of a padded table that no token had.
+        ConfigError: the format adds tokens, and with LoRA their embeddings (new random rows, or
+            unused rows of a padded table) would not be trained.
     """
     tokenizer = load_tokenizer(config)
     known = len(tokenizer)
@@ -38,7 +38,7 @@ def load_chat(
 
 
 def untrained_tokens(config: FrozenModelConfig) -> str:
-    """Why a chat format can't be learned with adapters alone."""
+    """The reason why a chat format can't be trained with adapters alone."""
     return (
         f"the chat format has tokens that {config.path} does not know, and LoRA would leave their"
         " embeddings untrained; set lora null or choose another data.format"
@@ -56,10 +56,10 @@ def decode_response(
 def speaks_alike(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str
 ) -> bool:
-    """Whether a reward model reads the actor's tokens; otherwise it is passed text.
+    """Whether a reward model takes the actor's tokens; otherwise it is passed text.
 
     Raises:
-        ModelError: it has another tokenizer, and no chat template that says how it reads text.
+        ModelError: it has another tokenizer, and no chat template for text.
     """
     same_tokens = tokenizer.get_vocab() == other.get_vocab()
     if other.chat_template is None:
@@ -79,9 +79,9 @@ def require_same_chat(
     model: str,
     source: FrozenModelConfig,
 ) -> None:
-    """Refuse two models with different token ids, which they exchange, or different chat formats.
+    """Refuse two models with different vocabularies or chat formats.
 
-    A model without a saved template has no format yet.
+    A model without a saved template is accepted.
 
     Raises:
         ModelError: the vocabularies or the chat templates differ.
@@ -104,13 +104,13 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
     """Refuse a model whose files, tokenizer or chat template are visibly unusable.
 
     Args:
-        path: of a directory, or a name on the Hub, of which only the tokenizer is read.
-        examples: rows whose prompts it will be given.
+        path: a directory, or a Hub name, of which only the tokenizer is read.
+        examples: rows with prompts for the model.
         scores: whether it must be a reward model.
 
     Raises:
         ModelError: there is no such model, or a part of it is missing or damaged.
-        DataError: its template can't render one of the dialogues, or leaves it no room to answer.
+        DataError: its template can't render one of the dialogues, or leaves no room for a response.
     """
     path = as_directory(path)
     local = None if path == EMBEDDED else local_directory(path)
@@ -130,10 +130,10 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
 
 
 def require_score_head(path: str, kinds: Sequence[str] | None) -> None:
-    """Refuse a model that gives no score.
+    """Refuse a model that has no score head.
 
     Raises:
-        ModelError: none of its architectures is one of a reward model.
+        ModelError: none of its architectures is that of a reward model.
     """
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds or ()):
         raise ModelError(

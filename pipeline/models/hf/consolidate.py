@@ -1,4 +1,4 @@
-"""Conversion of checkpoints to Hugging Face directories, in a single process."""
+"""Converts checkpoints to Hugging Face directories, in a single process."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -26,7 +26,7 @@ TOKENIZER = "tokenizer"
 
 
 def describe_model(module: nn.Module) -> dict[str, Any] | None:
-    """Description of the Hugging Face model inside `module`, as JSON, for rebuilding it."""
+    """JSON description of the Hugging Face model inside `module`, for rebuilding it."""
     for prefix, model in module.named_modules():
         if isinstance(model, PeftModel | PreTrainedModel):
             plain = base_model(model)
@@ -49,12 +49,12 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
 
 
 def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
-    """Write the model that engine `name` of the checkpoint trains as a Hugging Face directory.
+    """Write the model that engine `name` of the checkpoint trained as a Hugging Face directory.
 
-    It is what the run itself would have exported then; in memory is the full model.
+    It equals the export of the run at that step; the full model must fit in memory.
 
     Raises:
-        CheckpointError: it holds no such model, or one whose class `transformers` doesn't have.
+        CheckpointError: it has no such model, or `transformers` lacks its class.
     """
     described = checkpoint.state.get("models", {}).get(name)
     if described is None:

@@ -1,8 +1,8 @@
 """Fast checks of a model directory, before anything heavy is imported.
 
 `check_model_directory` reads names, JSON files and the headers of safetensors: no weights, and
-neither torch nor transformers. It takes milliseconds for a model of any size, so that a plan can
-ask it of every model path before its first step begins.
+neither torch nor transformers. It takes milliseconds for a model of any size, so a plan can check
+every model path before the first step.
 """
 
 import json
@@ -43,19 +43,19 @@ def check_model_directory(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
-    """Return if these checks find no problem with a local model directory.
+    """Check a local model directory, as far as possible without loading the model.
 
-    What only the model's code can tell shows when the model is loaded: an unknown architecture,
-    tensors of other sizes than the configuration's, weights that are not finite.
+    Other errors appear when the model is loaded: an unknown architecture, tensors whose sizes don't
+    match the configuration, weights that are not finite.
 
     Args:
-        path: of the directory; `~` is the home directory.
+        path: path of the directory; `~` is the home directory.
         generates: whether it must be a language model.
-        allow_pickle: whether weights in `pytorch_model*.bin` will do.
+        allow_pickle: whether weights in `pytorch_model*.bin` are accepted.
         trust_remote_code: whether Python code in the directory may run.
 
     Raises:
-        ModelError: what is missing or broken, by the file's name, and what to do.
+        ModelError: a file is missing or broken; the message names it and the fix.
     """
     directory = Path(path).expanduser()
     settings = check_configuration(directory)
@@ -71,18 +71,18 @@ def check_model_directory(
 
 
 def are_of_classifier(architectures: Iterable[str] | None) -> bool:
-    """Whether these `architectures` of a configuration are those of a sequence classifier."""
+    """Whether these `architectures` of a configuration are sequence classifiers."""
     return any(each.endswith("ForSequenceClassification") for each in architectures or ())
 
 
 def require_language_model(path: str | Path, architectures: Iterable[str] | None) -> None:
-    """Return unless the model is a classifier, such as a reward model or a critic.
+    """Refuse a classifier, such as a reward model or a critic, as a language model.
 
-    With tied embeddings a classifier lacks none of a language model's weights: it would load, and
+    With tied embeddings a classifier has all of a language model's weights: it would load and
     generate nonsense.
 
     Raises:
-        ModelError: it is one.
+        ModelError: the model is a classifier.
     """
     if are_of_classifier(architectures):
         raise ModelError(
@@ -92,7 +92,7 @@ def require_language_model(path: str | Path, architectures: Iterable[str] | None
 
 
 def untrusted_code(path: str | Path) -> str:
-    """Reason why a model with custom code is not loaded."""
+    """The reason why a model with custom code is not loaded."""
     return (
         f"{path} comes with Python code of its own, which loading it would run; read the code, and"
         " set trust_remote_code true for this model if you trust it"
@@ -124,10 +124,10 @@ def check_configuration(directory: Path) -> dict[str, Any]:
 
 
 def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
-    """Return if these checks find no problem with the weights.
+    """Check the weights, without reading them.
 
     Raises:
-        ModelError: a file is missing, a Git-LFS pointer, cut short or damaged.
+        ModelError: a file is missing, a Git-LFS pointer, truncated or damaged.
     """
     has_safetensors = any((directory / name).is_file() for name in (SINGLE, INDEX))
     if not has_safetensors and (directory / ADAPTER).is_file():
@@ -147,10 +147,10 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Return if these checks find no problem with the tokenizer.
+    """Check the tokenizer's files.
 
     Raises:
-        ModelError: there is none, or one of its files is a Git-LFS pointer or no JSON.
+        ModelError: there is none, or one of its files is a Git LFS pointer or not JSON.
     """
     found = [file for pattern in TOKENIZER_FILES for file in sorted(directory.glob(pattern))]
     if not any(file.is_file() for file in found):

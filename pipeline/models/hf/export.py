@@ -1,4 +1,4 @@
-"""Writing models as Hugging Face directories that plain `transformers` loads."""
+"""Writes models as Hugging Face directories that plain `transformers` loads."""
 
 import json
 import logging
@@ -47,9 +47,9 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def can_stream(model: PreTrainedModel) -> bool:
-    """Whether each tensor of the family's files follows from a single parameter.
+    """Whether each tensor in the family's files comes from a single parameter.
 
-    Some hold in one tensor what the model has in several.
+    In some families a tensor in the files combines several parameters.
     """
     return not any(
         isinstance(step, WeightConverter) and len(step.target_patterns) > 1
@@ -60,8 +60,8 @@ def can_stream(model: PreTrainedModel) -> bool:
 def as_saved(model: PreTrainedModel, named: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Parameters with the names and shapes that `save_pretrained` writes.
 
-    Some families have other names in files than in the model, or hold in one parameter what their
-    files have by expert. The family must be one that `can_stream`.
+    Some families have other names in files than in the model, or one parameter for tensors that
+    their files have per expert. `can_stream` must be true for the family.
     """
     for name, tensor in named:
         yield from revert_weight_conversion(model, {name: tensor}).items()
@@ -72,10 +72,10 @@ def stream_export(
 ) -> None:
     """Write full tensors as `model.safetensors`, or as shards and their index.
 
-    In memory are one shard's tensors at most, as copies on the CPU, and the one that `named`
-    yields, which may be freed or filled again at the next turn. The directory's weights are
-    replaced at the end, when the new ones are on the disk; a process that is killed meanwhile, or a
-    loss of power, leaves the old ones, the new ones or none, but no mixture.
+    Memory is needed for at most one shard's tensors, as copies on the CPU, and the one that `named`
+    yields, which may be freed or overwritten in the next iteration. The directory's weights are
+    replaced at the end, when the new ones are on disk; a kill or power failure leaves the old ones,
+    the new ones or none, but never a mixture.
 
     Raises:
         ValueError: a name was passed twice.
@@ -116,7 +116,7 @@ class _Shards:
         )
 
     def write(self) -> None:
-        """Write what was added since the last call."""
+        """Write the tensors added since the last call."""
         fault_point("export.before_shard")
         file = self.scratch / f"{len(self.files)}.safetensors"
         save_file(self._pending, file, metadata={"format": "pt"})
@@ -131,10 +131,10 @@ class _Shards:
 
 
 def _replace(shards: _Shards, directory: Path) -> None:
-    """Move the files to their names, and remove the files that they replace.
+    """Move the files to their final names, and remove the files that they replace.
 
-    A single file goes before an index where both are there, so it is taken away last. An index goes
-    before its shards change.
+    If both exist, a single file takes precedence over an index, so it is removed last. An index is
+    removed before its shards change.
     """
     single, index = directory / SINGLE, directory / INDEX
     stale = {path for path in directory.iterdir() if SHARD.fullmatch(path.name)}
@@ -169,10 +169,10 @@ ADAPTER_PREFIX = "base_model.model."
 
 @runtime_checkable
 class GathersUnits(Protocol):
-    """Gathers a model's parameters, a unit at a time."""
+    """Gathers a model's parameters one unit at a time."""
 
     def iter_gathered_units(self) -> Iterator[Collection[nn.Parameter]]:
-        """Yield gathered parameters, valid until the next iteration; each comes once."""
+        """Yield gathered parameters, valid until the next iteration; each is yielded once."""
         ...
 
 
@@ -185,12 +185,12 @@ def export(
 ) -> None:
     """Write config, safetensors and tokenizer into `directory`; each file is replaced atomically.
 
-    When it returns they are on the disk, and as readable as other files of this user.
+    When it returns they are on disk, with this user's default permissions.
 
-    With LoRA the directory holds the merged model, and `adapter/` the adapter in peft's form. The
-    trained model itself is not changed. All processes call it; the main one writes, and none
-    returns before the files are there. `weights`, an engine for one, brings parameters in place a
-    unit at a time; without it they are all there.
+    With LoRA the directory has the merged model, and `adapter/` the adapter in peft's format. The
+    trained model is not modified. A collective: the main process writes, and none returns before
+    the files exist. `weights`, such as an engine, gathers parameters one unit at a time; without it
+    all must be in place.
     """
     plain, mesh = base_model(model), current_mesh()
     named = named_weights(plain, weights)
@@ -233,8 +233,8 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Everything in the state dict of `model`, each tensor full until the next is requested.
 
-    `weights` may be the engine that trains the model, or one it is part of: all processes iterate
-    together. All weights of a unit are in place while it is its turn.
+    `weights` may be the engine that trains the model, or a larger one: all processes iterate
+    together. All weights of a unit are in place while it is yielded.
     """
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if weights is not None:
@@ -250,7 +250,7 @@ def named_weights(
 
 
 class _Joining:
-    """Joins the tensor-parallel parts of a model's layers into full tensors."""
+    """Joins tensor-parallel shards of a model's layers into full tensors."""
 
     def __init__(self, plain: PreTrainedModel, group: Group) -> None:
         # Only the processes of the first copy of the model join its parts.
@@ -261,7 +261,7 @@ class _Joining:
             self._parts[f"{name}.weight"] = layer.part
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The full tensor of this name; all processes of the group call it."""
+        """The full tensor of this name. A collective of the group."""
         part = self._parts.get(name)
         if part is None:
             return tensor
@@ -275,7 +275,7 @@ def _as_exported(
     joining: _Joining,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights for the plain model's files; those of an adapter are put into `adapter`."""
+    """The weights for the plain model's files; adapter weights are added to `adapter`."""
     plain = base_model(model)
     if isinstance(model, PeftModel):
         merged_weights = _merged(plain, dequantized_weights(plain, weights), adapter, joining)
@@ -292,7 +292,7 @@ def _as_exported(
 def _adapters_aside(
     weights: NamedTensors, adapter: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights without those of an adapter, which are put into `adapter`."""
+    """The weights without those of an adapter, which are added to `adapter`."""
     for name, tensor in weights:
         if name.startswith(ADAPTER_PREFIX):
             adapter[name] = tensor.to("cpu", copy=True)
@@ -363,7 +363,7 @@ def _in_peft(name: str) -> str:
 
 
 def move_in(staging: Path, directory: Path) -> None:
-    """Move staged files into a model's directory, once they are on the disk."""
+    """Move staged files into a model's directory once they are on disk."""
     settle(staging)
     for path in sorted(staging.iterdir()):
         target = directory / path.name
@@ -376,9 +376,9 @@ def move_in(staging: Path, directory: Path) -> None:
 def _merged(
     plain: PreTrainedModel, weights: NamedTensors, adapter: dict[str, Tensor], joining: _Joining
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights as the plain model has them: adapters added into copies, never into the base.
+    """The weights of the plain model: adapters are merged into copies, never into the base.
 
-    What belongs to the adapter goes into `adapter`, under its name in the peft model.
+    The adapter's tensors are added to `adapter`, under their names in the peft model.
     """
     layers = {
         name: module for name, module in plain.named_modules() if isinstance(module, LoraLayer)

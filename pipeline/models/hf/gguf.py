@@ -13,10 +13,10 @@ from pipeline.system.errors import ConfigError, ModelError
 
 @functools.cache
 def as_directory(path: str) -> str:
-    """`path`; of a GGUF file, the directory of its model in the cache of Hugging Face files.
+    """`path`, or for a GGUF file a cached directory with its model.
 
-    The directory is made at the first call: weights in fp32, equal to those of the file, and its
-    tokenizer, special tokens, chat template and stop ids.
+    The directory is created at the first call, with weights in fp32, equal to those of the file,
+    and its tokenizer, special tokens, chat template and stop ids.
 
     Raises:
         ModelError: there is no such file, or `transformers` can't read it.

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file, and the tokenizer that its fields alone make."""
+"""The vocabulary of a GGUF file, and the tokenizer built from its fields alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -55,7 +55,7 @@ WHOLE_WORDS = "llama-bpe"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer in GGUF's terms; the fields are keys `tokenizer.ggml.*` of the file."""
+    """A tokenizer in GGUF's terms; the fields are the file's `tokenizer.ggml.*` keys."""
 
     model: str
     """`llama` (SentencePiece's BPE, by scores) or `gpt2` (BPE of bytes, by merges)."""
@@ -102,14 +102,14 @@ class Vocabulary:
         return tokenizer
 
     def _merges_by_score(self, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Pairs of tokens that merge into another one, highest score first."""
+        """Pairs of tokens that merge into another token, highest score first."""
         merged = [t for t, score in zip(self.tokens, self.scores, strict=True) if score < 0]
         merged.sort(key=lambda token: -self.scores[numbers[token]])
         pairs = ((token[:end], token[end:]) for token in merged for end in range(1, len(token)))
         return [(left, right) for left, right in pairs if left in numbers and right in numbers]
 
     def agrees(self, texts: Mapping[str, Sequence[int]]) -> bool:
-        """Whether texts have these tokens."""
+        """Whether the tokenizer encodes each text to its given tokens."""
         encode = self.tokenizer.encode
         return all(encode(t, add_special_tokens=False).ids == ids for t, ids in texts.items())
 
@@ -118,7 +118,7 @@ def read_tokenizer(reader: "GGUFReader") -> tuple[PreTrainedTokenizerFast, tuple
     """The tokenizer of a GGUF file with its chat template, and the ids that end a response.
 
     Raises:
-        ModelError: the file has a kind of tokenizer, or a pre-tokenizer, that is not known here.
+        ModelError: the file's kind of tokenizer or pre-tokenizer is not supported.
     """
 
     def value(key: str) -> Any:  # noqa: ANN401  # of any type

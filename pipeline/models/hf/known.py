@@ -1,6 +1,6 @@
 """Shapes of the models in the presets, for planning before a download.
 
-As their authors' config.json files have them; a file on this machine comes first.
+They are from the authors' config.json files; a file on this machine takes precedence.
 """
 
 from collections.abc import Mapping

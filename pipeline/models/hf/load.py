@@ -1,4 +1,4 @@
-"""Loading models and tokenizers: from Hugging Face, from a directory, or built here."""
+"""Loads models and tokenizers from Hugging Face, from a directory, or built here."""
 
 import logging
 import pickle
@@ -45,7 +45,7 @@ from pipeline.system.installation import TRAIN
 
 @contextmanager
 def errors_only() -> Iterator[None]:
-    """Suppress transformers' tables and warnings; important ones are logged in our words."""
+    """Suppress transformers' tables and warnings; important ones are logged in our own words."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -59,7 +59,7 @@ LONGEST_REASON = 200
 
 
 def first_words(error: Exception) -> str:
-    """The first lines of the message as one, with the type of the error if it is a single word."""
+    """The first lines of an error message as one, with the error's type if it is a single word."""
     lines = " ".join(str(error).split("\n\n")[0].split())
     if isinstance(error, KeyError) or not lines:
         lines = f"{type(error).__name__} {lines}".strip()
@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 def weight_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The number format of the weights; `auto` is bf16 on a GPU that has it, else fp32."""
+    """The number format of the weights; `auto` is bf16 on a GPU that supports it, else fp32."""
     if precision == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if has_bf16 else torch.float32
@@ -89,9 +89,9 @@ def model_path(config: FrozenModelConfig) -> str:
 
 
 def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; where it has no padding token, padding uses the end-of-sequence one.
+    """The model's tokenizer, with the end-of-sequence token as padding token if it has none.
 
-    Masks come from lengths here, so the padding token never decides anything.
+    Masks come from lengths here, so the padding token doesn't matter.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -121,10 +121,10 @@ def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
 def load_causal_lm(
     config: FrozenModelConfig, *, device: torch.device, seed: int = 0, defer: bool = False
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode, without dropout; one that learns, not quantized.
+    """A causal language model in evaluation mode, without dropout; a trained one is not quantized.
 
-    With `defer` its weights stay on the CPU, in mapped pages of the files where these have the
-    same number format, for an engine that keeps a shard of them.
+    With `defer` its weights stay on the CPU, memory-mapped from the files if these have the same
+    number format, for an engine that keeps a shard of them.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -152,19 +152,19 @@ def load_classifier(
     defer: bool = False,
     num_labels: int | None = None,
 ) -> PreTrainedModel:
-    """A sequence classifier in evaluation mode, without dropout; one that learns, not quantized.
+    """A sequence classifier in evaluation mode, without dropout; a trained one is not quantized.
 
-    A head that the directory doesn't hold, or holds for another number of labels, is drawn from
-    N(0, 1 / sqrt(d + 1)), d the hidden size (Stiennon et al. 2020, appendix B). `defer` is that of
+    A head that the directory lacks, or has for another number of labels, is drawn from N(0, 1 /
+    sqrt(d + 1)), d being the hidden size (Stiennon et al. 2020, appendix B). `defer` is as in
     `load_causal_lm`.
 
     Args:
-        config: where the model is.
-        device: where its weights go.
-        seed: of a head that is drawn.
+        config: settings of the model.
+        device: device of its weights.
+        seed: seed of a new head.
         defer: whether an engine moves the weights to the device.
-        num_labels: outputs of the head; None takes those of a classifier, and one for a language
-            model.
+        num_labels: outputs of the head; None keeps a classifier's number, and uses one for a
+            language model.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -194,7 +194,7 @@ def load_classifier(
 
 
 def draw_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
-    """Draw the layers whose weights are among `names` from N(0, 1 / sqrt(d + 1)), d the inputs.
+    """Draw the layers whose weights are among `names` from N(0, 1 / sqrt(d + 1)), d the input size.
 
     Stiennon et al. 2020, appendix B; the numbers are the same on every process.
     """
@@ -221,14 +221,14 @@ HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")
 def load_for_inference(
     path: str | Path, *, precision: Precision = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model and its tokenizer, to generate with on this machine's GPU or CPU."""
+    """Load a causal language model and its tokenizer for generation, on this machine's device."""
     config = FrozenModelConfig(path=str(path), precision=precision)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_causal_lm(config, device=device), load_tokenizer(config)
 
 
 def load_reward(config: FrozenModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A reward model and its tokenizer, to score with on this machine's GPU or CPU."""
+    """Load a reward model and its tokenizer for scoring on this machine's GPU or CPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_classifier(config, device=device), load_tokenizer(config)
 
@@ -288,10 +288,10 @@ def _build(
     settings: PreTrainedConfig,
     device: torch.device,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model on the CPU, and the names of its parameters that the files do not hold.
+    """The model on the CPU, and the names of parameters that the files lack.
 
-    Where the files have the wanted number format, weights are mapped pages of them, which all
-    processes of a machine share.
+    If the files have the requested number format, weights are memory-mapped, so that all processes
+    of a machine share them.
     """
     path, dtype = model_path(config), weight_dtype(config.precision, device)
     model, info = _load(
@@ -320,7 +320,7 @@ def _build(
 def _prepared(
     model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
 ) -> PreTrainedModel:
-    """Move the model to its device, in evaluation mode, packed where that is exact.
+    """Move the model to its device, in evaluation mode, packed if that is exact.
 
     Raises:
         ModelError: its weights are not finite.
@@ -341,10 +341,10 @@ def _prepared(
 
 
 def require_finite(model: nn.Module, path: str, processes: Group = ALONE) -> None:
-    """Refuse a model whose parameters hold NaN or infinity; each process reads its share of them.
+    """Refuse a model with NaN or infinite parameters; each process checks a share of them.
 
     Raises:
-        ModelError: the first such parameter, and how many there are.
+        ModelError: there are some; the message has the first one and their number.
     """
     named = list(model.named_parameters())[processes.rank :: processes.size]
     broken = [name for name, param in named if not _is_finite(param)]
@@ -374,10 +374,10 @@ ALIGNMENT = 64
 
 
 def align_weights(model: nn.Module) -> None:
-    """Copy the weights of a mapped file that do not begin where the allocator would place them.
+    """Copy the weights of a mapped file that are not aligned as the allocator would align them.
 
-    Matrix products add in an order that depends on the alignment, and so a frozen model would
-    compute other last digits at ZeRO stage 0 than at stage 3, which allocates its weights.
+    Matrix products sum in an order that depends on the alignment, so a frozen model would have
+    other last digits at ZeRO stage 0 than at stage 3, which allocates its weights.
     """
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:

@@ -55,11 +55,11 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
 def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device) -> nn.Module:
     """The model of a step with its adapters, on the meta device instead of `device`.
 
-    Only its configuration is read; for names in `KNOWN` it is the one that is written there. Rows
-    that a chat format adds to the embeddings are not there, nor is dropout.
+    Only its configuration is read, or for names in `KNOWN` taken from there. It has no dropout, and
+    no rows that a chat format adds to the embeddings.
 
     Raises:
-        ModelError: there is no configuration, or none of a model of that kind.
+        ModelError: there is no configuration, or it is of another kind of model.
     """
     path = str(config.path)
     auto = AutoModelForCausalLM if task == "causal" else AutoModelForSequenceClassification

@@ -2,7 +2,7 @@
 
 A sequence classifier of `transformers` returns the logits at the last token that differs from the
 padding token, whatever the attention mask. Where padding is the end-of-sequence token, as for every
-tokenizer without its own padding token, that is the token before the end.
+tokenizer without its own padding token, that is the token before it.
 """
 
 import copy
@@ -21,8 +21,9 @@ RESERVED = re.compile(r"pad|reserved|unused|extra", re.IGNORECASE)
 def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a tokenizer whose padding token never ends a text.
 
-    It is `tokenizer` where padding is not the end-of-sequence token, else a copy that pads with a
-    reserved special token, the unknown token, the beginning-of-sequence token, or a new token.
+    It is `tokenizer` if its padding token is not the end-of-sequence token, else a copy that pads
+    with a reserved special token, the unknown token, the beginning-of-sequence token, or a new
+    token.
     """
     if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
         return tokenizer
@@ -33,7 +34,7 @@ def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of the padding token."""
+    """Return the id of the padding token."""
     return cast("int", tokenizer.pad_token_id)
 
 
@@ -63,8 +64,8 @@ def with_rows_for(
     """Yield the weights, with zeros for a new padding token that the input embeddings lack.
 
     Args:
-        tokenizer: of the export.
-        model: whose weights they are, with or without adapters.
+        tokenizer: the exported tokenizer.
+        model: the model of the weights, with or without adapters.
         weights: full tensors by their names in the model without adapters.
     """
     state = model.state_dict(keep_vars=True)

@@ -1,9 +1,9 @@
-"""Tensor parallelism: the layers of a model that are sharded among processes, and how.
+"""Tensor parallelism: which layers of a model are sharded among processes, and how.
 
-After Shoeybi et al. 2019 (Megatron-LM), 3: in pairs of matrices the first is cut by its outputs,
-the second by its inputs, and what the processes find is summed once after each pair. Attention is
-cut by whole heads. Plans are those of `transformers`; `_PLANS` below has
-families that it has none for.
+As in Shoeybi et al. 2019 (Megatron-LM), section 3: in pairs of matrices the first is sharded by
+outputs (column-parallel), the second by inputs (row-parallel), and the results are summed once
+after each pair. Attention is sharded by heads. Plans come from `transformers`; `_PLANS` below has
+families for which it has none.
 """
 
 import re
@@ -25,7 +25,7 @@ from pipeline.system.errors import ConfigError, require
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """Sharding of each layer, and changed attributes of the layers."""
+    """Sharding of each layer, and attributes of the layers to change."""
 
     styles: Mapping[str, str]
 
@@ -70,7 +70,7 @@ PACKED = ("query_key_value", "c_attn")
 
 @dataclass(frozen=True)
 class Style:
-    """How a layer is divided."""
+    """How a layer is sharded."""
 
     by_outputs: bool
     """Whether the outputs, rather than the inputs, are sharded."""
@@ -99,13 +99,13 @@ class TensorShards:
     """The sharded layers of a model in a tensor-parallel group; empty for one process.
 
     Args:
-        model: on any device; nothing is changed before `narrow`.
-        tp_group: the processes that compute each layer together.
-        setting: of the user, for messages.
-        divides_head: whether the matrix that makes the logits may be divided.
+        model: the model, on any device; nothing is changed before `narrow`.
+        tp_group: the tensor-parallel group.
+        setting: the user's setting, for messages.
+        divides_head: whether the output matrix may be sharded.
 
     Raises:
-        ConfigError: the family has no plan, or its heads or widths can't be cut into that many.
+        ConfigError: the family has no plan, or its heads or widths aren't divisible.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class TensorShards:
         )
 
     def refused(self, reason: str) -> ConfigError:
-        """The error for a model whose layers can't be divided."""
+        """The error for a model whose layers can't be sharded."""
         return ConfigError(
             f"{self.label}: the layers of {self.family} can't be divided, since {reason};"
             " set it to 1"
@@ -193,9 +193,9 @@ class TensorShards:
     def spec(
         self, owner: str, leaf: str, shape: torch.Size, *, rank: int | None = None
     ) -> ShardSpec | None:
-        """A process's part of a weight of this full shape; None is all of it.
+        """The part of a weight of this full shape that a process has; None if it has all of it.
 
-        It is this process unless the `rank` in the group of another is given.
+        The process is this one, or the one with the given `rank` in the group.
         """
         name = self.styles.get(owner)
         if name is None:
@@ -234,7 +234,7 @@ class TensorShards:
         return Shard(start, start + share)
 
     def narrow(self) -> None:
-        """Set the widths and head counts of the modules to those of this process's parts."""
+        """Set the widths and head counts of the modules to those of this process's shards."""
         for name in self.styles:
             self._narrow(name, get_layer(self.model.get_submodule(name)))
         for name, module in self.model.named_modules():
@@ -245,7 +245,7 @@ class TensorShards:
                 object.__setattr__(module, "num_key_value_groups", share // self.kv_heads_here)
 
     def _narrow(self, name: str, module: nn.Module) -> None:
-        """Set the width attribute of a module, which Conv1D uses."""
+        """Set a module's width attribute, which Conv1D uses."""
         if isinstance(module, Conv1D):
             module.nx, module.nf = self._shape(name, module.nx, module.nf)
         elif isinstance(module, nn.Linear):
@@ -253,7 +253,7 @@ class TensorShards:
             module.out_features, module.in_features = self._shape(name, rows, columns)
 
     def _shape(self, name: str, rows: int, columns: int) -> tuple[int, int]:
-        """The shape of this process's part of a weight."""
+        """The shape of this process's shard of a weight."""
         whole = torch.Size((rows, columns))
         spec = self.spec(name, "weight", whole)
         assert spec is not None
@@ -280,7 +280,7 @@ def can_shard(model: PreTrainedModel, size: int) -> bool:
 
 
 def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
-    """The plan for a model's family, by full names of its modules.
+    """The plan for a model's family, by the full names of its modules.
 
     Raises:
         ConfigError: there is none.
@@ -300,7 +300,7 @@ def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
 
 
 def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """The entry whose key names the module, with * for any number."""
+    """The entry whose key matches the module's name, with * for any number."""
     for key, value in table.items():
         if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name):
             return value

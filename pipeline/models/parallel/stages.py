@@ -1,11 +1,11 @@
-"""A stage of a pipeline: the user's model with other stages' blocks left out.
+"""A pipeline stage: the user's model without the blocks of other stages.
 
 The model's own forward runs on every stage. It builds masks, positions and rotary tables; blocks of
-other stages hand on what they are given, the first of them what came from the stage before.
-Embeddings of later stages are zeros of the right shape, norm and head of earlier ones nothing. So a
-parameter has the name that it has in the whole model. Which modules come before the blocks and
-which after shows a small copy of the model, as does whether its blocks hand on more than hidden
-states: a model that does can't be cut.
+other stages pass their input through, the first of them the input received from the previous stage.
+On later stages embeddings return zeros of the right shape; on earlier ones norm and head do
+nothing. So a parameter has the same name as in the full model. A small copy of the model shows
+which modules come before and after the blocks, and whether its blocks pass on more than hidden
+states: such a model can't be split.
 """
 
 import functools
@@ -59,7 +59,7 @@ class PassThrough(nn.Module):
 
 
 class StageInput(PassThrough):
-    """Replaces the first block on a later stage, and takes the received hidden states."""
+    """Replaces the first block on a later stage: returns the received hidden states."""
 
     received: Float[Tensor, "1 N d"] | None = None
     """Hidden states of the next pass, from the stage before."""
@@ -95,7 +95,7 @@ class ZeroOutput(nn.Module):
 
 
 class StageModule(nn.Module):
-    """A stage that isn't the last one: token ids and received hidden states to hidden states."""
+    """A stage other than the last: token ids and received hidden states to hidden states."""
 
     def __init__(self, model: nn.Module, *, kernels: Kernels) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class StageModule(nn.Module):
         self.kernels: Kernels = kernels
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, "1 N d"]:
-        """Output of the last of its blocks for a batch."""
+        """Output of the stage's last block for a batch."""
         plain = base_model(self.model)
         require_context(plain, batch)
         ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
@@ -135,12 +135,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it reads tokens."""
+        """Whether this stage reads tokens."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the head."""
+        """Whether this stage has the head."""
         return self.number == self.count - 1
 
 
@@ -148,7 +148,7 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
     """Remove other stages' modules from a model; `blocks` are the block counts of all stages.
 
     Raises:
-        ModelError: models of its family can't be cut.
+        ModelError: models of its family can't be split.
     """
     plain = base_model(model)
     if not can_stream(plain):
@@ -169,13 +169,14 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
 def find_blocks(
     model: nn.Module, stages: int, given: Sequence[int] | None = None, *, follows: bool = False
 ) -> list[int]:
-    """Number of blocks of each stage: as given, or balanced by their time.
+    """Number of blocks of each stage: as given, or balanced by time.
 
-    A block's time goes with its weights in matrices, in codes or not, as does that of the output
-    matrix. With `follows` those given are of another model, with perhaps more or fewer blocks.
+    The time of a block, or of the output matrix, is taken as proportional to its matrix weights,
+    quantized or not. With `follows` the given numbers belong to another model, which may have more
+    or fewer blocks.
 
     Raises:
-        ConfigError: there are fewer blocks than stages, or those given don't add up.
+        ConfigError: there are fewer blocks than stages, or the given numbers don't add up.
     """
     plain = base_model(model)
     _, every = block_list(plain)
@@ -199,7 +200,7 @@ def find_blocks(
 
 
 def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The model's blocks, and the name of the list that has them.
+    """The model's blocks, and the name of their list.
 
     Raises:
         ModelError: they aren't all in one list.
@@ -221,7 +222,7 @@ def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 @dataclass(frozen=True)
 class Order:
-    """Modules outside of a family's blocks, by name, and the output of the blocks."""
+    """Modules outside a family's blocks, by name, and the output of the blocks."""
 
     before: frozenset[str]
     after: frozenset[str]
@@ -230,7 +231,7 @@ class Order:
 
 @functools.cache
 def find_order(family: Family) -> Order:
-    """Return the modules before and after the blocks, by a pass of a small copy.
+    """Return the modules before and after the blocks, as found by running a small copy.
 
     Raises:
         ModelError: the order can't be determined.
@@ -297,7 +298,7 @@ def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[
 def _outside(
     plain: PreTrainedModel, order: Order, blocks: str
 ) -> list[tuple[str, nn.Module, bool]]:
-    """The modules outside of the blocks that have parameters, and whether they come before.
+    """The modules with parameters outside the blocks, and whether they come before them.
 
     An adapter belongs to its layer.
     """
@@ -333,10 +334,10 @@ def _borrow(head: nn.Linear) -> Tensor:
 @functools.cache
 @torch.no_grad()
 def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
-    """Return if a small copy has the same hidden states with and without stages, bit for bit.
+    """Check that a small copy has bitwise equal hidden states with and without stages.
 
     Raises:
-        ModelError: it doesn't.
+        ModelError: they differ.
     """
     expected = small_hidden_states(family.copy(packed=True))
     hidden: Tensor | None = None

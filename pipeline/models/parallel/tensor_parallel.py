@@ -1,16 +1,16 @@
-"""Tensor parallelism in training: a model of which this process has a shard of each layer.
+"""Tensor parallelism in training: this process has a shard of each layer of a model.
 
-The user's model runs unmodified on the process's heads and widths. The input of a layer that is cut
-by its outputs passes through `copy_to_group`, once for all layers of a branch that read the same,
-as queries, keys and values do; the output of one that is cut by its inputs passes through
-`sum_over_group`, and its bias is added to the sum. Norms are replicated, and so are embedding and
-output matrix where they are small (`forward/vocab_parallel.py`).
+The user's model runs unmodified on the process's heads and widths. The input of a column-parallel
+layer (sharded by outputs) passes through `copy_to_group`, once for all layers with the same input,
+such as queries, keys and values; the output of a row-parallel layer (sharded by inputs) passes
+through `sum_over_group`, and its bias is added to the sum. Norms are replicated, and so are
+embedding and output matrix if they are small (`forward/vocab_parallel.py`).
 
 Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): norms, residual sums and other
-operations on single tokens run on 1/tp of the row. The row is all-gathered where a module begins
-whose layers are cut by outputs, and outputs of layers that are cut by inputs are reduce-scattered.
-The first block takes its shard of the embeddings' output, and the last one gathers all tokens. A
-row of any length is sharded, filled with zeros at its end, which never reach a cut layer.
+operations on single tokens run on 1/tp of the row. The row is all-gathered before a module with
+column-parallel layers, and the outputs of row-parallel layers are reduce-scattered. The first block
+takes its shard of the embeddings' output, and the last one gathers all tokens. A row of any length
+is sharded after padding it with zeros, which never reach a sharded layer.
 """
 
 import functools
@@ -71,7 +71,7 @@ class OwnTokens:
 
     Args:
         plain: the model, whose blocks are in one list.
-        group: the processes that compute each layer together.
+        group: the tensor-parallel group.
     """
 
     def __init__(self, plain: PreTrainedModel, group: Group) -> None:
@@ -87,10 +87,10 @@ class OwnTokens:
             block.register_forward_hook(self._end)
 
     def feed(self, name: str) -> None:
-        """Gather the tokens of all processes as the input of a layer that is sharded by outputs.
+        """Gather the tokens of all processes as the input of a column-parallel layer.
 
-        They are gathered for the module that it is in, whose code may look at the row's length; a
-        block itself continues with its own.
+        They are gathered for the layer's parent module, whose code may use the row's length; the
+        block itself continues with its own tokens.
         """
         owner = name.rpartition(".")[0]
         place = name if owner.rpartition(".")[0] == self._list else owner
@@ -131,13 +131,13 @@ class OwnTokens:
         return _replaced(args, kwargs, full)
 
     def _present(self) -> list[nn.Module]:
-        """The blocks that this stage of a pipeline has."""
+        """The blocks of this pipeline stage."""
         blocks = cast("nn.ModuleList", self._plain.get_submodule(self._list))
         return [each for each in blocks if isinstance(each, GradientCheckpointingLayer)]
 
 
 def why_not(plain: PreTrainedModel, size: int) -> str | None:
-    """Return why tokens can't be split among `size` processes between layers; None if they can."""
+    """Return the reason why tokens can't be sharded over `size` processes; None if they can."""
     kind = plain.config.model_type
     settings = plain.config.get_text_config()
     others = sorted(set(getattr(settings, "layer_types", None) or ()) - set(MIXING))
@@ -178,13 +178,13 @@ NOISE = 1e-6
 def mismatch(
     model: PreTrainedModel, group: Group, *, shards_tables: bool, sequence: bool
 ) -> str | None:
-    """The reason why a model of this family can't be trained sharded; None if it can.
+    """Return the reason why a model of this family can't be trained sharded; None if it can.
 
-    All processes of the group call it, and get the same answer.
+    A collective of the group, with the same result on all processes.
 
     Args:
-        model: of the family, whole.
-        group: the processes that will compute each layer together.
+        model: a full model of the family.
+        group: the tensor-parallel group.
         shards_tables: whether embedding and output matrix are sharded.
         sequence: whether hidden states are sharded too.
     """
@@ -234,14 +234,14 @@ PARTIAL = "replicated_with_grad_allreduce"
 
 
 def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
-    """Keep only this process's part of each layer of a model; all processes call it.
+    """Keep only this process's shard of each layer of a model. A collective.
 
-    Parameters keep their names. Weights that are still in their files are read in parts. With
-    `sequence` hidden states between layers are shared out by tokens, where the family allows it.
+    Parameters keep their names. Only the shards of weights that are not loaded yet are read. With
+    `sequence`, hidden states between layers are sharded by tokens if the family allows it.
 
     Raises:
-        ConfigError: the layers of the model can't be divided so.
-        ModelError: those of its family can't be trained this way.
+        ConfigError: the layers of the model can't be sharded this way.
+        ModelError: models of its family can't be trained this way.
     """
     if group.size == 1:
         return
@@ -265,9 +265,9 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
 
 
 def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
-    """`cut_layers` of a frozen model; one that can't be sharded stays complete.
+    """`cut_layers` of a frozen model; a model that can't be sharded stays complete.
 
-    It may be of another family than what learns, such as an encoder without a plan.
+    It may be of another family than the trained model, such as an encoder without a plan.
     """
     if can_shard(model, group.size):
         cut_layers(model, group, sequence=sequence)
@@ -282,7 +282,7 @@ def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) 
 def divide(
     plain: PreTrainedModel, group: Group, tables: list[nn.Module], *, sequence: bool
 ) -> None:
-    """`cut_layers` without a check of the family; `tables` are divided too."""
+    """`cut_layers` without a check of the family; `tables` are sharded too."""
     shards = _list_shards(plain, group)
     _mark_partial(plain, _partial_parameters(plain, shards, sequence=sequence))
     _divide(plain, shards, sequence=sequence)
@@ -290,10 +290,10 @@ def divide(
 
 
 def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
-    """Keep in a model on the meta device the shard that one process has of each layer.
+    """Keep one process's shard of each layer of a model on the meta device.
 
     Raises:
-        ConfigError: the layers of the model can't be divided so.
+        ConfigError: the layers of the model can't be sharded this way.
     """
     plain, group = base_model(model), Group(0, tuple(range(size)))
     by_tokens = sequence and why_not(plain, size) is None
@@ -303,10 +303,10 @@ def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
 def _partial_parameters(
     plain: PreTrainedModel, shards: TensorShards, *, sequence: bool
 ) -> set[str]:
-    """Names of full weights of which each process computes a part of the gradient.
+    """Names of replicated weights for which each process computes a partial gradient.
 
-    Those that the family's plan says are used with a process's heads alone; with `sequence` all
-    whole weights of the blocks, which see a process's own tokens or heads.
+    These are the weights that the family's plan uses with a process's heads only, and with
+    `sequence` all replicated weights of the blocks, which process only local tokens or heads.
     """
     names = {name.replace(".base_layer.", ".") for name, _ in plain.named_parameters()}
     if sequence:
@@ -345,7 +345,7 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> 
 
 
 def _mark_partial(plain: PreTrainedModel, partial: set[str]) -> None:
-    """Mark full weights, and their adapters, whose gradients are summed over the processes."""
+    """Mark replicated weights, and their adapters, whose gradients are summed over processes."""
     for name, param in plain.named_parameters():
         if name.replace(".base_layer.", ".") in partial:
             mark_partial(param)
@@ -373,9 +373,9 @@ def _divide_tables(tables: list[nn.Module], group: Group) -> None:
 
 
 def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
-    """Keep this process's part of a layer and its adapter; return the layer if a bias remains.
+    """Keep this process's shard of a layer and its adapter; return the layer if a bias remains.
 
-    It is one that is cut by its inputs and has a bias, which it doesn't add itself any more.
+    A bias remains if the layer is row-parallel: it no longer adds its bias itself.
     """
     layer = cast("LinearLayer", get_layer(module))
     by_outputs = STYLES[shards.styles[name]].by_outputs
@@ -393,9 +393,9 @@ def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module 
 def _cut_adapter(
     shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, by_outputs: bool
 ) -> None:
-    """Keep this process's part of an adapter, sharded like its layer by `specs`.
+    """Keep this process's shard of an adapter, sharded like its layer by `specs`.
 
-    One half stays whole; each process has a part of its gradient.
+    One matrix is replicated; each process has a partial gradient of it.
     """
     down, up = module.lora_A["default"], module.lora_B["default"]
     cut, whole = (up, down) if by_outputs else (down, up)
@@ -417,7 +417,7 @@ def _cut(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tupl
 
 
 def _replace(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group: Group) -> None:
-    """Replace a layer's parameter by this process's shard of it."""
+    """Replace a layer's parameter with this process's shard of it."""
     shape = layer.get_parameter(leaf).shape
     replace_by_part(layer, leaf, Part(shape, specs, group.rank))
 
@@ -430,10 +430,10 @@ def _product(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor,
 
 
 class _Branch:
-    """Layers of one module with the same input that are sharded by outputs.
+    """Column-parallel layers of one module with the same input.
 
-    What they read is copied once for all of them, so that its gradients are added here before the
-    processes sum them.
+    Their input passes through one copy, so that its gradients are added locally before they are
+    summed over the processes.
     """
 
     def __init__(self, group: Group) -> None:
@@ -460,7 +460,7 @@ class _Branch:
 
 
 def _summing(total: Callable[[Tensor], Tensor], biased: nn.Module | None) -> Callable[..., Tensor]:
-    """A hook that sums the outputs of a layer, and adds its bias once."""
+    """Return a hook that sums the outputs of a layer, and adds its bias once."""
 
     def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
         summed = total(output)
