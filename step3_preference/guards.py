@@ -32,6 +32,9 @@ class PreferenceSignals(Signals):
     """The signals of an evaluation: of held-out rows, and of sampled responses to prompts."""
 
     rate: str = "optim.lr"
+    prompts: int = 256
+    """Number of sampled responses."""
+
     OF_THE_START = ("logp_chosen", "sampled_length", "sampled_stop_rate")
     UNIT = "step"
     SLOWER = "half the learning rate"
@@ -44,11 +47,14 @@ class PreferenceSignals(Signals):
         if "sampled_length" not in metrics:
             return None
         length, was_length = metrics["sampled_length"], first["sampled_length"]
+        ends, ended = metrics["sampled_stop_rate"], first["sampled_stop_rate"]
+        error = ((ends * (1 - ends) + ended * (1 - ended)) / self.prompts) ** 0.5
         of_answers = {
             "kl": metrics["kl"],
             "kl_per_token": metrics["kl"] / length,
             "response_length": length / was_length,
-            "stop_rate": first["sampled_stop_rate"] - metrics["sampled_stop_rate"],
+            # A loss within two standard errors is none: of 8 responses one may be cut off by chance.
+            "stop_rate": ended - ends if ended - ends > 2 * error else 0.0,
             "repetition": metrics["sampled_repetition"],
         }
         return of_answers[signal]

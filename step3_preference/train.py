@@ -99,6 +99,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         config, model, passes.engine, rows, store.held_out, run, guards, passes
     )
     evaluator = Evaluator(training, reference)
+    guards.signals = PreferenceSignals(config.model.rate[0], len(evaluator.watched.prompts))
     guards.first = evaluator.begin(training.checkpoints, run)
     weights = kto_weights(store.num_good, len(store) - store.num_good, config)
     setup = Setup(training, store, reference, evaluator, guards, weights)

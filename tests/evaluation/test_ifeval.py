@@ -29,7 +29,6 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"language": "es"}, "El perro no es de la casa.", "O cão não é uma casa do rei."),
         ({"language": "ru"}, "Это не мой дом и не твой.", "Тази къща и онази \u0435 тук."),
         ({"language": "fa"}, "این کتاب را برای او خواندم که", "هذا الكتاب على الطاولة"),
-        ({"language": "hi"}, "यह घर है और वह पेड़ है", "यो घर हो र त्यो रुख हो"),
         ({"language": "th"}, "สวัสดีครับ", "Sawatdee khrap"),
     ],
     "length_constraints:number_sentences": [

@@ -56,6 +56,8 @@ def test_each_usual_signal_is_one_sentence_once_its_window_of_evaluations_is_ove
     assert spoke[0].sentence.startswith(sentence)
     assert (spoke[0].window, spoke[0].unit) == (5 * window, "step")
     assert watched.check(25, SOUND) == []
+    cut_off = {**SOUND, "sampled_stop_rate": 7 / 8}
+    assert PreferenceSignals(prompts=8).compute_value("stop_rate", cut_off, SOUND) == 0
 
 
 def guarded(toy: Path, out: Path, **changes: Any) -> PreferenceConfig:
