@@ -53,7 +53,7 @@ class PreferenceSignals(Signals):
             "kl": metrics["kl"],
             "kl_per_token": metrics["kl"] / length,
             "response_length": length / was_length,
-            # A loss within two standard errors is none: of 8 responses one may be cut off by chance.
+            # A loss within two standard errors counts as none: few responses vary by chance.
             "stop_rate": ended - ends if ended - ends > 2 * error else 0.0,
             "repetition": metrics["sampled_repetition"],
         }
